@@ -30,7 +30,7 @@ from benchmarks.gpu_bench.machine import (
 from benchmarks.gpu_bench.shapes import SHAPES, Shape, Variant
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import ScheduledSequence, StepPlan
+from penstock_shard.rows import Row, batch_of
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.sequence import Sequence
 
@@ -89,9 +89,10 @@ class Sequences:
                 sampling=_GREEDY,
                 max_tokens=room,
             )
-            sequence = Sequence.of(request)
-            sequence.block_ids += range(i * blocks, (i + 1) * blocks)
-            self.sequences.append(sequence)
+            self.sequences.append(Sequence.of(request))
+            self.sequences[-1].slot = i
+        self._num_blocks = blocks
+        self._slots = set[int]()
         self._runner = runner
         self._next = context - 1
 
@@ -99,8 +100,23 @@ class Sequences:
         """Launch a step that samples one token of each sequence."""
         start = self._next
         self._next += 1
-        rows = tuple(ScheduledSequence(s, start, 1, samples=True) for s in self.sequences)
-        self._runner.launch(StepPlan(rows))
+        self.compute([Row(s, start, 1, samples=True) for s in self.sequences])
+
+    def compute(self, rows: abc.Sequence[Row]) -> None:
+        """Launch a step of these rows. Whoever is computed from its first token on, or was not
+        computed yet, is admitted.
+        """
+        known = self._slots
+        admitted = [row.sequence for row in rows if not row.start or row.sequence.slot not in known]
+        known.update(sequence.slot for sequence in admitted)
+        new_blocks = [
+            self._blocks_of(row.sequence) if row.sequence in admitted else () for row in rows
+        ]
+        self._runner.launch(batch_of(rows, new_blocks, admitted))
+
+    def _blocks_of(self, sequence: Sequence) -> range:
+        first = sequence.slot * self._num_blocks
+        return range(first, first + self._num_blocks)
 
     def collect(self) -> None:
         results = self._runner.collect()
@@ -112,7 +128,7 @@ class Sequences:
 
     def end(self) -> None:
         for sequence in self.sequences:
-            self._runner.release(sequence)
+            self._runner.release(sequence.slot)
 
 
 def result_tokens(result: Any) -> list[int]:
@@ -218,7 +234,7 @@ def compute_prompt(runner: ModelRunner, length: int) -> float:
     sequences = Sequences(runner, 1, length, 1)
     (sequence,) = sequences.sequences
     before_s = time.perf_counter()
-    runner.launch(StepPlan((ScheduledSequence(sequence, 0, length, samples=True),)))
+    sequences.compute([Row(sequence, 0, length, samples=True)])
     runner.collect()
     seconds = time.perf_counter() - before_s
     sequences.end()
@@ -266,7 +282,7 @@ def _tokens(
             again = number in (0, again_at)
             rows += _rows_of(sequence, again, cut)
         for step in _in_turns(rows):
-            runner.launch(StepPlan(tuple(step)))
+            sequences.compute(step)
             for row, result in zip(step, runner.collect(), strict=True):
                 if row.samples:
                     row.sequence.token_ids += result_tokens(result)
@@ -276,20 +292,20 @@ def _tokens(
     return found
 
 
-def _rows_of(sequence: Sequence, again: bool, cut: int | None) -> list[ScheduledSequence]:
+def _rows_of(sequence: Sequence, again: bool, cut: int | None) -> list[Row]:
     """The sequence's tokens to compute next, in chunks of `cut`; all of them if `again`."""
     end = len(sequence.token_ids)
     start = 0 if again else end - 1
     step = cut or end
     return [
-        ScheduledSequence(sequence, at, min(step, end - at), samples=at + step >= end)
+        Row(sequence, at, min(step, end - at), samples=at + step >= end)
         for at in range(start, end, step)
     ]
 
 
-def _in_turns(rows: abc.Sequence[ScheduledSequence]) -> list[list[ScheduledSequence]]:
+def _in_turns(rows: abc.Sequence[Row]) -> list[list[Row]]:
     """Steps of at most 4,096 tokens with one chunk of each request, earlier chunks first."""
-    steps: list[list[ScheduledSequence]] = [[]]
+    steps: list[list[Row]] = [[]]
     for row in sorted(rows, key=lambda row: (row.start, row.count)):
         last = steps[-1]
         taken = {id(other.sequence) for other in last}

@@ -23,8 +23,7 @@ from penstock_shard.engine import Engine
 from penstock_shard.engine_loop import EngineLoop
 from penstock_shard.link import Inbox
 from penstock_shard.loading import LoadedRunner
-from penstock_shard.runner.base import AdapterStore, RowResult, Runner, RunnerInfo, StepPlan
-from penstock_shard.sequence import Sequence
+from penstock_shard.runner.base import AdapterStore, Batch, RowResult, Runner, RunnerInfo
 
 # Where the engine of a process writes its steps.
 STEPS_VARIABLE = "PENSTOCK_BENCH_STEPS"
@@ -126,9 +125,9 @@ class _TimedRunner:
     def adapters(self) -> AdapterStore | None:
         return self._runner.adapters
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, batch: Batch) -> None:
         self._log.begin_call()
-        self._runner.launch(plan)
+        self._runner.launch(batch)
         self._log.end_call()
 
     def collect(self) -> abc.Sequence[RowResult]:
@@ -138,8 +137,8 @@ class _TimedRunner:
         self._log.end_step(len(results), tokens)
         return results
 
-    def release(self, sequence: Sequence) -> None:
-        self._runner.release(sequence)
+    def release(self, slot: int) -> None:
+        self._runner.release(slot)
 
 
 def measure_engine(path: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import abc, deque
+from collections import deque
 from collections.abc import Callable
 from itertools import chain
 
@@ -19,20 +19,15 @@ from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output, Work
 from penstock_shard.request import FinishReason, Request
 from penstock_shard.runner.base import (
-    Logprobs,
+    Batch,
     RowResult,
     Runner,
-    ScheduledSequence,
     StepOutOfMemory,
-    StepPlan,
 )
 from penstock_shard.scheduler import Scheduler
 from penstock_shard.sequence import Sequence, SequenceState
 
 logger = logging.getLogger(__name__)
-
-# Looking up a member of an enumeration takes as long as counting a token.
-_ENDED = SequenceState.ENDED
 
 
 class Engine:
@@ -59,7 +54,7 @@ class Engine:
         self._live: dict[str, Sequence] = {}
         self._outputs: list[Output] = []
         # Launched steps that are not collected, the oldest first.
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[Batch] = deque()
         # Whether the oldest of them is to be collected before another is launched.
         self._is_due = False
         self.steps_total = 0
@@ -136,8 +131,8 @@ class Engine:
 
     def adapter_indices(self) -> set[int]:
         """Adapter indices of sequences that are live, or in a step that is not collected."""
-        flying = (row.sequence for plan in self._in_flight for row in plan.rows)
-        return {sequence.adapter_index for sequence in chain(self._live.values(), flying)}
+        sequences = chain(self._live.values(), self._scheduler.slots.holders)
+        return {sequence.adapter_index for sequence in sequences}
 
     def load(self) -> Load:
         return Load(
@@ -164,7 +159,7 @@ class Engine:
             f"{len(sequences)} sequences are scheduled, {len(self._live)} are known"
         )
         assert {sequence.request.request_id for sequence in sequences} <= set(self._live)
-        self._blocks.check_integrity(self._scheduler.block_holders)
+        self._blocks.check_integrity()
 
     # ---- internals ----
 
@@ -184,16 +179,17 @@ class Engine:
         if self.step_started_s is not None:
             ends_s = self.step_started_s + self._scheduler.predict_s()
             starts_s = max(now_s, ends_s)
-        plan = self._scheduler.schedule(now_s, starts_s)
+        batch = self._scheduler.schedule(now_s, starts_s)
         self._give_back()
-        if not plan.rows:
+        self._release()
+        if not batch.num_rows:
             return False
         if started := self._scheduler.take_started():
             self._tell_started([sequence.request.request_id for sequence in started])
         if self.step_started_s is None:
             self._expect(now_s)
-        self._runner.launch(plan)
-        self._in_flight.append(plan)
+        self._runner.launch(batch)
+        self._in_flight.append(batch)
         return True
 
     def _expect(self, now_s: float) -> None:
@@ -216,97 +212,77 @@ class Engine:
         except StepOutOfMemory as error:
             self._lose_steps(error)
             return
-        plan = self._in_flight.popleft()
+        batch = self._in_flight.popleft()
         now_s = self._clock()
         seconds = now_s - (self.step_started_s or now_s)
         self.step_started_s = None
         self.steps_total += 1
         self._steps_seconds_total += seconds
-        self._sequences_total += len(plan.rows)
-        self._take(plan, results, now_s)
-        for sequence in self._scheduler.collected(plan, seconds):
-            self._runner.release(sequence)
+        self._sequences_total += batch.num_rows
+        for sequence, result in self._scheduler.update(batch, results, now_s, seconds):
+            self._report(sequence, result)
+        self._release()
         if self._in_flight:
             self._expect(now_s)
 
     def _lose_steps(self, error: StepOutOfMemory) -> None:
-        """The oldest step in flight ran out of device memory: every sequence in a launched step is
+        """The oldest step in flight ran out of device memory: every request in a launched step is
         preempted, to be computed again in smaller steps.
         """
-        plans = list(self._in_flight)
+        batches = list(self._in_flight)
         self._in_flight.clear()
         self.step_started_s = None
-        for _ in plans[1:]:
+        for _ in batches[1:]:
             with contextlib.suppress(StepOutOfMemory):
                 self._runner.collect()
-        failed, bounds = plans[0], self._scheduler.bounds
-        sequence = failed.rows[0].sequence
-        if bounds.is_hopeless(failed) and sequence.state is not _ENDED:
+        failed, bounds = batches[0], self._scheduler.bounds
+        hopeless = self._scheduler.find_hopeless(failed)
+        if hopeless is not None:
             message = f"the device has too little memory for it: {error}"
-            self._end(sequence, error=Error(Code.RESOURCE_EXHAUSTED, message))
-        for sequence in self._scheduler.lost(plans):
-            self._runner.release(sequence)
+            self._end(hopeless, error=Error(Code.RESOURCE_EXHAUSTED, message))
+        self._scheduler.lose(batches)
+        self._release()
         self._give_back()
         logger.warning(
             "out of memory in a step of %d tokens of %d requests, which are preempted: %s; steps "
             "have at most %d of %d for a while",
             failed.num_tokens,
-            len(failed.rows),
+            failed.num_rows,
             error,
             bounds.tokens,
             bounds.sequences,
         )
 
-    def _take(self, plan: StepPlan, results: abc.Sequence[RowResult], now_s: float) -> None:
-        """Turn a step's results into outputs. Runs for every token: keep it cheap."""
-        may_draft = self._scheduler.may_draft
-        for row, result in zip(plan.rows, results, strict=True):
-            sequence = row.sequence
-            if row.samples:
-                sequence.num_pending -= 1
-            else:
-                sequence.num_partial_steps += 1
-            # The sequence ended while this step was in flight.
-            if sequence.state is _ENDED:
-                continue
-            if result.error is not None:
-                self._end(sequence, error=_failed(sequence, result))
-                continue
-            if result.token_id is not None:
-                output = _token_output(sequence, result.token_id, result.logprobs)
-                sequence.last_token_s = now_s
-                if may_draft and result.more_token_ids:
-                    _add_accepted(sequence, output, result.more_token_ids)
-            else:
-                output = _output(sequence)
-                if result.embedding is not None:
-                    output.embedding = result.embedding
-                    output.finish = FinishReason.STOP
-            if result.prompt_logprobs is not None:
-                self._add_prompt_logprobs(output, row, result.prompt_logprobs)
-            # A chunk in the middle of a prompt gives nothing to report.
-            if not (output.token_ids or output.prompt_logprobs or output.finish):
-                continue
-            self._outputs.append(output)
-            if output.finish is not None:
-                output.work = _work(sequence)
-                self._forget(sequence)
+    def _report(self, sequence: Sequence, result: RowResult) -> None:
+        """Say what a row gave, if anything. Runs for every token: keep it cheap."""
+        if result.error is not None:
+            self._end(sequence, error=_failed(sequence, result))
+            return
+        if result.token_id is not None:
+            output = _token_output(sequence, [result.token_id, *result.more_token_ids])
+            output.logprobs = result.logprobs
+        else:
+            output = _output(sequence)
+            if result.embedding is not None:
+                output.embedding = result.embedding
+                output.finish = FinishReason.STOP
+        scores = result.prompt_logprobs
+        if scores is not None and scores.chosen:
+            output.prompt_logprobs = scores
+            first = sequence.num_prompt_logprobs_sent - len(scores.chosen)
+            output.prompt_logprobs_start = first + 1
+        # A chunk in the middle of a prompt gives nothing to report.
+        if not (output.token_ids or output.prompt_logprobs or output.finish):
+            return
+        self._outputs.append(output)
+        if output.finish is not None:
+            output.work = _work(sequence)
+            self._forget(sequence)
 
-    def _add_prompt_logprobs(
-        self, output: Output, row: ScheduledSequence, logprobs: Logprobs
-    ) -> None:
-        """Add prompt log-probabilities, but those sent before the sequence was preempted."""
-        sequence = row.sequence
-        if not sequence.needs_prompt_logprobs:
-            return
-        known = sequence.num_prompt_logprobs_sent - row.start
-        if known > 0:
-            logprobs = logprobs.without_first(known)
-        if not logprobs.chosen:
-            return
-        output.prompt_logprobs = logprobs
-        output.prompt_logprobs_start = sequence.num_prompt_logprobs_sent + 1
-        sequence.num_prompt_logprobs_sent += len(logprobs.chosen)
+    def _release(self) -> None:
+        """Have the runner drop what it keeps for slots that are free."""
+        for slot in self._scheduler.slots.take_freed():
+            self._runner.release(slot)
 
     def _end(
         self, sequence: Sequence, *, finish: FinishReason | None = None, error: Error | None = None
@@ -318,37 +294,29 @@ class Engine:
         del self._live[sequence.request.request_id]
         if self._matchers is not None and self._matchers.discard(sequence):
             return
-        if self._scheduler.remove(sequence):
-            self._runner.release(sequence)
+        self._scheduler.remove(sequence)
 
 
-def _token_output(sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> Output:
-    request, known = sequence.request, sequence.token_ids
-    position = len(known) - sequence.num_prompt_tokens
-    known.append(token_id)
-    output = Output(request.request_id, request.attempt, position, [token_id], logprobs)
+def _token_output(sequence: Sequence, token_ids: list[int]) -> Output:
+    """The output of the sequence's last tokens, which a row gave."""
+    request = sequence.request
+    position = sequence.num_output_tokens - len(token_ids)
+    output = Output(request.request_id, request.attempt, position, token_ids)
     if position == sequence.num_delivered:
         output.cached_tokens = sequence.cached_tokens
-    if token_id in request.stop_token_ids or token_id in request.reluctant_stop_ids:
+    # None follows a token that ends the sequence.
+    last = token_ids[-1]
+    if last in request.stop_token_ids or last in request.reluctant_stop_ids:
         output.finish = FinishReason.STOP
-        output.stop_token_id = token_id
-    elif position + 1 >= request.max_tokens:
+        output.stop_token_id = last
+    elif sequence.num_output_tokens >= request.max_tokens:
         output.finish = FinishReason.LENGTH
     return output
 
 
-def _add_accepted(sequence: Sequence, output: Output, token_ids: abc.Sequence[int]) -> None:
-    """Append the tokens after the row's first one: they follow accepted drafts, and none follows a
-    token that ends the sequence. `output` already has the log-probabilities of all of them.
-    """
-    for token_id in token_ids:
-        output.merge(_token_output(sequence, token_id, None))
-    sequence.num_accepted_drafts += len(token_ids)
-
-
 def _failed(sequence: Sequence, result: RowResult) -> Error:
     """The error of a row that failed. What the request itself causes would fail at any shard."""
-    if sequence.matcher is not None and sequence.matcher.is_error():
+    if sequence.constraint is not None and sequence.constraint.matcher.is_error():
         # The request's own text broke the matcher, or others with the same constraint did: retrying
         # it tells which.
         return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")

@@ -163,6 +163,7 @@ def _build_engine(
         max_num_batched_tokens=config.batched_tokens(info.device),
         max_prefill_tokens=config.prefill_tokens(info.device),
         aging_s=config.aging_s,
+        max_scored_tokens=info.max_scored_tokens,
     )
     drafter = Drafter(config.speculative_tokens) if config.speculative_tokens else None
     return Engine(

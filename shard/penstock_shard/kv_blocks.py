@@ -7,9 +7,9 @@ are reused least recently freed first.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, abc
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.sequence import Sequence
@@ -31,8 +31,21 @@ class _CachedBlock:
     token_ids: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class _Table:
+    """The blocks of one sequence."""
+
+    block_ids: list[int] = field(default_factory=list)
+    # Chained hashes of the full blocks of its tokens, as far as they were needed.
+    hashes: list[bytes] = field(default_factory=list)
+    # How many of `block_ids` are cached under their hashes, or were found there.
+    num_cached: int = 0
+    # Serial of the last cached one, or the root hash before the first.
+    cached_serial: _Serial = b""
+
+
 class BlockManager:
-    """Gives out the blocks 0 .. num_blocks - 1 of `block_size` tokens each."""
+    """Owns block tables. Gives out the blocks 0 .. num_blocks - 1 of `block_size` tokens each."""
 
     def __init__(
         self,
@@ -52,6 +65,9 @@ class BlockManager:
         self._cached: dict[int, _CachedBlock] = {}
         self._by_digest: dict[bytes, int] = {}
         self._insertions = 0
+        self._tables: dict[Sequence, _Table] = {}
+        # What `take_new` has not returned yet.
+        self._untold: dict[Sequence, list[int]] = {}
 
     @property
     def num_free(self) -> int:
@@ -72,54 +88,68 @@ class BlockManager:
 
     # ---- a sequence's blocks ----
 
+    def blocks_of(self, sequence: Sequence) -> abc.Sequence[int]:
+        """Its blocks, in the order of its tokens."""
+        table = self._tables.get(sequence)
+        return () if table is None else table.block_ids
+
+    def take_new(self, sequences: Iterable[Sequence]) -> list[abc.Sequence[int]]:
+        """The blocks that each got since this was last asked of it."""
+        untold = self._untold
+        return [untold.pop(sequence) if sequence in untold else () for sequence in sequences]
+
     def acquire_prefix(self, sequence: Sequence) -> int:
         """Give a sequence, which has no blocks yet, those that hold its longest cached prefix.
 
-        Returns the number of tokens found, which becomes `sequence.num_computed`. The last known
-        token is always left to be computed, because sampling needs its logits.
+        Returns the number of tokens found. The last known token is always left to be computed,
+        because sampling needs its logits.
         """
         if not self._enable_prefix_caching:
             return 0
-        # All but the last known token, so that the block which holds it is never taken.
-        self._hash_full_blocks(sequence, sequence.num_tokens - 1)
-        sequence.cached_serial = self._root(sequence)
-        for index in range((sequence.num_tokens - 1) // self.block_size):
-            block_id = self._find(sequence, index)
+        table = self._table(sequence)
+        # One block less than all known tokens would allow, so that the last one is computed.
+        count = (sequence.num_tokens - 1) // self.block_size
+        self._hash_full_blocks(sequence, table, count)
+        table.cached_serial = self._root(sequence)
+        for index in range(count):
+            block_id = self._find(sequence, table, index)
             if block_id is None:
                 break
             self._refer(block_id)
-            sequence.block_ids.append(block_id)
-            sequence.cached_serial = self._cached[block_id].serial
-        sequence.num_cached_blocks = len(sequence.block_ids)
-        sequence.num_computed = len(sequence.block_ids) * self.block_size
-        return sequence.num_computed
+            table.block_ids.append(block_id)
+            table.cached_serial = self._cached[block_id].serial
+        table.num_cached = len(table.block_ids)
+        if table.block_ids:
+            self._untold[sequence] = list(table.block_ids)
+        return len(table.block_ids) * self.block_size
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give the sequence blocks for `num_tokens`; False, and no change, if too few are free."""
-        missing = self.blocks_for(num_tokens) - len(sequence.block_ids)
+        table = self._table(sequence)
+        missing = self.blocks_for(num_tokens) - len(table.block_ids)
         if missing > len(self._free):
             return False
-        for _ in range(missing):
-            sequence.block_ids.append(self._take())
+        if missing > 0:
+            new = [self._take() for _ in range(missing)]
+            table.block_ids += new
+            self._untold.setdefault(sequence, []).extend(new)
         return True
 
-    def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Cache the sequence's full blocks under their hashes, for other sequences to find.
+    def cache_full_blocks(self, sequences: Iterable[Sequence]) -> None:
+        """Cache the sequences' full blocks under their hashes, for others to find.
 
         Steps run in launch order, and each writes keys and values before it reads any: a block may
         be cached as soon as the step that fills it is planned.
         """
         if not self._enable_prefix_caching:
             return
-        known = min(sequence.num_computed, len(sequence.token_ids))
-        if known < (sequence.num_cached_blocks + 1) * self.block_size:
-            return
-        self._hash_full_blocks(sequence, known)
-        if sequence.num_cached_blocks == 0:
-            sequence.cached_serial = self._root(sequence)
-        for index in range(sequence.num_cached_blocks, known // self.block_size):
-            self._cache_block(sequence, index)
-            sequence.num_cached_blocks = index + 1
+        block_size, tables = self.block_size, self._tables
+        for sequence in sequences:
+            table, count = tables[sequence], len(sequence.token_ids)
+            if sequence.num_computed < count:
+                count = sequence.num_computed
+            if count >= (table.num_cached + 1) * block_size:
+                self._cache_blocks(sequence, table, count // block_size)
 
     def uncache_since(self, since: int) -> None:
         """Uncache what was cached after `num_insertions` was `since`: it was never computed."""
@@ -130,15 +160,29 @@ class BlockManager:
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back. The last are reused first: a prefix's start lives longest."""
-        for block_id in reversed(sequence.block_ids):
+        table = self._tables.get(sequence)
+        if table is None:
+            return
+        for block_id in reversed(table.block_ids):
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
                 self._free[block_id] = None
-        sequence.block_ids.clear()
-        sequence.num_cached_blocks = 0
-        sequence.num_computed = 0
+        self._untold.pop(sequence, None)
+        # Its hashes are kept: the tokens are the same when it comes again.
+        self._tables[sequence] = _Table(hashes=table.hashes)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take all blocks back of a sequence that has ended."""
+        self.release(sequence)
+        self._tables.pop(sequence, None)
 
     # ---- internals ----
+
+    def _table(self, sequence: Sequence) -> _Table:
+        table = self._tables.get(sequence)
+        if table is None:
+            table = self._tables[sequence] = _Table()
+        return table
 
     def _root(self, sequence: Sequence) -> bytes:
         request = sequence.request
@@ -147,32 +191,42 @@ class BlockManager:
     def _tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
         return tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
-    def _hash_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        hashes = sequence.block_hashes
-        for index in range(len(hashes), num_tokens // self.block_size):
+    def _hash_full_blocks(self, sequence: Sequence, table: _Table, count: int) -> None:
+        """Hash its first `count` blocks, where that has not been done."""
+        hashes = table.hashes
+        for index in range(len(hashes), count):
             parent = hashes[index - 1] if index else self._root(sequence)
             hashes.append(block_hash(parent, self._tokens(sequence, index)))
 
-    def _find(self, sequence: Sequence, index: int) -> int | None:
+    def _find(self, sequence: Sequence, table: _Table, index: int) -> int | None:
         """The cached block with block `index` of the sequence's tokens, if it follows the prefix
         that `cached_serial` identifies.
         """
-        block_id = self._by_digest.get(sequence.block_hashes[index])
+        block_id = self._by_digest.get(table.hashes[index])
         if block_id is None:
             return None
         cached = self._cached[block_id]
-        same = cached.parent_serial == sequence.cached_serial
+        same = cached.parent_serial == table.cached_serial
         return block_id if same and cached.token_ids == self._tokens(sequence, index) else None
 
-    def _cache_block(self, sequence: Sequence, index: int) -> None:
-        found = self._find(sequence, index)
+    def _cache_blocks(self, sequence: Sequence, table: _Table, count: int) -> None:
+        """Cache its first `count` blocks, as far as they are not."""
+        self._hash_full_blocks(sequence, table, count)
+        if table.num_cached == 0:
+            table.cached_serial = self._root(sequence)
+        for index in range(table.num_cached, count):
+            self._cache_block(sequence, table, index)
+        table.num_cached = count
+
+    def _cache_block(self, sequence: Sequence, table: _Table, index: int) -> None:
+        found = self._find(sequence, table, index)
         if found is not None:
             # Two sequences computed the same block at once: the first stays cached, and becomes the
             # parent of this sequence's next block.
-            sequence.cached_serial = self._cached[found].serial
+            table.cached_serial = self._cached[found].serial
             return
-        digest = sequence.block_hashes[index]
-        block_id = sequence.block_ids[index]
+        digest = table.hashes[index]
+        block_id = table.block_ids[index]
         # A block of the same hash that does not match: its parent was evicted, or it is forged.
         stale = self._by_digest.get(digest)
         if stale is not None:
@@ -180,9 +234,9 @@ class BlockManager:
         self._insertions += 1
         self._by_digest[digest] = block_id
         self._cached[block_id] = _CachedBlock(
-            digest, self._insertions, sequence.cached_serial, self._tokens(sequence, index)
+            digest, self._insertions, table.cached_serial, self._tokens(sequence, index)
         )
-        sequence.cached_serial = self._insertions
+        table.cached_serial = self._insertions
 
     def _refer(self, block_id: int) -> None:
         if self._references[block_id] == 0:
@@ -197,15 +251,15 @@ class BlockManager:
         self._references[block_id] = 1
         return block_id
 
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Recount everything from the sequences that hold blocks.
+    def check_integrity(self) -> None:
+        """Recount everything from the block tables.
 
         Raises:
             AssertionError: the counts do not agree; the text has the numbers.
         """
         counted = [0] * self.num_blocks
-        for sequence in sequences:
-            for block_id in sequence.block_ids:
+        for table in self._tables.values():
+            for block_id in table.block_ids:
                 counted[block_id] += 1
         wrong = [i for i in range(self.num_blocks) if counted[i] != self._references[i]]
         assert not wrong, (

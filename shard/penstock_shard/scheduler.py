@@ -24,8 +24,10 @@ from itertools import chain
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.runner.base import ScheduledSequence, StepPlan
+from penstock_shard.rows import Row, batch_of
+from penstock_shard.runner.base import Batch, RowResult
 from penstock_shard.sequence import Sequence, SequenceState
+from penstock_shard.slot_pool import SlotPool
 from penstock_shard.speculation import Speculation
 from penstock_shard.step_bounds import StepBounds
 from penstock_shard.step_budget import UNBOUNDED_S, StepBudget
@@ -38,6 +40,8 @@ from penstock_shard.urgency import (
     urgency,
 )
 
+# Looking up a member of an enumeration takes as long as counting a token.
+_ENDED = SequenceState.ENDED
 # The share of the time left to an objective that a step is planned to take: step times vary.
 _MARGIN = 0.95
 # Every this many steps a long prompt's chunk is a little larger than is predicted to fit: chunks
@@ -59,10 +63,14 @@ class SchedulerLimits:
     max_prefill_tokens: int = 2**31
     # A sequence that has waited this long for its next token goes before all others.
     aging_s: float = 30.0
+    # Prompt tokens of a step whose log-probabilities are wanted.
+    max_scored_tokens: int = 2**31
 
 
 class Scheduler:
-    """Owns the waiting and the running sequences, and through the block manager their blocks."""
+    """Owns the waiting and the running sequences, their slots, and through the block manager their
+    blocks. It alone writes what is known of them.
+    """
 
     def __init__(
         self, limits: SchedulerLimits, blocks: BlockManager, drafter: Drafter | None = None
@@ -74,9 +82,12 @@ class Scheduler:
         # A preempted sequence comes before those of its priority class that never ran.
         self._waiting = SequenceGroup()
         self._running = SequenceGroup()
-        # Ended or preempted, but launched steps still use their blocks: those are released when
-        # the steps are collected.
+        # Ended or preempted, but launched steps still use their blocks and slots: those are freed
+        # when the steps are collected.
         self._leaving: set[Sequence] = set()
+        self.slots = SlotPool()
+        # Sequences that were given a slot for the step that is planned.
+        self._admitted: list[Sequence] = []
         self._step_time = StepTime()
         self._speculation: Speculation | None = None
         if drafter is not None:
@@ -139,11 +150,6 @@ class Scheduler:
         """All sequences that have not ended, running ones first."""
         return [*self._running, *self._waiting]
 
-    @property
-    def block_holders(self) -> set[Sequence]:
-        """Requests that have blocks: running ones, and those that launched steps still refer to."""
-        return self._leaving.union(self._running)
-
     def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
         """Queue a sequence. The caller bounds the queue."""
         sequence.arrival = self._arrivals
@@ -151,18 +157,17 @@ class Scheduler:
         self._arrivals += 1
         self._waiting.add(sequence)
 
-    def remove(self, sequence: Sequence) -> bool:
-        """Forget a sequence, finished or aborted, wherever it is. Its blocks are freed as soon as
-        no launched step refers to them: now if this returns True, else see `collected`.
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, finished or aborted, wherever it is. Its blocks and its slot are freed
+        as soon as no launched step refers to them.
         """
         running = sequence.state is SequenceState.RUNNING
         (self._running if running else self._waiting).remove(sequence)
         if self._speculation is not None:
             self._speculation.drafter.forget(sequence)
         self._leave(sequence, SequenceState.ENDED)
-        return sequence.num_steps_in_flight == 0
 
-    def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> StepPlan:
+    def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> Batch:
         """Plan the next step, which will start at `starts_s`; empty if there is nothing to do."""
         preemptions_before = self.preemptions_total
         self._steps += 1
@@ -179,7 +184,7 @@ class Scheduler:
         if speculation is not None:
             ready = speculation.ready(decodes)
             if ready is None:
-                return StepPlan(())
+                return Batch()
             decodes = ready
         filings = self._blocks.num_insertions
         budget = self._budget(decodes, starts_s)
@@ -195,20 +200,22 @@ class Scheduler:
         for row in prompt_rows:
             # A prompt whose every token but the last is cached is a decode row too.
             rows.insert(0, row) if row.count == 1 and row.samples else rows.append(row)
-        for row in rows:
-            sequence = row.sequence
-            sequence.num_steps_in_flight += 1
-            sequence.num_pending += row.samples
-        if rows:
-            self._sizes.append(size.plus(step_size(prompt_rows)))
-            self._insertions.append(filings)
-        return StepPlan(tuple(rows))
+        if not rows:
+            return Batch()
+        self._sizes.append(size.plus(step_size(prompt_rows)))
+        self._insertions.append(filings)
+        return self._batch(rows)
 
-    def collected(self, plan: StepPlan, seconds: float | None = None) -> list[Sequence]:
-        """The oldest step is over, and its tokens have been appended to its sequences.
+    def update(
+        self,
+        batch: Batch,
+        results: abc.Sequence[RowResult],
+        now_s: float = 0.0,
+        seconds: float | None = None,
+    ) -> list[tuple[Sequence, RowResult]]:
+        """The oldest step is over; it took `seconds`, if that is known. Append what it gave.
 
-        `seconds` is how long it took, if known. Returns its sequences that have ended and that no
-        launched step refers to any more.
+        Returns what is new of each sequence that has not ended, in the batch's order.
         """
         size = self._sizes.popleft()
         self._insertions.popleft()
@@ -218,17 +225,27 @@ class Scheduler:
             self._step_time.learn(size, seconds)
         if self.bounds.reduced:
             self.bounds.recover()
-        for row in plan.rows:
-            row.sequence.num_steps_in_flight -= 1
-        if self._speculation is not None:
-            self._speculation.learn(plan)
-        return self._gone(row.sequence for row in plan.rows) if self._leaving else []
+        news = []
+        columns = zip(batch.slots, batch.starts, batch.samples, batch.drafts, results, strict=True)
+        for slot, start, samples, drafts, result in columns:
+            sequence = self.slots[slot]
+            if samples:
+                sequence.num_pending -= 1
+            else:
+                sequence.num_partial_steps += 1
+            if sequence.state is not _ENDED:
+                sequence.append(start, result, now_s)
+                news.append((sequence, result))
+            if drafts:
+                self._count_accepted(sequence, len(drafts), len(result.more_token_ids))
+            sequence.num_steps_in_flight -= 1
+            if self._leaving and not sequence.num_steps_in_flight:
+                self._free_if_left(sequence)
+        return news
 
-    def lost(self, plans: abc.Sequence[StepPlan]) -> list[Sequence]:
-        """The oldest launched step ran out of device memory. `plans` are all launched steps; none
+    def lose(self, batches: abc.Sequence[Batch]) -> None:
+        """The oldest launched step ran out of device memory. `batches` are all launched ones; none
         counts. Every running sequence in them is preempted, and steps are smaller for a while.
-
-        Returns the sequences that have ended and that no launched step refers to any more.
         """
         # Blocks cached since the failed step was planned were never filled with valid keys.
         self._blocks.uncache_since(self._insertions[0])
@@ -236,27 +253,27 @@ class Scheduler:
         self._insertions.clear()
         if self._speculation is not None:
             self._speculation.drop()
-        self.bounds.shrink(plans[0])
-        rows = [row for plan in plans for row in plan.rows]
-        for row in rows:
-            row.sequence.num_steps_in_flight -= 1
-            row.sequence.num_pending -= row.samples
-        parts = dict.fromkeys(row.sequence for row in rows)
+        self.bounds.shrink(batches[0], self.slots[batches[0].slots[0]])
+        parts: dict[Sequence, None] = {}
+        for batch in batches:
+            for slot, samples in zip(batch.slots, batch.samples, strict=True):
+                sequence = self.slots[slot]
+                sequence.num_steps_in_flight -= 1
+                sequence.num_pending -= samples
+                parts[sequence] = None
         # In reverse: each goes to the front of the queue, so they end up in the order they ran in.
         for sequence in [sequence for sequence in self._running if sequence in parts][::-1]:
             self._preempt(sequence, "the shard is out of memory")
-        return self._gone(parts)
+        for sequence in parts:
+            self._free_if_left(sequence)
 
-    def _gone(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Release the blocks of sequences that left and that no launched step refers to any more.
-
-        Returns those of them that have ended (the others were preempted).
+    def find_hopeless(self, failed: Batch) -> Sequence | None:
+        """The sequence for which memory will never suffice, if this step, which ran out of it, had
+        no other, and if it has not ended.
         """
-        gone = [sequence for sequence in sequences if self._has_left(sequence)]
-        for sequence in gone:
-            self._leaving.remove(sequence)
-            self._blocks.release(sequence)
-        return [sequence for sequence in gone if sequence.state is SequenceState.ENDED]
+        first = self.slots[failed.slots[0]]
+        hopeless = self.bounds.is_hopeless(failed, first) and first.state is not _ENDED
+        return first if hopeless else None
 
     def predict_s(self) -> float:
         """Predicted seconds of the oldest launched step that is not collected."""
@@ -298,7 +315,9 @@ class Scheduler:
 
     def _budget(self, decodes: abc.Sequence[Sequence], starts_s: float) -> StepBudget:
         time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else UNBOUNDED_S
-        return StepBudget(self.bounds.tokens, time_s, self._step_time)
+        budget = StepBudget(self.bounds.tokens, time_s, self._step_time)
+        budget.scored_tokens = self._limits.max_scored_tokens
+        return budget
 
     def _time_s(self, decodes: abc.Sequence[Sequence], starts_s: float) -> float:
         """Seconds that the step's rows may take so that every sequence that limits the seconds
@@ -320,9 +339,9 @@ class Scheduler:
 
     def _decode_rows(
         self, decodes: abc.Sequence[Sequence], budget: StepBudget, now_s: float
-    ) -> list[ScheduledSequence]:
+    ) -> list[Row]:
         """A row for each decoding sequence; fewer where tokens, blocks or time run out."""
-        rows: list[ScheduledSequence] = []
+        rows: list[Row] = []
         block_size = self._blocks.block_size
         bounded = budget.time_s != UNBOUNDED_S
         preemptions_before = self.preemptions_total
@@ -332,22 +351,20 @@ class Scheduler:
             if bounded and not self._in_time(sequence, budget, now_s):
                 continue
             start = sequence.num_computed
-            lacks_block = start == len(sequence.block_ids) * block_size
-            if lacks_block and not self._grow_or_preempt(sequence):
+            # It has whole blocks for all that is computed.
+            if start % block_size == 0 and not self._grow_or_preempt(sequence):
                 continue
             sequence.num_computed = start + 1
-            rows.append(ScheduledSequence(sequence, start, 1, samples=True))
+            rows.append(Row(sequence, start, 1, samples=True))
         if self.preemptions_total != preemptions_before:
             rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
         budget.tokens -= len(rows)
-        for row in rows:
-            if row.start // block_size > row.sequence.num_cached_blocks:
-                self._blocks.cache_full_blocks(row.sequence)
+        self._blocks.cache_full_blocks(row.sequence for row in rows)
         return rows
 
     def _with_drafts(
-        self, speculation: Speculation, rows: list[ScheduledSequence], budget: StepBudget
-    ) -> list[ScheduledSequence]:
+        self, speculation: Speculation, rows: list[Row], budget: StepBudget
+    ) -> list[Row]:
         rows = speculation.add_drafts(rows, *budget.for_drafts())
         budget.take_drafts(rows)
         return rows
@@ -383,7 +400,7 @@ class Scheduler:
 
     def _prompt_rows(
         self, prefilling: list[Sequence], admits: bool, budget: StepBudget, now_s: float
-    ) -> Iterator[ScheduledSequence]:
+    ) -> Iterator[Row]:
         """Chunks of running sequences by urgency, then of waiting sequences that are admitted.
 
         Nothing is preempted here: a sequence got the blocks for its whole prompt when admitted.
@@ -400,9 +417,7 @@ class Scheduler:
         if admits and free_seqs and budget.prompt_tokens:
             yield from self._admitted_rows(free_seqs, budget, now_s)
 
-    def _admitted_rows(
-        self, free_seqs: int, budget: StepBudget, now_s: float
-    ) -> Iterator[ScheduledSequence]:
+    def _admitted_rows(self, free_seqs: int, budget: StepBudget, now_s: float) -> Iterator[Row]:
         """Admit waiting sequences, every other one by age. When one lacks blocks, none behind it is
         admitted; but short prompts overtake long ones once the step's share of those is used up.
         """
@@ -412,6 +427,8 @@ class Scheduler:
             queue = by_age if aged else in_order
             sequence = queue.popleft()
             if self._is_long(sequence) and budget.long_tokens == 0:
+                continue
+            if sequence.needs_prompt_logprobs and budget.scored_tokens == 0:
                 continue
             if self._chunk_limit(sequence, budget, now_s) == 0:
                 # The budget has nothing for the sequences behind it either.
@@ -434,20 +451,21 @@ class Scheduler:
         return by_age, deque(sequence for key, sequence in ranked if key[0])
 
     def _chunk_limit(self, sequence: Sequence, budget: StepBudget, now_s: float) -> int:
-        return budget.chunk_limit(
+        limit = budget.chunk_limit(
             sequence.num_computed,
             is_long=self._is_long(sequence),
             is_aged=lambda: self._is_aged(sequence, now_s),
             probes=self._steps % _PROBE_STEPS == 0,
         )
+        if sequence.needs_prompt_logprobs:
+            scored = sequence.num_prompt_tokens - 1 - sequence.num_computed
+            limit = limit if scored <= budget.scored_tokens else min(limit, budget.scored_tokens)
+        return limit
 
-    def _prompt_row(self, sequence: Sequence, limit: int, budget: StepBudget) -> ScheduledSequence:
+    def _prompt_row(self, sequence: Sequence, limit: int, budget: StepBudget) -> Row:
         row = self._row(sequence, min(sequence.num_uncomputed, limit))
         budget.take_chunk(row, is_long=self._is_long(sequence))
-        # Prompt log-probabilities may take several forward passes: another row of this step that
-        # found these blocks in the cache would read them before they are written.
-        if not row.num_prompt_logprobs:
-            self._blocks.cache_full_blocks(sequence)
+        self._blocks.cache_full_blocks((sequence,))
         return row
 
     def _is_long(self, sequence: Sequence) -> bool:
@@ -466,30 +484,32 @@ class Scheduler:
         # Looking up a long prompt in the prefix cache takes milliseconds.
         if hopeless and self._steps % _LOOK_AGAIN_STEPS:
             return False
-        if not sequence.needs_whole_prompt:
-            self._blocks.acquire_prefix(sequence)
+        found = 0 if sequence.needs_whole_prompt else self._blocks.acquire_prefix(sequence)
         if not self._blocks.grow(sequence, sequence.num_tokens):
-            missing = self._blocks.blocks_for(sequence.num_tokens) - len(sequence.block_ids)
-            missing -= self._blocks.num_free
+            missing = self._blocks.blocks_for(sequence.num_tokens)
+            missing -= len(self._blocks.blocks_of(sequence)) + self._blocks.num_free
             self._blocks.release(sequence)
             self._turned_away = (sequence.arrival, self._blocks.num_free + missing)
             return False
+        sequence.num_computed = found
         if sequence.cached_tokens is None:
             self._started.append(sequence)
-            sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+            sequence.cached_tokens = min(found, sequence.num_prompt_tokens)
         self._waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING
         self._running.add(sequence)
+        self.slots.give(sequence)
+        self._admitted.append(sequence)
         return True
 
-    def _row(self, sequence: Sequence, count: int) -> ScheduledSequence:
+    def _row(self, sequence: Sequence, count: int) -> Row:
         start = sequence.num_computed
         sequence.num_computed = start + count
         scores = 0
         if sequence.needs_prompt_logprobs:
             scores = max(0, min(start + count, sequence.num_prompt_tokens - 1) - start)
         samples = start + count == sequence.num_tokens
-        return ScheduledSequence(sequence, start, count, samples, scores)
+        return Row(sequence, start, count, samples, scores)
 
     # ---- places ----
 
@@ -515,7 +535,7 @@ class Scheduler:
         if has_free_seq and missing <= 0:
             return
         # Preempt only if preempting all of them would free enough blocks.
-        if sum(len(sequence.block_ids) for sequence in lower) >= missing:
+        if sum(len(self._blocks.blocks_of(sequence)) for sequence in lower) >= missing:
             reason = "a request of a higher priority took its place"
             self._preempt(max(lower, key=expendable), reason)
 
@@ -532,13 +552,43 @@ class Scheduler:
         if sequence.num_steps_in_flight:
             self._leaving.add(sequence)
         else:
+            self._free(sequence)
+
+    def _free_if_left(self, sequence: Sequence) -> None:
+        if sequence.num_steps_in_flight == 0 and sequence in self._leaving:
+            self._leaving.remove(sequence)
+            self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        """Free the blocks and the slot of a sequence, if it has any."""
+        sequence.num_computed = 0
+        if sequence.state is _ENDED:
+            self._blocks.forget(sequence)
+        else:
             self._blocks.release(sequence)
+        self.slots.free(sequence)
 
-    def _has_left(self, sequence: Sequence) -> bool:
-        return sequence.num_steps_in_flight == 0 and sequence in self._leaving
+    def _count_accepted(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a collected row; the accepted ones are computed already."""
+        assert self._speculation is not None
+        if sequence.state is _ENDED:
+            num_accepted = 0
+        if sequence.state is SequenceState.RUNNING:
+            sequence.num_computed += num_accepted
+        sequence.num_accepted_drafts += num_accepted
+        self._speculation.learn(sequence, num_drafts, num_accepted)
+
+    def _batch(self, rows: list[Row]) -> Batch:
+        """The rows as a runner gets them; from now on their step is in flight."""
+        sequences = [row.sequence for row in rows]
+        for row, sequence in zip(rows, sequences, strict=True):
+            sequence.num_steps_in_flight += 1
+            sequence.num_pending += row.samples
+        admitted, self._admitted = self._admitted, []
+        return batch_of(rows, self._blocks.take_new(sequences), admitted)
 
 
-def _num_left(prefilling: Iterable[Sequence], rows: Iterable[ScheduledSequence]) -> int:
+def _num_left(prefilling: Iterable[Sequence], rows: Iterable[Row]) -> int:
     """Tokens still to be computed of prompts that have begun, without the last one of each."""
     begun = {*prefilling, *(row.sequence for row in rows)}
     return sum(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock_shard.request import Pooling, Request
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from penstock_shard.constraints.state import ConstraintState
+    from penstock_shard.runner.base import RowResult
 
 
 class SequenceState(enum.Enum):
@@ -29,7 +30,7 @@ class Sequence:
     and a step that reaches the last known token samples one more. Steps overlap, so counts run
     ahead of values: `token_ids` (the prompt, then the output so far) holds what has come back,
     `num_pending` counts tokens that launched steps will sample after those, and `num_computed`
-    tokens have been handed to steps; their keys and values are, or are about to be, in `block_ids`.
+    tokens have been handed to steps; their keys and values are, or are about to be, in its blocks.
     """
 
     request: Request
@@ -39,27 +40,24 @@ class Sequence:
     num_delivered: int
     # The adapter's index in the runner; 0 without one.
     adapter_index: int = 0
-    # The constraint's matcher, once it is compiled, advanced past the delivered tokens.
-    matcher: LLMatcher | None = None
+    # How far its constraint has got, once that is compiled; it goes with the sequence wherever that
+    # is computed again.
+    constraint: ConstraintState | None = None
     # Order and time of arrival; a sequence that is preempted keeps its own.
     arrival: int = 0
     arrived_s: float = 0.0
 
     state: SequenceState = SequenceState.WAITING
+    # Where the runner keeps what it knows of the sequence, while it runs and until the last step
+    # that has a row of it is collected; -1 without one.
+    slot: int = -1
     num_pending: int = 0
     num_computed: int = 0
     # Launched steps that have a row of this sequence and are not collected. Until they are, its
-    # blocks stay its own, whatever becomes of it.
+    # blocks and its slot stay its own, whatever becomes of it.
     num_steps_in_flight: int = 0
     # When its last token came back.
     last_token_s: float = 0.0
-    block_ids: list[int] = field(default_factory=list)
-    # Chained hashes of the full blocks of `token_ids`, as far as they were needed.
-    block_hashes: list[bytes] = field(default_factory=list)
-    # How many of `block_ids` are cached under their hashes, or were found there.
-    num_cached_blocks: int = 0
-    # Serial of the last cached one, or the root hash before the first; see `kv_blocks`.
-    cached_serial: int | bytes = b""
     # Tokens found in the prefix cache when the sequence was first scheduled; None before.
     cached_tokens: int | None = None
     # Prompt tokens whose log-probabilities have been sent; the first token has none.
@@ -102,3 +100,18 @@ class Sequence:
     def needs_whole_prompt(self) -> bool:
         """Whether every prompt token must be computed, so that the prefix cache is not used."""
         return self.needs_prompt_logprobs or self.request.pooling is Pooling.MEAN
+
+    def append(self, start: int, result: RowResult, now_s: float) -> None:
+        """Append what a row that began at `start` gave. Of its prompt log-probabilities only those
+        stay in the result that were not sent before the sequence was preempted.
+        """
+        if result.token_id is not None:
+            self.token_ids.append(result.token_id)
+            self.token_ids += result.more_token_ids
+            self.last_token_s = now_s
+        if result.prompt_logprobs is None:
+            return
+        known = self.num_prompt_logprobs_sent - start
+        if known > 0:
+            result.prompt_logprobs = result.prompt_logprobs.without_first(known)
+        self.num_prompt_logprobs_sent += len(result.prompt_logprobs.chosen)

@@ -12,8 +12,8 @@ from collections import abc
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.runner.base import ScheduledSequence, StepPlan
-from penstock_shard.sequence import Sequence, SequenceState
+from penstock_shard.rows import Row
+from penstock_shard.sequence import Sequence
 from penstock_shard.step_time import StepTime
 from penstock_shard.urgency import seconds_between_tokens
 
@@ -56,9 +56,7 @@ class Speculation:
             return None
         return [sequence for sequence in decodes if sequence not in waiting]
 
-    def add_drafts(
-        self, rows: abc.Sequence[ScheduledSequence], tokens: int, time_s: float
-    ) -> list[ScheduledSequence]:
+    def add_drafts(self, rows: abc.Sequence[Row], tokens: int, time_s: float) -> list[Row]:
         """The same rows, those that got drafts last. Drafts add at most `tokens` and `time_s`."""
         plain, with_drafts = [], []
         tokens = min(tokens, self._most_drafts)
@@ -77,25 +75,16 @@ class Speculation:
             with_drafts.append(row)
         return plain + with_drafts
 
-    def learn(self, plan: StepPlan) -> None:
-        """Count the accepted drafts of a collected step; their tokens are computed already."""
-        if not self._drafted:
-            return
-        for row in plan.rows:
-            if not row.drafts:
-                continue
-            sequence = row.sequence
-            self._drafted.discard(sequence)
-            accepted = max(0, len(sequence.token_ids) - row.start - 2)
-            self.drafter.learn(sequence, len(row.drafts), accepted)
-            if sequence.state is SequenceState.RUNNING:
-                sequence.num_computed += accepted
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Count the accepted drafts of a row that was collected."""
+        self._drafted.discard(sequence)
+        self.drafter.learn(sequence, num_drafts, num_accepted)
 
     def drop(self) -> None:
         """Forget the launched steps: none of them counts."""
         self._drafted.clear()
 
-    def _most(self, row: ScheduledSequence, tokens: int, time_s: float) -> int:
+    def _most(self, row: Row, tokens: int, time_s: float) -> int:
         """How many drafts the row may have, by the step's budget and its `max_tokens`."""
         sequence = row.sequence
         # With pending tokens there is nothing to draft from: the last ones are not known.
@@ -107,9 +96,9 @@ class Speculation:
             most = min(most, self._step_time.prompt_tokens_in(time_s, row.start))
         return most
 
-    def _held(self, row: ScheduledSequence, count: int) -> int:
+    def _held(self, row: Row, count: int) -> int:
         """How many of `count` drafts there are blocks for."""
         sequence = row.sequence
         if self._blocks.grow(sequence, row.start + 1 + count):
             return count
-        return len(sequence.block_ids) * self._blocks.block_size - row.start - 1
+        return len(self._blocks.blocks_of(sequence)) * self._blocks.block_size - row.start - 1

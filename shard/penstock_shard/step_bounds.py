@@ -1,5 +1,5 @@
 """How much a step may compute: as much as the limits say, and less after one that ran out of device
-memory. Knows plans and numbers only.
+memory. Knows batches and numbers only.
 
 A step that fails halves the sequences that a step may have and, where it computed more than one
 token of any sequence, the tokens too. After some steps without another failure both grow again.
@@ -9,7 +9,8 @@ prompt which starts over at every failure still gets done.
 
 from __future__ import annotations
 
-from penstock_shard.runner.base import StepPlan
+from penstock_shard.runner.base import Batch
+from penstock_shard.sequence import Sequence
 
 # Chunks are not made smaller than this: memory that lacks room for so few lacks it for one.
 _LEAST_TOKENS = 16
@@ -37,23 +38,23 @@ class StepBounds:
         # Failed steps that could not be smaller, since the bounds were last at the limits.
         self._failed_alone: set[_Place] = set()
 
-    def is_hopeless(self, plan: StepPlan) -> bool:
-        """Whether memory will never suffice for this failed step: it had one request and few
-        tokens, and has failed before with the request at the same token.
+    def is_hopeless(self, failed: Batch, first: Sequence) -> bool:
+        """Whether memory will never suffice for this failed step, whose first row is of `first`: it
+        had no other and few tokens, and has failed before with the sequence at the same token.
         """
-        return _place_alone(plan) in self._failed_alone
+        return _is_least(failed) and _place(first) in self._failed_alone
 
-    def shrink(self, plan: StepPlan) -> None:
-        """Halve the bounds: this step ran out of memory."""
-        self.sequences = max(1, min(self.sequences, len(plan.rows)) // 2)
-        num_tokens = plan.num_tokens
-        if num_tokens > len(plan.rows):
+    def shrink(self, failed: Batch, first: Sequence) -> None:
+        """Halve the bounds: this step, whose first row is of `first`, ran out of memory."""
+        self.sequences = max(1, min(self.sequences, failed.num_rows) // 2)
+        num_tokens = failed.num_tokens
+        if num_tokens > failed.num_rows:
             least = min(_LEAST_TOKENS, self._max_tokens)
             self.tokens = max(least, min(self.tokens, num_tokens) // 2)
         if self._good_steps >= self._careful_steps:
             self._careful_steps = min(2 * self._careful_steps, _MOST_CAREFUL_STEPS)
-        if (place := _place_alone(plan)) is not None:
-            self._failed_alone.add(place)
+        if _is_least(failed):
+            self._failed_alone.add(_place(first))
         self.reduced = True
         self._good_steps = 0
 
@@ -70,12 +71,12 @@ class StepBounds:
             self._failed_alone.clear()
 
 
-def _place_alone(plan: StepPlan) -> _Place | None:
-    """How far the only request of a step has got; None if the step could have been smaller."""
-    first, *others = plan.rows
-    if others or first.drafts or first.count > _LEAST_TOKENS:
-        return None
-    sequence = first.sequence
+def _is_least(failed: Batch) -> bool:
+    """Whether the step could not have been smaller."""
+    return failed.num_rows == 1 and not failed.drafts[0] and failed.counts[0] <= _LEAST_TOKENS
+
+
+def _place(sequence: Sequence) -> _Place:
     return sequence.request.request_id, sequence.request.attempt, len(sequence.token_ids)
 
 

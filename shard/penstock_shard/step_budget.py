@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock_shard.runner.base import ScheduledSequence
+from penstock_shard.rows import Row
 from penstock_shard.step_time import StepSize, StepTime
 
 # Tokens of a step that prompts which have waited too long get at least, whatever time is left.
@@ -36,6 +36,8 @@ class StepBudget:
     long_s: float = UNBOUNDED_S
     # Tokens for prompts that have waited too long, whatever `time_s` is.
     aged_tokens: int = _AGED_TOKENS
+    # Prompt tokens whose log-probabilities are wanted.
+    scored_tokens: int = 2**31
 
     def bound_prompts(self, decodes: StepSize, max_prefill_tokens: int) -> None:
         """Set what prompts may take, once all decode rows are added: less if there are any."""
@@ -76,18 +78,19 @@ class StepBudget:
             limit = min(limit, max(1, in_time))
         return limit
 
-    def take_drafts(self, rows: Iterable[ScheduledSequence]) -> None:
+    def take_drafts(self, rows: Iterable[Row]) -> None:
         """Subtract the drafts of these rows."""
         for row in rows:
             self.tokens -= len(row.drafts)
             self.time_s -= self.step_time.prompt_s(row.start, len(row.drafts))
 
-    def take_chunk(self, row: ScheduledSequence, *, is_long: bool) -> None:
+    def take_chunk(self, row: Row, *, is_long: bool) -> None:
         """Subtract this chunk of a prompt."""
         seconds = self.step_time.prompt_s(row.start, row.count)
         self.tokens -= row.count
         self.prompt_tokens -= row.count
         self.aged_tokens -= row.count
+        self.scored_tokens -= row.scored
         self.time_s -= seconds
         if is_long:
             self.long_tokens -= row.count

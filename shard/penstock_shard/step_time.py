@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock_shard.runner.base import ScheduledSequence
+from penstock_shard.rows import Row
 
 # Weight of a step relative to the one after it.
 _DECAY = 0.98
@@ -53,7 +53,7 @@ class StepSize:
         )
 
 
-def step_size(rows: Iterable[ScheduledSequence]) -> StepSize:
+def step_size(rows: Iterable[Row]) -> StepSize:
     """What a step of these rows computes."""
     decodes = prompt_tokens = keys = drafts = 0
     for row in rows:

@@ -6,7 +6,7 @@ from faults.planting import Fault, always, becomes, left_out, never
 
 FAULTS = [
     Fault(
-        "Blocks come free while a launched step still refers to them",
+        "Blocks and slots come free at an abort while a launched step refers to them",
         "Scheduler._leave",
         never("sequence.num_steps_in_flight"),
         caught_by="test_blocks_of_an_aborted_request_stay_its_own_until_its_steps_are_collected",
@@ -14,15 +14,8 @@ FAULTS = [
     Fault(
         "A cached prefix may cover the last known token",
         "BlockManager.acquire_prefix",
-        (
-            becomes(
-                "range((sequence.num_tokens - 1) // self.block_size)",
-                "range(len(sequence.block_hashes))",
-            ),
-            becomes(
-                "self._hash_full_blocks(sequence, sequence.num_tokens - 1)",
-                "self._hash_full_blocks(sequence, sequence.num_tokens)",
-            ),
+        becomes(
+            "(sequence.num_tokens - 1) // self.block_size", "sequence.num_tokens // self.block_size"
         ),
         caught_by="test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token",
     ),
@@ -48,15 +41,15 @@ FAULTS = [
         "Positions count the prompt",
         "_token_output",
         becomes(
-            "Output(request.request_id, request.attempt, position, [token_id], logprobs)",
-            "Output(request.request_id, request.attempt, len(known), [token_id], logprobs)",
+            "sequence.num_output_tokens - len(token_ids)",
+            "len(sequence.token_ids) - len(token_ids)",
         ),
         caught_by="test_positions_count_every_token_once",
         simulated=True,
     ),
     Fault(
         "Prompt log-probabilities are sent again after a preemption",
-        "Engine._add_prompt_logprobs",
+        "Sequence.append",
         never("known > 0"),
         caught_by="test_prompt_logprobs_arrive_once_in_order_in_spite_of_chunks_and_preemption",
     ),

@@ -48,11 +48,6 @@ EQUIVALENT: dict[Mutant, str] = {
     for reason, mutants in {
         SHORTCUT: [
             (
-                "Scheduler.collected",
-                "return self._gone((row.sequence for row in plan.rows)) if self._leaving else []",
-                "return self._gone((row.sequence for row in plan.rows)) if self._leaving or True else []",
-            ),
-            (
                 "Scheduler._budget",
                 "time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else UNBOUNDED_S",
                 "time_s = self._time_s(decodes, starts_s) if self._running.num_objectives or True else UNBOUNDED_S",
@@ -63,29 +58,19 @@ EQUIVALENT: dict[Mutant, str] = {
                 "preemptions_before = None",
             ),
             (
-                "Scheduler._decode_rows",
-                "if row.start // block_size > row.sequence.num_cached_blocks:",
-                "if row.start / block_size > row.sequence.num_cached_blocks:",
-            ),
-            (
-                "Scheduler._decode_rows",
-                "if row.start // block_size > row.sequence.num_cached_blocks:",
-                "if row.start // block_size >= row.sequence.num_cached_blocks:",
-            ),
-            (
                 "Scheduler._preempt_for_priority",
                 "if self._waiting.highest_class >= self._running.lowest_class:",
                 "if self._waiting.highest_class > self._running.lowest_class:",
             ),
             (
                 "BlockManager.cache_full_blocks",
-                "if known < (sequence.num_cached_blocks + 1) * self.block_size:",
-                "if known < (sequence.num_cached_blocks + 1) / self.block_size:",
+                "if count >= (table.num_cached + 1) * block_size:",
+                "if count >= (table.num_cached + 1) / block_size:",
             ),
             (
                 "BlockManager.cache_full_blocks",
-                "if known < (sequence.num_cached_blocks + 1) * self.block_size:",
-                "if known < (sequence.num_cached_blocks - 1) * self.block_size:",
+                "if count >= (table.num_cached + 1) * block_size:",
+                "if count >= (table.num_cached - 1) * block_size:",
             ),
             ("GenerationStream._align", "if known > 0:", "if known >= 0:"),
             ("GenerationStream._align_prompt", "if known > 0:", "if known >= 0:"),
@@ -175,8 +160,8 @@ EQUIVALENT: dict[Mutant, str] = {
             ("Scheduler.schedule", "self._steps += 1", "self._steps -= 1"),
             (
                 "Scheduler._chunk_limit",
-                "return budget.chunk_limit(sequence.num_computed, is_long=self._is_long(sequence), is_aged=lambda: self._is_aged(sequence, now_s), probes=self._steps % _PROBE_STEPS == 0)",
-                "return budget.chunk_limit(sequence.num_computed, is_long=self._is_long(sequence), is_aged=lambda: self._is_aged(sequence, now_s), probes=self._steps % _PROBE_STEPS == 1)",
+                "limit = budget.chunk_limit(sequence.num_computed, is_long=self._is_long(sequence), is_aged=lambda: self._is_aged(sequence, now_s), probes=self._steps % _PROBE_STEPS == 0)",
+                "limit = budget.chunk_limit(sequence.num_computed, is_long=self._is_long(sequence), is_aged=lambda: self._is_aged(sequence, now_s), probes=self._steps % _PROBE_STEPS == 1)",
             ),
         ],
         "a block has more tokens than that": [

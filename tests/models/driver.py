@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import abc
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import msgspec
 from support.engines import packed
+from support.plans import batch_of
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import RowResult, Runner, ScheduledSequence, StepPlan
+from penstock_shard.rows import Row, admission_of
+from penstock_shard.runner.base import Batch, RowResult, Runner
 from penstock_shard.runner.create import create_runner
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.sequence import Sequence
@@ -69,52 +72,75 @@ class Driver:
         self.random = random.Random(seed)
         self.free = list(range(runner.info.num_blocks))
         self.random.shuffle(self.free)
+        self.blocks: dict[Sequence, list[int]] = {}
+        # How many of these the runner has been told.
+        self._num_told: dict[Sequence, int] = {}
+        self._num_slots = 0
 
     def step(self, counts: abc.Sequence[tuple[Sequence, int]]) -> list[RowResult]:
         """Compute the next `count` tokens of each sequence; sampled tokens are appended."""
         ordered = sorted(counts, key=lambda item: not self._decodes(*item))
-        rows = []
-        for sequence, count in ordered:
-            self._reserve(sequence, sequence.num_computed + count)
-            samples = sequence.num_computed + count == sequence.num_tokens
-            scores = 0
-            if sequence.request.prompt_logprobs is not None:
-                scores = max(0, min(count, sequence.num_prompt_tokens - 1 - sequence.num_computed))
-            rows.append(ScheduledSequence(sequence, sequence.num_computed, count, samples, scores))
-        self.runner.launch(StepPlan(tuple(rows)))
+        self.runner.launch(self.batch([self._row(*item) for item in ordered]))
         results = list(self.runner.collect())
         for (sequence, count), result in zip(ordered, results, strict=True):
             sequence.num_computed += count
             if result.token_id is not None:
                 sequence.token_ids.append(result.token_id)
-        found = {
-            id(sequence): result for (sequence, _), result in zip(ordered, results, strict=True)
-        }
-        return [found[id(sequence)] for sequence, _ in counts]
+        found = {sequence: result for (sequence, _), result in zip(ordered, results, strict=True)}
+        return [found[sequence] for sequence, _ in counts]
+
+    def launch(self, *rows: Row) -> None:
+        """Launch a step of these rows."""
+        self.runner.launch(self.batch(rows))
+
+    def batch(self, rows: abc.Sequence[Row]) -> Batch:
+        """The rows as a batch; who has no slot is given one."""
+        admitted = [row.sequence for row in rows if row.sequence.slot < 0]
+        for sequence in admitted:
+            sequence.slot = self._num_slots
+            self._num_slots += 1
+        new_blocks = []
+        for row in rows:
+            self._reserve(row.sequence, row.start + row.count)
+            own = self.blocks[row.sequence]
+            new_blocks.append(own[self._num_told.get(row.sequence, 0) :])
+            self._num_told[row.sequence] = len(own)
+        batch = batch_of(*rows, new_blocks=new_blocks, admits=False)
+        return dataclasses.replace(batch, admitted=[admission_of(each) for each in admitted])
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take its blocks away: all its tokens are computed again, into other blocks."""
-        self.free = [*sequence.block_ids, *self.free]
-        sequence.block_ids = []
+        """Take its blocks and its slot away: all its tokens are computed again, into others."""
+        self.free = [*self.blocks.pop(sequence), *self.free]
+        self._num_told.pop(sequence)
+        self.runner.release(sequence.slot)
         sequence.num_computed = 0
+        sequence.slot = -1
 
     def share_prefix(self, sequence: Sequence, owner: Sequence, num_blocks: int) -> None:
         """A prefix hit: the first blocks of `owner` serve `sequence` too."""
-        sequence.block_ids = owner.block_ids[:num_blocks]
+        self.blocks[sequence] = self.blocks[owner][:num_blocks]
         sequence.num_computed = num_blocks * self.runner.info.block_size
 
     def generate(self, sequences: abc.Sequence[Sequence], max_chunk: int = 40) -> None:
         """Random steps over random rows with random chunks, until all have `max_tokens`."""
-        while open_ := [r for r in sequences if r.num_output_tokens < r.request.max_tokens]:
+        while open_ := [s for s in sequences if s.num_output_tokens < s.request.max_tokens]:
             chosen = self.random.sample(open_, self.random.randint(1, len(open_)))
             self.step(
-                [(r, self.random.randint(1, min(max_chunk, r.num_uncomputed))) for r in chosen]
+                [(s, self.random.randint(1, min(max_chunk, s.num_uncomputed))) for s in chosen]
             )
+
+    def _row(self, sequence: Sequence, count: int) -> Row:
+        start = sequence.num_computed
+        scored = 0
+        if sequence.request.prompt_logprobs is not None:
+            scored = max(0, min(count, sequence.num_prompt_tokens - 1 - start))
+        return Row(sequence, start, count, start + count == sequence.num_tokens, scored)
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
         needed = -(-num_tokens // self.runner.info.block_size)
-        while len(sequence.block_ids) < needed:
-            sequence.block_ids.append(self.free.pop())
+        own = self.blocks.setdefault(sequence, [])
+        while len(own) < needed:
+            own.append(self.free.pop())
 
     @staticmethod
     def _decodes(sequence: Sequence, count: int) -> bool:

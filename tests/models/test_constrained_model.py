@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from models.drawer import Drawer, SampleRow
 from models.driver import load
 from support.budget import budget, seeded
 from support.compilers import BUILTIN, tokenizer, two_ended_compiler
@@ -18,13 +19,12 @@ from support.constrained_engines import ConstrainedEngine, constrained, text, to
 from support.engines import changed
 from support.random_schemas import random_schema
 
-from penstock_shard.constraints.state import MaskFiller, allowed_ids, unpacked
+from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids, unpacked
 from penstock_shard.link import Output
 from penstock_shard.request import Constraint, FinishReason, ThinkingBudget
 from penstock_shard.runner.adjust import forbidden_bits
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.sequence import Sequence
 
 OBJECT = Constraint(
@@ -54,7 +54,7 @@ def test_a_mask_draws_what_the_same_allowed_ids_draw() -> None:
     random = seeded("masks and allowed ids")
     vocab_size = tokenizer().get_vocab_size()
     masks = MaskFiller(vocab_size)
-    sampler = Sampler(masks)
+    sampler = Drawer(masks)
     for seed in range(budget(8, 400)):
         logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
         constraint = random.choice([OBJECT, CODE])
@@ -66,9 +66,10 @@ def test_a_mask_draws_what_the_same_allowed_ids_draw() -> None:
             top_p=random.choice([0.6, 1.0]),
         )
         own = changed(own, sampling=sampling)
-        own.matcher = two_ended_compiler().compile(constraint)
+        matcher = two_ended_compiler().compile(constraint)
+        own.constraint = ConstraintState(own.request, matcher)
         mask = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
-        own.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         allowed = tuple(int(i) for i in allowed_ids(mask[0]))
         same = changed(
             own,
@@ -90,12 +91,13 @@ def test_a_device_unpacks_masks_as_the_cpu_does() -> None:
 
 def test_a_row_whose_constraint_failed_says_why_and_leaves_the_rest_alone() -> None:
     vocab_size = tokenizer().get_vocab_size()
-    sampler = Sampler(MaskFiller(vocab_size))
+    sampler = Drawer(MaskFiller(vocab_size))
     broken, fine = (Sequence.of(constrained(name, CODE)) for name in ("broken", "fine"))
     for sequence in (broken, fine):
-        sequence.matcher = two_ended_compiler().compile(CODE)
-    assert broken.matcher is not None
-    broken.matcher.consume_token(600)
+        matcher = two_ended_compiler().compile(CODE)
+        sequence.constraint = ConstraintState(sequence.request, matcher)
+    assert broken.constraint is not None
+    broken.constraint.matcher.consume_token(600)
     logits = torch.zeros(2, vocab_size)
     bad, good = sampler.sample(logits, [SampleRow(broken, 0), SampleRow(fine, 0)])
     assert bad.error is not None
@@ -202,4 +204,4 @@ def test_steps_that_are_launched_ahead_draw_the_same_and_keep_nothing(runner: Ru
     while under_test.engine.has_work:
         under_test.step()
     assert not ahead._sampler._states
-    assert not ahead._numbers._numbers
+    assert not ahead._slots.token_ids

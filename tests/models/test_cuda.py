@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models.attention_cases import CASES, Case, check_case
+from models.drawer import Drawer, SampleRow
 from models.driver import Driver, load, make_sequence
 from models.mixed_requests import serve
 from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
@@ -34,7 +35,6 @@ from penstock_shard.models.ops.torch_ops import TorchOps
 from penstock_shard.models.transformers_loader import load_config
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.runner.trial import Row, trial_steps
 
 Directory = Callable[[str], Path]
@@ -70,10 +70,10 @@ def test_tokens_drawn_on_cuda_do_not_depend_on_the_batch() -> None:
         SampleRow(sampling_request(PROMPT, OUTPUT, **{**kinds[i % len(kinds)], "seed": i}), 6)
         for i in range(64)
     ]
-    together = Sampler().sample(logits, rows)
-    alone = [Sampler().sample(logits[i : i + 1], [rows[i]])[0] for i in range(64)]
+    together = Drawer().sample(logits, rows)
+    alone = [Drawer().sample(logits[i : i + 1], [rows[i]])[0] for i in range(64)]
     assert [result.token_id for result in together] == [result.token_id for result in alone]
-    on_cpu = Sampler().sample(logits.cpu(), rows)
+    on_cpu = Drawer().sample(logits.cpu(), rows)
     same = sum(a.token_id == b.token_id for a, b in zip(together, on_cpu, strict=True))
     # The exponential may differ in its last bit.
     assert same >= 62

@@ -54,7 +54,7 @@ def in_chunks(driver: Driver, sequence: Sequence, size: int) -> Tensor:
         assert (result.token_id, result.error) == (None, None)
         assert (result.embedding is not None) == is_last
         if is_last:
-            driver.free += sequence.block_ids
+            driver.free += driver.blocks[sequence]
             return vector(result.embedding)
 
 

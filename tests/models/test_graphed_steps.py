@@ -22,6 +22,7 @@ from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, capture_all, graph
 from support.adapters import make_adapter
 from support.budget import seeded
 from support.drafters import FickleOracle, named
+from support.plans import batch_of
 
 from penstock_shard.models.attention.sdpa import SdpaBackend
 from penstock_shard.models.cuda_graphs import (
@@ -39,8 +40,8 @@ from penstock_shard.models.parallel.ranks import Ranks
 from penstock_shard.models.step_inputs import InputLayout
 from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.request import SamplingParams
-from penstock_shard.runner.base import ScheduledSequence, StepPlan
-from penstock_shard.runner.batch import BatchBuilder, StepBatch
+from penstock_shard.rows import Row
+from penstock_shard.runner.inputs import InputBuilder, Inputs
 from penstock_shard.runner.model_runner import ModelRunner
 
 Directory = Callable[[str], Path]
@@ -55,9 +56,10 @@ def _drafts_replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     seen: list[bool] = []
     verify = ModelRunner._verify
 
-    def spy(runner: ModelRunner, one: Any) -> None:
-        seen.append(one.batch.attention.num_decodes >= len(one.batch.logit_rows))
-        verify(runner, one)
+    def spy(runner: ModelRunner, forward: Any, logits: torch.Tensor) -> None:
+        inputs = forward.inputs
+        seen.append(inputs.attention.num_decodes >= len(inputs.logit_rows))
+        verify(runner, forward, logits)
 
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "_verify", spy)
@@ -118,30 +120,31 @@ def test_tokens_that_are_drawn_after_the_next_forward_are_of_their_own_logits(
     capture_all(graphs)
     runner = ModelRunner(graphs, info, graphs=graphs)
     sequence, other = make_sequence([5, 6, 7], sampling), make_sequence([9])
-    Driver(runner).step([(sequence, 3), (other, 1)])
+    driver = Driver(runner)
+    driver.step([(sequence, 3), (other, 1)])
     drafts = [token for token in expected[1:3] if token is not None]
-    runner.launch(StepPlan((ScheduledSequence(sequence, 3, 3, True, drafts=drafts),)))
-    runner.launch(StepPlan((ScheduledSequence(other, 1, 1, True),)))
+    driver.launch(Row(sequence, 3, 3, True, drafts=drafts))
+    driver.launch(Row(other, 1, 1, True))
     (result,) = runner.collect()
     assert [result.token_id, *result.more_token_ids] == expected[1:]
     assert pool.num_replays == 2
     runner.collect()
 
 
-def _drafted_batch(graphs: GraphedModel | None) -> StepBatch:
+def _drafted_batch(graphs: GraphedModel | None) -> Inputs:
     """Of a decode whose token is not known yet, and of two rows with drafts."""
     sequences = [make_sequence([1] * length) for length in (20, 33, 40)]
-    for number, sequence in enumerate(sequences):
-        sequence.block_ids = [3 * number, 3 * number + 1, 3 * number + 2]
+    for slot, sequence in enumerate(sequences):
+        sequence.slot = slot
     rows = (
-        ScheduledSequence(sequences[0], 20, 1, True),
-        ScheduledSequence(sequences[1], 32, 3, True, drafts=(7, 8)),
-        ScheduledSequence(sequences[2], 39, 2, True, drafts=(9,)),
+        Row(sequences[0], 20, 1, True),
+        Row(sequences[1], 32, 3, True, drafts=(7, 8)),
+        Row(sequences[2], 39, 2, True, drafts=(9,)),
     )
-    builder = BatchBuilder(16, torch.device("cpu"), graphs=graphs)
+    new_blocks = [range(3 * slot, 3 * slot + 3) for slot in range(3)]
+    builder = InputBuilder(16, torch.device("cpu"), graphs=graphs)
     with torch.inference_mode():
-        (batch,) = builder.build(StepPlan(rows), 16)
-    return batch
+        return builder.build(batch_of(*rows, new_blocks=new_blocks))
 
 
 def test_a_step_with_drafts_has_a_row_for_each_token_and_is_else_the_same(
@@ -163,7 +166,7 @@ def test_a_step_with_drafts_has_a_row_for_each_token_and_is_else_the_same(
     assert torch.equal(batch.positions[:count], plain.positions)
     assert torch.equal(batch.attention.slots[:count], plain.attention.slots)
     assert torch.equal(batch.logit_rows, plain.logit_rows)
-    assert [place for _, place in batch.drafted] == [place for _, place in plain.drafted] == [1, 4]
+    assert [row.place for row in batch.drafted] == [row.place for row in plain.drafted] == [1, 4]
     assert batch.sampled_logits is not None
     assert batch.sampled_logits.tolist() == [0]
     assert batch.gaps is not None
@@ -179,7 +182,7 @@ def test_drafts_that_would_read_too_much_again_are_not_replayed(
     capture_all(graphs)
     # 33 and 34 keys of the first row with drafts, 40 of the other.
     for most, is_replayed in ((107, True), (106, False)):
-        monkeypatch.setattr("penstock_shard.runner.batch._MOST_KEYS_AGAIN", most)
+        monkeypatch.setattr("penstock_shard.runner.inputs._MOST_KEYS_AGAIN", most)
         assert (_drafted_batch(graphs).attention.num_decodes == 8) is is_replayed
 
 

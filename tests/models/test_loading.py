@@ -35,11 +35,13 @@ from penstock_shard.models.parallel.processes import RankPlace
 from penstock_shard.request import SamplingParams
 from penstock_shard.runner import create, prepare_memory
 from penstock_shard.runner import load as loading
+from penstock_shard.runner.base import Admission
 from penstock_shard.runner.block_count import KVShape, choose_num_blocks
 from penstock_shard.runner.create import create_runner
 from penstock_shard.runner.host_memory import extra_host_bytes
 from penstock_shard.runner.prepare_memory import MemoryPreparation
-from penstock_shard.runner.sampler import SampleRow
+from penstock_shard.runner.sampler import SampleRows
+from penstock_shard.runner.trial import TrialSequence
 
 Directory = Callable[[str], Path]
 
@@ -320,12 +322,18 @@ def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
     drawn = list[SamplingParams]()
 
     class Draws:
-        def sample(self, logits: Tensor, rows: list[SampleRow]) -> None:
-            assert len(rows) == len(logits)
-            drawn.extend(row.sequence.request.sampling for row in rows)
+        def __init__(self) -> None:
+            self._sampling: dict[int, SamplingParams] = {}
+
+        def admit(self, admission: Admission) -> None:
+            self._sampling[admission.slot] = admission.request.sampling
+
+        def sample(self, logits: Tensor, rows: SampleRows) -> None:
+            assert len(rows.slots) == len(rows.positions) == len(logits)
+            drawn.extend(self._sampling[slot] for slot in rows.slots.tolist())
 
     monkeypatch.setattr(prepare_memory, "Sampler", Draws)
-    sequence = make_sequence([1])
+    sequence = TrialSequence([1], [0])
     steps: Any = SimpleNamespace(
         sequence=lambda length: sequence,
         run=lambda rows, wanted: torch.empty(len(wanted), 9, device="meta"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from model_maker import make_model
 from models.driver import Driver, let_generate, load, make_sequence
+from support.plans import batch_of
 from transformers import AutoModelForCausalLM
 
 from penstock_shard.config import ShardConfig
@@ -17,9 +18,10 @@ from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.models.errors import ModelError
 from penstock_shard.request import SamplingParams
-from penstock_shard.runner.base import Logprobs, ScheduledSequence, StepPlan
-from penstock_shard.runner.batch import BatchBuilder, split_plan
+from penstock_shard.rows import Row
+from penstock_shard.runner.base import Logprobs
 from penstock_shard.runner.create import create_runner
+from penstock_shard.runner.inputs import InputBuilder
 
 Directory = Callable[[str], Path]
 PROMPT = [9, 200, 31, 77, 5, 160, 42, 42, 300, 11]
@@ -45,14 +47,12 @@ def merge(parts: list[Logprobs | None]) -> Logprobs:
     return merged
 
 
-@pytest.mark.parametrize("most_in_a_pass", [1, 3, 100])
 @pytest.mark.parametrize("chunks", [(10,), (4, 6), (1, 8, 1)])
 def test_prompt_logprobs_are_those_of_the_model(
-    chunks: tuple[int, ...], most_in_a_pass: int, model_dir: Directory
+    chunks: tuple[int, ...], model_dir: Directory
 ) -> None:
     directory = model_dir("llama")
     runner = load(directory)
-    runner._max_prompt_logprobs = most_in_a_pass
     driver = Driver(runner)
     sequence = make_sequence(PROMPT, logprobs=1, prompt_logprobs=2)
     other = make_sequence(PROMPT[::-1])
@@ -118,20 +118,6 @@ def test_a_token_is_the_same_after_preemption_and_in_another_batch(model_dir: Di
     let_generate(together, 12)
     driver.generate([together, *others[2:]])
     assert together.token_ids == alone.token_ids
-
-
-def test_a_step_that_was_launched_is_not_changed_by_what_follows(model_dir: Directory) -> None:
-    runner = load(model_dir("llama"))
-    driver = Driver(runner)
-    sampling = SamplingParams(temperature=1.5, seed=4)
-    first, second = (make_sequence(PROMPT, sampling) for _ in range(2))
-    expected = driver.step([(first, len(PROMPT))])[0].token_id
-    driver._reserve(second, len(PROMPT))
-    runner.launch(StepPlan((ScheduledSequence(second, 0, len(PROMPT), True),)))
-    second.token_ids.append(0)
-    second.num_computed = len(PROMPT)
-    (result,) = runner.collect()
-    assert result.token_id == expected
 
 
 def test_nan_logits_end_their_own_row_only(tmp_path: Path) -> None:
@@ -230,41 +216,18 @@ def test_sharded_and_half_precision_checkpoints_are_read(tmp_path: Path) -> None
     assert tokens[0] == tokens[1]
 
 
-def test_prompt_logprobs_are_split_into_passes() -> None:
-    wants = make_sequence(list(range(20)), prompt_logprobs=0)
-    plain = make_sequence(list(range(30)))
-    wants.num_computed = 2
-    plan = StepPlan(
-        (
-            ScheduledSequence(plain, 29, 1, True),
-            ScheduledSequence(wants, 2, 18, True, 17),
-            ScheduledSequence(plain, 0, 30, False),
-        )
-    )
-    passes = split_plan(plan, 7)
-    shapes = [
-        [(p.row, p.start, p.count, p.samples, p.num_prompt_logprobs) for p in pieces]
-        for pieces in passes
-    ]
-    assert shapes == [
-        [(0, 29, 1, True, 0), (1, 2, 7, False, 7), (2, 0, 30, False, 0)],
-        [(1, 9, 7, False, 7)],
-        [(1, 16, 4, True, 3)],
-    ]
-    assert len(split_plan(plan, 100)) == 1
-
-
-def test_a_request_that_was_preempted_has_its_new_blocks_wherever_it_goes_on() -> None:
-    """Even at the token it had come to, where a prefix was found whole."""
-    builder = BatchBuilder(16, torch.device("cpu"))
+def test_a_slot_that_is_given_again_has_its_new_sequences_blocks() -> None:
+    """Even where that is the same sequence, at the token that it had come to."""
+    builder = InputBuilder(16, torch.device("cpu"))
     sequence = make_sequence(list(range(33)))
-    for blocks, preemptions in (([3, 5, 6], 0), ([9, 2, 4], 1)):
-        sequence.block_ids, sequence.preemptions = blocks, preemptions
-        for start, count in ((0, 32), (32, 1)) if preemptions == 0 else ((33, 1),):
-            (batch,) = builder.build(
-                StepPlan((ScheduledSequence(sequence, start, count, True),)), 1
-            )
+    sequence.slot = 5
+    for blocks, pieces in (([3, 5, 6], ((0, 32), (32, 1))), ([9, 2, 4], ((32, 1),))):
+        for start, count in pieces:
+            is_first = (start, count) == pieces[0]
+            row = Row(sequence, start, count, True)
+            new_blocks = [blocks if is_first else ()]
+            inputs = builder.build(batch_of(row, new_blocks=new_blocks, admits=is_first))
             needed = -(-(start + count) // 16)
-            assert batch.attention.block_table.tolist() == [blocks[:needed]]
+            assert inputs.attention.block_table.tolist() == [blocks[:needed]]
             last = start + count - 1
-            assert int(batch.attention.slots[-1]) == blocks[last // 16] * 16 + last % 16
+            assert int(inputs.attention.slots[-1]) == blocks[last // 16] * 16 + last % 16

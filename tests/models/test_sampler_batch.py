@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models.drawer import Drawer, SampleRow
 from models.sampling_reference import KINDS, sampling_request
 from support.budget import budget, seeded
 
 from penstock_shard.runner import draw as drawing
 from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.draw import Columns, _Rows, _weigh, ordered_topk
-from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.sequence import Sequence
 
 SIZES = (1, 2, 3, 7, 64)
@@ -49,7 +49,7 @@ def _requests(rng: random.Random, count: int) -> list[Sequence]:
 
 
 def _sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[RowResult]:
-    return Sampler().sample(logits, [SampleRow(r, r.num_output_tokens) for r in sequences])
+    return Drawer().sample(logits, [SampleRow(r, r.num_output_tokens) for r in sequences])
 
 
 @pytest.mark.parametrize("vocabulary", [33, 5003, 32_001])

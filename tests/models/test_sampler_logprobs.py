@@ -7,11 +7,12 @@ from collections import abc
 
 import pytest
 import torch
+from models.drawer import Drawer, SampleRow
 from models.sampling_reference import sampling_request
 
 from penstock_shard.runner import sampler
 from penstock_shard.runner.base import Logprobs
-from penstock_shard.runner.sampler import Sampler, SampleRow, score_tokens
+from penstock_shard.runner.sampler import score_tokens
 
 SEED = 20_261_121
 
@@ -125,7 +126,7 @@ def test_sampling_parameters_do_not_change_them() -> None:
         (2,), (2, 2), temperature=0.3, allowed_token_ids=(0, 3), bad_words=((0,),),
         frequency_penalty=2.0, logit_bias=((2, 50.0),), logprobs=1, logprob_token_ids=(2, 0),
     )  # fmt: skip
-    (result,) = Sampler().sample(logits, [SampleRow(sequence, 2)])
+    (result,) = Drawer().sample(logits, [SampleRow(sequence, 2)])
     expected = torch.log_softmax(logits[0], dim=0).tolist()
     assert result.token_id == 3
     assert result.logprobs is not None
@@ -137,7 +138,7 @@ def test_sampling_parameters_do_not_change_them() -> None:
 
 def test_only_rows_that_ask_have_them() -> None:
     sequences = [sampling_request(logprobs=n) for n in (None, 0, 2)]
-    results = Sampler().sample(torch.zeros(3, 9), [SampleRow(r, 0) for r in sequences])
+    results = Drawer().sample(torch.zeros(3, 9), [SampleRow(r, 0) for r in sequences])
     found = [
         None if result.logprobs is None else len(result.logprobs.top_token_ids)
         for result in results

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from models.drawer import Drawer, SampleRow
 from models.sampling_reference import KINDS, sampling_request
 from support.budget import budget
 
-from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.sequence import Sequence
 
 VOCABULARY = 24
@@ -24,16 +24,14 @@ def _request(output: list[int], fields: dict[str, Any]) -> Sequence:
     return sampling_request(PROMPT, output, **{"seed": 11, **fields})
 
 
-def _generate(sampler: Sampler, sequence: Sequence, *, lag: int) -> list[int]:
-    """The tokens up to LENGTH; each comes back to the request `lag` steps after it was drawn."""
+def _generate(sampler: Drawer, sequence: Sequence) -> list[int]:
+    """The tokens up to LENGTH. The sequence itself need not have them."""
     tokens: list[int] = []
     start = sequence.num_output_tokens
     for position in range(start, LENGTH):
         (result,) = sampler.sample(LOGITS[position : position + 1], [SampleRow(sequence, position)])
         assert result.token_id is not None
         tokens.append(result.token_id)
-        if len(tokens) > lag:
-            sequence.token_ids.append(tokens[-1 - lag])
     return tokens
 
 
@@ -46,13 +44,12 @@ MANY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("kind", MANY)
-def test_going_on_at_any_position_gives_the_same_tokens(kind: str, lag: int) -> None:
+def test_going_on_at_any_position_gives_the_same_tokens(kind: str) -> None:
     fields = MANY[kind]
-    whole = _generate(Sampler(), _request([], fields), lag=lag)
+    whole = _generate(Drawer(), _request([], fields))
     for cut in range(0, LENGTH, budget(7, 3)):
-        rest = _generate(Sampler(), _request(whole[:cut], fields), lag=lag)
+        rest = _generate(Drawer(), _request(whole[:cut], fields))
         assert whole[:cut] + rest == whole
 
 
@@ -60,12 +57,12 @@ def test_going_on_at_any_position_gives_the_same_tokens(kind: str, lag: int) -> 
 def test_the_output_so_far_decides_what_comes_next(kind: str) -> None:
     """Else the test above would hold for a sampler that forgets it."""
     fields = MANY[kind]
-    whole = _generate(Sampler(), _request([], fields), lag=0)
+    whole = _generate(Drawer(), _request([], fields))
     differing = 0
     for cut in range(1, LENGTH):
         forgetful = sampling_request(PROMPT, (), **{"seed": 11, **fields})
         forgetful.token_ids += [0] * cut
-        (result,) = Sampler().sample(LOGITS[cut : cut + 1], [SampleRow(forgetful, cut)])
+        (result,) = Drawer().sample(LOGITS[cut : cut + 1], [SampleRow(forgetful, cut)])
         differing += result.token_id != whole[cut]
     assert differing > 0
 
@@ -73,7 +70,7 @@ def test_the_output_so_far_decides_what_comes_next(kind: str) -> None:
 def test_bad_words_never_occur() -> None:
     fields = MANY["many_bad_words"]
     for seed in range(20):
-        tokens = _generate(Sampler(), _request([], {**fields, "seed": seed}), lag=1)
+        tokens = _generate(Drawer(), _request([], {**fields, "seed": seed}))
         for word in fields["bad_words"]:
             places = range(LENGTH - len(word) + 1)
             assert not any(tuple(tokens[i : i + len(word)]) == word for i in places)
@@ -83,39 +80,29 @@ def test_no_stop_id_comes_before_min_tokens_and_some_do_after() -> None:
     fields = MANY["min_tokens_later"]
     after: set[int] = set()
     for seed in range(20):
-        tokens = _generate(Sampler(), _request([], {**fields, "seed": seed}), lag=1)
+        tokens = _generate(Drawer(), _request([], {**fields, "seed": seed}))
         assert not set(tokens[:30]) & set(fields["stop_token_ids"])
         after.update(tokens[30:])
     assert after >= set(fields["stop_token_ids"])
 
 
-def test_a_step_back_reads_the_tokens_again() -> None:
-    sampler, sequence = Sampler(), _request([], MANY["greedy_penalties"])
-    tokens = _generate(sampler, sequence, lag=0)
-    (again,) = sampler.sample(LOGITS[20:21], [SampleRow(sequence, 20)])
-    assert again.token_id == tokens[20]
-    (after,) = sampler.sample(LOGITS[21:22], [SampleRow(sequence, 21)])
-    assert after.token_id == tokens[21]
-
-
-def test_a_step_back_to_the_beginning_forgets_the_words_begun() -> None:
-    sampler = Sampler()
-    sequence = sampling_request([1], bad_words=((5, 6),), temperature=0.0)
-    for best in (5, 6):
-        logits = torch.zeros(1, 9)
-        logits[0, best] = 1.0
-        assert sampler.sample(logits, [SampleRow(sequence, 0)])[0].token_id == best
+def test_whoever_is_admitted_again_goes_on_with_the_tokens_that_it_has_then() -> None:
+    sampler, sequence = Drawer(), _request([], MANY["greedy_penalties"])
+    tokens = _generate(sampler, sequence)
+    sequence.token_ids += tokens[:20]
+    sampler.admit(sequence)
+    assert _generate(sampler, sequence) == tokens[20:]
 
 
 def test_tokens_that_nobody_knows_are_an_error_of_ours() -> None:
-    sampler, sequence = Sampler(), _request([], MANY["frequency"])
+    sampler, sequence = Drawer(), _request([], MANY["frequency"])
     sampler.sample(LOGITS[:1], [SampleRow(sequence, 0)])
     with pytest.raises(AssertionError, match="position 2 is to be drawn, but only 0 output tokens"):
         sampler.sample(LOGITS[2:3], [SampleRow(sequence, 2)])
 
 
 def test_after_an_error_the_step_that_was_launched_ahead_still_runs() -> None:
-    sampler, sequence = Sampler(), _request([], MANY["frequency"])
+    sampler, sequence = Drawer(), _request([], MANY["frequency"])
     bad, fine = sampler.sample(
         torch.stack([LOGITS[0] * float("nan"), LOGITS[0]]),
         [SampleRow(sequence, 0), SampleRow(_request([], {}), 0)],
@@ -127,21 +114,21 @@ def test_after_an_error_the_step_that_was_launched_ahead_still_runs() -> None:
 
 
 def test_only_requests_that_need_it_are_remembered_until_they_are_over() -> None:
-    sampler = Sampler()
+    sampler = Drawer()
     sequences = [_request([], dict(fields)) for fields in MANY.values()]
     rows = [SampleRow(sequence, 0) for sequence in sequences]
     sampler.sample(LOGITS[:1].expand(len(rows), -1), rows)
     filters = {"plain", "cold", "hot", "top_k", "top_p", "min_p", "typical_p", "filters"}
-    assert len(sampler._states) == len(MANY.keys() - filters)
+    assert len(sampler.sampler._states) == len(MANY.keys() - filters)
     for sequence in sequences:
-        sampler.forget(sequence)
-    assert not sampler._states
+        sampler.sampler.release(sampler.slots[sequence])
+    assert not sampler.sampler._states
 
 
 def test_two_requests_of_one_sampler_do_not_mix() -> None:
     names = ("repetition", "frequency", "many_bad_words", "everything")
-    alone = [_generate(Sampler(), _request([], MANY[name]), lag=0) for name in names]
-    sampler = Sampler()
+    alone = [_generate(Drawer(), _request([], MANY[name])) for name in names]
+    sampler = Drawer()
     sequences = [_request([], MANY[name]) for name in names]
     for position in range(LENGTH):
         rows = [SampleRow(sequence, position) for sequence in sequences]
@@ -161,6 +148,6 @@ def test_a_repetition_penalty_counts_the_prompt_and_other_penalties_do_not() -> 
     ):
         fields: dict[str, Any] = {name: 2.0, "temperature": 0.0}
         sequence = sampling_request([1], **fields)
-        assert Sampler().sample(logits, [SampleRow(sequence, 0)])[0].token_id == expected
+        assert Drawer().sample(logits, [SampleRow(sequence, 0)])[0].token_id == expected
         drawn_once = dataclasses.replace(sequence, token_ids=[1, 1])
-        assert Sampler().sample(logits, [SampleRow(drawn_once, 1)])[0].token_id == 0
+        assert Drawer().sample(logits, [SampleRow(drawn_once, 1)])[0].token_id == 0

@@ -6,33 +6,50 @@ import dataclasses
 import random
 from collections import abc
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models.drawer import Drawer, SampleRow
 from models.driver import load, make_sequence
 from support.budget import budget, seeded
 from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
 
-from penstock_shard.constraints.state import MaskFiller
+from penstock_shard.constraints.state import ConstraintState, MaskFiller
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Constraint, SamplingParams, ThinkingBudget
 from penstock_shard.runner.base import Logprobs, RowResult
+from penstock_shard.runner.inputs import DraftRow
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.sampler import Sampler, SampleRow
-from penstock_shard.runner.verification import Draft, Verification
+from penstock_shard.runner.verification import Verification
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
 
 _LENGTH = 8
 
 
-def verify(sampler: Sampler, logits: torch.Tensor, drafts: abc.Sequence[Draft]) -> list[RowResult]:
-    return Verification(sampler, logits, drafts).finish()
+@dataclass(frozen=True)
+class Draft:
+    """Draft tokens of a sequence, whose first logits are row `place`."""
+
+    sequence: Sequence
+    token_ids: abc.Sequence[int]
+    position: int
+    place: int
+
+
+def verify(sampler: Drawer, logits: torch.Tensor, drafts: abc.Sequence[Draft]) -> list[RowResult]:
+    slots = sampler.rows([SampleRow(draft.sequence, 0) for draft in drafts]).slots.tolist()
+    rows = [
+        DraftRow(number, slot, draft.token_ids, draft.position, draft.place)
+        for number, (slot, draft) in enumerate(zip(slots, drafts, strict=True))
+    ]
+    return Verification(sampler.sampler, logits, rows).finish()
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -51,13 +68,14 @@ def _request(sampling: dict[str, Any], seed: int, **changes: Any) -> Sequence:
     matcher = changes.pop("matcher", None)
     params = SamplingParams(seed=seed, **sampling)
     sequence = make_sequence([1, 2, 3], params, logprobs=2, **changes)
-    sequence.matcher = matcher
+    if matcher is not None:
+        sequence.constraint = ConstraintState(sequence.request, matcher)
     return sequence
 
 
 def _one_by_one(sequence: Sequence, logits: torch.Tensor) -> list[RowResult]:
     """What a sampler draws from these, position by position, until the sequence ends."""
-    sampler = Sampler(MaskFiller(logits.shape[1]))
+    sampler = Drawer(MaskFiller(logits.shape[1]))
     results: list[RowResult] = []
     for position, row in enumerate(logits):
         (result,) = sampler.sample(row[None], [SampleRow(sequence, position)])
@@ -92,7 +110,7 @@ def test_what_is_sampled_after_drafts_is_what_is_sampled_without(name: str) -> N
             count = rng.randint(1, _LENGTH - 1)
             drafts.append(Draft(sequence, _drafted(rng, right, count, vocabulary), 0, place))
             place += _LENGTH
-        found = verify(Sampler(), torch.cat(logits), drafts)
+        found = verify(Drawer(), torch.cat(logits), drafts)
         for draft, result, results in zip(drafts, found, expected, strict=True):
             _is_beginning(draft, result, results)
 
@@ -146,7 +164,7 @@ def test_a_constraint_is_followed_through_drafts() -> None:
         expected = _one_by_one(sequence(), logits)
         right = [result.token_id or 0 for result in expected]
         draft = Draft(sequence(), _drafted(rng, right, 6, VOCAB_SIZE), 0, 0)
-        (found,) = verify(Sampler(MaskFiller(VOCAB_SIZE)), logits, [draft])
+        (found,) = verify(Drawer(MaskFiller(VOCAB_SIZE)), logits, [draft])
         _is_beginning(draft, found, expected)
 
 
@@ -155,9 +173,9 @@ def test_logits_that_are_no_numbers_are_an_error_when_they_come_first() -> None:
     logits[:, 5] = 1.0
     logits[1] = float("nan")
     sequence = _request({"temperature": 0.0}, 0)
-    (result,) = verify(Sampler(), logits, [Draft(sequence, [5, 5], 0, 0)])
+    (result,) = verify(Drawer(), logits, [Draft(sequence, [5, 5], 0, 0)])
     assert (result.token_id, result.more_token_ids, result.error) == (5, [], None)
-    (result,) = verify(Sampler(), logits[1:], [Draft(sequence, [5], 0, 0)])
+    (result,) = verify(Drawer(), logits[1:], [Draft(sequence, [5], 0, 0)])
     assert result.token_id is None
     assert result.error == "the model gave no finite logits at output position 0"
 
@@ -168,7 +186,7 @@ def test_where_a_constraint_leaves_nothing_behind_right_drafts_the_error_says_so
     matcher = two_ended_compiler().compile(constraint)
     sampling = {"temperature": 0.0, "allowed_token_ids": (a, c)}
     sequence = _request(sampling, 0, constraint=constraint, matcher=matcher)
-    sampler = Sampler(MaskFiller(VOCAB_SIZE))
+    sampler = Drawer(MaskFiller(VOCAB_SIZE))
     logits = torch.zeros(4, VOCAB_SIZE)
     (found,) = verify(sampler, logits, [Draft(sequence, [a, c, c], 0, 0)])
     assert (found.token_id, found.more_token_ids, found.error) == (a, [c], None)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from support.compilers import two_ended_compiler
+from support.plans import batch_of
 
 from penstock_client import _wire
 from penstock_client.types import EmbeddingRequest, FinishReason, GenerationRequest, Logprobs
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.state import ConstraintState
+from penstock_shard.rows import Row
 from penstock_shard.runner import base
-from penstock_shard.runner.base import RowResult, ScheduledSequence, StepPlan
+from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.fake import FakeRunner
 from penstock_shard.sequence import Sequence
 from penstock_shard.validation import check, check_embedding
@@ -36,7 +39,7 @@ def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) 
     finish = FinishReason.LENGTH
     while sequence.num_output_tokens < sequence.request.max_tokens:
         last = len(sequence.token_ids) - 1
-        result = _run(runner, ScheduledSequence(sequence, last, 1, samples=True))
+        result = _run(runner, Row(sequence, last, 1, samples=True))
         assert result.token_id is not None, result.error
         sequence.token_ids.append(result.token_id)
         if logprobs is not None and result.logprobs is not None:
@@ -58,7 +61,7 @@ def expected_vectors(
     for each in check_embedding(incoming, info, "expected"):
         sequence = Sequence.of(each)
         count = len(sequence.token_ids)
-        vector = _run(runner, ScheduledSequence(sequence, 0, count, samples=True)).embedding
+        vector = _run(runner, Row(sequence, 0, count, samples=True)).embedding
         assert vector is not None
         dimensions, normalize = incoming.dimensions, incoming.normalize
         wire.add_embedding(response, vector, dimensions=dimensions, normalize=normalize)
@@ -81,12 +84,15 @@ def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig)
     incoming = wire.incoming(_wire.generate_request(request, "expected"))
     sequence = Sequence.of(check(incoming, info, config))
     if sequence.request.constraint is not None:
-        sequence.matcher = two_ended_compiler().compile(sequence.request.constraint)
+        matcher = two_ended_compiler().compile(sequence.request.constraint)
+        sequence.constraint = ConstraintState(sequence.request, matcher)
     return sequence
 
 
-def _run(runner: FakeRunner, row: ScheduledSequence) -> RowResult:
-    runner.launch(StepPlan((row,)))
+def _run(runner: FakeRunner, row: Row) -> RowResult:
+    """Each row is of a sequence that the runner has never seen."""
+    row.sequence.slot = 0
+    runner.launch(batch_of(row))
     (result,) = runner.collect()
     return result
 
@@ -95,7 +101,7 @@ def _prompt_logprobs(runner: FakeRunner, sequence: Sequence) -> Logprobs | None:
     count = sequence.num_prompt_tokens - 1
     if sequence.request.prompt_logprobs is None or not count:
         return None
-    row = ScheduledSequence(sequence, 0, count, samples=False, num_prompt_logprobs=count)
+    row = Row(sequence, 0, count, samples=False, scored=count)
     result = _run(runner, row)
     assert result.prompt_logprobs is not None
     return _seen(result.prompt_logprobs)

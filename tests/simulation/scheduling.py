@@ -14,11 +14,11 @@ from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.request import Request
-from penstock_shard.runner.base import AdapterStore, RowResult, RunnerInfo, StepPlan
+from penstock_shard.runner.base import AdapterStore, Batch, RowResult, RunnerInfo
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
 
-Cost = Callable[[StepPlan], float]
+Cost = Callable[[Batch], float]
 
 
 def linear_cost(
@@ -26,11 +26,11 @@ def linear_cost(
 ) -> Cost:
     """A device whose steps take a fixed time, and more for each row, prompt token and key."""
 
-    def cost(plan: StepPlan) -> float:
+    def cost(batch: Batch) -> float:
         seconds = step_s
-        for row in plan.rows:
-            seconds += decode_s if row.count == 1 else prompt_token_s * row.count
-            seconds += key_s * row.count * (row.start + row.count / 2)
+        for start, count in zip(batch.starts, batch.counts, strict=True):
+            seconds += decode_s if count == 1 else prompt_token_s * count
+            seconds += key_s * count * (start + count / 2)
         return seconds
 
     return cost
@@ -66,18 +66,18 @@ class SimulatedRunner:
         self.now_s = 1.0
         self._cost = cost
         self._free_at_s = 0.0
-        self._launched: deque[tuple[StepPlan, float]] = deque()
+        self._launched: deque[tuple[Batch, float]] = deque()
 
-    def launch(self, plan: StepPlan) -> None:
-        self._free_at_s = max(self._free_at_s, self.now_s) + self._cost(plan)
-        self._launched.append((plan, self._free_at_s))
+    def launch(self, batch: Batch) -> None:
+        self._free_at_s = max(self._free_at_s, self.now_s) + self._cost(batch)
+        self._launched.append((batch, self._free_at_s))
 
     def collect(self) -> list[RowResult]:
-        plan, done_at_s = self._launched.popleft()
+        batch, done_at_s = self._launched.popleft()
         self.now_s = max(self.now_s, done_at_s)
-        return [RowResult(7 if row.samples else None) for row in plan.rows]
+        return [RowResult(7 if samples else None) for samples in batch.samples]
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, slot: int) -> None:
         pass
 
 

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-from collections import abc, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from penstock_shard.runner.base import (
-    RowResult,
-    Runner,
-    ScheduledSequence,
-    StepOutOfMemory,
-    StepPlan,
-)
-from penstock_shard.sequence import Sequence, SequenceState
+from penstock_shard.request import Request
+from penstock_shard.runner.base import Batch, RowResult, Runner, StepOutOfMemory
 
-_PASS_TOKENS = 7
-# What a slot holds: the token there and, as a number, all tokens before it.
+# What a place holds: the token there and, as a number, all tokens before it.
 _Content = tuple[int, int] | None
+
+
+@dataclass
+class _Held:
+    """The sequence in a slot, by what was told of it and what came of its rows."""
+
+    request: Request
+    token_ids: list[int]
+    block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class ShadowStep:
+    """A launched step: whose rows it has, and their blocks when it was launched."""
+
+    batch: Batch
+    sequences: list[_Held]
+    tables: list[list[int]]
+
+    @property
+    def names(self) -> list[str]:
+        return [sequence.request.request_id for sequence in self.sequences]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch.num_tokens
+
+
 # Whether memory does not hold a step, told as it is collected.
-Fails = Callable[[StepPlan], bool]
+Fails = Callable[[ShadowStep], bool]
 
 
 class ShadowRunner:
-    """Around another runner. A row writes its tokens into the slots of its blocks, then must find
-    there all tokens before them: whoever shares, frees or reuses a block wrongly is caught. Rows
-    with prompt log-probabilities are computed in passes of a few tokens, as models do. Drafts are
+    """Around another runner. A row writes its tokens into its blocks, then must find there all
+    tokens before them: whoever shares, frees or reuses a block wrongly is caught. So is whoever
+    gives a slot to another while a launched step has a row of it, or has a row of none. Drafts are
     written like all else, and are wrong or right.
 
     Where `fails` says so, memory does not hold a step: it and all that were launched write what
     nobody may read.
     """
 
-    def __init__(self, runner: Runner, fails: Fails = lambda plan: False) -> None:
+    def __init__(self, runner: Runner, fails: Fails = lambda step: False) -> None:
         self.info = runner.info
         self.adapters = runner.adapters
         self._runner = runner
@@ -39,80 +61,94 @@ class ShadowRunner:
         self._num_void = 0
         self.num_failed = 0
         self._memory: list[_Content] = [None] * (self.info.num_blocks * self.info.block_size)
-        self._launched: deque[tuple[StepPlan, list[list[int]]]] = deque()
-        self.released: list[Sequence] = []
+        self._launched: deque[ShadowStep] = deque()
+        # By slot.
+        self.held: dict[int, _Held] = {}
+        self.num_slots = 0
+        self.released: list[Request] = []
 
-    def launch(self, plan: StepPlan) -> None:
-        verified = {row.sequence for plan, _ in self._launched for row in plan.rows if row.drafts}
-        again = verified & {row.sequence for row in plan.rows}
-        assert not again, f"{len(again)} requests whose drafts are not verified yet"
-        for row in plan.rows:
-            assert not row.drafts or row.start + 1 == len(row.sequence.token_ids)
-        # As they are now: later the engine may have changed them.
-        tables = [list(row.sequence.block_ids) for row in plan.rows]
-        self._launched.append((plan, tables))
+    def launch(self, batch: Batch) -> None:
+        for admission in batch.admitted:
+            assert admission.slot not in self.held, f"slot {admission.slot} is somebody's"
+            self.held[admission.slot] = _Held(admission.request, list(admission.token_ids))
+            self.num_slots = max(self.num_slots, admission.slot + 1)
+        verified = {
+            slot
+            for step in self._launched
+            for slot, drafts in zip(step.batch.slots, step.batch.drafts, strict=True)
+            if drafts
+        }
+        again = verified & set(batch.slots)
+        assert not again, f"{len(again)} sequences whose drafts are not verified yet"
+        sequences = [self.held[slot] for slot in batch.slots]
+        columns = zip(sequences, batch.starts, batch.drafts, batch.new_blocks, strict=True)
+        for sequence, start, drafts, new_blocks in columns:
+            assert not drafts or start + 1 == len(sequence.token_ids)
+            sequence.block_ids += new_blocks
+        tables = [list(sequence.block_ids) for sequence in sequences]
+        self._launched.append(ShadowStep(batch, sequences, tables))
 
-    def collect(self) -> abc.Sequence[RowResult]:
-        plan, tables = self._launched.popleft()
-        if self._num_void or self._fails(plan):
-            self._lose(plan, tables)
+    def collect(self) -> Sequence[RowResult]:
+        step = self._launched.popleft()
+        if self._num_void or self._fails(step):
+            self._lose(step)
         # Only now: what is void is never computed.
-        self._runner.launch(plan)
-        ends = [row.start for row in plan.rows]
-        while any(end < row.start + row.count for end, row in zip(ends, plan.rows, strict=True)):
-            done, room = list(ends), _PASS_TOKENS
-            for index, row in enumerate(plan.rows):
-                scores = max(0, row.start + row.num_prompt_logprobs - done[index])
-                taken = min(scores, room)
-                room -= taken
-                ends[index] = row.start + row.count if taken == scores else done[index] + taken
-                self._write(row, tables[index], done[index], ends[index])
-            for row, table, end in zip(plan.rows, tables, ends, strict=True):
-                if row.sequence.state is not SequenceState.ENDED:
-                    self._check(row, table, end)
-        return self._runner.collect()
+        self._runner.launch(step.batch)
+        for row in range(step.batch.num_rows):
+            self._write(step, row)
+        for row in range(step.batch.num_rows):
+            self._check(step, row)
+        results = self._runner.collect()
+        for sequence, result in zip(step.sequences, results, strict=True):
+            if result.token_id is not None:
+                sequence.token_ids += [result.token_id, *result.more_token_ids]
+        return results
 
-    def release(self, sequence: Sequence) -> None:
-        assert sequence.num_steps_in_flight == 0, f"{sequence.request.request_id} is in flight"
-        self.released.append(sequence)
-        self._runner.release(sequence)
+    def release(self, slot: int) -> None:
+        in_flight = {each for step in self._launched for each in step.batch.slots}
+        assert slot not in in_flight, f"slot {slot} is in flight"
+        self.released.append(self.held.pop(slot).request)
+        self._runner.release(slot)
 
-    def _lose(self, plan: StepPlan, tables: list[list[int]]) -> None:
+    def _lose(self, step: ShadowStep) -> None:
         if self._num_void:
             self._num_void -= 1
         else:
             self._num_void = len(self._launched)
             self.num_failed += 1
-        for row, table in zip(plan.rows, tables, strict=True):
-            for position in range(row.start, row.start + row.count):
-                self._memory[self._slot(table, position)] = None
+        for row, table in enumerate(step.tables):
+            start = step.batch.starts[row]
+            for position in range(start, start + step.batch.counts[row]):
+                self._memory[self._place(table, position)] = None
         raise StepOutOfMemory("256 MiB were asked for")
 
-    def _slot(self, table: list[int], position: int) -> int:
+    def _place(self, table: list[int], position: int) -> int:
         size = self.info.block_size
         return table[position // size] * size + position % size
 
-    def _write(self, row: ScheduledSequence, table: list[int], start: int, end: int) -> None:
-        contents = _contents(row.sequence, row.drafts)
-        for position in range(start, end):
-            # Of an aborted request the last token may never have come back.
+    def _write(self, step: ShadowStep, row: int) -> None:
+        contents, start = _contents(step, row), step.batch.starts[row]
+        for position in range(start, start + step.batch.counts[row]):
+            # Of one that ended with an error no token came.
             known = position < len(contents)
-            self._memory[self._slot(table, position)] = contents[position] if known else None
+            place = self._place(step.tables[row], position)
+            self._memory[place] = contents[position] if known else None
 
-    def _check(self, row: ScheduledSequence, table: list[int], end: int) -> None:
-        contents = _contents(row.sequence, row.drafts)
-        for position in range(end if end > row.start else 0):
-            found = self._memory[self._slot(table, position)]
+    def _check(self, step: ShadowStep, row: int) -> None:
+        contents, table = _contents(step, row), step.tables[row]
+        end = step.batch.starts[row] + step.batch.counts[row]
+        for position in range(min(end, len(contents))):
+            found = self._memory[self._place(table, position)]
             assert found == contents[position], (
-                f"request {row.sequence.request.request_id}, position {position}: block "
+                f"request {step.names[row]}, position {position}: block "
                 f"{table[position // self.info.block_size]} holds {found}, not {contents[position]}"
             )
 
 
-def _contents(sequence: Sequence, drafts: abc.Sequence[int]) -> list[tuple[int, int]]:
-    contents = []
+def _contents(step: ShadowStep, row: int) -> list[tuple[int, int]]:
+    sequence, contents = step.sequences[row], []
     before = hash(sequence.request.cache_salt)
-    for token_id in (*sequence.token_ids, *drafts):
+    for token_id in (*sequence.token_ids, *step.batch.drafts[row]):
         contents.append((token_id, before))
         before = hash((before, token_id))
     return contents

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from llguidance import LLMatcher
 
 from penstock_shard.constraints.compiler import Compiler, is_worn_out
-from penstock_shard.constraints.state import failure_of
+from penstock_shard.constraints.state import ConstraintState, failure_of
 from penstock_shard.sequence import Sequence
 
 # A matcher's limit of work for consuming tokens is renewed at each mask. A mask after this many
@@ -101,7 +101,7 @@ class PendingMatchers:
             # Any exception, the library's panics included, ends this sequence only.
             error = making.matcher.exception()
             if error is None:
-                sequence.matcher = making.matcher.result()
+                sequence.constraint = ConstraintState(sequence.request, making.matcher.result())
             taken.append((sequence, error))
         return taken
 

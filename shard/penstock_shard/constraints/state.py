@@ -14,7 +14,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from penstock_shard.sequence import Sequence
+from penstock_shard.request import Request
 
 # One bit for each token, the lowest bit first: int32 [words of the vocabulary].
 Mask = NDArray[np.int32]
@@ -23,15 +23,14 @@ Mask = NDArray[np.int32]
 class ConstraintState:
     """One sequence's matcher, and the mask of its next token."""
 
-    def __init__(self, sequence: Sequence) -> None:
-        assert sequence.matcher is not None
-        self.matcher: LLMatcher = sequence.matcher
+    def __init__(self, request: Request, matcher: LLMatcher) -> None:
+        """The matcher has consumed the output that was delivered before."""
+        self.matcher = matcher
         self.mask: Mask | None = None
-        self._request = sequence.request
-        # The matcher has consumed the delivered tokens already.
-        self._position = sequence.num_delivered
-        self._stop_ids = _ids(sequence.request.stop_token_ids)
-        self._reluctant_ids = _ids(sequence.request.reluctant_stop_ids)
+        self._request = request
+        self._position = len(request.output) // 4
+        self._stop_ids = _ids(request.stop_token_ids)
+        self._reluctant_ids = _ids(request.reluctant_stop_ids)
 
     @property
     def error(self) -> str:
@@ -41,14 +40,15 @@ class ConstraintState:
         kind = self._request.constraint.kind if self._request.constraint else "constraint"
         return f"{kind}: {failure_of(self.matcher)}"
 
-    def move_to(self, position: int, output: Callable[[int], abc.Sequence[int]]) -> None:
-        """Go to after the first `position` tokens of the output, which `output(position)` gives."""
+    def move_to(self, output: abc.Sequence[int]) -> None:
+        """Go to after this output."""
+        position = len(output)
         if position == self._position:
             return
         if position < self._position:
             self.matcher.reset()
             self._position = 0
-        self.matcher.consume_tokens(list(output(position)[self._position :]))
+        self.matcher.consume_tokens(list(output[self._position :]))
         self._position = position
         self.mask = None
 

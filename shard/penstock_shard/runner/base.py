@@ -1,56 +1,74 @@
 """The interface between the engine loop and what computes tokens.
 
-A runner turns a plan of plain integers into sampled tokens. It owns weights, KV memory and the
+A runner turns batches of plain integers into sampled tokens. It owns weights, KV memory and the
 sampler; it knows nothing of queues, block accounting or the wire. Importing this module must not
 import torch.
 """
 
 from __future__ import annotations
 
-from collections import abc
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from penstock_shard.request import Pooling
-from penstock_shard.sequence import Sequence
+from penstock_shard.request import Pooling, Request
 
-
-@dataclass(slots=True)
-class ScheduledSequence:
-    """A row of a step: compute tokens [start, start + count) of the sequence.
-
-    If that range ends with the sequence's last token (`samples`), the row samples the next one, at
-    output position start + count - `sequence.num_prompt_tokens`. `sequence.block_ids` covers at
-    least start + count tokens. The last token of the range may be missing in `sequence.token_ids`:
-    the step before, which has not been collected, samples it. A sequence with `pooling` gets the
-    vector of its prompt instead of a token. The first `num_prompt_logprobs` tokens of the range
-    predict prompt tokens whose log-probabilities are wanted.
-
-    With `drafts` the row computes its sequence's last known token and the draft tokens after it. A
-    token is sampled at each of these positions, up to the first that differs from its draft or ends
-    the sequence. So the row gives 1 to `count` tokens, and no other step may be launched for its
-    sequence until it is collected.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-    num_prompt_logprobs: int = 0
-    drafts: abc.Sequence[int] = ()
+if TYPE_CHECKING:
+    from penstock_shard.constraints.state import ConstraintState
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """Everything one step computes. Decode rows (`count` 1, sampling) come first, then rows with
-    drafts, then other chunks.
+class Admission:
+    """What a runner has to know of a sequence, told once: when it is given a slot.
+
+    `token_ids` are its prompt and its output so far. `adapter_index` says where the runner has its
+    adapter; 0 without one. `constraint` is how far its constraint has got, if it has one.
     """
 
-    rows: tuple[ScheduledSequence, ...]
+    slot: int
+    request: Request
+    token_ids: array[int]
+    adapter_index: int = 0
+    constraint: ConstraintState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Everything one step computes, in columns with one value for each row.
+
+    A row computes tokens [start, start + count) of the sequence in its slot; `new_blocks` are the
+    KV blocks that the sequence got since its last row, and with them it has enough for all those
+    tokens. If the range ends with the sequence's last token (`samples`), the row samples the next
+    one; a request with `pooling` gets the vector of its prompt instead. The last token of the range
+    may be one that the step before, which has not been collected, samples. The first `scored`
+    tokens of the range predict prompt tokens whose log-probabilities are wanted.
+
+    A row with `drafts` computes its sequence's last known token and the draft tokens after it. A
+    token is sampled at each of these positions, up to the first that differs from its draft or ends
+    the sequence. So the row gives 1 to `count` tokens, and no other step may be launched for its
+    slot until it is collected.
+
+    Decode rows (`count` 1, sampling) come first, then rows with drafts, then other chunks. A slot
+    is given to another sequence (`admitted`) only after every step with a row of it was collected.
+    """
+
+    slots: Sequence[int] = ()
+    starts: Sequence[int] = ()
+    counts: Sequence[int] = ()
+    samples: Sequence[bool] = ()
+    scored: Sequence[int] = ()
+    drafts: Sequence[Sequence[int]] = ()
+    new_blocks: Sequence[Sequence[int]] = ()
+    admitted: Sequence[Admission] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return sum(self.counts)
 
 
 @dataclass(slots=True)
@@ -128,7 +146,7 @@ class RowResult:
     is_callers: bool = False
     # The prompt's pooled final hidden states, neither cut nor normalized: float32, little-endian.
     embedding: bytes | None = None
-    more_token_ids: abc.Sequence[int] = ()
+    more_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +220,8 @@ class RunnerInfo:
     # How many steps may be launched beyond the oldest that is not collected: 1 keeps a device busy
     # while results are handled, 0 collects each step before the next is scheduled.
     max_steps_ahead: int = 0
+    # Prompt tokens of a step whose log-probabilities are wanted, over all rows.
+    max_scored_tokens: int = 2**31
     # How long the largest step took in the trial at load; 0 if none was run.
     worst_step_s: float = 0.0
     # Loaded adapters, if "adapter" is among the capabilities.
@@ -229,15 +249,17 @@ class Runner(Protocol):
     def adapters(self) -> AdapterStore | None:
         """None if sequences with adapters are not served."""
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, batch: Batch) -> None:
         """Start a step. Returns before the step is over where the runner can."""
 
-    def collect(self) -> abc.Sequence[RowResult]:
-        """Wait for the oldest launched step; one result a row, in the plan's order.
+    def collect(self) -> Sequence[RowResult]:
+        """Wait for the oldest launched step; one result a row, in the batch's order.
 
         Raises:
             StepOutOfMemory: that step is over, without results.
         """
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence has ended: drop the state kept for it."""
+    def release(self, slot: int) -> None:
+        """Drop what is kept for the sequence in this slot: it has ended, or will be admitted again
+        before its next row.
+        """

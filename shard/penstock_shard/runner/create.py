@@ -34,6 +34,10 @@ from penstock_shard.runner.model_runner import CAPABILITIES, ModelRunner
 from penstock_shard.runner.prepare import Prepared, prepare
 from penstock_shard.sampling_ranges import usable_defaults
 
+# Logits that a step keeps for prompt log-probabilities: as many rows as fit into this, or a few.
+_SCORED_BYTES = 64 * 2**20
+_LEAST_SCORED = 16
+
 
 @out_of_memory_told("at load")
 def create_runner(
@@ -120,6 +124,7 @@ def _info(
         capabilities=CAPABILITIES | ({"embed"} if embedding else set()),
         embedding=embedding,
         # On cpu the step itself needs the processor that would prepare the next one.
+        max_scored_tokens=max(_LEAST_SCORED, _SCORED_BYTES // (4 * loaded.vocab_size)),
         max_steps_ahead=0 if model.device.type == "cpu" else 1,
         worst_step_s=prepared.worst_step_s,
         batch_invariant=prepared.batch_invariant,

@@ -16,8 +16,8 @@ import os
 import struct
 import time
 from bisect import bisect_left
-from collections import abc, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -29,15 +29,14 @@ from penstock_shard.models.lora_files import read_adapter_files
 from penstock_shard.request import CONSTRAINT_KINDS, Pooling, Request
 from penstock_shard.runner.base import (
     AdapterStore,
+    Admission,
+    Batch,
     Logprobs,
     ReadAdapter,
     RowResult,
     RunnerInfo,
-    ScheduledSequence,
-    StepPlan,
 )
 from penstock_shard.runner.token_state import BadWords, Thinking
-from penstock_shard.sequence import Sequence
 
 CAPABILITIES = frozenset(
     {
@@ -77,16 +76,22 @@ _CRASH_POSITION = 9
 
 
 @dataclass(slots=True)
-class _Progress:
-    """The chained hash over a sequence's tokens and how many of them it covers; and other state
-    that follows its output.
+class _Sequence:
+    """The sequence in a slot: its tokens so far, the chained hash over the first `num_hashed` of
+    them, and other state that follows its output.
     """
 
+    request: Request
+    token_ids: list[int]
     digest: bytes
     bad_words: BadWords
     constraint: ConstraintState | None
     thinking: Thinking | None
-    num_tokens: int = 0
+    num_hashed: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
 
 
 def _exit() -> None:
@@ -123,7 +128,7 @@ class FakeRunner:
     def __init__(
         self,
         info: RunnerInfo,
-        ordinary_ids: abc.Sequence[int],
+        ordinary_ids: Sequence[int],
         *,
         step_s: float,
         eos_rate: float = 0.0,
@@ -143,9 +148,9 @@ class FakeRunner:
         # No salt for the default name, so that its tokens stay what they were before salts.
         named = hashlib.blake2b(info.weights_hash.encode(), digest_size=16).digest()
         self._salt = b"" if info.weights_hash == USUAL_WEIGHTS else named
-        self._progress: dict[Sequence, _Progress] = {}
+        self._sequences: dict[int, _Sequence] = {}
         self._masks = MaskFiller(info.vocab_size)
-        self._launched: deque[tuple[StepPlan, float]] = deque()
+        self._launched: deque[tuple[Batch, float]] = deque()
         self._free_at_s = 0.0
 
     @property
@@ -161,120 +166,110 @@ class FakeRunner:
         """When the oldest step that was launched is over, by the clock."""
         return self._launched[0][1]
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, batch: Batch) -> None:
+        for admission in batch.admitted:
+            self._sequences[admission.slot] = self._begin(admission)
         self._free_at_s = max(self._free_at_s, self._clock()) + self._step_s
-        self._launched.append((plan, self._free_at_s))
+        self._launched.append((batch, self._free_at_s))
 
     def collect(self) -> list[RowResult]:
-        plan, done_at_s = self._launched.popleft()
-        results = [self._run(row) for row in plan.rows]
+        batch, done_at_s = self._launched.popleft()
+        results = [self._run(batch, row) for row in range(batch.num_rows)]
         self._sleep(max(0.0, done_at_s - self._clock()))
         return results
 
-    def release(self, sequence: Sequence) -> None:
-        self._progress.pop(sequence, None)
+    def release(self, slot: int) -> None:
+        self._sequences.pop(slot, None)
 
     # ---- tokens from hashes ----
 
-    def _run(self, row: ScheduledSequence) -> RowResult:
+    def _begin(self, admission: Admission) -> _Sequence:
+        request = admission.request
+        digest = hashlib.blake2b(_parameters(request), digest_size=32, salt=self._salt).digest()
+        budget = request.thinking_budget
+        return _Sequence(
+            request,
+            list(admission.token_ids),
+            digest,
+            BadWords(request.sampling.bad_words),
+            admission.constraint,
+            None if budget is None else Thinking(budget),
+        )
+
+    def _run(self, batch: Batch, row: int) -> RowResult:
+        sequence, start = self._sequences[batch.slots[row]], batch.starts[row]
         result = RowResult()
-        if row.num_prompt_logprobs:
-            end = row.start + row.num_prompt_logprobs
-            result.prompt_logprobs = self._prompt_logprobs(row.sequence, row.start, end)
-        if row.samples and row.sequence.request.pooling is not None:
-            self._crash_if_told(row.sequence)
-            result.embedding = self._embedding(row.sequence, row.sequence.request.pooling)
-        elif row.samples:
-            self._sample(row.sequence, row.start + row.count - len(row.drafts), result)
-            if row.drafts:
-                self._sample_after(row, result)
+        if batch.scored[row]:
+            end = start + batch.scored[row]
+            result.prompt_logprobs = self._prompt_logprobs(sequence, start, end)
+        if batch.samples[row] and sequence.request.pooling is not None:
+            self._crash_if_told(sequence)
+            result.embedding = self._embedding(sequence, sequence.request.pooling)
+        elif batch.samples[row]:
+            self._sample(sequence, result)
+            self._sample_after(sequence, batch.drafts[row], result)
         return result
 
-    def _sample_after(self, row: ScheduledSequence, result: RowResult) -> None:
+    def _sample_after(self, sequence: _Sequence, drafts: Sequence[int], result: RowResult) -> None:
         """Sample a token after each draft, as long as the sampled tokens equal the drafts."""
-        sequence, more = row.sequence, list[int]()
-        num_known = len(sequence.token_ids)
-        token_id = result.token_id
-        # Accepted drafts are appended to the sequence's tokens while the next is sampled.
-        for drafted in row.drafts:
+        more, token_id = list[int](), result.token_id
+        for drafted in drafts:
             if token_id != drafted or sequence.request.ends_with(drafted):
                 break
-            sequence.token_ids.append(drafted)
             following = RowResult()
-            self._sample(sequence, len(sequence.token_ids), following)
+            self._sample(sequence, following)
             token_id = following.token_id
             if token_id is None:
                 break
             more.append(token_id)
             if result.logprobs is not None and following.logprobs is not None:
                 result.logprobs.extend(following.logprobs)
-        del sequence.token_ids[num_known:]
         result.more_token_ids = more
 
-    def _sample(self, sequence: Sequence, num_tokens: int, result: RowResult) -> None:
-        """Sample what follows the sequence's first `num_tokens` tokens."""
-        if num_tokens - sequence.num_prompt_tokens == _CRASH_POSITION:
+    def _sample(self, sequence: _Sequence, result: RowResult) -> None:
+        """Sample what follows the sequence's tokens, and append it."""
+        request, position = sequence.request, len(sequence.token_ids) - sequence.num_prompt_tokens
+        if position == _CRASH_POSITION:
             self._crash_if_told(sequence)
-        progress = self._progress_at(sequence, num_tokens)
-        draw = self._draw(sequence, progress, num_tokens)
-        token_id = self._token(sequence, progress, draw, num_tokens)
+        draw = self._draw(sequence, position)
+        token_id = self._token(sequence, draw, position)
         if token_id is None:
-            position = num_tokens - sequence.num_prompt_tokens
-            why = "" if progress.constraint is None else progress.constraint.error
+            why = "" if sequence.constraint is None else sequence.constraint.error
             why = why or "the sampling parameters leave no token to draw"
             result.error = f"{why} at position {position}"
             result.is_callers = True
             return
         result.token_id = token_id
-        if sequence.request.logprobs is not None:
-            result.logprobs = Logprobs(top_n=sequence.request.logprobs)
-            self._add_logprobs(result.logprobs, draw, token_id, sequence.request.logprobs)
-            self._add_requested(result.logprobs, draw, token_id, sequence.request.logprob_token_ids)
+        sequence.token_ids.append(token_id)
+        if request.logprobs is not None:
+            result.logprobs = Logprobs(top_n=request.logprobs)
+            self._add_logprobs(result.logprobs, draw, token_id, request.logprobs)
+            self._add_requested(result.logprobs, draw, token_id, request.logprob_token_ids)
 
-    def _crash_if_told(self, sequence: Sequence) -> None:
+    def _crash_if_told(self, sequence: _Sequence) -> None:
         if self._crash_on in sequence.token_ids[: sequence.num_prompt_tokens]:
             self._crash()
 
-    def _progress_at(self, sequence: Sequence, num_tokens: int) -> _Progress:
-        """The sequence's progress, which covers at most the first `num_tokens` tokens."""
-        progress = self._progress.get(sequence)
-        if progress is None or progress.num_tokens > num_tokens:
-            digest = hashlib.blake2b(
-                _parameters(sequence.request), digest_size=32, salt=self._salt
-            ).digest()
-            budget = sequence.request.thinking_budget
-            progress = _Progress(
-                digest,
-                BadWords(sequence.request.sampling.bad_words),
-                None if sequence.matcher is None else ConstraintState(sequence),
-                None if budget is None else Thinking(budget),
-            )
-            self._progress[sequence] = progress
-        return progress
-
-    def _draw(self, sequence: Sequence, progress: _Progress, num_tokens: int) -> bytes:
+    def _draw(self, sequence: _Sequence, position: int) -> bytes:
         """32 bytes that depend on all that a token may depend on, and on nothing else."""
         # One token at a time, so that a prompt and an output of the same ids hash alike.
-        start = progress.num_tokens
-        for index, token_id in enumerate(sequence.token_ids[start:num_tokens], start):
-            if progress.thinking is not None and index >= sequence.num_prompt_tokens:
-                progress.thinking.append(token_id)
-            packed = progress.digest + struct.pack("<I", token_id)
-            progress.digest = hashlib.blake2b(packed, digest_size=32).digest()
-        progress.num_tokens = num_tokens
-        position = num_tokens - sequence.num_prompt_tokens
+        start = sequence.num_hashed
+        for index, token_id in enumerate(sequence.token_ids[start:], start):
+            if sequence.thinking is not None and index >= sequence.num_prompt_tokens:
+                sequence.thinking.append(token_id)
+            packed = sequence.digest + struct.pack("<I", token_id)
+            sequence.digest = hashlib.blake2b(packed, digest_size=32).digest()
+        sequence.num_hashed = len(sequence.token_ids)
         place = struct.pack("<QI", sequence.request.sampling.seed, position)
-        return hashlib.blake2b(progress.digest + place, digest_size=32).digest()
+        return hashlib.blake2b(sequence.digest + place, digest_size=32).digest()
 
-    def _token(
-        self, sequence: Sequence, progress: _Progress, draw: bytes, num_tokens: int
-    ) -> int | None:
+    def _token(self, sequence: _Sequence, draw: bytes, position: int) -> int | None:
         """None if all are banned."""
-        forced = None if progress.thinking is None else progress.thinking.forced_id
-        banned = _banned(sequence, progress.bad_words, num_tokens)
-        if progress.constraint is not None:
+        forced = None if sequence.thinking is None else sequence.thinking.forced_id
+        banned = _banned(sequence, position)
+        if sequence.constraint is not None:
             only = sequence.request.sampling.allowed_token_ids if forced is None else (forced,)
-            return self._constrained(sequence, progress.constraint, draw, banned, only, num_tokens)
+            return self._constrained(sequence, sequence.constraint, draw, banned, only)
         if forced is not None:
             return None if forced in banned else forced
         ids = sequence.request.sampling.allowed_token_ids or self._ordinary_ids
@@ -289,20 +284,16 @@ class FakeRunner:
 
     def _constrained(
         self,
-        sequence: Sequence,
+        sequence: _Sequence,
         constraint: ConstraintState,
         draw: bytes,
         banned: set[int],
-        only: abc.Sequence[int],
-        num_tokens: int,
+        only: Sequence[int],
     ) -> int | None:
         """A token that the constraint allows, and among `only` if that is not empty. Ends the
         sequence at the usual rate, or if nothing else is allowed.
         """
-        start = sequence.num_prompt_tokens
-        constraint.move_to(
-            num_tokens - start, lambda count: sequence.token_ids[start : start + count]
-        )
+        constraint.move_to(sequence.token_ids[sequence.num_prompt_tokens :])
         self._masks.fill([constraint])
         if constraint.mask is None:
             return None
@@ -318,7 +309,7 @@ class FakeRunner:
         ids = stops if len(stops) and (ends or not len(others)) else others
         return int(ids[int.from_bytes(draw[:8], "little") % len(ids)]) if len(ids) else None
 
-    def _embedding(self, sequence: Sequence, pooling: Pooling) -> bytes:
+    def _embedding(self, sequence: _Sequence, pooling: Pooling) -> bytes:
         """Values from -1 to 1, float32."""
         packed = np.array(sequence.token_ids, dtype="<u4").tobytes()
         seed = self._salt + pooling.value.encode() + packed
@@ -326,7 +317,7 @@ class FakeRunner:
         values = np.frombuffer(digest, dtype="<i4") / 2.0**31
         return values.astype("<f4").tobytes()
 
-    def _prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> Logprobs:
+    def _prompt_logprobs(self, sequence: _Sequence, start: int, end: int) -> Logprobs:
         """Log-probabilities of the prompt tokens at start + 1 .. end."""
         top_n = sequence.request.prompt_logprobs or 0
         columns = Logprobs(top_n=top_n)
@@ -350,7 +341,7 @@ class FakeRunner:
             columns.top_logprobs.append(chosen - 0.25 * rank)
 
     def _add_requested(
-        self, columns: Logprobs, draw: bytes, token_id: int, requested: abc.Sequence[int]
+        self, columns: Logprobs, draw: bytes, token_id: int, requested: Sequence[int]
     ) -> None:
         """What `_add_logprobs` would give these ids, were its list long enough."""
         chosen_place = self._place(draw, token_id)
@@ -376,13 +367,12 @@ def _parameters(request: Request) -> bytes:
     return repr(tuple(parameters)).encode()
 
 
-def _banned(sequence: Sequence, bad_words: BadWords, num_tokens: int) -> set[int]:
-    """Ids that must not follow the sequence's first `num_tokens` tokens."""
-    position = num_tokens - sequence.num_prompt_tokens
-    tail_start = num_tokens - min(position, bad_words.num_tail_tokens)
-    banned = set(bad_words.completing(sequence.token_ids[tail_start:num_tokens]))
+def _banned(sequence: _Sequence, position: int) -> set[int]:
+    """Ids that must not come next, at this position of the output."""
+    tail_start = len(sequence.token_ids) - min(position, sequence.bad_words.num_tail_tokens)
+    banned = set(sequence.bad_words.completing(sequence.token_ids[tail_start:]))
     # With a constraint, the constraint itself says when stop ids may be drawn.
-    if position < sequence.request.min_tokens and sequence.matcher is None:
+    if position < sequence.request.min_tokens and sequence.constraint is None:
         return banned | sequence.request.stop_token_ids
     return banned
 

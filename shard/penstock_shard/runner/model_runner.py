@@ -6,11 +6,12 @@ how the model was loaded.
 
 from __future__ import annotations
 
-from collections import abc, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,22 +21,13 @@ from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.models.device_memory import empty_caches
 from penstock_shard.models.errors import first_line, is_out_of_memory
 from penstock_shard.request import CONSTRAINT_KINDS
-from penstock_shard.runner.base import (
-    AdapterStore,
-    Logprobs,
-    RowResult,
-    RunnerInfo,
-    StepOutOfMemory,
-    StepPlan,
-)
-from penstock_shard.runner.batch import BatchBuilder, Gaps, Piece, StepBatch
+from penstock_shard.runner.base import AdapterStore, Batch, RowResult, RunnerInfo, StepOutOfMemory
 from penstock_shard.runner.device import mark, to_device, to_host
+from penstock_shard.runner.inputs import Gaps, InputBuilder, Inputs, Sampled, ScoredRow
 from penstock_shard.runner.pooling import Pooler
-from penstock_shard.runner.request_numbers import RequestNumbers
 from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows, TokenScores, score_tokens
-from penstock_shard.runner.token_state import needs_state
-from penstock_shard.runner.verification import Draft, Verification
-from penstock_shard.sequence import Sequence
+from penstock_shard.runner.slots import Slots
+from penstock_shard.runner.verification import Verification
 
 CAPABILITIES = frozenset(
     {
@@ -63,51 +55,46 @@ CAPABILITIES = frozenset(
         *CONSTRAINT_KINDS,
     }
 )
-# Logits kept for prompt log-probabilities in one forward pass.
-_PROMPT_LOGITS_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptScores:
-    """Log-probabilities of a piece's prompt tokens, on their way to the host."""
+    """Log-probabilities of a row's prompt tokens, on their way to the host."""
 
-    piece: Piece
+    row: int
     is_finite: Tensor
     scores: TokenScores
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A launched forward pass, and its results."""
+    """What a step's results are made of."""
 
-    batch: StepBatch
-    # Logits to sample from, until they are sampled; all logits of the pass, if it has drafts.
+    inputs: Inputs
+    # Logits to sample from, until they are sampled.
     logits: Tensor | None = None
-    all_logits: Tensor | None = None
     enqueued: Enqueued | None = None
     verification: Verification | None = None
-    prompt_scores: list[_PromptScores] = field(default_factory=list)
+    prompt_scores: Sequence[_PromptScores] = ()
+    # Results of rows whose embeddings are done, by row.
+    pooled: Mapping[int, RowResult] = field(default_factory=dict)
 
     @property
     def must_be_sampled(self) -> bool:
-        return self.batch.sampled is not None and self.enqueued is None
+        return self.inputs.sampled is not None and self.enqueued is None
 
     def gives_all_and_nothing_else(self, num_rows: int) -> bool:
-        """Whether the sampled tokens are the results of all rows of the plan, in order."""
-        sampled = self.batch.sampled
-        if sampled is None or len(sampled.rows) < num_rows:
-            return False
-        return not (self.prompt_scores or self.batch.pooled)
+        """Whether the sampled tokens are the results of all rows, in order."""
+        sampled = self.inputs.sampled
+        return sampled is not None and len(sampled.rows) == num_rows and not self.prompt_scores
 
 
 @dataclass(slots=True)
 class _Step:
-    """A launched step: its passes until it is finished, then its results."""
+    """A launched step: its forward pass until it is finished, then its results."""
 
     num_rows: int
-    passes: list[_Pass] = field(default_factory=list)
-    # Results of all rows with those of pooled ones filled in; None if none is pooled.
-    pooled: list[RowResult] | None = None
+    forward: _Pass | None = None
     # Waits until the device has finished the step.
     wait: Callable[[], None] | None = None
     results: list[RowResult] | None = None
@@ -141,14 +128,12 @@ class ModelRunner:
         self._has_graphs = graphs is not None
         self._info = info
         self._launched: deque[_Step] = deque()
-        self._numbers = RequestNumbers()
-        self._batches = BatchBuilder(info.block_size, model.device, self._numbers, graphs)
-        self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads), self._numbers)
+        self._slots = Slots()
+        self._inputs = InputBuilder(info.block_size, model.device, self._slots, graphs)
+        self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads))
         self._pooler = Pooler()
-        # The last sampled token of each sequence, by sequence number; the host may not know it yet.
+        # The last sampled token of the sequence in each slot; the host may not know it yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)
-        row_bytes = 4 * info.vocab_size
-        self._max_prompt_logprobs = max(16, _PROMPT_LOGITS_BYTES // row_bytes)
 
     @property
     def info(self) -> RunnerInfo:
@@ -158,8 +143,8 @@ class ModelRunner:
     def adapters(self) -> AdapterStore | None:
         return self._adapters
 
-    def launch(self, plan: StepPlan) -> None:
-        step = _Step(len(plan.rows))
+    def launch(self, batch: Batch) -> None:
+        step = _Step(batch.num_rows)
         # This step reads the tokens that deferred steps sample, so they are sampled now.
         self._sample_deferred(len(self._launched))
         failure = next((earlier.failure for earlier in self._launched if earlier.failure), "")
@@ -167,27 +152,27 @@ class ModelRunner:
             # Tokens that this step needs were never sampled.
             step.failure = failure
         else:
-            self._guarded(step, partial(self._launch, step, plan))
+            self._guarded(step, partial(self._launch, step, batch))
         # Only now: a launch that raises leaves nothing to collect.
         self._launched.append(step)
 
-    def collect(self) -> abc.Sequence[RowResult]:
+    def collect(self) -> Sequence[RowResult]:
         step = self._launched[0]
         self._finish(step)
         self._launched.popleft()
         if step.failure:
             # Later steps may need tokens that were never sampled.
             for later in self._launched:
-                later.failure, later.passes = later.failure or step.failure, []
+                later.failure, later.forward = later.failure or step.failure, None
             raise StepOutOfMemory(step.failure)
         self._sample_deferred(1)
         assert step.results is not None
         return step.results
 
-    def release(self, sequence: Sequence) -> None:
-        self._sampler.forget(sequence)
-        self._pooler.forget(sequence)
-        self._numbers.forget(sequence)
+    def release(self, slot: int) -> None:
+        self._slots.release(slot)
+        self._sampler.release(slot)
+        self._pooler.release(slot)
 
     # ---- the device's part of a step ----
 
@@ -202,104 +187,105 @@ class ModelRunner:
             step.failure = first_line(error)
         if step.failure:
             # Outside `except`: there the error's traceback still holds tensors of the step.
-            step.passes = []
+            step.forward = None
             self._sampler.abandon()
             empty_caches(self.model.device)
 
-    def _launch(self, step: _Step, plan: StepPlan) -> None:
-        batches = self._batches.build(plan, self._max_prompt_logprobs)
-        for batch in batches:
-            one = _Pass(batch)
-            step.passes.append(one)
-            defers = self._defers(batch)
-            if defers and len(batches) > 1:
-                # Rare: not worth deferring each of several passes.
-                self._finish_before(step)
-                defers = False
-            self._forward(step, one, prepares=not defers)
-            if not defers:
-                self._sample(one)
-            if batch.drafted:
-                self._verify(one)
+    def _launch(self, step: _Step, batch: Batch) -> None:
+        inputs = self._inputs.build(batch)
+        for admission in batch.admitted:
+            self._sampler.admit(admission)
+        step.forward = forward = _Pass(inputs)
+        defers = self._defers(inputs)
+        logits = self._forward(forward, prepares=not defers)
+        if not defers:
+            self._sample(forward)
+        if inputs.drafted:
+            self._verify(forward, logits)
         step.wait = mark(self.model.device)
 
-    def _defers(self, batch: StepBatch) -> bool:
+    def _defers(self, inputs: Inputs) -> bool:
         """Whether a row's sampling depends on tokens that are not on the host yet."""
-        if batch.sampled is None or all(step.results is not None for step in self._launched):
+        if inputs.sampled is None or all(step.results is not None for step in self._launched):
             return False
-        return self._sampler.needs_tokens(_sample_rows(batch))
+        return self._sampler.needs_tokens(_sample_rows(inputs.sampled))
 
-    def _forward(self, step: _Step, one: _Pass, *, prepares: bool) -> None:
-        batch = one.batch
-        if batch.gaps is not None:
-            self._fill(batch, batch.gaps)
-        if prepares and batch.sampled is not None:
-            self._sampler.prepare(_sample_rows(batch))
+    def _forward(self, forward: _Pass, *, prepares: bool) -> Tensor:
+        """Have the model compute; all its logits."""
+        inputs = forward.inputs
+        if inputs.gaps is not None:
+            self._fill(inputs, inputs.gaps)
+        if prepares and inputs.sampled is not None:
+            self._sampler.prepare(_sample_rows(inputs.sampled))
         logits, hidden = self.model.forward(
-            batch.input_ids,
-            batch.positions,
-            batch.attention,
-            batch.logit_rows,
-            batch.hidden_rows,
-            batch.adapters,
+            inputs.input_ids,
+            inputs.positions,
+            inputs.attention,
+            inputs.logit_rows,
+            inputs.hidden_rows,
+            inputs.adapters,
         )
-        if batch.pooled:
-            if step.pooled is None:
-                step.pooled = [RowResult() for _ in range(step.num_rows)]
-            self._pooler.pool(hidden, batch.pooled, step.pooled)
-        for piece, place in batch.scored:
-            part = logits[place : place + piece.num_prompt_logprobs]
-            one.prompt_scores.append(_score_prompt(part, piece))
-        if batch.drafted:
-            one.all_logits = logits
-        if batch.sampled_logits is not None:
-            logits = logits.index_select(0, to_device(batch.sampled_logits, logits.device))
-        one.logits = logits
+        if inputs.pooled:
+            forward.pooled = self._pooler.pool(hidden, inputs.pooled)
+        forward.prompt_scores = [self._score_prompt(logits, row) for row in inputs.scored]
+        forward.logits = logits
+        if inputs.sampled_logits is not None:
+            sampled = to_device(inputs.sampled_logits, logits.device)
+            forward.logits = logits.index_select(0, sampled)
+        return logits
 
-    def _fill(self, batch: StepBatch, gaps: Gaps) -> None:
+    def _fill(self, inputs: Inputs, gaps: Gaps) -> None:
         """Fill in the input tokens that the step before samples."""
         if gaps.places is None:
-            ids = batch.input_ids[: len(gaps.numbers)]
-            torch.index_select(self._last_tokens, 0, gaps.numbers, out=ids)
+            ids = inputs.input_ids[: len(gaps.slots)]
+            torch.index_select(self._last_tokens, 0, gaps.slots, out=ids)
         else:
-            last = self._last_tokens.index_select(0, gaps.numbers)
-            batch.input_ids.index_copy_(0, gaps.places, last)
+            last = self._last_tokens.index_select(0, gaps.slots)
+            inputs.input_ids.index_copy_(0, gaps.places, last)
 
-    def _sample(self, one: _Pass) -> None:
-        sampled, logits = one.batch.sampled, one.logits
-        one.logits = None
+    def _sample(self, forward: _Pass) -> None:
+        sampled, logits = forward.inputs.sampled, forward.logits
+        forward.logits = None
         if sampled is None:
             return
         assert logits is not None
-        one.enqueued = self._sampler.enqueue(logits, _sample_rows(one.batch))
-        missing = self._numbers.capacity - len(self._last_tokens)
+        forward.enqueued = self._sampler.enqueue(logits, _sample_rows(sampled))
+        missing = self._slots.capacity - len(self._last_tokens)
         if missing > 0:
             self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing)])
-        self._last_tokens.index_copy_(0, sampled.device_numbers, one.enqueued.tokens)
+        self._last_tokens.index_copy_(0, sampled.device_slots, forward.enqueued.tokens)
 
-    def _verify(self, one: _Pass) -> None:
-        """Begin to verify drafts: all tokens before them are known, see `ScheduledSequence`."""
-        assert one.all_logits is not None
-        drafts = [_draft(piece, place) for piece, place in one.batch.drafted]
-        logits, one.all_logits = one.all_logits, None
-        if self._has_graphs and any(needs_state(draft.sequence) for draft in drafts):
+    def _verify(self, forward: _Pass, logits: Tensor) -> None:
+        """Begin to verify drafts: all tokens before them are known, see `Batch`."""
+        drafted = forward.inputs.drafted
+        if self._has_graphs and any(self._sampler.is_stateful(draft.slot) for draft in drafted):
             # Some tokens are drawn later, when a graph may have overwritten its output logits.
             logits = logits.clone()
-        one.verification = Verification(self._sampler, logits, drafts)
+        forward.verification = Verification(self._sampler, logits, drafted)
+
+    def _score_prompt(self, logits: Tensor, row: ScoredRow) -> _PromptScores:
+        """Score the n prompt tokens that a row's first n tokens predict; logits [N, V] of all."""
+        own = logits[row.place : row.place + row.count]
+        first = row.start + 1
+        known = self._slots.token_ids[row.slot][first : first + row.count]
+        is_finite = torch.isfinite(own.amax(dim=-1)).all()
+        top_n = int(self._slots.prompt_logprobs[row.slot])
+        tokens = to_device(known.astype(np.int64), own.device)
+        return _PromptScores(
+            row.row, to_host(is_finite), score_tokens(own, tokens, [top_n] * row.count)
+        )
 
     def _sample_deferred(self, count: int) -> None:
         """Sample those of the first `count` launched steps that are not sampled yet, in order."""
         for step in list(self._launched)[:count]:
             if step.failure:
                 return
-            if any(one.must_be_sampled for one in step.passes):
+            if step.forward is not None and step.forward.must_be_sampled:
                 self._finish_before(step)
-                self._guarded(step, partial(self._sample_late, step))
+                self._guarded(step, partial(self._sample_late, step, step.forward))
 
-    def _sample_late(self, step: _Step) -> None:
-        for one in step.passes:
-            if one.must_be_sampled:
-                self._sample(one)
+    def _sample_late(self, step: _Step, forward: _Pass) -> None:
+        self._sample(forward)
         step.wait = mark(self.model.device)
 
     # ---- the host's part ----
@@ -316,74 +302,50 @@ class ModelRunner:
         if step.results is not None or step.failure:
             return
         assert step.wait is not None
+        assert step.forward is not None
         step.wait()
-        passes, step.passes = step.passes, []
-        if len(passes) == 1 and passes[0].gives_all_and_nothing_else(step.num_rows):
-            assert passes[0].enqueued is not None
-            step.results = passes[0].enqueued.finish()
+        forward, step.forward = step.forward, None
+        sampled, enqueued = forward.inputs.sampled, forward.enqueued
+        found: list[RowResult] = []
+        if sampled is not None and enqueued is not None:
+            found = enqueued.finish()
+            self._slots.append(sampled.slots, enqueued.known_tokens)
+        if forward.gives_all_and_nothing_else(step.num_rows):
+            step.results = found
             return
-        step.results = step.pooled or [RowResult() for _ in range(step.num_rows)]
-        for one in passes:
-            _add_results(one, step.results)
-        if any(one.verification is not None for one in passes):
-            # Verification may still draw tokens on the device.
-            self._guarded(step, partial(_add_verified, passes, step.results))
+        step.results = results = [RowResult() for _ in range(step.num_rows)]
+        for index, result in forward.pooled.items():
+            results[index] = result
+        for prompt in forward.prompt_scores:
+            _set_prompt_logprobs(results[prompt.row], prompt)
+        if sampled is not None:
+            for index, result in zip(sampled.rows.tolist(), found, strict=True):
+                result.prompt_logprobs = results[index].prompt_logprobs
+                result.error = results[index].error or result.error
+                results[index] = result
+        if forward.verification is not None:
+            # It may still draw tokens on the device.
+            self._guarded(step, partial(self._finish_drafts, forward, results))
+
+    def _finish_drafts(self, forward: _Pass, results: list[RowResult]) -> None:
+        """Set the results of rows with drafts."""
+        assert forward.verification is not None
+        found = forward.verification.finish()
+        for draft, result in zip(forward.inputs.drafted, found, strict=True):
+            results[draft.row] = result
+            if result.token_id is not None:
+                self._slots.extend(draft.slot, [result.token_id, *result.more_token_ids])
 
 
-def _add_results(one: _Pass, results: list[RowResult]) -> None:
-    """Add the results of a pass to those of its rows."""
-    for prompt in one.prompt_scores:
-        _add_prompt_logprobs(results[prompt.piece.row], prompt)
-    if one.enqueued is None:
-        return
-    assert one.batch.sampled is not None
-    for row, result in zip(one.batch.sampled.rows.tolist(), one.enqueued.finish(), strict=True):
-        result.prompt_logprobs = results[row].prompt_logprobs
-        result.error = results[row].error or result.error
-        results[row] = result
+def _sample_rows(sampled: Sampled) -> SampleRows:
+    return SampleRows(sampled.slots, sampled.positions)
 
 
-def _add_verified(passes: abc.Sequence[_Pass], results: list[RowResult]) -> None:
-    """Set the results of rows with drafts."""
-    for one in passes:
-        if one.verification is None:
-            continue
-        found = one.verification.finish()
-        for (piece, _), result in zip(one.batch.drafted, found, strict=True):
-            results[piece.row] = result
-
-
-def _draft(piece: Piece, place: int) -> Draft:
-    row = piece.scheduled
-    # The first token to be sampled follows the last known one, which is at `start`.
-    position = row.start + 1 - row.sequence.num_prompt_tokens
-    return Draft(row.sequence, row.drafts, position, place)
-
-
-def _sample_rows(batch: StepBatch) -> SampleRows:
-    sampled = batch.sampled
-    assert sampled is not None
-    return SampleRows(sampled.sequences, sampled.positions, sampled.numbers)
-
-
-def _score_prompt(logits: Tensor, piece: Piece) -> _PromptScores:
-    """Score the n prompt tokens that logits [n, V] of the piece's first n tokens predict."""
-    sequence = piece.scheduled.sequence
-    count = piece.num_prompt_logprobs
-    first = piece.start + 1
-    tokens = torch.tensor(sequence.token_ids[first : first + count]).numpy()
-    is_finite = torch.isfinite(logits.amax(dim=-1)).all()
-    top_n = sequence.request.prompt_logprobs or 0
-    scores = score_tokens(logits, to_device(tokens, logits.device), [top_n] * count)
-    return _PromptScores(piece, to_host(is_finite), scores)
-
-
-def _add_prompt_logprobs(result: RowResult, prompt: _PromptScores) -> None:
+def _set_prompt_logprobs(result: RowResult, prompt: _PromptScores) -> None:
     if not bool(prompt.is_finite):
         result.error = "the model gave no finite logits for the prompt"
         return
-    found = prompt.scores.finish()
-    merged = result.prompt_logprobs or Logprobs(top_n=found[0].top_n)
-    for row in found:
-        merged.extend(row)
-    result.prompt_logprobs = merged
+    first, *others = prompt.scores.finish()
+    for scores in others:
+        first.extend(scores)
+    result.prompt_logprobs = first

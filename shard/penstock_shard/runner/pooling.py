@@ -6,48 +6,42 @@ depend on where the chunks were cut, except for the last bit of a value now and 
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from penstock_shard.request import Pooling
 from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.batch import Piece
-from penstock_shard.sequence import Sequence
+from penstock_shard.runner.inputs import PooledRow
 
 
 class Pooler:
-    """Keeps the sums of prompts that are computed in part."""
+    """Keeps the sums of prompts that are computed in part, by slot."""
 
     def __init__(self) -> None:
-        self._sums: dict[Sequence, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
 
-    def pool(self, hidden: Tensor, pieces: abc.Sequence[Piece], results: list[RowResult]) -> None:
-        """Pool hidden [M, H] of the pieces' pooled tokens, piece by piece, and put the vectors of
-        prompts that end here into the results of their rows. Called in the order of the steps.
+    def pool(self, hidden: Tensor, rows: Sequence[PooledRow]) -> dict[int, RowResult]:
+        """Pool hidden [M, H] of the rows' pooled tokens, row by row; results of prompts that end
+        here, by row of the batch. Called in the order of the steps.
         """
-        parts = torch.split(hidden, [piece.num_pooled for piece in pieces])
-        for piece, part in zip(pieces, parts, strict=True):
-            if piece.num_pooled:
-                self._add(part, piece, results[piece.row])
+        parts = torch.split(hidden, [row.count for row in rows])
+        found = {row.row: self._add(part, row) for row, part in zip(rows, parts, strict=True)}
+        return {row: result for row, result in found.items() if result is not None}
 
-    def _add(self, hidden: Tensor, piece: Piece, result: RowResult) -> None:
-        sequence = piece.scheduled.sequence
+    def _add(self, hidden: Tensor, row: PooledRow) -> RowResult | None:
         total = hidden.sum(dim=0, dtype=torch.float64)
-        is_mean = sequence.request.pooling is Pooling.MEAN
-        # At start 0 a sum kept from before a preemption is dropped.
-        if is_mean and piece.start:
-            total += self._sums[sequence]
-        if not piece.ends_prompt:
-            self._sums[sequence] = total
-            return
-        vector = (total / sequence.num_prompt_tokens if is_mean else total).float().cpu()
-        if bool(torch.isfinite(vector).all()):
-            result.embedding = vector.numpy().astype("<f4").tobytes()
-        else:
-            result.error = "the model gave no finite hidden states for the prompt"
+        # At start 0 a sum that is left of another sequence is dropped.
+        if row.is_mean and row.start:
+            total += self._sums[row.slot]
+        if not row.ends_prompt:
+            self._sums[row.slot] = total
+            return None
+        vector = (total / row.num_prompt_tokens if row.is_mean else total).float().cpu()
+        if not bool(torch.isfinite(vector).all()):
+            return RowResult(error="the model gave no finite hidden states for the prompt")
+        return RowResult(embedding=vector.numpy().astype("<f4").tobytes())
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the sum of a sequence that ended."""
-        self._sums.pop(sequence, None)
+    def release(self, slot: int) -> None:
+        """No sequence has this slot any more."""
+        self._sums.pop(slot, None)

@@ -17,8 +17,7 @@ from torch import Tensor
 from penstock_shard.models.cuda_graphs import Graphs, GraphShape
 from penstock_shard.models.device_memory import empty_caches, used_bytes
 from penstock_shard.models.errors import ModelError, first_line, is_out_of_memory
-from penstock_shard.runner.trial import TrialSteps
-from penstock_shard.sequence import Sequence
+from penstock_shard.runner.trial import TrialSequence, TrialSteps
 
 # Least size assumed for a graph: those of small models take less than the driver can report.
 _LEAST_GRAPH_BYTES = 2 * 2**20
@@ -35,7 +34,7 @@ class _Decodes:
     served, with one.
     """
 
-    sequences: list[Sequence]
+    sequences: list[TrialSequence]
     logits: list[Tensor]
 
 
@@ -152,7 +151,7 @@ class GraphPreparation:
 
 
 def _decoded(
-    steps: TrialSteps, sequences: abc.Sequence[Sequence], num_adapters: int
+    steps: TrialSteps, sequences: abc.Sequence[TrialSequence], num_adapters: int
 ) -> list[Tensor]:
     """Logits of the last tokens, for each adapter index below `num_adapters`; 0 is no adapter."""
     logits = []

@@ -6,11 +6,10 @@ is measured nor how many blocks are useful.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
+import numpy as np
 import torch
 
 from penstock_shard.config import ShardConfig
@@ -21,8 +20,8 @@ from penstock_shard.models.parallel.mirrored import MirroredModel
 from penstock_shard.request import SamplingParams
 from penstock_shard.runner.block_count import KVShape, choose_num_blocks, described, no_room
 from penstock_shard.runner.host_memory import extra_host_bytes, free_host_bytes
-from penstock_shard.runner.sampler import Sampler, SampleRow
-from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
+from penstock_shard.runner.sampler import Sampler, SampleRows
+from penstock_shard.runner.trial import Row, TrialSequence, TrialSteps, admission_of, trial_steps
 
 _COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
 # Parameters that use our own kernels on a device, so that these are compiled at load: for the
@@ -118,8 +117,11 @@ class MemoryPreparation:
         if logits.device.type == "cpu":
             torch.softmax(logits, dim=-1, dtype=torch.float64)
             return
+        one_token = TrialSequence([0], [])
         # Each row with penalties, all filters and log-probabilities; then the cheaper parameters.
         for sampling in (_COSTLY, *_BY_KERNELS):
-            request = msgspec.structs.replace(sequence.request, sampling=sampling, logprobs=1)
-            each = [dataclasses.replace(sequence, request=request) for _ in logits]
-            Sampler().sample(logits, [SampleRow(own, 0) for own in each])
+            sampler = Sampler()
+            for slot in range(len(logits)):
+                sampler.admit(admission_of(slot, one_token, sampling, logprobs=1))
+            slots = np.arange(len(logits))
+            sampler.sample(logits, SampleRows(slots, np.zeros_like(slots)))

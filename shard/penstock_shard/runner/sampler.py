@@ -43,14 +43,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock_shard.constraints.state import MaskFiller
+from penstock_shard.request import Request
 from penstock_shard.runner.adjust import adjust
-from penstock_shard.runner.base import Logprobs, RowResult
+from penstock_shard.runner.base import Admission, Logprobs, RowResult
 from penstock_shard.runner.device import is_host, mark, to_device, to_host
 from penstock_shard.runner.draw import Columns, draw, ordered_topk
 from penstock_shard.runner.philox import uniforms
-from penstock_shard.runner.request_numbers import Integers, RequestNumbers, grown
+from penstock_shard.runner.slots import Integers, grown
 from penstock_shard.runner.token_state import TokenState, needs_state
-from penstock_shard.sequence import Sequence
 
 # Increment when the same logits give other tokens than before.
 SAMPLER_REVISION = 1
@@ -65,53 +65,58 @@ _Index = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRow:
-    """What a row of logits is for: the token at `position` of the sequence's output, counted from
-    its first token; tokens delivered before this attempt count too.
+class SampleRows:
+    """What rows of logits are for, in columns: the token at `positions` of the output of the
+    sequence in `slots`, counted from its first token; tokens delivered before this attempt count
+    too. A slot may occur several times if its sequence has no `TokenState`.
     """
 
-    sequence: Sequence
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRows:
-    """Many `SampleRow`s as columns; `numbers` are the sequence numbers of `RequestNumbers`."""
-
-    sequences: abc.Sequence[Sequence]
+    slots: Integers
     positions: Integers
-    numbers: Integers
 
 
 class Sampler:
     """Draws tokens, and keeps the state of sequences that drawing depends on.
 
-    Rows are enqueued in the order of the steps, and finished in that order. The sampler adds each
-    token it draws to its state, so `Sequence.token_ids` may lag behind; those are read only where a
-    position does not follow the last one. `prepare` may be called first, with the same rows:
-    constraint masks are then filled while the forward pass runs.
+    Rows are enqueued in the order of the steps, and finished in that order. `prepare` may be called
+    first, with the same rows: constraint masks are then filled while the forward pass runs.
     """
 
-    def __init__(
-        self, masks: MaskFiller | None = None, numbers: RequestNumbers | None = None
-    ) -> None:
-        """Without `masks` no sequence may have a constraint."""
-        self._states: dict[Sequence, TokenState] = {}
+    def __init__(self, masks: MaskFiller | None = None) -> None:
+        """Without `masks` no request may have a constraint."""
         self._masks = masks
-        self._numbers = numbers or RequestNumbers()
-        self._known = _Known(self._numbers)
+        self._admitted: dict[int, Admission] = {}
+        self._states: dict[int, TokenState] = {}
+        self._known = _Known()
         self._prepared: _Prepared | None = None
+
+    def admit(self, admission: Admission) -> None:
+        """Another sequence has this slot from now on."""
+        self._admitted[admission.slot] = admission
+        self._states.pop(admission.slot, None)
+        self._known.admit(admission.slot, admission.request)
+
+    def release(self, slot: int) -> None:
+        """No sequence has this slot any more."""
+        self._admitted.pop(slot, None)
+        self._states.pop(slot, None)
+
+    def ends_with(self, slot: int, token_id: int) -> bool:
+        """Whether this token ends the sequence in a slot."""
+        return self._admitted[slot].request.ends_with(token_id)
+
+    def is_stateful(self, slot: int) -> bool:
+        """Whether the tokens of the sequence in a slot depend on those before them."""
+        return bool(self._known.stateful[slot])
 
     def needs_tokens(self, rows: SampleRows) -> bool:
         """Whether all rows enqueued earlier must be finished before these are prepared."""
-        self._known.update(rows)
-        return bool(self._known.stateful[rows.numbers].any())
+        return bool(self._known.stateful[rows.slots].any())
 
     def prepare(self, rows: SampleRows) -> None:
         """Begin what needs no logits for these rows, which must be enqueued next."""
-        self._known.update(rows)
-        stateful = np.flatnonzero(self._known.stateful[rows.numbers])
-        states = [self._state(rows.sequences[i], int(rows.positions[i])) for i in stateful.tolist()]
+        stateful = np.flatnonzero(self._known.stateful[rows.slots])
+        states = [self._state(rows, i) for i in stateful.tolist()]
         constraints = [state.constraint for state in states if state.constraint]
         finish_masks = None
         if constraints:
@@ -152,32 +157,26 @@ class Sampler:
         if prepared is not None and prepared.finish_masks is not None:
             prepared.finish_masks()
 
-    def columns(self, rows: abc.Sequence[SampleRow]) -> SampleRows:
-        """The rows as columns; a sequence may occur several times if it has no `TokenState`."""
-        sequences = [row.sequence for row in rows]
-        positions = np.array([row.position for row in rows], dtype=np.int64)
-        return SampleRows(sequences, positions, self._numbers.of(sequences))
-
-    def sample(self, logits: Tensor, rows: abc.Sequence[SampleRow]) -> list[RowResult]:
+    def sample(self, logits: Tensor, rows: SampleRows) -> list[RowResult]:
         """Both halves at once: logits [N, V] -> one result a row.
 
         A row with NaN logits, or with no token left to draw, gets an error; other rows do not.
         """
-        if not rows:
-            return []
-        enqueued = self.enqueue(logits, self.columns(rows))
+        enqueued = self.enqueue(logits, rows)
         mark(logits.device)()
         return enqueued.finish()
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the state of a sequence that ended. Its number is freed by `RequestNumbers`."""
-        self._states.pop(sequence, None)
-
-    def _state(self, sequence: Sequence, position: int) -> TokenState:
-        state = self._states.get(sequence)
+    def _state(self, rows: SampleRows, index: int) -> TokenState:
+        """The state of a row's sequence, at the row's position."""
+        slot = int(rows.slots[index])
+        state = self._states.get(slot)
         if state is None:
-            state = self._states[sequence] = TokenState(sequence)
-        state.move_to(position)
+            state = self._states[slot] = TokenState(self._admitted[slot])
+        assert state.position == rows.positions[index], (
+            f"request {self._admitted[slot].request.request_id}: output position "
+            f"{rows.positions[index]} is to be drawn, but {state.position} output tokens are known"
+        )
+        state.choose()
         return state
 
     def _adjust(self, logits: Tensor, prepared: _Prepared) -> _Adjusted | None:
@@ -206,7 +205,7 @@ class Sampler:
         codes: Tensor,
     ) -> None:
         """Overwrite `tokens` and `codes` of rows that are not greedy with drawn tokens."""
-        is_random = self._known.temperature[rows.numbers] != 0.0
+        is_random = self._known.temperature[rows.slots] != 0.0
         if not is_random.any():
             return
         chosen = np.flatnonzero(is_random)
@@ -233,18 +232,18 @@ class Sampler:
             codes.index_copy_(0, places_there, torch.where(before < 0, before, drawn))
 
     def _score(self, logits: Tensor, tokens: Tensor, rows: SampleRows) -> _Scored | None:
-        wanted = np.flatnonzero(self._known.scored[rows.numbers])
+        wanted = np.flatnonzero(self._known.scored[rows.slots])
         if not len(wanted):
             return None
-        sequences = [rows.sequences[i] for i in wanted.tolist()]
+        requests = [self._admitted[slot].request for slot in rows.slots[wanted].tolist()]
         if len(wanted) < len(tokens):
             places = to_device(wanted, logits.device)
             logits, tokens = logits.index_select(0, places), tokens.index_select(0, places)
         scores = score_tokens(
             logits,
             tokens,
-            [sequence.request.logprobs or 0 for sequence in sequences],
-            [sequence.request.logprob_token_ids for sequence in sequences],
+            [request.logprobs or 0 for request in requests],
+            [request.logprob_token_ids for request in requests],
         )
         return _Scored(wanted, scores)
 
@@ -287,6 +286,12 @@ class Enqueued:
     _problems: dict[int, str]
     _scored: _Scored | None
 
+    @property
+    def known_tokens(self) -> Integers:
+        """The tokens [N], once the device has copied them; 0 in a row with an error."""
+        known: Integers = self._codes.numpy()
+        return known.clip(min=0)
+
     def finish(self) -> list[RowResult]:
         """One result a row. Call once, after the device has finished the copies to the host."""
         codes: list[int] = self._codes.tolist()
@@ -327,11 +332,9 @@ def _problems(prepared: _Prepared) -> dict[int, str]:
 
 
 class _Known:
-    """Sampling parameters of sequences, in arrays indexed by sequence number."""
+    """Sampling parameters of sequences, in arrays indexed by slot."""
 
-    def __init__(self, numbers: RequestNumbers) -> None:
-        self._numbers = numbers
-        self._serials: Integers = np.zeros(0, dtype=np.int64)
+    def __init__(self) -> None:
         # The columns of `draw.Columns` except `uniform`, which is computed here from `_seeds`.
         self._parameters = np.zeros((0, len(Columns._fields) - 1))
         self._seeds = np.zeros(0, dtype=np.uint64)
@@ -347,54 +350,47 @@ class _Known:
     def temperature(self) -> NDArray[np.float64]:
         return self._parameters[:, 0]
 
-    def update(self, rows: SampleRows) -> None:
-        """Read the parameters of sequences that are new."""
-        if len(self._serials) < self._numbers.capacity:
-            self._grow(self._numbers.capacity)
-        new = self._serials[rows.numbers] != self._numbers.serials[rows.numbers]
-        for i in np.flatnonzero(new).tolist():
-            self._read(rows.sequences[i], int(rows.numbers[i]))
-
-    def columns(self, rows: SampleRows, chosen: _Index) -> Columns:
-        """The parameters and uniform numbers of the rows `chosen`."""
-        numbers, positions = rows.numbers[chosen], rows.positions[chosen]
-        temperature, top_k, top_p, min_p, typical_p = self._parameters[numbers].T
-        uniform = self._uniform(numbers, positions)
-        return Columns(temperature, top_k, top_p, min_p, typical_p, uniform)
-
-    def _uniform(self, numbers: Integers, positions: Integers) -> NDArray[np.float64]:
-        runs = positions // _POSITIONS
-        missing = np.flatnonzero(self._runs[numbers] != runs + 1)
-        if len(missing):
-            new = numbers[missing]
-            wanted = runs[missing, None] * _POSITIONS + np.arange(_POSITIONS)
-            seeds = np.repeat(self._seeds[new], _POSITIONS)
-            made = uniforms(seeds, wanted.ravel())
-            self._uniforms[new] = made.reshape(-1, _POSITIONS)
-            self._runs[new] = runs[missing] + 1
-        found = self._uniforms[numbers, positions % _POSITIONS]
-        # A sequence may occur twice, at positions in two runs.
-        for i in np.flatnonzero(self._runs[numbers] != runs + 1).tolist():
-            found[i] = uniforms([int(self._seeds[numbers[i]])], [int(positions[i])])[0]
-        return found
-
-    def _read(self, sequence: Sequence, number: int) -> None:
-        sampling = sequence.request.sampling
-        self._serials[number] = self._numbers.serials[number]
-        self._parameters[number] = (
+    def admit(self, slot: int, request: Request) -> None:
+        """Read the parameters of the sequence that has this slot from now on."""
+        if slot >= len(self._seeds):
+            self._grow(max(64, 2 * slot))
+        sampling = request.sampling
+        self._parameters[slot] = (
             sampling.temperature,
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
             sampling.typical_p,
         )
-        self._seeds[number] = sampling.seed
-        self.stateful[number] = needs_state(sequence)
-        self.scored[number] = sequence.request.logprobs is not None
-        self._runs[number] = 0
+        self._seeds[slot] = sampling.seed
+        self.stateful[slot] = needs_state(request)
+        self.scored[slot] = request.logprobs is not None
+        self._runs[slot] = 0
+
+    def columns(self, rows: SampleRows, chosen: _Index) -> Columns:
+        """The parameters and uniform numbers of the rows `chosen`."""
+        slots, positions = rows.slots[chosen], rows.positions[chosen]
+        temperature, top_k, top_p, min_p, typical_p = self._parameters[slots].T
+        uniform = self._uniform(slots, positions)
+        return Columns(temperature, top_k, top_p, min_p, typical_p, uniform)
+
+    def _uniform(self, slots: Integers, positions: Integers) -> NDArray[np.float64]:
+        runs = positions // _POSITIONS
+        missing = np.flatnonzero(self._runs[slots] != runs + 1)
+        if len(missing):
+            new = slots[missing]
+            wanted = runs[missing, None] * _POSITIONS + np.arange(_POSITIONS)
+            seeds = np.repeat(self._seeds[new], _POSITIONS)
+            made = uniforms(seeds, wanted.ravel())
+            self._uniforms[new] = made.reshape(-1, _POSITIONS)
+            self._runs[new] = runs[missing] + 1
+        found = self._uniforms[slots, positions % _POSITIONS]
+        # A sequence may occur twice, at positions in two runs.
+        for i in np.flatnonzero(self._runs[slots] != runs + 1).tolist():
+            found[i] = uniforms([int(self._seeds[slots[i]])], [int(positions[i])])[0]
+        return found
 
     def _grow(self, capacity: int) -> None:
-        self._serials = grown(self._serials, capacity)
         self._parameters = grown(self._parameters, capacity)
         self._seeds = grown(self._seeds, capacity)
         self.stateful = grown(self.stateful, capacity)

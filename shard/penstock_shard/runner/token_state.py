@@ -13,26 +13,25 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_shard.constraints.state import ConstraintState
-from penstock_shard.request import SamplingParams, ThinkingBudget
-from penstock_shard.sequence import Sequence
+from penstock_shard.request import Request, SamplingParams, ThinkingBudget
+from penstock_shard.runner.base import Admission
 
 TokenIds = NDArray[np.int64]
 
 _SPARE_PLACES = 64
 
 
-def needs_state(sequence: Sequence) -> bool:
+def needs_state(request: Request) -> bool:
     """Whether its tokens depend on more than the logits and the filters (top-k and the like)."""
-    sampling = sequence.request.sampling
+    sampling = request.sampling
     return bool(
         _counts_tokens(sampling)
         or sampling.logit_bias
         or sampling.allowed_token_ids
         or sampling.bad_words
-        or sequence.request.min_tokens
-        or sequence.matcher is not None
-        or sequence.request.thinking_budget is not None
+        or request.min_tokens
+        or request.constraint is not None
+        or request.thinking_budget is not None
     )
 
 
@@ -120,14 +119,12 @@ class BadWords:
 class Thinking:
     """How far an output is in its reasoning."""
 
-    def __init__(self, budget: ThinkingBudget) -> None:
+    def __init__(self, budget: ThinkingBudget, output: Iterable[int] = ()) -> None:
         self._budget = budget
-        self.restart()
-
-    def restart(self) -> None:
-        """Go back to before the first token of the output."""
-        self._inside = self._budget.begun
+        self._inside = budget.begun
         self._num_tokens = 0
+        for token_id in output:
+            self.append(token_id)
 
     def append(self, token_id: int) -> None:
         """This token is the next one of the output."""
@@ -147,14 +144,15 @@ class Thinking:
 
 
 class TokenState:
-    """What changes the logits of one sequence at one position of its output.
-
-    Advances with the tokens it is given; asked for any other position, it is rebuilt from the
-    sequence's own tokens.
+    """What changes the logits of one sequence at one position of its output, beginning with the
+    position that follows the tokens of its admission. Advances with the tokens it is given.
     """
 
-    def __init__(self, sequence: Sequence) -> None:
-        sampling = sequence.request.sampling
+    def __init__(self, admission: Admission) -> None:
+        request = admission.request
+        sampling = request.sampling
+        prompt = admission.token_ids[: request.num_prompt_tokens]
+        output = admission.token_ids[request.num_prompt_tokens :]
         self.sampling = sampling
         self.bias_ids = np.array([token_id for token_id, _ in sampling.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
@@ -163,21 +161,23 @@ class TokenState:
         # Tokens of the output, and with a repetition penalty of the prompt too; None without
         # penalties.
         self.counts: TokenCounts | None = None
+        if _counts_tokens(sampling):
+            repeats = sampling.repetition_penalty != 1.0
+            self.counts = TokenCounts(prompt if repeats else (), output)
         # Ids that cannot be drawn at this position.
         self.banned_ids: list[int] = []
-        self.constraint = None if sequence.matcher is None else ConstraintState(sequence)
-        self._sequence = sequence
-        budget = sequence.request.thinking_budget
-        self._thinking = None if budget is None else Thinking(budget)
+        # How many tokens of the output are in this state.
+        self.position = len(output)
+        self.constraint = admission.constraint
+        if self.constraint is not None:
+            self.constraint.move_to(output)
+        budget = request.thinking_budget
+        self._thinking = None if budget is None else Thinking(budget, output)
+        self._min_tokens = request.min_tokens
         # Empty with a constraint, which itself says when stop ids may be drawn.
-        self._stop_ids = [] if self.constraint else sorted(sequence.request.stop_token_ids)
+        self._stop_ids = [] if self.constraint else sorted(request.stop_token_ids)
         self._bad_words = BadWords(sampling.bad_words)
-        self._tail: deque[int] = deque(maxlen=self._bad_words.num_tail_tokens)
-        self._follows_output = bool(
-            _counts_tokens(sampling) or self._bad_words.num_tail_tokens or self._thinking
-        )
-        # How many tokens of the output are in this state; -1: none read yet.
-        self._num_output_tokens = -1
+        self._tail: deque[int] = deque(output, maxlen=self._bad_words.num_tail_tokens)
 
     @property
     def changes_logits(self) -> bool:
@@ -190,20 +190,13 @@ class TokenState:
             or self.constraint is not None
         )
 
-    def move_to(self, position: int) -> None:
-        """Go to where `position` tokens of the output are known and the next is to be drawn.
-
-        If the last of them was not given to `append`, they are read from the sequence.
-        """
-        if self._follows_output and position != self._num_output_tokens:
-            self._read(position)
-        if self.constraint is not None:
-            self.constraint.move_to(position, self._output)
+    def choose(self) -> None:
+        """Work out which ids may be drawn at this position, but for the constraint's mask."""
         if self._thinking is not None:
             forced = self._thinking.forced_id
             self.allowed_ids = self._always_allowed if forced is None else _array((forced,))
         self.banned_ids = self._bad_words.completing(self._tail)
-        if position < self._sequence.request.min_tokens:
+        if self.position < self._min_tokens:
             self.banned_ids += self._stop_ids
 
     def append(self, token_id: int) -> None:
@@ -215,7 +208,7 @@ class TokenState:
         if self._thinking is not None:
             self._thinking.append(token_id)
         self._tail.append(token_id)
-        self._num_output_tokens += 1
+        self.position += 1
 
     def skip(self) -> None:
         """Advance without a token: none could be drawn at this position. A step launched ahead may
@@ -223,32 +216,7 @@ class TokenState:
         """
         if self.constraint is not None:
             self.constraint.skip()
-        self._num_output_tokens += 1
-
-    def _output(self, position: int) -> list[int]:
-        """The first `position` tokens of the output."""
-        sequence = self._sequence
-        end = sequence.num_prompt_tokens + position
-        assert len(sequence.token_ids) >= end, (
-            f"request {sequence.request.request_id}: output position {position} is to be drawn, "
-            f"but only {sequence.num_output_tokens} output tokens are known"
-        )
-        return sequence.token_ids[sequence.num_prompt_tokens : end]
-
-    def _read(self, position: int) -> None:
-        sequence = self._sequence
-        output = self._output(position)
-        if _counts_tokens(self.sampling):
-            repeats = self.sampling.repetition_penalty != 1.0
-            prompt = sequence.token_ids[: sequence.num_prompt_tokens] if repeats else ()
-            self.counts = TokenCounts(prompt, output)
-        if self._thinking is not None:
-            self._thinking.restart()
-            for token_id in output:
-                self._thinking.append(token_id)
-        self._tail.clear()
-        self._tail.extend(output)
-        self._num_output_tokens = position
+        self.position += 1
 
 
 def _array(ids: abc.Sequence[int]) -> TokenIds:

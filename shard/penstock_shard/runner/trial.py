@@ -10,6 +10,8 @@ from array import array
 from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +19,23 @@ from torch import Tensor
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import ScheduledSequence, StepPlan
-from penstock_shard.runner.batch import BatchBuilder
-from penstock_shard.sequence import Sequence
+from penstock_shard.runner.base import Admission, Batch
+from penstock_shard.runner.inputs import InputBuilder
+
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True)
+class TrialSequence:
+    """Random tokens, and the blocks for them."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    adapter_index: int = 0
+
 
 # A sequence, the first of its tokens to compute, and how many.
-Row = tuple[Sequence, int, int]
+Row = tuple[TrialSequence, int, int]
 
 
 class TrialSteps:
@@ -40,49 +53,45 @@ class TrialSteps:
         self.model = model
         self.vocab_size = vocab_size
         self._block_size = block_size
-        self._batches = BatchBuilder(block_size, model.device, graphs=graphs)
+        self._inputs = InputBuilder(block_size, model.device, graphs=graphs)
         self._random = random.Random(1)
         self._free = list(range(num_blocks))
         # So that an error in reading block tables changes results.
         self._random.shuffle(self._free)
 
-    def sequence(self, length: int) -> Sequence:
+    def sequence(self, length: int) -> TrialSequence:
         """A sequence of random tokens, none of them computed."""
         needed = -(-length // self._block_size)
         blocks, self._free = self._free[:needed], self._free[needed:]
         assert len(blocks) == needed, (
             f"{length} tokens need {needed} blocks, {len(blocks)} are left"
         )
-        return _sequence(self._random.choices(range(self.vocab_size), k=length), blocks)
+        return TrialSequence(self._random.choices(range(self.vocab_size), k=length), blocks)
 
     @torch.inference_mode()
     def run(self, rows: abc.Sequence[Row], logit_rows: abc.Sequence[int] | None = None) -> Tensor:
         """Compute the rows as one step; logits [N, V] of all its tokens, or of `logit_rows`."""
-        plan = StepPlan(tuple(ScheduledSequence(*row, samples=False) for row in rows))
-        (batch,) = self._batches.build(plan, 1)
-        wanted = range(len(batch.input_ids)) if logit_rows is None else logit_rows
+        inputs = self._inputs.build(_batch(rows))
+        wanted = range(len(inputs.input_ids)) if logit_rows is None else logit_rows
         index = torch.tensor(wanted, dtype=torch.int64, device=self.model.device)
         forwarded = self.model.forward(
-            batch.input_ids, batch.positions, batch.attention, index, adapters=batch.adapters
+            inputs.input_ids, inputs.positions, inputs.attention, index, adapters=inputs.adapters
         )
         return forwarded.logits
 
     @torch.inference_mode()
-    def decode(self, sequences: abc.Sequence[Sequence]) -> Tensor:
+    def decode(self, sequences: abc.Sequence[TrialSequence]) -> Tensor:
         """Compute the last token of each in one step; a copy of their logits [N, V], which a later
         replay of a graph does not overwrite.
         """
-        rows = (
-            ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, samples=True)
-            for sequence in sequences
-        )
-        (batch,) = self._batches.build(StepPlan(tuple(rows)), 1)
+        rows = [(sequence, len(sequence.token_ids) - 1, 1) for sequence in sequences]
+        inputs = self._inputs.build(_batch(rows, samples=True))
         forwarded = self.model.forward(
-            batch.input_ids,
-            batch.positions,
-            batch.attention,
-            batch.logit_rows,
-            adapters=batch.adapters,
+            inputs.input_ids,
+            inputs.positions,
+            inputs.attention,
+            inputs.logit_rows,
+            adapters=inputs.adapters,
         )
         return forwarded.logits.clone()
 
@@ -101,14 +110,36 @@ def trial_steps(
         model.free()
 
 
-def _sequence(token_ids: list[int], block_ids: list[int]) -> Sequence:
+def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
+    """The rows as a batch, in which each sequence is admitted anew."""
+    sequences = list({id(sequence): sequence for sequence, _, _ in rows}.values())
+    slots = {id(sequence): slot for slot, sequence in enumerate(sequences)}
+    new = {slot: sequence.block_ids for slot, sequence in enumerate(sequences)}
+    own = [slots[id(sequence)] for sequence, _, _ in rows]
+    return Batch(
+        slots=own,
+        starts=[start for _, start, _ in rows],
+        counts=[count for _, _, count in rows],
+        samples=[samples] * len(rows),
+        scored=[0] * len(rows),
+        drafts=[()] * len(rows),
+        # Once for each, where it first occurs.
+        new_blocks=[new.pop(slot, ()) for slot in own],
+        admitted=[admission_of(slot, sequence) for slot, sequence in enumerate(sequences)],
+    )
+
+
+def admission_of(
+    slot: int, sequence: TrialSequence, sampling: SamplingParams = _GREEDY, **fields: Any
+) -> Admission:
+    """What a runner is told of the sequence; `fields` are those of its request."""
+    token_ids = array("I", sequence.token_ids)
     request = Request(
         request_id="trial",
         attempt=0,
-        prompt=array("I", token_ids).tobytes(),
-        sampling=SamplingParams(temperature=0.0),
+        prompt=token_ids.tobytes(),
+        sampling=sampling,
         max_tokens=1,
+        **fields,
     )
-    sequence = Sequence.of(request)
-    sequence.block_ids += block_ids
-    return sequence
+    return Admission(slot, request, token_ids, sequence.adapter_index)

@@ -20,34 +20,16 @@ from torch import Tensor
 
 from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.device import to_device
-from penstock_shard.runner.sampler import Sampler, SampleRow
-from penstock_shard.runner.token_state import needs_state
-from penstock_shard.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Draft tokens of a sequence. `position` is the output position of the first token to be
-    sampled, which verifies the first draft; its logits are row `place`, and the next rows are those
-    after each draft token.
-    """
-
-    sequence: Sequence
-    token_ids: abc.Sequence[int]
-    position: int
-    place: int
-
-    def rows(self, first: int, count: int) -> list[SampleRow]:
-        """The `SampleRow`s of `count` of its rows of logits, from number `first` on."""
-        start = self.position + first
-        return [SampleRow(self.sequence, position) for position in range(start, start + count)]
+from penstock_shard.runner.inputs import DraftRow
+from penstock_shard.runner.sampler import Sampler, SampleRows
 
 
 @dataclass(slots=True)
 class _Answer:
-    """A draft, and the tokens sampled for it so far."""
+    """A row with drafts, and the tokens sampled for it so far."""
 
-    draft: Draft
+    sampler: Sampler
+    draft: DraftRow
     results: list[RowResult] = field(default_factory=list)
 
     @property
@@ -57,7 +39,7 @@ class _Answer:
         if number == len(self.draft.token_ids):
             return False
         drafted = self.draft.token_ids[number]
-        ends = self.draft.sequence.request.ends_with(drafted)
+        ends = self.sampler.ends_with(self.draft.slot, drafted)
         return self.results[-1].token_id == drafted and not ends
 
     def take(self, results: abc.Sequence[RowResult]) -> None:
@@ -83,19 +65,19 @@ class Verification:
     rows are; the rest is drawn in `finish`.
     """
 
-    def __init__(self, sampler: Sampler, logits: Tensor, drafts: abc.Sequence[Draft]) -> None:
+    def __init__(self, sampler: Sampler, logits: Tensor, drafts: abc.Sequence[DraftRow]) -> None:
         """`logits` [N, V] of any float type."""
         self._sampler = sampler
         self._logits = logits
-        self._answers = [_Answer(draft) for draft in drafts]
-        self._is_stateful = [needs_state(draft.sequence) for draft in drafts]
+        self._answers = [_Answer(sampler, draft) for draft in drafts]
+        self._is_stateful = [sampler.is_stateful(draft.slot) for draft in drafts]
         self._counts = [
             1 if is_stateful else 1 + len(draft.token_ids)
             for is_stateful, draft in zip(self._is_stateful, drafts, strict=True)
         ]
         rows, wanted = _next_rows(self._answers, self._counts)
         own = logits.index_select(0, to_device(wanted, logits.device))
-        self._enqueued = sampler.enqueue(own, sampler.columns(rows))
+        self._enqueued = sampler.enqueue(own, rows)
 
     def finish(self) -> list[RowResult]:
         """One result for each draft. Call once, after the device has finished what was enqueued."""
@@ -125,15 +107,17 @@ class Verification:
 
 def _next_rows(
     answers: abc.Sequence[_Answer], counts: abc.Sequence[int]
-) -> tuple[list[SampleRow], NDArray[np.int64]]:
+) -> tuple[SampleRows, NDArray[np.int64]]:
     """The next `counts[i]` rows of each answer, and the indices of their logits."""
-    rows: list[SampleRow] = []
+    slots: list[int] = []
+    positions: list[int] = []
     places: list[int] = []
     for answer, count in zip(answers, counts, strict=True):
-        first = len(answer.results)
-        rows += answer.draft.rows(first, count)
-        places += range(answer.draft.place + first, answer.draft.place + first + count)
-    return rows, np.array(places, dtype=np.int64)
+        draft, first = answer.draft, len(answer.results)
+        slots += [draft.slot] * count
+        positions += range(draft.position + first, draft.position + first + count)
+        places += range(draft.place + first, draft.place + first + count)
+    return SampleRows(np.array(slots), np.array(positions)), np.array(places)
 
 
 def _hand_out(

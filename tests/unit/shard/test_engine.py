@@ -8,11 +8,12 @@ import msgspec
 import pytest
 from support.budget import budget, seeded
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
+from support.shadow import ShadowRunner
 
 from penstock_shard.engine import Engine
 from penstock_shard.link import Output
 from penstock_shard.request import FinishReason, Objective
-from penstock_shard.runner.base import Logprobs, RowResult, StepPlan
+from penstock_shard.runner.base import Logprobs, RowResult
 
 
 def _alone(prompt, **options) -> list[int]:
@@ -172,24 +173,25 @@ class _FailingRow:
     """Reports an error for one request and runs the others."""
 
     def __init__(self, under_test: EngineUnderTest, bad: str) -> None:
-        self._runner = under_test.engine._runner
+        runner = under_test.engine._runner
+        assert isinstance(runner, ShadowRunner)
+        self._runner = runner
         self._bad = bad
         self.info = self._runner.info
         self.adapters = self._runner.adapters
         self.release = self._runner.release
-        self._plans: deque[StepPlan] = deque()
+        self._held = self._runner.held
+        self._names: deque[list[str]] = deque()
 
-    def launch(self, plan) -> None:
-        self._plans.append(plan)
-        self._runner.launch(plan)
+    def launch(self, batch) -> None:
+        self._runner.launch(batch)
+        self._names.append([self._held[slot].request.request_id for slot in batch.slots])
 
     def collect(self) -> list[RowResult]:
         results = self._runner.collect()
         return [
-            RowResult(error="logits are NaN")
-            if row.sequence.request.request_id == self._bad
-            else result
-            for row, result in zip(self._plans.popleft().rows, results, strict=True)
+            RowResult(error="logits are NaN") if name == self._bad else result
+            for name, result in zip(self._names.popleft(), results, strict=True)
         ]
 
 

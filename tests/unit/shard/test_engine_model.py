@@ -45,7 +45,7 @@ class ModelledEngine:
         max_batched: int,
         max_steps_ahead: int,
         drafter: Drafter | None = None,
-        fails: Fails = lambda plan: False,
+        fails: Fails = lambda step: False,
     ) -> None:
         self.now_s = 1.0
         info = runner_info(
@@ -55,6 +55,7 @@ class ModelledEngine:
         self.runner = ShadowRunner(fake, fails)
         self.blocks = BlockManager(num_blocks, info.block_size, weights_hash="fake")
         limits = SchedulerLimits(max_num_seqs, max_batched, max(1, max_batched // 2), aging_s=5.0)
+        self.most_slots = max_num_seqs * (1 + max_steps_ahead)
         self.drafter = drafter
         self.scheduler = Scheduler(limits, self.blocks, drafter)
         self.engine = Engine(self.runner, self.scheduler, self.blocks, clock=lambda: self.now_s)
@@ -103,8 +104,8 @@ class ModelledEngine:
         assert self.blocks.num_referenced == 0
         assert self.scheduler.num_queued_tokens == 0
         assert self.drafter is None or not self.drafter._histories
-        # An attempt that ended before it was queued was never handed to the runner.
-        assert len(self.runner.released) == len(set(self.runner.released))
+        assert not self.runner.held
+        assert self.runner.num_slots <= self.most_slots
         for key, tokens in self.tokens.items():
             expected = _alone(self.submitted[key])
             whole = self.endings[key] in (FinishReason.STOP, FinishReason.LENGTH)

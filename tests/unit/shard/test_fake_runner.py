@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from support.engines import EOS_ID, changed, make_sequence, runner_info
+from support.plans import batch_of
 
 from penstock_shard.request import Pooling, SamplingParams
-from penstock_shard.runner.base import ScheduledSequence, StepPlan
+from penstock_shard.rows import Row
+from penstock_shard.runner.base import Batch
 from penstock_shard.runner.fake import FakeRunner
 from penstock_shard.sequence import Sequence
 
@@ -19,13 +21,20 @@ def _runner(step_s: float = 0.0) -> FakeRunner:
     return FakeRunner(runner_info(), range(EOS_ID), step_s=step_s)
 
 
-def _row(sequence: Sequence, start: int = 0) -> ScheduledSequence:
-    return ScheduledSequence(sequence, start, sequence.num_tokens - start, samples=True)
+def _row(sequence: Sequence, start: int = 0) -> Row:
+    return Row(sequence, start, sequence.num_tokens - start, samples=True)
+
+
+def _batch(*rows: Row) -> Batch:
+    """The rows of sequences that are new to the runner."""
+    for slot, row in enumerate(rows):
+        row.sequence.slot = slot
+    return batch_of(*rows)
 
 
 def _token(sequence: Sequence, runner: FakeRunner | None = None) -> int:
     runner = runner or _runner()
-    runner.launch(StepPlan((_row(sequence),)))
+    runner.launch(_batch(_row(sequence)))
     token_id = runner.collect()[0].token_id
     assert token_id is not None
     return token_id
@@ -129,7 +138,7 @@ def test_nothing_left_to_draw_is_an_error_of_that_row() -> None:
     sampling = dataclasses.replace(BASE, allowed_token_ids=(7, 8), bad_words=((7,), (5, 8)))
     sequence = changed(make_sequence(output=[4, 5]), sampling=sampling)
     runner = _runner()
-    runner.launch(StepPlan((_row(sequence), _row(make_sequence()))))
+    runner.launch(_batch(_row(sequence), _row(make_sequence())))
     bad, good = runner.collect()
     assert bad.token_id is None
     assert bad.error == "the sampling parameters leave no token to draw at position 2"
@@ -139,30 +148,20 @@ def test_nothing_left_to_draw_is_an_error_of_that_row() -> None:
 def test_requested_logprobs_are_those_of_the_list() -> None:
     sequence = make_sequence(logprobs=20)
     runner = _runner()
-    runner.launch(StepPlan((_row(sequence),)))
+    runner.launch(_batch(_row(sequence)))
     listed = runner.collect()[0].logprobs
     assert listed is not None
     asked = changed(sequence, logprob_token_ids=tuple(listed.top_token_ids[::-1]))
-    runner.launch(StepPlan((_row(asked),)))
+    runner.launch(_batch(_row(asked)))
     found = runner.collect()[0].logprobs
     assert found is not None
     assert found.requested == listed.top_logprobs[::-1]
 
 
-def test_a_step_back_gives_the_same_token_again() -> None:
-    runner = _runner()
-    sequence = make_sequence()
-    for _ in range(5):
-        sequence.token_ids.append(_token(sequence, runner))
-    back = ScheduledSequence(sequence, 0, sequence.num_prompt_tokens + 2, samples=True)
-    runner.launch(StepPlan((back,)))
-    assert runner.collect()[0].token_id == sequence.token_ids[sequence.num_prompt_tokens + 2]
-
-
 def test_top_logprobs_have_the_size_asked_for_and_start_with_the_chosen_token() -> None:
     sequence = make_sequence(logprobs=5)
     runner = _runner()
-    runner.launch(StepPlan((_row(sequence),)))
+    runner.launch(_batch(_row(sequence)))
     (result,) = runner.collect()
     assert result.logprobs is not None
     assert len(set(result.logprobs.top_token_ids)) == 5
@@ -173,7 +172,7 @@ def test_top_logprobs_have_the_size_asked_for_and_start_with_the_chosen_token() 
 def test_a_row_in_the_middle_of_a_prompt_samples_nothing() -> None:
     sequence = make_sequence(prompt=range(10))
     runner = _runner()
-    runner.launch(StepPlan((ScheduledSequence(sequence, 0, 5, samples=False),)))
+    runner.launch(_batch(Row(sequence, 0, 5, samples=False)))
     assert runner.collect()[0].token_id is None
 
 
@@ -181,7 +180,7 @@ def test_a_step_takes_its_time_from_the_end_of_the_step_before() -> None:
     runner = _runner(step_s=0.05)
     started_s = time.monotonic()
     for _ in range(3):
-        runner.launch(StepPlan(()))
+        runner.launch(Batch())
     for _ in range(3):
         runner.collect()
     assert 0.15 <= time.monotonic() - started_s < 5
@@ -189,7 +188,7 @@ def test_a_step_takes_its_time_from_the_end_of_the_step_before() -> None:
 
 def _embedding(sequence: Sequence, runner: FakeRunner | None = None) -> bytes:
     runner = runner or _runner()
-    runner.launch(StepPlan((_row(sequence),)))
+    runner.launch(_batch(_row(sequence)))
     (result,) = runner.collect()
     assert result.token_id is None
     assert result.embedding is not None

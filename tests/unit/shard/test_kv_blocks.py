@@ -17,16 +17,16 @@ from penstock_shard.sequence import Sequence
 def _compute(blocks: BlockManager, sequence, num_tokens: int) -> None:
     assert blocks.grow(sequence, num_tokens)
     sequence.num_computed = num_tokens
-    blocks.cache_full_blocks(sequence)
+    blocks.cache_full_blocks((sequence,))
 
 
 def test_growing_gives_just_the_blocks_that_the_tokens_need() -> None:
     blocks = BlockManager(8, 16)
     sequence = make_sequence(prompt=range(40))
     assert blocks.grow(sequence, 33)
-    assert len(sequence.block_ids) == 3
+    assert len(blocks.blocks_of(sequence)) == 3
     assert blocks.grow(sequence, 48)
-    assert len(sequence.block_ids) == 3
+    assert len(blocks.blocks_of(sequence)) == 3
     assert blocks.num_free == 5
 
 
@@ -34,7 +34,7 @@ def test_growing_beyond_what_is_free_changes_nothing() -> None:
     blocks = BlockManager(2, 16)
     sequence = make_sequence(prompt=range(40))
     assert not blocks.grow(sequence, 33)
-    assert sequence.block_ids == []
+    assert not blocks.blocks_of(sequence)
     assert blocks.num_free == 2
 
 
@@ -44,8 +44,8 @@ def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token() -> Non
     _compute(blocks, first, 48)
     second = make_sequence("b", range(48))
     assert blocks.acquire_prefix(second) == 32
-    assert second.block_ids == first.block_ids[:2]
-    blocks.check_integrity([first, second])
+    assert blocks.blocks_of(second) == blocks.blocks_of(first)[:2]
+    blocks.check_integrity()
 
 
 def test_a_freed_prefix_is_found_until_its_memory_is_reused() -> None:
@@ -130,7 +130,7 @@ def test_a_prefix_that_was_computed_twice_is_found_whole_again_after_one_copy_is
     assert blocks.acquire_prefix(third) == 0
     _compute(blocks, third, third.num_tokens)
     assert blocks.acquire_prefix(fourth) == 80
-    blocks.check_integrity([second, third, fourth])
+    blocks.check_integrity()
 
 
 def test_hashes_are_the_chain_that_routers_compute_too() -> None:
@@ -139,7 +139,7 @@ def test_hashes_are_the_chain_that_routers_compute_too() -> None:
     for num_tokens in (16, 20, 64):
         _compute(blocks, sequence, num_tokens)
     root = root_hash("weights", "salt", "adapter")
-    assert sequence.block_hashes == chain_hashes(root, range(64), 16)
+    assert blocks._tables[sequence].hashes == chain_hashes(root, range(64), 16)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 17, 31, 32, 33, 47])
@@ -181,7 +181,9 @@ def test_a_request_whose_blocks_were_taken_begins_anew() -> None:
     sequence = make_sequence("a", range(40))
     _compute(blocks, sequence, 40)
     blocks.release(sequence)
-    assert (sequence.num_computed, sequence.num_cached_blocks) == (0, 0)
+    assert not blocks.blocks_of(sequence)
+    assert blocks.num_free == 8
+    assert blocks.acquire_prefix(sequence) == 32
 
 
 def test_what_was_cached_since_a_step_that_failed_is_found_no_more() -> None:
@@ -192,7 +194,7 @@ def test_what_was_cached_since_a_step_that_failed_is_found_no_more() -> None:
     _compute(blocks, sequence, 48)
     assert (before, blocks.num_insertions) == (1, 3)
     blocks.uncache_since(before)
-    blocks.check_integrity([sequence])
+    blocks.check_integrity()
     assert blocks.acquire_prefix(make_sequence("b", range(64))) == 16
 
 
@@ -206,9 +208,9 @@ def test_a_lost_reference_is_noticed() -> None:
     blocks = BlockManager(4, 16)
     sequence = make_sequence(prompt=range(20))
     _compute(blocks, sequence, 20)
-    sequence.block_ids.pop()
+    blocks._tables[sequence].block_ids.pop()
     with pytest.raises(AssertionError, match="counted"):
-        blocks.check_integrity([sequence])
+        blocks.check_integrity()
 
 
 def test_random_traffic_keeps_the_accounts_exact() -> None:
@@ -222,14 +224,14 @@ def test_random_traffic_keeps_the_accounts_exact() -> None:
             else:
                 start = rng.choice((0, 0, 7))
                 sequence = make_sequence(str(number), range(start, start + rng.randint(1, 200)))
-                blocks.acquire_prefix(sequence)
+                sequence.num_computed = blocks.acquire_prefix(sequence)
                 if blocks.grow(sequence, sequence.num_tokens):
                     sequence.num_computed = rng.randint(sequence.num_computed, sequence.num_tokens)
-                    blocks.cache_full_blocks(sequence)
+                    blocks.cache_full_blocks((sequence,))
                     live.append(sequence)
                 else:
                     blocks.release(sequence)
-            blocks.check_integrity(live)
+            blocks.check_integrity()
         for sequence in live:
             blocks.release(sequence)
         assert blocks.num_referenced == 0

@@ -163,7 +163,7 @@ def test_a_pause_in_the_first_step_slows_no_long_prompt_for_good() -> None:
         steady = linear_cost(step_s=0.004, decode_s=0.0012, prompt_token_s=0.0009)
         pauses = iter([pause_s])
         simulation = Simulation(
-            SchedulerLimits(16, 512, 256), lambda plan: steady(plan) + next(pauses, 0.0)
+            SchedulerLimits(16, 512, 256), lambda batch: steady(batch) + next(pauses, 0.0)
         )
         streams = [(0.0, make_request(str(i), range(i, i + 20), max_tokens=1500)) for i in range(4)]
         long = make_request("long", [i % 991 for i in range(3000)], max_tokens=2)
@@ -196,8 +196,8 @@ def test_prompts_are_bounded_while_others_decode() -> None:
         simulation.submit(make_request(str(i), range(i, i + 120), max_tokens=3))
     first, *others = (timeline.sequence for timeline in simulation.timelines.values())
     while first.num_output_tokens < 30:
-        plan = simulation.engine._in_flight[-1]
-        assert sum(row.count for row in plan.rows if row.count > 1) <= 128
+        batch = simulation.engine._in_flight[-1]
+        assert sum(count for count in batch.counts if count > 1) <= 128
         simulation.engine.step()
     assert all(sequence.num_output_tokens == 3 for sequence in others)
 

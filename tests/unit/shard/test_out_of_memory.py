@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import itertools
 import logging
+from typing import Any
 
 import pytest
 from support.engines import EngineUnderTest, make_engine, make_request
-from support.shadow import Fails, ShadowRunner
+from support.shadow import Fails, ShadowRunner, ShadowStep
 
 from penstock_shard.codes import Code
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import FinishReason, Objective, Pooling
-from penstock_shard.runner.base import StepPlan
+from penstock_shard.runner.base import Batch, RowResult
 from penstock_shard.sequence import Sequence
 
 
 def _fails_at(*steps: int) -> Fails:
     """True at the steps of these numbers, counted from 0 as they are collected."""
     numbers = itertools.count()
-    return lambda plan: next(numbers) in steps
+    return lambda step: next(numbers) in steps
 
 
 def _alone(prompt, **options) -> list[int]:
@@ -32,7 +33,8 @@ def _alone(prompt, **options) -> list[int]:
 def _released(under_test: EngineUnderTest) -> list[str]:
     runner = under_test.engine._runner
     assert isinstance(runner, ShadowRunner)
-    return sorted(sequence.request.request_id for sequence in runner.released)
+    assert not runner.held
+    return sorted({request.request_id for request in runner.released})
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -89,9 +91,9 @@ def test_what_was_computed_before_is_found_again() -> None:
     for _ in range(4):
         under_test.step()
     assert under_test.scheduler.num_waiting == 1
-    plan = under_test.scheduler.schedule()
+    batch = under_test.scheduler.schedule()
     # Three blocks; the rest of the prompt and two tokens of output are computed again.
-    assert [(row.start, row.count) for row in plan.rows] == [(48, 15)]
+    assert list(zip(batch.starts, batch.counts, strict=True)) == [(48, 15)]
 
 
 def test_requests_keep_their_order_when_they_are_preempted() -> None:
@@ -117,8 +119,7 @@ def test_steps_are_half_as_large_and_grow_again(caplog: pytest.LogCaptureFixture
         "out of memory in a step of 64 tokens of 1 requests, which are preempted: 256 MiB were "
         "asked for; steps have at most 32 of 1 for a while"
     )
-    sizes = [sum(row.count for row in under_test.scheduler.schedule().rows)]
-    assert sizes == [32]
+    assert under_test.scheduler.schedule().num_tokens == 32
 
 
 class _Always(Drafter):
@@ -134,13 +135,13 @@ def test_nothing_is_drafted_until_the_bounds_are_what_they_were(
     under_test = make_engine(fails=_fails_at(2), drafter=_Always(2), max_steps_ahead=0)
     under_test.engine.submit(make_request("r", range(20), max_tokens=300))
     plans = []
-    collected = under_test.scheduler.collected
+    update = under_test.scheduler.update
 
-    def told(plan: StepPlan, seconds: float | None = None) -> list[Sequence]:
-        plans.append((under_test.scheduler.bounds.reduced, len(plan.rows[0].drafts)))
-        return collected(plan, seconds)
+    def note(batch: Batch, *args: Any) -> list[tuple[Sequence, RowResult]]:
+        plans.append((under_test.scheduler.bounds.reduced, len(batch.drafts[0])))
+        return update(batch, *args)
 
-    monkeypatch.setattr(under_test.scheduler, "collected", told)
+    monkeypatch.setattr(under_test.scheduler, "update", note)
     under_test.run()
     assert {drafts for reduced, drafts in plans if reduced} == {0}
     assert (False, 2) in plans[-9:]
@@ -166,7 +167,7 @@ def test_a_long_prompt_that_begins_anew_whenever_a_step_fails_comes_to_its_end()
         max_model_len=4096,
         max_num_batched_tokens=64,
         prefix_caching=False,
-        fails=lambda plan: plan.num_tokens > 40,
+        fails=lambda step: step.num_tokens > 40,
     )
     prompt = [i % 900 for i in range(2500)]
     under_test.engine.submit(make_request("r", prompt, max_tokens=1, pooling=Pooling.MEAN))
@@ -176,7 +177,7 @@ def test_a_long_prompt_that_begins_anew_whenever_a_step_fails_comes_to_its_end()
 
 
 def test_two_that_do_not_fit_alone_and_take_turns_both_end() -> None:
-    under_test = make_engine(fails=lambda plan: True, max_num_seqs=1)
+    under_test = make_engine(fails=lambda step: True, max_num_seqs=1)
     now_s = 1.0
     under_test.engine._clock = lambda: now_s
     for name in ("aged", "young"):
@@ -201,8 +202,8 @@ def test_the_whole_budget_comes_back() -> None:
 def test_a_request_that_does_not_fit_alone_ends_and_the_others_live() -> None:
     alone: list[str] = []
 
-    def fails(plan: StepPlan) -> bool:
-        names = [row.sequence.request.request_id for row in plan.rows]
+    def fails(step: ShadowStep) -> bool:
+        names = step.names
         if names == ["big"]:
             alone.append("big")
         return "big" in names
@@ -225,7 +226,7 @@ def test_a_request_that_does_not_fit_alone_ends_and_the_others_live() -> None:
 
 
 def test_a_long_chunk_alone_is_tried_again_in_smaller_ones() -> None:
-    under_test = make_engine(max_num_batched_tokens=64, fails=lambda plan: plan.num_tokens > 20)
+    under_test = make_engine(max_num_batched_tokens=64, fails=lambda step: step.num_tokens > 20)
     under_test.engine.submit(make_request("r", range(64), max_tokens=5))
     under_test.run()
     assert under_test.tokens("r") == _alone(range(64), max_tokens=5)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.engines import make_engine, make_request, make_sequence
+from support.plans import collect, plan_step
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
@@ -20,24 +21,15 @@ def _rows(plan) -> list[tuple[str, int, int, bool]]:
     ]
 
 
-def _collect(scheduler, plan, token_id: int = 1) -> None:
-    """What the engine does when a step is over: the same token for whoever sampled."""
-    for row in plan.rows:
-        if row.samples:
-            row.sequence.num_pending -= 1
-            row.sequence.token_ids.append(token_id)
-    scheduler.collected(plan)
-
-
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     under_test = make_engine(max_num_batched_tokens=64, max_model_len=512)
     scheduler = under_test.scheduler
     scheduler.add(make_sequence("a", range(150)))
     seen = []
     for _ in range(3):
-        plan = scheduler.schedule()
+        plan = plan_step(scheduler)
         seen += _rows(plan)
-        _collect(scheduler, plan)
+        collect(scheduler, plan)
     assert seen == [("a", 0, 64, False), ("a", 64, 64, False), ("a", 128, 22, True)]
 
 
@@ -45,19 +37,19 @@ def test_decodes_come_before_chunks_of_prompts() -> None:
     scheduler = make_engine(max_num_batched_tokens=64).scheduler
     decoding = make_sequence("decoding", range(10))
     scheduler.add(decoding)
-    _collect(scheduler, scheduler.schedule())
+    collect(scheduler, plan_step(scheduler))
     scheduler.add(make_sequence("prompt", range(200)))
-    plan = scheduler.schedule()
+    plan = plan_step(scheduler)
     assert _rows(plan) == [("decoding", 10, 1, True), ("prompt", 0, 63, False)]
-    _collect(scheduler, plan)
-    assert _rows(scheduler.schedule()) == [("decoding", 11, 1, True), ("prompt", 63, 63, False)]
+    collect(scheduler, plan)
+    assert _rows(plan_step(scheduler)) == [("decoding", 11, 1, True), ("prompt", 63, 63, False)]
 
 
 def test_no_more_requests_run_than_max_num_seqs() -> None:
     scheduler = make_engine(max_num_seqs=3).scheduler
     for number in range(5):
         scheduler.add(make_sequence(str(number)))
-    assert len(scheduler.schedule().rows) == 3
+    assert len(plan_step(scheduler).rows) == 3
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 2)
 
 
@@ -68,19 +60,19 @@ def test_the_latest_arrival_is_preempted_when_blocks_run_out() -> None:
                 for name, start in (("old", 0), ("new", 100))]  # fmt: skip
     for sequence in sequences:
         scheduler.add(sequence)
-    _collect(scheduler, scheduler.schedule())
+    collect(scheduler, plan_step(scheduler))
     old, new = sequences
     for _ in range(2):
-        plan = scheduler.schedule()
+        plan = plan_step(scheduler)
         if scheduler.preemptions_total:
             break
-        _collect(scheduler, plan)
+        collect(scheduler, plan)
     assert _rows(plan) == [("old", 32, 1, True)]
-    assert new.block_ids == []
+    assert not under_test.blocks.blocks_of(new)
     assert new.num_computed == 0
     assert (new.preemptions, old.preemptions) == (1, 0)
     assert scheduler.num_waiting == 1
-    under_test.blocks.check_integrity(scheduler.block_holders)
+    under_test.blocks.check_integrity()
 
 
 def test_whoever_is_preempted_runs_before_those_that_never_ran() -> None:
@@ -99,7 +91,7 @@ def test_whoever_is_preempted_runs_before_new_ones_of_its_class_whatever_these_w
     scheduler = make_engine(max_num_seqs=1).scheduler
     old = make_sequence("old", range(20))
     scheduler.add(old, now_s=1.0)
-    _collect(scheduler, scheduler.schedule(now_s=1.0))
+    collect(scheduler, plan_step(scheduler, now_s=1.0))
     old.last_token_s = 2.0
     hurried = make_sequence(
         "hurried", range(100, 120), objective=Objective(time_to_first_token_s=0.1)
@@ -107,7 +99,7 @@ def test_whoever_is_preempted_runs_before_new_ones_of_its_class_whatever_these_w
     for sequence in (make_sequence("plain", range(100, 120)), hurried):
         scheduler.add(sequence, now_s=1.5)
     scheduler._preempt(old, "a reason")
-    assert [row[0] for row in _rows(scheduler.schedule(now_s=2.0))] == ["old"]
+    assert [row[0] for row in _rows(plan_step(scheduler, now_s=2.0))] == ["old"]
 
 
 def test_a_prompt_that_lacks_blocks_is_not_looked_up_in_every_step(
@@ -117,7 +109,7 @@ def test_a_prompt_that_lacks_blocks_is_not_looked_up_in_every_step(
     scheduler = under_test.scheduler
     for number in range(4):
         scheduler.add(make_sequence(str(number), range(number, number + 8 + number), max_tokens=90))
-    _collect(scheduler, scheduler.schedule())
+    collect(scheduler, plan_step(scheduler))
     scheduler.add(make_sequence("large", range(500, 960)))
     lookups = []
     acquire = under_test.blocks.acquire_prefix
@@ -130,7 +122,7 @@ def test_a_prompt_that_lacks_blocks_is_not_looked_up_in_every_step(
     free = set()
     for _ in range(64):
         free.add(under_test.blocks.num_free)
-        _collect(scheduler, scheduler.schedule())
+        collect(scheduler, plan_step(scheduler))
     assert len(free) > 8
     assert 2 <= len(lookups) <= 5
 
@@ -139,8 +131,8 @@ def test_a_request_is_let_in_only_with_blocks_for_all_it_knows() -> None:
     scheduler = make_engine(num_blocks=4, max_model_len=64, max_num_batched_tokens=32).scheduler
     scheduler.add(make_sequence("a", range(40)))
     scheduler.add(make_sequence("b", range(100, 140)))
-    _collect(scheduler, scheduler.schedule())
-    plan = scheduler.schedule()
+    collect(scheduler, plan_step(scheduler))
+    plan = plan_step(scheduler)
     assert _rows(plan) == [("a", 32, 8, True)]
 
 
@@ -160,19 +152,41 @@ def test_two_identical_prompts_in_one_step_share_their_blocks() -> None:
     first, second = make_sequence("first", range(70)), make_sequence("second", range(70))
     for sequence in (first, second):
         under_test.scheduler.add(sequence)
-    plan = under_test.scheduler.schedule()
+    plan = plan_step(under_test.scheduler)
     assert _rows(plan) == [("first", 0, 70, True), ("second", 64, 6, True)]
-    assert second.block_ids[:4] == first.block_ids[:4]
+    blocks = under_test.blocks
+    assert blocks.blocks_of(second)[:4] == blocks.blocks_of(first)[:4]
     assert second.cached_tokens == 64
 
 
-def test_prompts_scored_in_several_passes_are_shared_only_once_they_are_computed() -> None:
+def test_a_prompt_that_is_scored_is_shared_in_its_step_like_any_other() -> None:
     under_test = make_engine(max_num_batched_tokens=256)
     scheduler = under_test.scheduler
     scored = make_sequence("scored", range(70), prompt_logprobs=0)
     for sequence in (scored, make_sequence("plain", range(70))):
         scheduler.add(sequence)
-    assert _rows(scheduler.schedule())[1] == ("plain", 0, 70, True)
+    assert _rows(plan_step(scheduler))[1] == ("plain", 64, 6, True)
+
+
+def test_a_step_scores_no_more_prompt_tokens_than_the_runner_may() -> None:
+    limits = SchedulerLimits(8, 256, max_scored_tokens=20)
+    scheduler = Scheduler(limits, BlockManager(64, 16))
+    scheduler.add(make_sequence("a", range(50), prompt_logprobs=0))
+    scheduler.add(make_sequence("b", range(100, 130), prompt_logprobs=0))
+    scheduler.add(make_sequence("plain", range(200, 240)))
+    steps = []
+    for _ in range(5):
+        plan = plan_step(scheduler)
+        rows = {row.sequence.request.request_id: (row.count, row.scored) for row in plan.rows}
+        steps.append(rows)
+        collect(scheduler, plan)
+    assert steps == [
+        {"a": (20, 20), "plain": (40, 0)},
+        {"a": (20, 20), "plain": (1, 0)},
+        {"a": (10, 9), "b": (11, 11), "plain": (1, 0)},
+        {"a": (1, 0), "b": (19, 18), "plain": (1, 0)},
+        {"a": (1, 0), "b": (1, 0), "plain": (1, 0)},
+    ]
 
 
 def test_the_next_step_is_scheduled_before_the_token_of_the_last_has_come_back() -> None:
@@ -180,7 +194,7 @@ def test_the_next_step_is_scheduled_before_the_token_of_the_last_has_come_back()
     scheduler = under_test.scheduler
     sequence = make_sequence("a", range(10), max_tokens=3)
     scheduler.add(sequence)
-    plans = [scheduler.schedule() for _ in range(4)]
+    plans = [plan_step(scheduler) for _ in range(4)]
     assert [_rows(plan) for plan in plans] == [
         [("a", 0, 10, True)],
         [("a", 10, 1, True)],
@@ -189,7 +203,7 @@ def test_the_next_step_is_scheduled_before_the_token_of_the_last_has_come_back()
     ]
     assert (sequence.num_pending, sequence.num_output_tokens) == (3, 0)
     for plan in plans[:3]:
-        _collect(scheduler, plan)
+        collect(scheduler, plan)
     assert (sequence.num_pending, sequence.num_output_tokens) == (0, 3)
 
 
@@ -246,9 +260,9 @@ def _decode(scheduler: Scheduler, *sequences: Sequence, now_s: float = 1.0) -> N
     """Have all of them past their prompts, which fit one step."""
     for sequence in sequences:
         scheduler.add(sequence, now_s)
-    plan = scheduler.schedule(now_s)
+    plan = plan_step(scheduler, now_s)
     assert len(plan.rows) == len(sequences)
-    _collect(scheduler, plan)
+    collect(scheduler, plan)
     for sequence in sequences:
         sequence.last_token_s = now_s
 
@@ -268,15 +282,11 @@ def _teach(scheduler: Scheduler, fixed_s: float = FIXED_S) -> None:
         for sequence in sequences:
             scheduler.add(sequence)
         for _ in range(2):
-            plan = scheduler.schedule()
+            plan = plan_step(scheduler)
             num_decodes = sum(row.count == 1 for row in plan.rows)
             num_prompt = sum(row.count for row in plan.rows if row.count > 1)
-            for row in plan.rows:
-                if row.samples:
-                    row.sequence.num_pending -= 1
-                    row.sequence.token_ids.append(1)
             seconds = fixed_s + DECODE_S * num_decodes + PROMPT_TOKEN_S * num_prompt
-            scheduler.collected(plan, seconds)
+            collect(scheduler, plan, seconds=seconds)
         for sequence in sequences:
             scheduler.remove(sequence)
 
@@ -287,7 +297,7 @@ def test_what_is_left_of_prompts_is_counted_without_the_token_that_samples() -> 
     scheduler.add(_of("a", 150))
     left = []
     for _ in range(4):
-        _collect(scheduler, scheduler.schedule())
+        collect(scheduler, plan_step(scheduler))
         left.append(scheduler.num_prefill_tokens_left)
     assert left == [85, 21, 0, 0]
 
@@ -299,16 +309,16 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_goes_before_other_prompt
     scheduler.remove(first)
     scheduler.add(_of("other", 40))
     scheduler.add(make_sequence("again", first.token_ids[:33]))
-    assert _rows(scheduler.schedule()) == [("again", 32, 1, True), ("other", 0, 40, True)]
+    assert _rows(plan_step(scheduler)) == [("again", 32, 1, True), ("other", 0, 40, True)]
 
 
 def test_the_more_urgent_decode_where_a_step_has_no_room_for_all() -> None:
     scheduler = _scheduler()
     _decode(scheduler, _of("a"), _of("b"))
     scheduler.add(_of("c", priority=-1), now_s=1.0)
-    _collect(scheduler, scheduler.schedule(1.0))
+    collect(scheduler, plan_step(scheduler, 1.0))
     scheduler.bounds.tokens = 2
-    assert _names(scheduler.schedule(1.5)) == ["c", "a"]
+    assert _names(plan_step(scheduler, 1.5)) == ["c", "a"]
 
 
 def test_of_two_with_one_deadline_the_longer_goes_first() -> None:
@@ -316,7 +326,7 @@ def test_of_two_with_one_deadline_the_longer_goes_first() -> None:
     _teach(scheduler, fixed_s=0.0)
     for sequence in (_of("short", deadline_s=10.0), _of("long", max_tokens=400, deadline_s=10.0)):
         scheduler.add(sequence, now_s=1.0)
-    assert _names(scheduler.schedule(1.0)) == ["long"]
+    assert _names(plan_step(scheduler, 1.0)) == ["long"]
 
 
 @pytest.mark.parametrize(
@@ -341,7 +351,7 @@ def test_others_decode_as_far_as_those_that_limit_the_time_between_tokens_allow(
         _of(f"hurried {n}", 5, priority=5, seconds_between_tokens=between_s) for n in range(2)
     ]
     _decode(scheduler, *others, *hurried)
-    names = _names(scheduler.schedule(1.0 + since_s, starts_s=1.0 + since_s))
+    names = _names(plan_step(scheduler, 1.0 + since_s, starts_s=1.0 + since_s))
     assert names[-2:] == ["hurried 0", "hurried 1"]
     assert len(names) - 2 in expected
 
@@ -352,7 +362,7 @@ def test_who_has_waited_too_long_decodes_whatever_time_is_left() -> None:
     others = [_of(f"other {n}") for n in range(5)]
     _decode(scheduler, *others, _of("hurried", seconds_between_tokens=1e-9))
     scheduler.sequences[-1].last_token_s = 40.0
-    assert len(_names(scheduler.schedule(40.0, starts_s=40.0))) == 6
+    assert len(_names(plan_step(scheduler, 40.0, starts_s=40.0))) == 6
 
 
 def test_prompts_that_have_waited_too_long_get_some_tokens_whatever_time_is_left() -> None:
@@ -362,7 +372,7 @@ def test_prompts_that_have_waited_too_long_get_some_tokens_whatever_time_is_left
     for name in ("old", "also old"):
         scheduler.add(_of(name), now_s=1.0)
     scheduler.add(_of("new", priority=-1), now_s=40.0)
-    plan = scheduler.schedule(40.0, starts_s=40.0)
+    plan = plan_step(scheduler, 40.0, starts_s=40.0)
     assert [(row.sequence.request.request_id, row.count) for row in plan.rows] == [
         ("hurried", 1), ("old", 10), ("also old", 6)
     ]  # fmt: skip
@@ -372,7 +382,7 @@ def test_of_those_that_wait_the_first_place_goes_by_age() -> None:
     scheduler = _scheduler(num_seqs=1)
     scheduler.add(_of("old", priority=5), now_s=1.0)
     scheduler.add(_of("new", priority=-1), now_s=39.0)
-    assert _names(scheduler.schedule(40.0)) == ["old"]
+    assert _names(plan_step(scheduler, 40.0)) == ["old"]
 
 
 def test_one_that_must_wait_for_a_block_does_not_hold_up_the_next() -> None:
@@ -380,18 +390,19 @@ def test_one_that_must_wait_for_a_block_does_not_hold_up_the_next() -> None:
     lacks, has, leaves = _of("lacks", 16), _of("has", 10), _of("leaves", 30)
     for sequence in (lacks, has, leaves):
         scheduler.add(sequence)
-    assert len(scheduler.schedule().rows) == 3
+    assert len(plan_step(scheduler).rows) == 3
+    scheduler.remove(leaves)
     # What comes free is still in use.
-    assert not scheduler.remove(leaves)
-    assert _names(scheduler.schedule()) == ["has"]
+    assert scheduler._blocks.num_free == 0
+    assert _names(plan_step(scheduler)) == ["has"]
 
 
 def test_one_that_finds_no_block_for_itself_is_put_back_whole() -> None:
     scheduler = _scheduler(num_blocks=1)
     alone = _of("alone", 16)
     _decode(scheduler, alone)
-    assert _names(scheduler.schedule()) == []
-    assert (alone.num_computed, alone.block_ids) == (0, [])
+    assert _names(plan_step(scheduler)) == []
+    assert (alone.num_computed, scheduler._blocks.num_referenced) == (0, 0)
     assert (scheduler.num_waiting, scheduler.preemptions_total) == (1, 1)
 
 
@@ -399,14 +410,14 @@ def test_one_that_was_preempted_comes_back_once_its_steps_are_collected() -> Non
     scheduler = _scheduler(num_blocks=3)
     stays, goes = _of("stays", 31), _of("goes", 10)
     _decode(scheduler, stays, goes)
-    launched = scheduler.schedule()
+    launched = plan_step(scheduler)
     assert _names(launched) == ["stays", "goes"]
-    assert _names(scheduler.schedule()) == []
+    assert _names(plan_step(scheduler)) == []
     assert goes.preemptions == 1
     scheduler.remove(stays)
-    assert _names(scheduler.schedule()) == []
-    _collect(scheduler, launched)
-    assert _names(scheduler.schedule()) == ["goes"]
+    assert _names(plan_step(scheduler)) == []
+    collect(scheduler, launched)
+    assert _names(plan_step(scheduler)) == ["goes"]
 
 
 def test_one_that_lacked_blocks_is_looked_at_again_when_just_enough_are_free(
@@ -431,8 +442,8 @@ def test_one_that_lacked_blocks_is_looked_at_again_when_just_enough_are_free(
     for left in (None, *leaving):
         if left is not None:
             scheduler.remove(left)
-        plan = scheduler.schedule()
-        _collect(scheduler, plan)
+        plan = plan_step(scheduler)
+        collect(scheduler, plan)
     assert looked_at == [large, large]
     assert _rows(plan)[1] == ("large", 32, 48, True)
 
@@ -442,8 +453,8 @@ def test_a_chunk_of_output_alone_scores_nothing_of_the_prompt() -> None:
     output = range(100, 160)
     scheduler.add(make_sequence("a", range(30), output=output, max_tokens=90, prompt_logprobs=0))
     # The second is launched before the scores of the first have come.
-    plans = [scheduler.schedule() for _ in range(2)]
-    assert [(row.count, row.num_prompt_logprobs) for plan in plans for row in plan.rows] == [
+    plans = [plan_step(scheduler) for _ in range(2)]
+    assert [(row.count, row.scored) for plan in plans for row in plan.rows] == [
         (64, 29),
         (26, 0),
     ]
@@ -467,7 +478,7 @@ def test_a_higher_class_takes_places_only_where_it_lacks_them_and_that_helps(
     scheduler = _scheduler(num_blocks, num_seqs=num_seqs)
     _decode(scheduler, _of("first"), _of("second"))
     scheduler.add(_of("higher", num_tokens, priority=-1), now_s=1.0)
-    plan = scheduler.schedule(1.0)
+    plan = plan_step(scheduler, 1.0)
     assert [one.request.request_id for one, _ in scheduler.take_preempted()] == preempted
     # What took a place in this step has it from the next one on.
     assert ("higher" in _names(plan)) == (num_tokens == 32)
@@ -478,10 +489,10 @@ def test_all_preemptions_are_counted() -> None:
     scheduler = _scheduler(num_blocks=2)
     _decode(scheduler, _of("a"), _of("b"))
     scheduler.add(_of("higher", 32, priority=-1), now_s=1.0)
-    _collect(scheduler, scheduler.schedule(1.0))
-    assert _names(scheduler.schedule(1.0)) == []
+    collect(scheduler, plan_step(scheduler, 1.0))
+    assert _names(plan_step(scheduler, 1.0)) == []
     assert scheduler.preemptions_total == 2
-    assert _names(scheduler.schedule(1.0)) == ["higher"]
+    assert _names(plan_step(scheduler, 1.0)) == ["higher"]
 
 
 def test_a_prompt_of_just_the_length_that_is_long_is_not_long() -> None:
@@ -489,36 +500,36 @@ def test_a_prompt_of_just_the_length_that_is_long_is_not_long() -> None:
         scheduler = _scheduler(prefill_tokens=32)
         _decode(scheduler, _of("decodes"))
         scheduler.add(_of("prompt", num_tokens))
-        assert _rows(scheduler.schedule())[1][2] == chunk
+        assert _rows(plan_step(scheduler))[1][2] == chunk
 
 
 def test_short_prompts_that_have_begun_get_half_of_what_a_long_one_would_take() -> None:
     scheduler = _scheduler(prefill_tokens=40)
     scheduler.add(_of("long", 200))
-    _collect(scheduler, scheduler.schedule())
+    collect(scheduler, plan_step(scheduler))
     scheduler.add(_of("short", 40))
     for counts in ([32, 32], [32, 8]):
-        plan = scheduler.schedule()
+        plan = plan_step(scheduler)
         assert [row.count for row in plan.rows] == counts
-        _collect(scheduler, plan)
+        collect(scheduler, plan)
 
 
 def test_a_short_prompt_that_has_no_place_takes_nothing_from_a_long_one() -> None:
     scheduler = _scheduler(num_seqs=1, prefill_tokens=40)
     scheduler.add(_of("long", 200))
-    _collect(scheduler, scheduler.schedule())
+    collect(scheduler, plan_step(scheduler))
     scheduler.add(_of("short", 40))
-    assert [row.count for row in scheduler.schedule().rows] == [64]
+    assert [row.count for row in plan_step(scheduler).rows] == [64]
 
 
 def test_a_prompt_for_which_no_token_is_left_has_no_row() -> None:
     scheduler = _scheduler(prefill_tokens=40)
     scheduler.add(_of("long", 200))
-    _collect(scheduler, scheduler.schedule())
+    collect(scheduler, plan_step(scheduler))
     scheduler.add(_of("short", 40))
-    _collect(scheduler, scheduler.schedule())
+    collect(scheduler, plan_step(scheduler))
     scheduler.bounds.tokens = 1
-    assert [row.count for row in scheduler.schedule().rows] == [1]
+    assert [row.count for row in plan_step(scheduler).rows] == [1]
 
 
 def test_one_chunk_in_eight_of_a_long_prompt_is_a_little_larger() -> None:
@@ -528,9 +539,9 @@ def test_one_chunk_in_eight_of_a_long_prompt_is_a_little_larger() -> None:
     scheduler.add(_of("long", 600))
     counts = []
     for _ in range(24):
-        plan = scheduler.schedule()
+        plan = plan_step(scheduler)
         counts += [row.count for row in plan.rows if row.sequence.request.request_id == "long"]
-        _collect(scheduler, plan)
+        collect(scheduler, plan)
     usual = max(set(counts), key=counts.count)
     assert counts.count(usual) >= 20
     assert [count for count in counts if count > usual] == [usual + 1] * 3

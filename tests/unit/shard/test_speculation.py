@@ -12,6 +12,7 @@ from support.budget import budget, seeded
 from support.constrained_engines import ConstrainedEngine, constrained
 from support.drafters import FickleOracle, Oracle, always, named
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
+from support.plans import Plan, plan_step
 
 from penstock_shard.link import Output
 from penstock_shard.prompt_lookup import Drafter
@@ -23,7 +24,7 @@ from penstock_shard.request import (
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_shard.runner.base import Logprobs, StepPlan
+from penstock_shard.runner.base import Logprobs
 from penstock_shard.sequence import Sequence
 
 # Sixteen ids, so that drafts from a request's own tokens are right now and then.
@@ -173,13 +174,13 @@ def test_an_error_after_right_drafts_comes_after_their_tokens() -> None:
 # ---- which rows draft, and how much ----
 
 
-def _decoding(under_test: EngineUnderTest, count: int, **options: Any) -> StepPlan:
+def _decoding(under_test: EngineUnderTest, count: int, **options: Any) -> Plan:
     """The first step in which all of these decode."""
     for number in range(count):
         prompt = range(number * 20, number * 20 + 10)
         under_test.engine.submit(make_request(str(number), prompt, **options))
     under_test.step()
-    return under_test.scheduler.schedule(1.0, 1.0)
+    return plan_step(under_test.scheduler, 1.0, 1.0)
 
 
 class _Always(Drafter):
@@ -192,7 +193,7 @@ class _Always(Drafter):
         return [5] * most
 
 
-def _counts(plan: StepPlan) -> list[int]:
+def _counts(plan: Plan) -> list[int]:
     return [row.count for row in plan.rows]
 
 
@@ -212,7 +213,7 @@ def test_prompts_get_what_drafts_leave_of_the_budget() -> None:
     engine.engine.submit(make_request("decodes", range(10), max_tokens=30))
     engine.step()
     engine.engine.submit(make_request("prompt", range(100, 200)))
-    assert _counts(engine.scheduler.schedule(1.0, 1.0)) == [9, 31]
+    assert _counts(plan_step(engine.scheduler, 1.0, 1.0)) == [9, 31]
 
 
 def test_a_step_has_no_more_drafts_than_sequences_may_run() -> None:
@@ -235,7 +236,7 @@ def test_nobody_is_preempted_for_a_draft() -> None:
     for name in ("a", "b"):
         engine.engine.submit(make_request(name, range(30), max_tokens=20))
     engine.step()
-    plan = engine.scheduler.schedule(1.0, 1.0)
+    plan = plan_step(engine.scheduler, 1.0, 1.0)
     assert _counts(plan) == [2, 2]
     assert engine.scheduler.preemptions_total == 0
 
@@ -254,7 +255,7 @@ def test_whoever_said_how_far_apart_tokens_may_be_is_not_held_up_by_drafts(
     for _ in range(4):
         engine.step()
     now_s = hurried.last_token_s
-    plan = engine.scheduler.schedule(now_s, now_s)
+    plan = plan_step(engine.scheduler, now_s, now_s)
     # What is planned for is its own row and as much again.
     assert plan.rows[0].sequence is hurried
     assert max(_counts(plan)) == 1
@@ -269,7 +270,7 @@ def test_drafts_leave_prompts_half_of_the_time_that_objectives_leave() -> None:
     engine.scheduler._step_time._seconds = [0.0, 0.001, 0.001, 0.0]
     engine.engine.submit(make_request("prompt", range(100, 200)))
     now_s = hurried.last_token_s
-    plan = engine.scheduler.schedule(now_s, now_s)
+    plan = plan_step(engine.scheduler, now_s, now_s)
     # Of 28.5 ms its own row takes one.
     assert _counts(plan) == [1 + 13, 14]
 
@@ -281,7 +282,7 @@ def test_a_row_without_drafts_takes_no_block_for_them() -> None:
 
     engine = make_engine(drafter=Silent(8), max_steps_ahead=0)
     (row,) = _decoding(engine, 1, max_tokens=30).rows
-    assert len(row.sequence.block_ids) == 1
+    assert len(engine.blocks.blocks_of(row.sequence)) == 1
 
 
 def test_whoever_said_how_far_apart_tokens_may_be_is_not_left_out_for_a_draft() -> None:
@@ -296,7 +297,7 @@ def test_whoever_said_how_far_apart_tokens_may_be_is_not_left_out_for_a_draft() 
             request = make_request(str(number), range(10), max_tokens=30, objective=wish)
             under_test.engine.submit(request)
         under_test.step()
-        assert len(under_test.scheduler.schedule(1.0, 1.0).rows) == rows
+        assert len(plan_step(under_test.scheduler, 1.0, 1.0).rows) == rows
 
 
 def test_few_that_wait_for_a_draft_hold_nobody_up_and_many_hold_all() -> None:
@@ -315,7 +316,7 @@ def test_few_that_wait_for_a_draft_hold_nobody_up_and_many_hold_all() -> None:
             under_test.engine.submit(make_request(str(number), range(10), max_tokens=30))
         scheduler = under_test.scheduler
         under_test.step()
-        plan = scheduler.schedule(1.0, 1.0)
+        plan = plan_step(scheduler, 1.0, 1.0)
         assert len(plan.rows) == rows
 
 

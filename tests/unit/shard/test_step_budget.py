@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.engines import make_sequence
 
-from penstock_shard.runner.base import ScheduledSequence
+from penstock_shard.rows import Row
 from penstock_shard.step_budget import UNBOUNDED_S, StepBudget
 from penstock_shard.step_time import StepSize, StepTime
 
@@ -25,8 +25,8 @@ def _limit(budget: StepBudget, *, is_long: bool = False, aged: bool = False) -> 
     return budget.chunk_limit(0, is_long=is_long, is_aged=lambda: aged, probes=False)
 
 
-def _row(count: int) -> ScheduledSequence:
-    return ScheduledSequence(make_sequence("r", [1] * 500), 0, count, samples=False)
+def _row(count: int) -> Row:
+    return Row(make_sequence("r", [1] * 500), 0, count, samples=False)
 
 
 def test_prompts_have_a_whole_step_where_nothing_decodes() -> None:

@@ -1,0 +1,473 @@
+"""A batch -> the tensors of a forward pass.
+
+Knows how rows are packed, where their keys and values go, and which logits are wanted. Knows
+nothing of models or of how tokens are drawn.
+
+This runs between steps of the device, for hundreds of rows: what can be is done for all rows at
+once, and Python looks only at rows with new blocks, chunks of prompts or drafts.
+
+A step computed by a CUDA graph has an attention row for each token: a draft token is a row of its
+own, which attends to the tokens before it as a decode does.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock_shard.models.attention.base import AttentionBatch
+from penstock_shard.models.cuda_graphs import Graphs, StaticInputs
+from penstock_shard.models.step_inputs import InputLayout, StepInputs
+from penstock_shard.runner.base import Batch
+from penstock_shard.runner.device import host_buffer
+from penstock_shard.runner.slots import Integers, Slots
+
+Array: TypeAlias = NDArray[Any]
+
+# In a graph each draft token is an attention row of its own and reads all keys before it again. A
+# step that would read more keys again than this is launched kernel by kernel instead: a layer has
+# some ten launches of some microseconds, and by its data sheet an H200 reads a thousand keys of
+# 4 kB (8 heads of 128 in bfloat16, and their values) in one microsecond. An estimate, not measured.
+_MOST_KEYS_AGAIN = 2**15
+_NONE: Integers = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """Row `row` of the batch: its first `count` tokens, which begin at `start`, predict prompt
+    tokens whose log-probabilities are wanted. The first one's logits are row `place`.
+    """
+
+    row: int
+    slot: int
+    start: int
+    count: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """Row `row` of the batch has drafts. `position` is the output position of the first token to be
+    sampled, which verifies the first draft; its logits are row `place`, and the next rows are those
+    after each draft token.
+    """
+
+    row: int
+    slot: int
+    token_ids: abc.Sequence[int]
+    position: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRow:
+    """Row `row` of the batch is of an embedding; the hidden states of its last `count` tokens are
+    pooled. It begins at `start`, and with `ends_prompt` it is the prompt's last.
+    """
+
+    row: int
+    slot: int
+    start: int
+    count: int
+    is_mean: bool
+    ends_prompt: bool
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The rows that sample, in columns: their slots, on the host and on the device (int64), the
+    output positions, and their indices in the batch.
+    """
+
+    slots: Integers
+    device_slots: Tensor
+    positions: Integers
+    rows: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Input tokens that the step before is still to sample, by their slots, int64 [G] on the
+    device. Their places in `input_ids` are `places` int64 [G], or the first G if None.
+    """
+
+    slots: Tensor
+    places: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The inputs of a forward pass.
+
+    `logit_rows` int64 [N] are the tokens whose logits are wanted, row by row: for its prompt
+    log-probabilities, to verify its drafts, or to sample from. `hidden_rows` int64 [M] are the
+    tokens whose hidden states are pooled, None without any. `sampled_logits` are the indices in
+    `logit_rows` to sample from, None if that is all of them.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    logit_rows: Tensor
+    hidden_rows: Tensor | None
+    gaps: Gaps | None
+    sampled: Sampled | None
+    sampled_logits: Integers | None
+    scored: abc.Sequence[ScoredRow] = ()
+    drafted: abc.Sequence[DraftRow] = ()
+    pooled: abc.Sequence[PooledRow] = ()
+    # Each token's adapter index, int64 [T]; None if no row has an adapter.
+    adapters: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The columns of a batch, as arrays."""
+
+    slots: Integers
+    starts: Integers
+    counts: Integers
+    samples: NDArray[np.bool_]
+    # How many tokens have logits for prompt log-probabilities, logits that verify drafts, and
+    # hidden states that are pooled.
+    scored: Integers
+    verified: Integers
+    pooled: Integers
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but sampled tokens is wanted."""
+        return not (self.scored.any() or self.verified.any() or self.pooled.any())
+
+    @classmethod
+    def of(cls, batch: Batch, slots: Slots) -> _Columns:
+        own, counts = np.array(batch.slots), np.array(batch.counts)
+        samples = np.array(batch.samples)
+        drafts = np.fromiter(map(len, batch.drafts), np.int64, len(own))
+        pooling = slots.pooling[own]
+        return cls(
+            slots=own,
+            starts=np.array(batch.starts),
+            counts=counts,
+            samples=samples & (drafts == 0) & (pooling == 0),
+            scored=np.array(batch.scored),
+            verified=np.where(drafts > 0, counts, 0),
+            pooled=np.where(pooling == 2, counts, np.where(samples, pooling, 0)),
+        )
+
+
+class InputBuilder:
+    """Turns batches into inputs."""
+
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device,
+        slots: Slots | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """Steps of only decodes and drafts use the static inputs of `graphs`, if given."""
+        self._block_size = block_size
+        self._device = device
+        self._slots = slots or Slots()
+        self._graphs = graphs
+
+    def build(self, batch: Batch) -> Inputs:
+        """The inputs for a batch, whose admitted sequences and new blocks become known here."""
+        for admission in batch.admitted:
+            self._slots.admit(admission)
+        for slot, block_ids in zip(batch.slots, batch.new_blocks, strict=True):
+            if block_ids:
+                self._slots.add_blocks(slot, block_ids)
+        columns = _Columns.of(batch, self._slots)
+        lengths = columns.starts + columns.counts
+        tokens = _Tokens.of(columns)
+        wanted = _wanted(columns, tokens.offsets)
+        gaps = _gaps(columns, lengths, self._slots)
+        adapters = _adapters(columns, tokens, self._slots)
+        rows = _AttentionRows(columns.slots, tokens.offsets, lengths)
+        static = self._static(columns, tokens, wanted, lengths, bool(len(adapters)))
+        if static is not None and not tokens.is_decode:
+            rows = _AttentionRows.of_tokens(columns.slots, tokens)
+        extra = [
+            columns.slots[columns.samples],
+            columns.slots[gaps],
+            # If every token of the pass is missing, no places are needed.
+            tokens.offsets[1:][gaps] - 1 if len(gaps) < tokens.total else _NONE,
+            wanted.logit_rows if static is None else _NONE,
+            wanted.hidden_rows,
+        ]
+        sizes = [len(part) for part in extra]
+        layout = static.layout if static else self._layout(tokens, lengths, sum(sizes), adapters)
+        buffer = host_buffer(layout.num_bytes, self._device)
+        arrays = layout.arrays(buffer.numpy())
+        self._fill(arrays, _token_ids(batch, columns, tokens, self._slots), tokens, rows)
+        if len(adapters):
+            arrays.adapters[: tokens.total] = adapters
+        np.concatenate(extra, out=arrays.extra[: sum(sizes)])
+        if static is None:
+            inputs = layout.tensors(buffer.to(self._device, non_blocking=True))
+            attention = self._attention(inputs, columns, lengths)
+        else:
+            static.memory.copy_(buffer, non_blocking=True)
+            inputs, attention = static.inputs, static.attention
+        parts = torch.split(inputs.extra[: sum(sizes)], sizes)
+        device_slots, gap_slots, places, logit_rows, hidden_rows = parts
+        return Inputs(
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            attention=attention,
+            logit_rows=logit_rows if static is None else static.rows[: tokens.total],
+            hidden_rows=hidden_rows if len(wanted.hidden_rows) else None,
+            gaps=Gaps(gap_slots, places if len(places) else None) if len(gaps) else None,
+            sampled=_sampled(columns, lengths, device_slots, self._slots),
+            sampled_logits=wanted.sampled_logits,
+            scored=_scored(columns, wanted.places),
+            drafted=_drafted(batch, columns, wanted.places, self._slots),
+            pooled=_pooled(columns, lengths, self._slots),
+            adapters=inputs.adapters if len(adapters) else None,
+        )
+
+    def _static(
+        self,
+        columns: _Columns,
+        tokens: _Tokens,
+        wanted: _Wanted,
+        lengths: Integers,
+        has_adapters: bool,
+    ) -> StaticInputs | None:
+        """The static inputs of the graph for these tokens; None without one. A graph needs the
+        logits of every token, to sample from or to verify a draft.
+        """
+        if self._graphs is None or len(wanted.logit_rows) != tokens.total:
+            return None
+        if columns.scored.any() or columns.pooled.any():
+            return None
+        if tokens.keys_again(lengths) > _MOST_KEYS_AGAIN:
+            return None
+        return self._graphs.inputs(tokens.total, self._width(lengths), has_adapters)
+
+    def _layout(
+        self, tokens: _Tokens, lengths: Integers, num_extra: int, adapters: Integers
+    ) -> InputLayout:
+        width = self._width(lengths)
+        return InputLayout(tokens.total, len(lengths), width, num_extra, bool(len(adapters)))
+
+    def _width(self, lengths: Integers) -> int:
+        """Width of the block table: the most blocks that a row has."""
+        return -(-int(lengths.max()) // self._block_size)
+
+    def _fill(
+        self,
+        arrays: StepInputs[Array],
+        token_ids: Integers,
+        tokens: _Tokens,
+        rows: _AttentionRows,
+    ) -> None:
+        """Fill all but `adapters` and `extra`. Rows of a graph beyond these are padding."""
+        count, total, size = len(rows.slots), tokens.total, self._block_size
+        blocks = self._slots.blocks
+        own_slots = rows.slots if count == total else rows.slots[tokens.rows]
+        arrays.input_ids[:total] = token_ids
+        arrays.positions[:total] = tokens.positions
+        block_index, offset = np.divmod(tokens.positions, size)
+        arrays.slots[:total] = blocks[own_slots, block_index].astype(np.int64) * size + offset
+        arrays.cu_queries[: count + 1] = rows.offsets
+        arrays.seq_lens[:count] = rows.lengths
+        width = min(arrays.block_table.shape[1], blocks.shape[1])
+        arrays.block_table[:count, :width] = blocks[rows.slots, :width]
+        arrays.block_table[:count, width:] = 0
+        if count < len(arrays.seq_lens):
+            assert self._graphs is not None
+            self._graphs.pad(arrays, count)
+        arrays.cu_keys[0] = 0
+        np.cumsum(arrays.seq_lens, out=arrays.cu_keys[1:])
+
+    def _attention(
+        self, inputs: StepInputs[Tensor], columns: _Columns, lengths: Integers
+    ) -> AttentionBatch:
+        return AttentionBatch(
+            query_lens=columns.counts.tolist(),
+            seq_lens=lengths.tolist(),
+            num_decodes=_num_decodes(columns.counts),
+            block_size=self._block_size,
+            slots=inputs.slots,
+            cu_queries=inputs.cu_queries,
+            cu_keys=inputs.cu_keys,
+            seq_lens_tensor=inputs.seq_lens,
+            block_table=inputs.block_table,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens of a pass: each one's row and position, and the index of each row's first."""
+
+    rows: Integers
+    positions: Integers
+    offsets: Integers
+    is_decode: bool
+
+    @property
+    def total(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def of(cls, columns: _Columns) -> _Tokens:
+        starts, counts = columns.starts, columns.counts
+        offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        index = np.arange(len(counts))
+        if offsets[-1] == len(counts):
+            return cls(index, starts, offsets, True)
+        rows = np.repeat(index, counts)
+        positions = np.arange(offsets[-1]) - offsets[rows] + starts[rows]
+        return cls(rows, positions, offsets, False)
+
+    def keys_again(self, lengths: Integers) -> int:
+        """How many more keys attention reads if each token is a row of its own."""
+        if self.is_decode:
+            return 0
+        return int(self.positions.sum()) + self.total - int(lengths.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionRows:
+    """The attention rows: each one's slot, the index of its first token, and its number of keys,
+    its last token's own included.
+    """
+
+    slots: Integers
+    offsets: Integers
+    lengths: Integers
+
+    @classmethod
+    def of_tokens(cls, slots: Integers, tokens: _Tokens) -> _AttentionRows:
+        """One row for each token; `slots` are those of the batch's rows."""
+        return cls(slots[tokens.rows], np.arange(tokens.total + 1), tokens.positions + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Which outputs of a pass are wanted, see `Inputs`; and the first of each row's logits."""
+
+    logit_rows: Integers
+    sampled_logits: Integers | None
+    hidden_rows: Integers
+    places: Integers
+
+
+def _wanted(columns: _Columns, offsets: Integers) -> _Wanted:
+    last = offsets[1:] - 1
+    if columns.is_plain:
+        return _Wanted(last[columns.samples], None, _NONE, _NONE)
+    # Of each row: its first `first` tokens, and then its last one if it samples.
+    first = columns.scored + columns.verified
+    counts = first + columns.samples
+    places = np.cumsum(counts) - counts
+    logit_rows = _runs(offsets[:-1], counts)
+    logit_rows[(places + first)[columns.samples]] = last[columns.samples]
+    return _Wanted(
+        logit_rows=logit_rows,
+        sampled_logits=(places + first)[columns.samples] if first.any() else None,
+        hidden_rows=_runs(offsets[1:] - columns.pooled, columns.pooled),
+        places=places,
+    )
+
+
+def _runs(starts: Integers, counts: Integers) -> Integers:
+    """The ranges [start, start + count) of all pairs, concatenated."""
+    begins = np.cumsum(counts) - counts
+    numbers: Integers = np.repeat(starts - begins, counts)
+    return numbers + np.arange(len(numbers))
+
+
+def _adapters(columns: _Columns, tokens: _Tokens, slots: Slots) -> Integers:
+    """Each token's adapter index; empty if no row has an adapter."""
+    index = slots.adapter_index[columns.slots]
+    return index[tokens.rows] if index.any() else _NONE
+
+
+def _gaps(columns: _Columns, lengths: Integers, slots: Slots) -> Integers:
+    """The rows whose last token is still to be sampled. Rows with drafts never lack one: the host
+    knows all tokens before those, which are no tokens of the sequence yet.
+    """
+    return np.flatnonzero((lengths > slots.num_known[columns.slots]) & (columns.verified == 0))
+
+
+def _token_ids(batch: Batch, columns: _Columns, tokens: _Tokens, slots: Slots) -> Integers:
+    """The tokens of all rows, with any for those still to be sampled."""
+    own, starts = columns.slots, columns.starts
+    ids: Integers = slots.last_token[own][tokens.rows]
+    for i in np.flatnonzero(starts < slots.num_admitted[own]).tolist():
+        start, offset = int(starts[i]), int(tokens.offsets[i])
+        known = slots.token_ids[int(own[i])][start : start + int(columns.counts[i])]
+        ids[offset : offset + len(known)] = known
+    for i in np.flatnonzero(columns.verified).tolist():
+        ids[tokens.offsets[i] + 1 : tokens.offsets[i + 1]] = batch.drafts[i]
+    return ids
+
+
+def _sampled(
+    columns: _Columns, lengths: Integers, device_slots: Tensor, slots: Slots
+) -> Sampled | None:
+    if not len(device_slots):
+        return None
+    chosen = np.flatnonzero(columns.samples)
+    own = columns.slots[chosen]
+    return Sampled(own, device_slots, lengths[chosen] - slots.num_prompt_tokens[own], chosen)
+
+
+def _scored(columns: _Columns, places: Integers) -> list[ScoredRow]:
+    return [
+        ScoredRow(
+            i,
+            int(columns.slots[i]),
+            int(columns.starts[i]),
+            int(columns.scored[i]),
+            int(places[i]),
+        )
+        for i in np.flatnonzero(columns.scored).tolist()
+    ]
+
+
+def _drafted(batch: Batch, columns: _Columns, places: Integers, slots: Slots) -> list[DraftRow]:
+    drafted = np.flatnonzero(columns.verified)
+    # The first token to be sampled follows the last known one, which is at `start`.
+    positions = columns.starts + 1 - slots.num_prompt_tokens[columns.slots]
+    return [
+        DraftRow(i, int(columns.slots[i]), batch.drafts[i], int(positions[i]), int(places[i]))
+        for i in drafted.tolist()
+    ]
+
+
+def _pooled(columns: _Columns, lengths: Integers, slots: Slots) -> list[PooledRow]:
+    pooled = []
+    for i in np.flatnonzero(columns.pooled).tolist():
+        slot = int(columns.slots[i])
+        count = int(slots.num_prompt_tokens[slot])
+        pooled.append(
+            PooledRow(
+                row=i,
+                slot=slot,
+                start=int(columns.starts[i]),
+                count=int(columns.pooled[i]),
+                is_mean=slots.pooling[slot] == 2,
+                ends_prompt=int(lengths[i]) == count,
+                num_prompt_tokens=count,
+            )
+        )
+    return pooled
+
+
+def _num_decodes(counts: Integers) -> int:
+    """How many rows at the front have a single token."""
+    longer = np.flatnonzero(counts != 1)
+    return int(longer[0]) if longer.size else len(counts)

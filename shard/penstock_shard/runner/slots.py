@@ -1,0 +1,109 @@
+"""What a runner keeps of the sequence in each slot, in arrays indexed by slot.
+
+Knows token ids and blocks; the sampler and the pooler keep more, by slot too. Knows nothing of
+models, and nothing of the sequences that the scheduler has.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock_shard.request import Pooling
+from penstock_shard.runner.base import Admission
+
+Integers = NDArray[np.int64]
+TokenIds = NDArray[np.uint32]
+Item = TypeVar("Item", bound=np.generic)
+
+_FIRST_CAPACITY = 64
+_FIRST_WIDTH = 16
+_POOLINGS = {None: 0, Pooling.LAST: 1, Pooling.MEAN: 2}
+
+
+class Slots:
+    """All arrays have one entry for each slot below `capacity`, which grows."""
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = _zeros()
+        # How many tokens came with the admission, and how many the host knows by now; the last one.
+        self.num_admitted = _zeros()
+        self.num_known = _zeros()
+        self.last_token = _zeros()
+        self.adapter_index = _zeros()
+        # 0: none, 1: of the last token, 2: the mean.
+        self.pooling = _zeros()
+        # How many of the best ones' log-probabilities are wanted at each prompt token.
+        self.prompt_logprobs = _zeros()
+        self.num_blocks = _zeros()
+        # int32 [slots, most blocks of a sequence]: blocks, then zeros.
+        self.blocks: NDArray[np.int32] = np.zeros((_FIRST_CAPACITY, _FIRST_WIDTH), dtype=np.int32)
+        # The tokens that came with the admission.
+        self.token_ids: dict[int, TokenIds] = {}
+
+    @property
+    def capacity(self) -> int:
+        """All slots are below this."""
+        return len(self.num_known)
+
+    def admit(self, admission: Admission) -> None:
+        """Another sequence has this slot from now on."""
+        slot, ids = admission.slot, np.frombuffer(admission.token_ids, dtype=np.uint32)
+        if slot >= self.capacity:
+            self._grow(max(2 * self.capacity, slot + 1))
+        self.num_prompt_tokens[slot] = admission.request.num_prompt_tokens
+        self.num_admitted[slot] = self.num_known[slot] = len(ids)
+        self.last_token[slot] = ids[-1]
+        self.adapter_index[slot] = admission.adapter_index
+        self.pooling[slot] = _POOLINGS[admission.request.pooling]
+        self.prompt_logprobs[slot] = admission.request.prompt_logprobs or 0
+        self.num_blocks[slot] = 0
+        self.blocks[slot] = 0
+        self.token_ids[slot] = ids
+
+    def release(self, slot: int) -> None:
+        """No sequence has this slot any more."""
+        self.token_ids.pop(slot, None)
+
+    def add_blocks(self, slot: int, block_ids: abc.Sequence[int]) -> None:
+        """The sequence got more blocks."""
+        known = int(self.num_blocks[slot])
+        count = known + len(block_ids)
+        if count > self.blocks.shape[1]:
+            wider = max(count, 2 * self.blocks.shape[1])
+            self.blocks = np.pad(self.blocks, ((0, 0), (0, wider - self.blocks.shape[1])))
+        self.blocks[slot, known:count] = block_ids
+        self.num_blocks[slot] = count
+
+    def append(self, slots: Integers, token_ids: Integers) -> None:
+        """The host has come to know one more token of each of these; no slot occurs twice."""
+        self.num_known[slots] += 1
+        self.last_token[slots] = token_ids
+
+    def extend(self, slot: int, token_ids: abc.Sequence[int]) -> None:
+        """The host has come to know more tokens of the sequence in this slot."""
+        self.num_known[slot] += len(token_ids)
+        self.last_token[slot] = token_ids[-1]
+
+    def _grow(self, capacity: int) -> None:
+        for name in (
+            *("num_prompt_tokens", "num_admitted", "num_known", "last_token", "adapter_index"),
+            *("pooling", "prompt_logprobs", "num_blocks", "blocks"),
+        ):
+            setattr(self, name, grown(getattr(self, name), capacity))
+
+
+def _zeros() -> Integers:
+    return np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+
+
+def grown(array: NDArray[Item], capacity: int) -> NDArray[Item]:
+    """The array, padded with zeros to the length `capacity`."""
+    if len(array) >= capacity:
+        return array
+    larger: NDArray[Any] = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
+    larger[: len(array)] = array
+    return larger

@@ -1,0 +1,52 @@
+"""Steps as a scheduler plans them, with the sequences of their rows; and batches made by hand."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+from typing import Any
+
+from penstock_shard import rows as rows_module
+from penstock_shard.rows import Row
+from penstock_shard.runner.base import Batch, RowResult
+from penstock_shard.scheduler import Scheduler
+
+
+@dataclass
+class Plan:
+    """A step that was scheduled."""
+
+    batch: Batch
+    rows: list[Row]
+
+
+def plan_step(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Plan:
+    """Schedule a step."""
+    batch = scheduler.schedule(*args, **kwargs)
+    return Plan(batch, rows_of(scheduler, batch))
+
+
+def rows_of(scheduler: Scheduler, batch: Batch) -> list[Row]:
+    by_slot = {sequence.slot: sequence for sequence in scheduler.slots.holders}
+    columns = (batch.starts, batch.counts, batch.samples, batch.scored, batch.drafts)
+    return [
+        Row(by_slot[slot], *values) for slot, *values in zip(batch.slots, *columns, strict=True)
+    ]
+
+
+def collect(
+    scheduler: Scheduler, plan: Plan, token_id: int = 1, seconds: float | None = None
+) -> None:
+    """What the engine does when a step is over: the same token for whoever sampled."""
+    results = [RowResult(token_id if row.samples else None) for row in plan.rows]
+    scheduler.update(plan.batch, results, 0.0, seconds)
+
+
+def batch_of(
+    *rows: Row,
+    new_blocks: abc.Sequence[abc.Sequence[int]] | None = None,
+    admits: bool = True,
+) -> Batch:
+    """Rows of sequences that have a slot; with `admits` they have been given it just now."""
+    sequences = dict.fromkeys(row.sequence for row in rows) if admits else ()
+    return rows_module.batch_of(rows, new_blocks or [()] * len(rows), sequences)
