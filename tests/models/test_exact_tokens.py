@@ -23,7 +23,6 @@ from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner import model_runner
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
@@ -131,7 +130,8 @@ def _serve(
     """Serve all, at most `at_once` together; with `put_downs`, each is put down up to 3 times."""
     info = runner.info
     blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=prefix_caching)
-    scheduler = Scheduler(SchedulerLimits(at_once, max(chunk, at_once), chunk), blocks)
+    limits = SchedulerLimits(at_once, max(chunk, at_once), chunk, max_scored_tokens=16)
+    scheduler = Scheduler(limits, blocks)
     engine = Engine(runner, scheduler, blocks)
     answers = [_Answer([], [], [], [], []) for _ in asked]
     for number, item in enumerate(asked):
@@ -183,7 +183,6 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(
     family: str,
     settings: dict[str, object],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = seeded("exact tokens")
     # More tokens than the sampler looks at first.
@@ -191,7 +190,6 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(
     loaded = load(_tie_logits(directory, tmp_path / "tied"), kv_blocks=1024, **settings)
     assert loaded.info.batch_invariant
     # Prompt log-probabilities in passes of a few tokens, as at the size of real vocabularies.
-    monkeypatch.setattr(model_runner, "_PROMPT_LOGITS_BYTES", 4 * _VOCABULARY * 16)
     runner = ModelRunner(loaded.model, loaded.info)
     ahead = ModelRunner(loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=1))
     asked = _random_requests(rng, budget(8, 500 if family == "llama" else 100), _VOCABULARY)

@@ -97,7 +97,7 @@ def test_whoever_is_admitted_again_goes_on_with_the_tokens_that_it_has_then() ->
 def test_tokens_that_nobody_knows_are_an_error_of_ours() -> None:
     sampler, sequence = Drawer(), _request([], MANY["frequency"])
     sampler.sample(LOGITS[:1], [SampleRow(sequence, 0)])
-    with pytest.raises(AssertionError, match="position 2 is to be drawn, but only 0 output tokens"):
+    with pytest.raises(AssertionError, match="position 2 is to be drawn, but 1 output tokens"):
         sampler.sample(LOGITS[2:3], [SampleRow(sequence, 2)])
 
 

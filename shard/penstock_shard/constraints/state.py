@@ -63,6 +63,10 @@ class ConstraintState:
         self._position += 1
         self.mask = None
 
+    def repeat(self) -> None:
+        """Take a `skip` back."""
+        self._position -= 1
+
     def set_mask(self, mask: Mask) -> None:
         """Take the matcher's mask, with changes: stop ids are allowed where the constraint may end;
         reluctant ones, and before min_tokens all, only where nothing else is allowed.

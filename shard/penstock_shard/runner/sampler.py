@@ -105,6 +105,11 @@ class Sampler:
         """Whether this token ends the sequence in a slot."""
         return self._admitted[slot].request.ends_with(token_id)
 
+    def repeat(self, slot: int) -> None:
+        """Nothing could be drawn for the sequence in this slot: its position is asked for again."""
+        if slot in self._states:
+            self._states[slot].repeat()
+
     def is_stateful(self, slot: int) -> bool:
         """Whether the tokens of the sequence in a slot depend on those before them."""
         return bool(self._known.stateful[slot])

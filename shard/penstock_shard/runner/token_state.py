@@ -218,6 +218,12 @@ class TokenState:
             self.constraint.skip()
         self.position += 1
 
+    def repeat(self) -> None:
+        """Take a `skip` back."""
+        if self.constraint is not None:
+            self.constraint.repeat()
+        self.position -= 1
+
 
 def _array(ids: abc.Sequence[int]) -> TokenIds:
     return np.array(ids, dtype=np.int64)

@@ -45,8 +45,11 @@ class _Answer:
     def take(self, results: abc.Sequence[RowResult]) -> None:
         """Add what was sampled at the next positions, up to the first that is not accepted."""
         for result in results:
-            # An error after the first token is left to the next step, which meets it again.
-            if self.results and (result.error is not None or not self.goes_on):
+            if self.results and result.error is not None:
+                # It is left to the next step, which meets it again.
+                self.sampler.repeat(self.draft.slot)
+                return
+            if self.results and not self.goes_on:
                 return
             self.results.append(result)
 
