@@ -30,7 +30,7 @@ from benchmarks.gpu_bench.machine import (
 from benchmarks.gpu_bench.shapes import SHAPES, Shape, Variant
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import Request, SamplingParams
-from penstock_shard.rows import Row, batch_of
+from penstock_shard.rows import Row, Rows
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.sequence import Sequence
 
@@ -112,7 +112,7 @@ class Sequences:
         new_blocks = [
             self._blocks_of(row.sequence) if row.sequence in admitted else () for row in rows
         ]
-        self._runner.launch(batch_of(rows, new_blocks, admitted))
+        self._runner.launch(Rows.of(rows).batch(new_blocks, admitted))
 
     def _blocks_of(self, sequence: Sequence) -> range:
         first = sequence.slot * self._num_blocks

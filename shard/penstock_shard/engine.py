@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from penstock_shard.codes import Code
@@ -20,6 +20,7 @@ from penstock_shard.link import Error, Load, Output, Work
 from penstock_shard.request import FinishReason, Request
 from penstock_shard.runner.base import (
     Batch,
+    Logprobs,
     RowResult,
     Runner,
     StepOutOfMemory,
@@ -219,8 +220,7 @@ class Engine:
         self.steps_total += 1
         self._steps_seconds_total += seconds
         self._sequences_total += batch.num_rows
-        for sequence, result in self._scheduler.update(batch, results, now_s, seconds):
-            self._report(sequence, result)
+        self._report(self._scheduler.update(batch, results, now_s, seconds))
         self._release()
         if self._in_flight:
             self._expect(now_s)
@@ -253,31 +253,29 @@ class Engine:
             bounds.sequences,
         )
 
-    def _report(self, sequence: Sequence, result: RowResult) -> None:
-        """Say what a row gave, if anything. Runs for every token: keep it cheap."""
-        if result.error is not None:
-            self._end(sequence, error=_failed(sequence, result))
-            return
-        if result.token_id is not None:
-            output = _token_output(sequence, [result.token_id, *result.more_token_ids])
-            output.logprobs = result.logprobs
-        else:
-            output = _output(sequence)
-            if result.embedding is not None:
+    def _report(self, news: Iterable[tuple[Sequence, RowResult]]) -> None:
+        """Say what a step gave. Runs for every token: keep it cheap."""
+        for sequence, result in news:
+            if result.token_id is not None:
+                output = _token_output(sequence, result)
+            elif result.error is not None:
+                self._end(sequence, error=_failed(sequence, result))
+                continue
+            elif result.embedding is not None:
+                output = _output(sequence)
                 output.embedding = result.embedding
                 output.finish = FinishReason.STOP
-        scores = result.prompt_logprobs
-        if scores is not None and scores.chosen:
-            output.prompt_logprobs = scores
-            first = sequence.num_prompt_logprobs_sent - len(scores.chosen)
-            output.prompt_logprobs_start = first + 1
-        # A chunk in the middle of a prompt gives nothing to report.
-        if not (output.token_ids or output.prompt_logprobs or output.finish):
-            return
-        self._outputs.append(output)
-        if output.finish is not None:
-            output.work = _work(sequence)
-            self._forget(sequence)
+            elif result.prompt_logprobs is not None:
+                output = _output(sequence)
+            else:
+                # A chunk in the middle of a prompt.
+                continue
+            if result.prompt_logprobs is not None:
+                _add_prompt_logprobs(output, sequence, result.prompt_logprobs)
+            self._outputs.append(output)
+            if output.finish is not None:
+                output.work = _work(sequence)
+                self._forget(sequence)
 
     def _release(self) -> None:
         """Have the runner drop what it keeps for slots that are free."""
@@ -297,21 +295,31 @@ class Engine:
         self._scheduler.remove(sequence)
 
 
-def _token_output(sequence: Sequence, token_ids: list[int]) -> Output:
-    """The output of the sequence's last tokens, which a row gave."""
-    request = sequence.request
-    position = sequence.num_output_tokens - len(token_ids)
-    output = Output(request.request_id, request.attempt, position, token_ids)
+def _token_output(sequence: Sequence, result: RowResult) -> Output:
+    """The output of a row that sampled: its tokens are the sequence's last. None follows one that
+    ends the sequence.
+    """
+    request, last = sequence.request, sequence.token_ids[-1]
+    token_ids = [last]
+    if result.more_token_ids:
+        token_ids = sequence.token_ids[-1 - len(result.more_token_ids) :]
+    count = len(sequence.token_ids) - sequence.num_prompt_tokens
+    position = count - len(token_ids)
+    output = Output(request.request_id, request.attempt, position, token_ids, result.logprobs)
     if position == sequence.num_delivered:
         output.cached_tokens = sequence.cached_tokens
-    # None follows a token that ends the sequence.
-    last = token_ids[-1]
     if last in request.stop_token_ids or last in request.reluctant_stop_ids:
         output.finish = FinishReason.STOP
         output.stop_token_id = last
-    elif sequence.num_output_tokens >= request.max_tokens:
+    elif count >= request.max_tokens:
         output.finish = FinishReason.LENGTH
     return output
+
+
+def _add_prompt_logprobs(output: Output, sequence: Sequence, logprobs: Logprobs) -> None:
+    output.prompt_logprobs = logprobs
+    first = sequence.num_prompt_logprobs_sent - len(logprobs.chosen)
+    output.prompt_logprobs_start = first + 1
 
 
 def _failed(sequence: Sequence, result: RowResult) -> Error:

@@ -93,9 +93,11 @@ class BlockManager:
         table = self._tables.get(sequence)
         return () if table is None else table.block_ids
 
-    def take_new(self, sequences: Iterable[Sequence]) -> list[abc.Sequence[int]]:
+    def take_new(self, sequences: abc.Collection[Sequence]) -> list[abc.Sequence[int]]:
         """The blocks that each got since this was last asked of it."""
         untold = self._untold
+        if not untold:
+            return [()] * len(sequences)
         return [untold.pop(sequence) if sequence in untold else () for sequence in sequences]
 
     def acquire_prefix(self, sequence: Sequence) -> int:

@@ -22,24 +22,57 @@ class Row:
     drafts: abc.Sequence[int] = ()
 
 
-def batch_of(
-    rows: abc.Sequence[Row],
-    new_blocks: abc.Sequence[abc.Sequence[int]],
-    admitted: abc.Iterable[Sequence],
-) -> Batch:
-    """The rows as a runner gets them, with the blocks that are new of each, and with the sequences
-    that were given a slot for this step.
+@dataclass(slots=True)
+class Rows:
+    """The rows of a step in columns, as a batch has them. Most steps have hundreds of decodes, for
+    which columns cost a fraction of what objects do.
     """
-    return Batch(
-        slots=[row.sequence.slot for row in rows],
-        starts=[row.start for row in rows],
-        counts=[row.count for row in rows],
-        samples=[row.samples for row in rows],
-        scored=[row.scored for row in rows],
-        drafts=[row.drafts for row in rows],
-        new_blocks=new_blocks,
-        admitted=[admission_of(sequence) for sequence in admitted],
-    )
+
+    sequences: list[Sequence]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+    scored: list[int]
+    drafts: list[abc.Sequence[int]]
+
+    @classmethod
+    def of_decodes(cls, sequences: list[Sequence], starts: list[int]) -> Rows:
+        """A row of one token for each sequence."""
+        n = len(sequences)
+        return cls(sequences, starts, [1] * n, [True] * n, [0] * n, [()] * n)
+
+    @classmethod
+    def of(cls, rows: abc.Iterable[Row]) -> Rows:
+        columns = cls([], [], [], [], [], [])
+        for row in rows:
+            columns.insert(len(columns.starts), row)
+        return columns
+
+    def insert(self, index: int, row: Row) -> None:
+        """Put a row before the one that has this index."""
+        self.sequences.insert(index, row.sequence)
+        self.starts.insert(index, row.start)
+        self.counts.insert(index, row.count)
+        self.samples.insert(index, row.samples)
+        self.scored.insert(index, row.scored)
+        self.drafts.insert(index, row.drafts)
+
+    def batch(
+        self, new_blocks: abc.Sequence[abc.Sequence[int]], admitted: abc.Iterable[Sequence]
+    ) -> Batch:
+        """The rows as a runner gets them, with the blocks that are new of each, and with the
+        sequences that were given a slot for this step.
+        """
+        return Batch(
+            [sequence.slot for sequence in self.sequences],
+            self.starts,
+            self.counts,
+            self.samples,
+            self.scored,
+            self.drafts,
+            new_blocks,
+            [admission_of(sequence) for sequence in admitted],
+        )
 
 
 def admission_of(sequence: Sequence) -> Admission:

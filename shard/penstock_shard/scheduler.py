@@ -24,7 +24,7 @@ from itertools import chain
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.rows import Row, batch_of
+from penstock_shard.rows import Row, Rows
 from penstock_shard.runner.base import Batch, RowResult
 from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.slot_pool import SlotPool
@@ -42,6 +42,7 @@ from penstock_shard.urgency import (
 
 # Looking up a member of an enumeration takes as long as counting a token.
 _ENDED = SequenceState.ENDED
+_RUNNING = SequenceState.RUNNING
 # The share of the time left to an objective that a step is planned to take: step times vary.
 _MARGIN = 0.95
 # Every this many steps a long prompt's chunk is a little larger than is predicted to fit: chunks
@@ -188,19 +189,18 @@ class Scheduler:
             decodes = ready
         filings = self._blocks.num_insertions
         budget = self._budget(decodes, starts_s)
-        rows = self._decode_rows(decodes, budget, now_s)
+        rows, size = self._decode_rows(decodes, budget, now_s)
         if speculation is not None:
-            rows = self._with_drafts(speculation, rows, budget)
+            rows, size = self._with_drafts(speculation, rows, budget)
         # A sequence preempted in this step would only be admitted again to be preempted again.
         admits = self.preemptions_total == preemptions_before
-        size = step_size(rows)
         budget.bound_prompts(size, self._limits.max_prefill_tokens)
         prompt_rows = list(self._prompt_rows(prefilling, admits, budget, now_s))
         self.num_prefill_tokens_left = _num_left(prefilling, prompt_rows)
         for row in prompt_rows:
             # A prompt whose every token but the last is cached is a decode row too.
-            rows.insert(0, row) if row.count == 1 and row.samples else rows.append(row)
-        if not rows:
+            rows.insert(0 if row.count == 1 and row.samples else len(rows.starts), row)
+        if not rows.starts:
             return Batch()
         self._sizes.append(size.plus(step_size(prompt_rows)))
         self._insertions.append(filings)
@@ -212,7 +212,7 @@ class Scheduler:
         results: abc.Sequence[RowResult],
         now_s: float = 0.0,
         seconds: float | None = None,
-    ) -> list[tuple[Sequence, RowResult]]:
+    ) -> Iterable[tuple[Sequence, RowResult]]:
         """The oldest step is over; it took `seconds`, if that is known. Append what it gave.
 
         Returns what is new of each sequence that has not ended, in the batch's order.
@@ -225,23 +225,31 @@ class Scheduler:
             self._step_time.learn(size, seconds)
         if self.bounds.reduced:
             self.bounds.recover()
-        news = []
-        columns = zip(batch.slots, batch.starts, batch.samples, batch.drafts, results, strict=True)
-        for slot, start, samples, drafts, result in columns:
-            sequence = self.slots[slot]
+        live: list[Sequence] = []
+        news: list[RowResult] = []
+        leaving = bool(self._leaving)
+        sequences = self.slots.holders_of(batch.slots)
+        columns = zip(sequences, batch.starts, batch.samples, batch.drafts, results, strict=True)
+        for sequence, start, samples, drafts, result in columns:
             if samples:
                 sequence.num_pending -= 1
             else:
                 sequence.num_partial_steps += 1
             if sequence.state is not _ENDED:
-                sequence.append(start, result, now_s)
-                news.append((sequence, result))
-            if drafts:
-                self._count_accepted(sequence, len(drafts), len(result.more_token_ids))
+                if result.token_id is not None:
+                    sequence.token_ids.append(result.token_id)
+                    sequence.last_token_s = now_s
+                if result.prompt_logprobs is not None:
+                    unsent = sequence.take_unsent(start, result.prompt_logprobs)
+                    result.prompt_logprobs = unsent if unsent.chosen else None
+                live.append(sequence)
+                news.append(result)
+            if drafts and self._speculation is not None:
+                self._speculation.take(sequence, len(drafts), result.more_token_ids)
             sequence.num_steps_in_flight -= 1
-            if self._leaving and not sequence.num_steps_in_flight:
+            if leaving and not sequence.num_steps_in_flight:
                 self._free_if_left(sequence)
-        return news
+        return zip(live, news, strict=True)
 
     def lose(self, batches: abc.Sequence[Batch]) -> None:
         """The oldest launched step ran out of device memory. `batches` are all launched ones; none
@@ -339,14 +347,15 @@ class Scheduler:
 
     def _decode_rows(
         self, decodes: abc.Sequence[Sequence], budget: StepBudget, now_s: float
-    ) -> list[Row]:
+    ) -> tuple[Rows, StepSize]:
         """A row for each decoding sequence; fewer where tokens, blocks or time run out."""
-        rows: list[Row] = []
+        sequences: list[Sequence] = []
+        starts: list[int] = []
         block_size = self._blocks.block_size
         bounded = budget.time_s != UNBOUNDED_S
         preemptions_before = self.preemptions_total
         for sequence in decodes:
-            if len(rows) == budget.tokens:
+            if len(starts) == budget.tokens:
                 break
             if bounded and not self._in_time(sequence, budget, now_s):
                 continue
@@ -355,19 +364,23 @@ class Scheduler:
             if start % block_size == 0 and not self._grow_or_preempt(sequence):
                 continue
             sequence.num_computed = start + 1
-            rows.append(Row(sequence, start, 1, samples=True))
+            sequences.append(sequence)
+            starts.append(start)
         if self.preemptions_total != preemptions_before:
-            rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
-        budget.tokens -= len(rows)
-        self._blocks.cache_full_blocks(row.sequence for row in rows)
-        return rows
+            sequences = [sequence for sequence in sequences if sequence.state is _RUNNING]
+            starts = [sequence.num_computed - 1 for sequence in sequences]
+        budget.tokens -= len(starts)
+        self._blocks.cache_full_blocks(sequences)
+        return Rows.of_decodes(sequences, starts), StepSize(
+            num_decodes=len(starts), num_prompt_tokens=0, num_keys=sum(starts) + len(starts)
+        )
 
     def _with_drafts(
-        self, speculation: Speculation, rows: list[Row], budget: StepBudget
-    ) -> list[Row]:
-        rows = speculation.add_drafts(rows, *budget.for_drafts())
+        self, speculation: Speculation, decodes: Rows, budget: StepBudget
+    ) -> tuple[Rows, StepSize]:
+        rows = speculation.add_drafts(decodes, *budget.for_drafts())
         budget.take_drafts(rows)
-        return rows
+        return Rows.of(rows), step_size(rows)
 
     def _in_time(self, sequence: Sequence, budget: StepBudget, now_s: float) -> bool:
         """Whether the time allows a decode row; always for sequences that the time was set for."""
@@ -568,24 +581,13 @@ class Scheduler:
             self._blocks.release(sequence)
         self.slots.free(sequence)
 
-    def _count_accepted(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a collected row; the accepted ones are computed already."""
-        assert self._speculation is not None
-        if sequence.state is _ENDED:
-            num_accepted = 0
-        if sequence.state is SequenceState.RUNNING:
-            sequence.num_computed += num_accepted
-        sequence.num_accepted_drafts += num_accepted
-        self._speculation.learn(sequence, num_drafts, num_accepted)
-
-    def _batch(self, rows: list[Row]) -> Batch:
+    def _batch(self, rows: Rows) -> Batch:
         """The rows as a runner gets them; from now on their step is in flight."""
-        sequences = [row.sequence for row in rows]
-        for row, sequence in zip(rows, sequences, strict=True):
+        for sequence, samples in zip(rows.sequences, rows.samples, strict=True):
             sequence.num_steps_in_flight += 1
-            sequence.num_pending += row.samples
+            sequence.num_pending += samples
         admitted, self._admitted = self._admitted, []
-        return batch_of(rows, self._blocks.take_new(sequences), admitted)
+        return rows.batch(self._blocks.take_new(rows.sequences), admitted)
 
 
 def _num_left(prefilling: Iterable[Sequence], rows: Iterable[Row]) -> int:

@@ -11,7 +11,7 @@ from penstock_shard.request import Pooling, Request
 
 if TYPE_CHECKING:
     from penstock_shard.constraints.state import ConstraintState
-    from penstock_shard.runner.base import RowResult
+    from penstock_shard.runner.base import Logprobs
 
 
 class SequenceState(enum.Enum):
@@ -101,17 +101,12 @@ class Sequence:
         """Whether every prompt token must be computed, so that the prefix cache is not used."""
         return self.needs_prompt_logprobs or self.request.pooling is Pooling.MEAN
 
-    def append(self, start: int, result: RowResult, now_s: float) -> None:
-        """Append what a row that began at `start` gave. Of its prompt log-probabilities only those
-        stay in the result that were not sent before the sequence was preempted.
+    def take_unsent(self, start: int, prompt_logprobs: Logprobs) -> Logprobs:
+        """Of prompt log-probabilities that a row gave which began at `start`, those that were not
+        sent before the sequence was preempted; they count as sent now.
         """
-        if result.token_id is not None:
-            self.token_ids.append(result.token_id)
-            self.token_ids += result.more_token_ids
-            self.last_token_s = now_s
-        if result.prompt_logprobs is None:
-            return
         known = self.num_prompt_logprobs_sent - start
         if known > 0:
-            result.prompt_logprobs = result.prompt_logprobs.without_first(known)
-        self.num_prompt_logprobs_sent += len(result.prompt_logprobs.chosen)
+            prompt_logprobs = prompt_logprobs.without_first(known)
+        self.num_prompt_logprobs_sent += len(prompt_logprobs.chosen)
+        return prompt_logprobs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from penstock_shard.sequence import Sequence
 
@@ -25,6 +25,10 @@ class SlotPool:
     def __getitem__(self, slot: int) -> Sequence:
         """Who has this slot."""
         return self._holders[slot]
+
+    def holders_of(self, slots: Iterable[int]) -> Iterable[Sequence]:
+        """Who has each of these."""
+        return map(self._holders.__getitem__, slots)
 
     def give(self, sequence: Sequence) -> None:
         """Give it a slot."""

@@ -12,8 +12,8 @@ from collections import abc
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.rows import Row
-from penstock_shard.sequence import Sequence
+from penstock_shard.rows import Row, Rows
+from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.step_time import StepTime
 from penstock_shard.urgency import seconds_between_tokens
 
@@ -56,11 +56,12 @@ class Speculation:
             return None
         return [sequence for sequence in decodes if sequence not in waiting]
 
-    def add_drafts(self, rows: abc.Sequence[Row], tokens: int, time_s: float) -> list[Row]:
+    def add_drafts(self, decodes: Rows, tokens: int, time_s: float) -> list[Row]:
         """The same rows, those that got drafts last. Drafts add at most `tokens` and `time_s`."""
         plain, with_drafts = [], []
         tokens = min(tokens, self._most_drafts)
-        for row in rows:
+        for sequence, start in zip(decodes.sequences, decodes.starts, strict=True):
+            row = Row(sequence, start, 1, samples=True)
             most = self._most(row, tokens, time_s)
             found = self.drafter.propose(row.sequence, most) if most > 0 else []
             if found:
@@ -75,8 +76,16 @@ class Speculation:
             with_drafts.append(row)
         return plain + with_drafts
 
-    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Count the accepted drafts of a row that was collected."""
+    def take(self, sequence: Sequence, num_drafts: int, more_token_ids: abc.Sequence[int]) -> None:
+        """A row with drafts is over: append the tokens that follow the accepted ones, unless the
+        sequence has ended. Those are computed already.
+        """
+        has_ended = sequence.state is SequenceState.ENDED
+        num_accepted = 0 if has_ended else len(more_token_ids)
+        sequence.token_ids += more_token_ids[:num_accepted]
+        if sequence.state is SequenceState.RUNNING:
+            sequence.num_computed += num_accepted
+        sequence.num_accepted_drafts += num_accepted
         self._drafted.discard(sequence)
         self.drafter.learn(sequence, num_drafts, num_accepted)
 

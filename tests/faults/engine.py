@@ -41,7 +41,7 @@ FAULTS = [
         "Positions count the prompt",
         "_token_output",
         becomes(
-            "sequence.num_output_tokens - len(token_ids)",
+            "count - len(token_ids)",
             "len(sequence.token_ids) - len(token_ids)",
         ),
         caught_by="test_positions_count_every_token_once",
@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "Prompt log-probabilities are sent again after a preemption",
-        "Sequence.append",
+        "Sequence.take_unsent",
         never("known > 0"),
         caught_by="test_prompt_logprobs_arrive_once_in_order_in_spite_of_chunks_and_preemption",
     ),

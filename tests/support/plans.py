@@ -6,8 +6,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_shard import rows as rows_module
-from penstock_shard.rows import Row
+from penstock_shard.rows import Row, Rows
 from penstock_shard.runner.base import Batch, RowResult
 from penstock_shard.scheduler import Scheduler
 
@@ -49,4 +48,4 @@ def batch_of(
 ) -> Batch:
     """Rows of sequences that have a slot; with `admits` they have been given it just now."""
     sequences = dict.fromkeys(row.sequence for row in rows) if admits else ()
-    return rows_module.batch_of(rows, new_blocks or [()] * len(rows), sequences)
+    return Rows.of(rows).batch(new_blocks or [()] * len(rows), sequences)

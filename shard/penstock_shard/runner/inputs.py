@@ -140,26 +140,28 @@ class _Columns:
     scored: Integers
     verified: Integers
     pooled: Integers
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but sampled tokens is wanted."""
-        return not (self.scored.any() or self.verified.any() or self.pooled.any())
+    # Whether nothing but sampled tokens is wanted.
+    is_plain: bool
 
     @classmethod
     def of(cls, batch: Batch, slots: Slots) -> _Columns:
-        own, counts = np.array(batch.slots), np.array(batch.counts)
-        samples = np.array(batch.samples)
+        own, starts, counts = (
+            np.array(column) for column in (batch.slots, batch.starts, batch.counts)
+        )
+        samples, pooling = np.array(batch.samples), slots.pooling[own]
+        if not (any(batch.drafts) or any(batch.scored) or pooling.any()):
+            none = np.zeros(len(own), dtype=np.int64)
+            return cls(own, starts, counts, samples, none, none, none, True)
         drafts = np.fromiter(map(len, batch.drafts), np.int64, len(own))
-        pooling = slots.pooling[own]
         return cls(
             slots=own,
-            starts=np.array(batch.starts),
+            starts=starts,
             counts=counts,
             samples=samples & (drafts == 0) & (pooling == 0),
             scored=np.array(batch.scored),
             verified=np.where(drafts > 0, counts, 0),
             pooled=np.where(pooling == 2, counts, np.where(samples, pooling, 0)),
+            is_plain=False,
         )
 
 
@@ -220,6 +222,7 @@ class InputBuilder:
             inputs, attention = static.inputs, static.attention
         parts = torch.split(inputs.extra[: sum(sizes)], sizes)
         device_slots, gap_slots, places, logit_rows, hidden_rows = parts
+        scored, drafted, pooled = _special_rows(batch, columns, wanted.places, self._slots)
         return Inputs(
             input_ids=inputs.input_ids,
             positions=inputs.positions,
@@ -229,9 +232,9 @@ class InputBuilder:
             gaps=Gaps(gap_slots, places if len(places) else None) if len(gaps) else None,
             sampled=_sampled(columns, lengths, device_slots, self._slots),
             sampled_logits=wanted.sampled_logits,
-            scored=_scored(columns, wanted.places),
-            drafted=_drafted(batch, columns, wanted.places, self._slots),
-            pooled=_pooled(columns, lengths, self._slots),
+            scored=scored,
+            drafted=drafted,
+            pooled=pooled,
             adapters=inputs.adapters if len(adapters) else None,
         )
 
@@ -399,7 +402,8 @@ def _gaps(columns: _Columns, lengths: Integers, slots: Slots) -> Integers:
     """The rows whose last token is still to be sampled. Rows with drafts never lack one: the host
     knows all tokens before those, which are no tokens of the sequence yet.
     """
-    return np.flatnonzero((lengths > slots.num_known[columns.slots]) & (columns.verified == 0))
+    is_missing = lengths > slots.num_known[columns.slots]
+    return np.flatnonzero(is_missing & (columns.verified == 0))
 
 
 def _token_ids(batch: Batch, columns: _Columns, tokens: _Tokens, slots: Slots) -> Integers:
@@ -410,7 +414,7 @@ def _token_ids(batch: Batch, columns: _Columns, tokens: _Tokens, slots: Slots) -
         start, offset = int(starts[i]), int(tokens.offsets[i])
         known = slots.token_ids[int(own[i])][start : start + int(columns.counts[i])]
         ids[offset : offset + len(known)] = known
-    for i in np.flatnonzero(columns.verified).tolist():
+    for i in () if columns.is_plain else np.flatnonzero(columns.verified).tolist():
         ids[tokens.offsets[i] + 1 : tokens.offsets[i + 1]] = batch.drafts[i]
     return ids
 
@@ -420,51 +424,37 @@ def _sampled(
 ) -> Sampled | None:
     if not len(device_slots):
         return None
+    positions = lengths - slots.num_prompt_tokens[columns.slots]
     chosen = np.flatnonzero(columns.samples)
-    own = columns.slots[chosen]
-    return Sampled(own, device_slots, lengths[chosen] - slots.num_prompt_tokens[own], chosen)
+    if len(chosen) == len(lengths):
+        return Sampled(columns.slots, device_slots, positions, chosen)
+    return Sampled(columns.slots[chosen], device_slots, positions[chosen], chosen)
 
 
-def _scored(columns: _Columns, places: Integers) -> list[ScoredRow]:
-    return [
-        ScoredRow(
-            i,
-            int(columns.slots[i]),
-            int(columns.starts[i]),
-            int(columns.scored[i]),
-            int(places[i]),
-        )
-        for i in np.flatnonzero(columns.scored).tolist()
-    ]
-
-
-def _drafted(batch: Batch, columns: _Columns, places: Integers, slots: Slots) -> list[DraftRow]:
-    drafted = np.flatnonzero(columns.verified)
-    # The first token to be sampled follows the last known one, which is at `start`.
-    positions = columns.starts + 1 - slots.num_prompt_tokens[columns.slots]
-    return [
-        DraftRow(i, int(columns.slots[i]), batch.drafts[i], int(positions[i]), int(places[i]))
-        for i in drafted.tolist()
-    ]
-
-
-def _pooled(columns: _Columns, lengths: Integers, slots: Slots) -> list[PooledRow]:
-    pooled = []
-    for i in np.flatnonzero(columns.pooled).tolist():
-        slot = int(columns.slots[i])
-        count = int(slots.num_prompt_tokens[slot])
-        pooled.append(
-            PooledRow(
-                row=i,
-                slot=slot,
-                start=int(columns.starts[i]),
-                count=int(columns.pooled[i]),
-                is_mean=slots.pooling[slot] == 2,
-                ends_prompt=int(lengths[i]) == count,
-                num_prompt_tokens=count,
+def _special_rows(
+    batch: Batch, columns: _Columns, places: Integers, slots: Slots
+) -> tuple[abc.Sequence[ScoredRow], abc.Sequence[DraftRow], abc.Sequence[PooledRow]]:
+    """Rows of which more is wanted than a token that is sampled: scored, with drafts, pooled."""
+    if columns.is_plain:
+        return (), (), ()
+    scored, drafted, pooled = [], [], []
+    for i in np.flatnonzero(columns.scored + columns.verified + columns.pooled).tolist():
+        slot, start, count = int(columns.slots[i]), int(columns.starts[i]), int(columns.counts[i])
+        num_prompt_tokens, place = int(slots.num_prompt_tokens[slot]), int(places[i])
+        if columns.scored[i]:
+            scored.append(ScoredRow(i, slot, start, int(columns.scored[i]), place))
+        if columns.verified[i]:
+            # The first token to be sampled follows the last known one, which is at `start`.
+            position = start + 1 - num_prompt_tokens
+            drafted.append(DraftRow(i, slot, batch.drafts[i], position, place))
+        if columns.pooled[i]:
+            is_mean = slots.pooling[slot] == 2
+            ends_prompt = start + count == num_prompt_tokens
+            num_pooled = int(columns.pooled[i])
+            pooled.append(
+                PooledRow(i, slot, start, num_pooled, is_mean, ends_prompt, num_prompt_tokens)
             )
-        )
-    return pooled
+    return scored, drafted, pooled
 
 
 def _num_decodes(counts: Integers) -> int:

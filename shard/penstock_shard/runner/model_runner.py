@@ -320,9 +320,9 @@ class ModelRunner:
             _set_prompt_logprobs(results[prompt.row], prompt)
         if sampled is not None:
             for index, result in zip(sampled.rows.tolist(), found, strict=True):
-                result.prompt_logprobs = results[index].prompt_logprobs
-                result.error = results[index].error or result.error
-                results[index] = result
+                if results[index].error is None:
+                    result.prompt_logprobs = results[index].prompt_logprobs
+                    results[index] = result
         if forward.verification is not None:
             # It may still draw tokens on the device.
             self._guarded(step, partial(self._finish_drafts, forward, results))

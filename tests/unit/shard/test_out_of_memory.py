@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_nothing_is_drafted_until_the_bounds_are_what_they_were(
     plans = []
     update = under_test.scheduler.update
 
-    def note(batch: Batch, *args: Any) -> list[tuple[Sequence, RowResult]]:
+    def note(batch: Batch, *args: Any) -> Iterable[tuple[Sequence, RowResult]]:
         plans.append((under_test.scheduler.bounds.reduced, len(batch.drafts[0])))
         return update(batch, *args)
 
