@@ -53,8 +53,16 @@ async def client(shard: Shard) -> AsyncIterator[ShardClient]:
         yield client
 
 
-async def _tokens(client: ShardClient, request: GenerationRequest) -> list[int]:
-    return [i async for output in client.generate(request) for i in output.token_ids]
+async def _tokens(
+    client: ShardClient, request: GenerationRequest, begun: asyncio.Event | None = None
+) -> list[int]:
+    """All tokens; `begun` is set when the first has come."""
+    token_ids: list[int] = []
+    async for output in client.generate(request):
+        token_ids += output.token_ids
+        if begun is not None:
+            begun.set()
+    return token_ids
 
 
 async def _load(client: ShardClient):
@@ -470,14 +478,15 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(tmp_path: Path)
     service = Shard(tmp_path / "log", "--step-ms", "10")
     with running(service):
         async with ShardClient(service.address) as client:
+            begun = asyncio.Event()
             running_tokens = asyncio.create_task(
-                _tokens(client, GenerationRequest([1], max_tokens=60))
+                _tokens(client, GenerationRequest([1], max_tokens=200), begun)
             )
-            await asyncio.sleep(0.1)
+            await begun.wait()
             left = [progress.running async for progress in client.drain()]
             assert left[0] == 1
             assert left[-1] == 0
-            assert len(await running_tokens) == 60
+            assert len(await running_tokens) == 200
             with pytest.raises(ShardUnavailable, match="draining"):
                 await _tokens(client, GenerationRequest([1], max_tokens=1))
         wait_until(lambda: not service.healthy(), timeout_s=30, what="not healthy after a drain")
@@ -487,10 +496,13 @@ async def test_sigterm_lets_running_requests_finish_and_exits_with_0(tmp_path: P
     service = Shard(tmp_path / "log", "--step-ms", "10")
     with running(service):
         async with ShardClient(service.address) as client:
-            tokens = asyncio.create_task(_tokens(client, GenerationRequest([1], max_tokens=50)))
-            await asyncio.sleep(0.1)
+            begun = asyncio.Event()
+            tokens = asyncio.create_task(
+                _tokens(client, GenerationRequest([1], max_tokens=100), begun)
+            )
+            await begun.wait()
             service.process.terminate()
-            assert len(await tokens) == 50
+            assert len(await tokens) == 100
         assert await asyncio.to_thread(service.process.wait, 10) == 0
 
 
