@@ -124,7 +124,7 @@ class Sequences:
             token_ids = result_tokens(result)
             if not token_ids:
                 raise RuntimeError(result.error or "a row gave no token")
-            sequence.token_ids += token_ids
+            sequence.token_ids.extend(token_ids)
 
     def end(self) -> None:
         for sequence in self.sequences:
@@ -274,7 +274,8 @@ def _tokens(
     for sequence in sequences.sequences:
         sequence.request = msgspec.structs.replace(sequence.request, logprobs=0)
     first = sequences.sequences[0]
-    first.token_ids[:] = random.Random(0).choices(range(runner.info.vocab_size), k=context)
+    ids = random.Random(0).choices(range(runner.info.vocab_size), k=context)
+    first.token_ids[:] = array("I", ids)
     found = []
     for number in range(40):
         rows = []
@@ -285,7 +286,7 @@ def _tokens(
             sequences.compute(step)
             for row, result in zip(step, runner.collect(), strict=True):
                 if row.samples:
-                    row.sequence.token_ids += result_tokens(result)
+                    row.sequence.token_ids.extend(result_tokens(result))
                     if row.sequence is first and result.logprobs is not None:
                         found.append((result_tokens(result), result.logprobs.chosen))
     sequences.end()

@@ -302,7 +302,7 @@ def _token_output(sequence: Sequence, result: RowResult) -> Output:
     request, last = sequence.request, sequence.token_ids[-1]
     token_ids = [last]
     if result.more_token_ids:
-        token_ids = sequence.token_ids[-1 - len(result.more_token_ids) :]
+        token_ids = sequence.token_ids[-1 - len(result.more_token_ids) :].tolist()
     count = len(sequence.token_ids) - sequence.num_prompt_tokens
     position = count - len(token_ids)
     output = Output(request.request_id, request.attempt, position, token_ids, result.logprobs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import abc
 from dataclasses import dataclass
 
@@ -80,7 +79,7 @@ def admission_of(sequence: Sequence) -> Admission:
     return Admission(
         sequence.slot,
         sequence.request,
-        array("I", sequence.token_ids),
+        sequence.token_ids[:],
         sequence.adapter_index,
         sequence.constraint,
     )

@@ -34,7 +34,8 @@ class Sequence:
     """
 
     request: Request
-    token_ids: list[int]
+    # Four bytes each, where a list would take some forty.
+    token_ids: array[int]
     num_prompt_tokens: int
     # Output tokens that were delivered before this attempt began; never sent again.
     num_delivered: int
@@ -71,9 +72,10 @@ class Sequence:
     @classmethod
     def of(cls, request: Request, adapter_index: int = 0) -> Sequence:
         """The sequence of a request that has just arrived."""
-        prompt, output = array("I", request.prompt), array("I", request.output)
-        token_ids = prompt.tolist() + output.tolist()
-        return cls(request, token_ids, len(prompt), len(output), adapter_index)
+        token_ids = array("I", request.prompt + request.output)
+        num_prompt_tokens = request.num_prompt_tokens
+        num_delivered = len(token_ids) - num_prompt_tokens
+        return cls(request, token_ids, num_prompt_tokens, num_delivered, adapter_index)
 
     @property
     def num_tokens(self) -> int:

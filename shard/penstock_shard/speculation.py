@@ -82,7 +82,7 @@ class Speculation:
         """
         has_ended = sequence.state is SequenceState.ENDED
         num_accepted = 0 if has_ended else len(more_token_ids)
-        sequence.token_ids += more_token_ids[:num_accepted]
+        sequence.token_ids.extend(more_token_ids[:num_accepted])
         if sequence.state is SequenceState.RUNNING:
             sequence.num_computed += num_accepted
         sequence.num_accepted_drafts += num_accepted

@@ -124,8 +124,8 @@ def adjusted_scores(logits: NDArray[np.float32], sequence: Sequence) -> NDArray[
     """Logits after penalties, biases and bans."""
     params = sequence.request.sampling
     scores = logits.astype(np.float64)
-    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens].tolist()
+    output = sequence.token_ids[sequence.num_prompt_tokens :].tolist()
     for token in {*prompt, *output}:
         factor = params.repetition_penalty
         scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor

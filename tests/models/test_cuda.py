@@ -59,7 +59,7 @@ def test_greedy_output_on_cuda_equals_generate(
     runner = load(model_dir(family), device="cuda", dtype="float32", kv_blocks=None)
     sequences = [make_sequence(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
     Driver(runner).generate(sequences)
-    outputs = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+    outputs = [sequence.token_ids[sequence.num_prompt_tokens :].tolist() for sequence in sequences]
     assert outputs == reference(model_dir(family), prompts)
 
 

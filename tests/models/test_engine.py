@@ -60,6 +60,6 @@ def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
         engine.check_integrity()
 
     assert not engine.has_work
-    assert [one.token_ids[one.num_prompt_tokens :] for one in sequences] == expected
+    assert [one.token_ids[one.num_prompt_tokens :].tolist() for one in sequences] == expected
     assert scheduler.preemptions_total > 0
     assert any(sequence.cached_tokens for sequence in sequences)

@@ -79,7 +79,7 @@ def test_mixed_steps_give_the_tokens_of_generate(
         let_generate(sequence, OUTPUT_TOKENS)
     driver.generate(sequences)
 
-    outputs = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+    outputs = [sequence.token_ids[sequence.num_prompt_tokens :].tolist() for sequence in sequences]
     assert outputs == expected
     assert len({tuple(output) for output in expected}) == 4, "the model says the same to all"
     assert all(len(set(output)) > 3 for output in expected), "the model repeats itself"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,9 +164,9 @@ def test_greedy_tokens_are_those_of_the_merged_model(model_dir: Directory, tmp_p
     Driver(adapted.runner, seed=3).generate(sequences, max_chunk=2)
     for sequence in sequences:
         path = None if sequence.adapter_index == 0 else adapters[sequence.adapter_index - 1]
-        best = merged_logits(directory, path, sequence.token_ids).argmax(-1).tolist()
+        best = merged_logits(directory, path, sequence.token_ids.tolist()).argmax(-1).tolist()
         start = sequence.num_prompt_tokens
-        assert sequence.token_ids[start:] == best[start - 1 : -1]
+        assert sequence.token_ids[start:].tolist() == best[start - 1 : -1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
@@ -192,7 +193,7 @@ def _logits_of(adapted: Adapted, token_ids: list[int], index: int) -> Tensor:
     kv_dtype = getattr(torch, info.kv_dtype)
     with trial_steps(adapted.runner.model, info.vocab_size, info.block_size, 32, kv_dtype) as steps:
         sequence = steps.sequence(len(token_ids))
-        sequence.token_ids[:] = token_ids
+        sequence.token_ids[:] = array("I", token_ids)
         sequence.adapter_index = index
         return steps.run([(sequence, 0, len(token_ids))])
 

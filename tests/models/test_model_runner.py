@@ -90,7 +90,7 @@ def test_sampled_logprobs_are_those_of_the_model(model_dir: Directory) -> None:
     sequence = make_sequence(PROMPT, sampling, logprobs=3)
     results = [driver.step([(sequence, len(PROMPT))])[0]]
     results += [driver.step([(sequence, 1)])[0] for _ in range(5)]
-    expected = own_logprobs(directory, sequence.token_ids)
+    expected = own_logprobs(directory, sequence.token_ids.tolist())
     for i, result in enumerate(results):
         row = expected[len(PROMPT) - 1 + i]
         assert result.logprobs is not None

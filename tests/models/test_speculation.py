@@ -190,7 +190,7 @@ def test_where_a_constraint_leaves_nothing_behind_right_drafts_the_error_says_so
     logits = torch.zeros(4, VOCAB_SIZE)
     (found,) = verify(sampler, logits, [Draft(sequence, [a, c, c], 0, 0)])
     assert (found.token_id, found.more_token_ids, found.error) == (a, [c], None)
-    sequence.token_ids += [a, c]
+    sequence.token_ids.extend([a, c])
     (found,) = verify(sampler, logits, [Draft(sequence, [], 2, 0)])
     assert found.is_callers
     assert found.error == "the sampling parameters leave no token to draw at output position 2"
@@ -243,7 +243,7 @@ def _generate(
                 logprobs[output.request_id].extend(output.logprobs)
         engine.check_integrity()
     assert blocks.num_referenced == 0
-    outputs = {r.request.request_id: r.token_ids[r.num_prompt_tokens :] for r in sequences}
+    outputs = {r.request.request_id: r.token_ids[r.num_prompt_tokens :].tolist() for r in sequences}
     return outputs, logprobs, engine
 
 

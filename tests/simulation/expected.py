@@ -47,7 +47,7 @@ def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) 
         if sequence.request.ends_with(result.token_id):
             finish = FinishReason.STOP
             break
-    token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+    token_ids = sequence.token_ids[sequence.num_prompt_tokens :].tolist()
     return Answer(token_ids, logprobs, prompt_logprobs, finish)
 
 

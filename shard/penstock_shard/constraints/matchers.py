@@ -136,7 +136,7 @@ def _follow(
     """Advance the matcher past the sequence's delivered output, and check that it can fill a mask
     there. Raises OutputRefused, OutputExhausts.
     """
-    token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+    token_ids = sequence.token_ids[sequence.num_prompt_tokens :].tolist()
     for start in range(0, len(token_ids), tokens_a_mask):
         if is_discarded.is_set():
             raise Discarded

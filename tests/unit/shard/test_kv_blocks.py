@@ -151,14 +151,14 @@ def test_a_prompt_of_any_length_finds_the_full_blocks_before_its_last_token(
     for known in (16, 32, 48):
         _compute(blocks, first, known)
     second = make_sequence("b", range(64))
-    second.token_ids[num_tokens:] = []
+    del second.token_ids[num_tokens:]
     assert blocks.acquire_prefix(second) == (num_tokens - 1) // 16 * 16
     # It goes on, and what it computed is found in its turn.
     blocks.release(first)
     filler = make_sequence("filler", range(300, 300 + 16 * blocks.num_free))
     assert blocks.grow(filler, filler.num_tokens)
     blocks.release(filler)
-    second.token_ids += [*range(num_tokens, 64)]
+    second.token_ids.extend(range(num_tokens, 64))
     _compute(blocks, second, 64)
     assert blocks.acquire_prefix(make_sequence("c", [*range(64), 1])) == 64
 

@@ -78,7 +78,7 @@ def test_right_drafts_grow_and_wrong_ones_shrink_and_pause() -> None:
         drafter.learn(sequence, 1, 0)
         pauses.append(0)
         while not drafter.propose(sequence, 8):
-            sequence.token_ids += [1, 2, 3][len(sequence.token_ids) % 3 :][:1]
+            sequence.token_ids.append([1, 2, 3][len(sequence.token_ids) % 3])
             pauses[-1] += 1
     assert pauses == [2, 4, 8, 16, 32, 64, 64, 64]
     assert len(drafter.propose(sequence, 8)) == 1
