@@ -96,7 +96,7 @@ class Engine:
 
     def abort(self, request_id: str, attempt: int) -> None:
         """End this attempt of a request before the next step, if it has not ended."""
-        sequence = self._live.get(request_id)
+        sequence = self.find(request_id)
         if sequence is not None and sequence.request.attempt == attempt:
             self._end(sequence, finish=FinishReason.ABORTED)
 

@@ -73,7 +73,7 @@ def test_rows_of_nobody_are_in_their_own_block_and_see_one_token() -> None:
     before = arrays.block_table[:3].copy()
     arrays.cu_queries[:4] = np.arange(4)
     graphs.pad(arrays, 3)
-    assert (arrays.slots[3:] == 33 * 16).all()
+    assert (arrays.kv_indices[3:] == 33 * 16).all()
     assert (arrays.block_table[3:] == 33).all()
     assert (arrays.seq_lens[3:] == 1).all()
     assert (arrays.cu_queries == np.arange(9)).all()

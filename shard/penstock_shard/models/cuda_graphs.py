@@ -270,7 +270,7 @@ class GraphedModel:
         """Turn all rows after the first `num_rows` into padding rows."""
         arrays.input_ids[num_rows:] = 0
         arrays.positions[num_rows:] = 0
-        arrays.slots[num_rows:] = self._pad_block * self._block_size
+        arrays.kv_indices[num_rows:] = self._pad_block * self._block_size
         arrays.adapters[num_rows:] = 0
         arrays.cu_queries[num_rows:] = np.arange(num_rows, len(arrays.cu_queries))
         arrays.seq_lens[num_rows:] = 1
@@ -336,7 +336,7 @@ class GraphedModel:
             seq_lens=[num_blocks * self._block_size] * count,
             num_decodes=count,
             block_size=self._block_size,
-            slots=inputs.slots,
+            slots=inputs.kv_indices,
             cu_queries=inputs.cu_queries,
             cu_keys=inputs.cu_keys,
             seq_lens_tensor=inputs.seq_lens,

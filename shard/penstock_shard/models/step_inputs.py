@@ -24,13 +24,14 @@ Numbers = TypeVar("Numbers")
 
 @dataclass(frozen=True, slots=True)
 class StepInputs(Generic[Numbers]):
-    """The inputs of one forward; see `AttentionBatch` for the names. `adapters` is empty where no
+    """The inputs of one forward; see `AttentionBatch` for the names. `kv_indices` are where the
+    tokens' keys and values go, counted over all blocks (its `slots`). `adapters` is empty where no
     token has an adapter; `extra` are other numbers that share the copy.
     """
 
     input_ids: Numbers
     positions: Numbers
-    slots: Numbers
+    kv_indices: Numbers
     adapters: Numbers
     extra: Numbers
     cu_queries: Numbers
@@ -91,10 +92,10 @@ class InputLayout:
     def _parts(
         self, part: Callable[[int, int, int], Numbers], shaped: Callable[[Numbers], Numbers]
     ) -> StepInputs[Numbers]:
-        ids, positions, slots, adapters, extra, cu_queries, cu_keys, lens, table = (
+        ids, positions, kv_indices, adapters, extra, cu_queries, cu_keys, lens, table = (
             part(offset, offset + count * size, size)
             for offset, (count, size) in zip(self._offsets, self._lengths, strict=False)
         )
         return StepInputs(
-            ids, positions, slots, adapters, extra, cu_queries, cu_keys, lens, shaped(table)
+            ids, positions, kv_indices, adapters, extra, cu_queries, cu_keys, lens, shaped(table)
         )

@@ -281,7 +281,7 @@ class InputBuilder:
         arrays.input_ids[:total] = token_ids
         arrays.positions[:total] = tokens.positions
         block_index, offset = np.divmod(tokens.positions, size)
-        arrays.slots[:total] = blocks[own_slots, block_index].astype(np.int64) * size + offset
+        arrays.kv_indices[:total] = blocks[own_slots, block_index].astype(np.int64) * size + offset
         arrays.cu_queries[: count + 1] = rows.offsets
         arrays.seq_lens[:count] = rows.lengths
         width = min(arrays.block_table.shape[1], blocks.shape[1])
@@ -301,7 +301,7 @@ class InputBuilder:
             seq_lens=lengths.tolist(),
             num_decodes=_num_decodes(columns.counts),
             block_size=self._block_size,
-            slots=inputs.slots,
+            slots=inputs.kv_indices,
             cu_queries=inputs.cu_queries,
             cu_keys=inputs.cu_keys,
             seq_lens_tensor=inputs.seq_lens,
