@@ -360,7 +360,7 @@ def _copy_inputs(
 ) -> None:
     static.input_ids.copy_(input_ids)
     static.positions.copy_(positions)
-    static.slots.copy_(batch.slots)
+    static.kv_indices.copy_(batch.slots)
     static.cu_queries.copy_(batch.cu_queries)
     static.cu_keys.copy_(batch.cu_keys)
     static.seq_lens.copy_(batch.seq_lens_tensor)
