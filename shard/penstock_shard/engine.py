@@ -11,10 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from penstock_shard.codes import Code
-from penstock_shard.constraints.matchers import OutputExhausts, OutputRefused, PendingMatchers
-from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output, Work
 from penstock_shard.request import FinishReason, Request
@@ -27,6 +26,9 @@ from penstock_shard.runner.base import (
 )
 from penstock_shard.scheduler import Scheduler
 from penstock_shard.sequence import Sequence, SequenceState
+
+if TYPE_CHECKING:
+    from penstock_shard.constraints.matchers import PendingMatchers
 
 logger = logging.getLogger(__name__)
 
@@ -167,11 +169,11 @@ class Engine:
     def _add_compiled(self) -> None:
         """Queue the sequences whose constraints are compiled by now."""
         assert self._matchers is not None
-        for sequence, refusal in self._matchers.take():
-            if refusal is None:
+        for sequence, error in self._matchers.take():
+            if error is None:
                 self._scheduler.add(sequence, self._clock())
                 continue
-            self._outputs.append(_ending(sequence, error=_unmatched(sequence, refusal)))
+            self._outputs.append(_ending(sequence, error=error))
             del self._live[sequence.request.request_id]
 
     def _launch(self) -> bool:
@@ -331,20 +333,6 @@ def _failed(sequence: Sequence, result: RowResult) -> Error:
     kind = "" if sequence.request.constraint is None else sequence.request.constraint.kind
     code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
     return Error(code, result.error or "", kind)
-
-
-def _unmatched(sequence: Sequence, reason: BaseException) -> Error:
-    """The error of a sequence for which no matcher could be made."""
-    assert sequence.request.constraint is not None
-    kind = sequence.request.constraint.kind
-    if isinstance(reason, OutputRefused):
-        return Error(Code.INVALID_ARGUMENT, str(reason), "output_token_ids")
-    if isinstance(reason, OutputExhausts):
-        return Error(Code.OUT_OF_RANGE, f"{kind}: {reason}", kind)
-    if isinstance(reason, ConstraintRefused):
-        return Error(Code.INVALID_ARGUMENT, str(reason), kind)
-    logger.error("request %s: its constraint failed", sequence.request.request_id, exc_info=reason)
-    return Error(Code.INTERNAL, f"{kind}: it cannot be compiled: {type(reason).__name__}", kind)
 
 
 def _work(sequence: Sequence) -> Work:

@@ -288,12 +288,12 @@ class Scheduler:
         return self._step_time.predict(self._sizes[0])
 
     def take_started(self) -> list[Sequence]:
-        """Requests that were scheduled for the first time since the last call."""
+        """Sequences that were scheduled for the first time since the last call."""
         started, self._started = self._started, []
         return started
 
     def take_preempted(self) -> list[tuple[Sequence, str]]:
-        """Requests that were preempted since the last call, and why."""
+        """Sequences that were preempted since the last call, and why."""
         put_down, self._preempted = self._preempted, []
         return put_down
 

@@ -85,28 +85,28 @@ class SequenceGroup:
 
     def __init__(self) -> None:
         # Values: the number of tokens that the sequence had when it joined.
-        self._requests: OrderedDict[Sequence, int] = OrderedDict()
+        self._sequences: OrderedDict[Sequence, int] = OrderedDict()
         self._classes: Counter[int] = Counter()
         self.num_objectives = 0
         self.num_tokens_joined = 0
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._requests)
+        return iter(self._sequences)
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
-        self._requests[sequence] = sequence.num_tokens
+        self._sequences[sequence] = sequence.num_tokens
         if first:
-            self._requests.move_to_end(sequence, last=False)
+            self._sequences.move_to_end(sequence, last=False)
         self.num_tokens_joined += sequence.num_tokens
         self.num_objectives += sequence.request.objective is not None
         self._classes[sequence.request.priority] += 1
 
     def remove(self, sequence: Sequence) -> None:
         # The number that was added, and not the current one: pending tokens may have been dropped.
-        self.num_tokens_joined -= self._requests.pop(sequence)
+        self.num_tokens_joined -= self._sequences.pop(sequence)
         self.num_objectives -= sequence.request.objective is not None
         self._classes[sequence.request.priority] -= 1
         if not self._classes[sequence.request.priority]:

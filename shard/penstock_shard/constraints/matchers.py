@@ -5,6 +5,7 @@ Knows threads and which sequence waits for which matcher; `compiler` compiles.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -15,9 +16,14 @@ from queue import Empty, SimpleQueue
 
 from llguidance import LLMatcher
 
+from penstock_shard.codes import Code
 from penstock_shard.constraints.compiler import Compiler, is_worn_out
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.constraints.state import ConstraintState, failure_of
+from penstock_shard.link import Error
 from penstock_shard.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 # A matcher's limit of work for consuming tokens is renewed at each mask. A mask after this many
 # delivered tokens uses little of that limit even with a highly ambiguous regex, and computes few
@@ -89,20 +95,20 @@ class PendingMatchers:
         making.matcher.cancel()
         return True
 
-    def take(self) -> list[tuple[Sequence, BaseException | None]]:
-        """Requests that are done: with their matcher and None, or with the reason for having none:
-        ConstraintRefused, OutputRefused, OutputExhausts, or another error.
+    def take(self) -> list[tuple[Sequence, Error | None]]:
+        """Sequences that are done: with their constraint's state and None, or with the error that
+        ends them, as there is none.
         """
-        taken: list[tuple[Sequence, BaseException | None]] = []
+        taken: list[tuple[Sequence, Error | None]] = []
         while (sequence := self._next_done()) is not None:
             making = self._waiting.pop(sequence, None)
             if making is None:
                 continue
             # Any exception, the library's panics included, ends this sequence only.
-            error = making.matcher.exception()
-            if error is None:
+            reason = making.matcher.exception()
+            if reason is None:
                 sequence.constraint = ConstraintState(sequence.request, making.matcher.result())
-            taken.append((sequence, error))
+            taken.append((sequence, None if reason is None else _unmatched(sequence, reason)))
         return taken
 
     def _next_done(self) -> Sequence | None:
@@ -153,3 +159,17 @@ def _compute_mask(matcher: LLMatcher) -> None:
     matcher.compute_bitmask()
     if matcher.is_error():
         raise OutputExhausts(failure_of(matcher))
+
+
+def _unmatched(sequence: Sequence, reason: BaseException) -> Error:
+    """The error of a sequence for which no matcher could be made."""
+    assert sequence.request.constraint is not None
+    kind = sequence.request.constraint.kind
+    if isinstance(reason, OutputRefused):
+        return Error(Code.INVALID_ARGUMENT, str(reason), "output_token_ids")
+    if isinstance(reason, OutputExhausts):
+        return Error(Code.OUT_OF_RANGE, f"{kind}: {reason}", kind)
+    if isinstance(reason, ConstraintRefused):
+        return Error(Code.INVALID_ARGUMENT, str(reason), kind)
+    logger.error("request %s: its constraint failed", sequence.request.request_id, exc_info=reason)
+    return Error(Code.INTERNAL, f"{kind}: it cannot be compiled: {type(reason).__name__}", kind)
