@@ -27,6 +27,7 @@ from support.engines import make_request, packed, runner_info
 from torch import Tensor
 
 from penstock_shard.codes import Code
+from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.link import Output
 from penstock_shard.models.base import Forwarded
 from penstock_shard.prompt_lookup import Drafter
@@ -170,7 +171,8 @@ def _engine(
         limits = dataclasses.replace(LIMITS, memory_bytes=most_states * 2048)
         compiler = new_compiler(eos_token_ids=EOS_IDS, limits=limits)
     model: Any = _Model(fails)
-    return ConstrainedEngine(lambda: ModelRunner(model, info), compiler=compiler, drafter=drafter)
+    runner = ModelRunner(model, info, masks=MaskFiller(info.vocab_size))
+    return ConstrainedEngine(lambda: runner, compiler=compiler, drafter=drafter)
 
 
 def _step(engine: ConstrainedEngine, callers: dict[str, _Caller]) -> None:

@@ -19,10 +19,10 @@ from support.constrained_engines import ConstrainedEngine, constrained, text, to
 from support.engines import changed
 from support.random_schemas import random_schema
 
-from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids, unpacked
+from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids
 from penstock_shard.link import Output
 from penstock_shard.request import Constraint, FinishReason, ThinkingBudget
-from penstock_shard.runner.adjust import forbidden_bits
+from penstock_shard.runner.adjust import forbidden_bits, unpacked
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.sequence import Sequence
@@ -188,7 +188,8 @@ def _ends_well(schema: dict[str, Any], outputs: list[Output]) -> bool:
 
 def test_steps_that_are_launched_ahead_draw_the_same_and_keep_nothing(runner: Runner) -> None:
     assert isinstance(runner, ModelRunner)
-    ahead = ModelRunner(runner.model, dataclasses.replace(runner.info, max_steps_ahead=1))
+    info = dataclasses.replace(runner.info, max_steps_ahead=1)
+    ahead = ModelRunner(runner.model, info, masks=MaskFiller(info.vocab_size))
 
     requests = [constrained(f"r{i}", [OBJECT, CODE, None][i % 3], seed=i) for i in range(6)]
     plain = ConstrainedEngine(lambda: runner).run(*requests)

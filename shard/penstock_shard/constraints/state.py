@@ -125,12 +125,6 @@ def allowed_ids(mask: Mask) -> NDArray[np.intp]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
-def unpacked(masks: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
-    """Masks [n, words] as bool [n, V]."""
-    packed = masks.view(np.uint8)
-    return np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
-
-
 def _ids(token_ids: frozenset[int]) -> NDArray[np.int64]:
     return np.array(sorted(token_ids), dtype=np.int64)
 

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.constraints.state import Mask, unpacked
 from penstock_shard.runner.device import is_host, to_device
 from penstock_shard.runner.token_state import TokenCounts, TokenState
 
@@ -77,7 +76,7 @@ def _ban(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
         logits.view(-1).index_fill_(0, _elements(logits, rows), float("-inf"))
 
 
-def _mask(logits: Tensor, rows: Sequence[tuple[int, Mask | None]]) -> None:
+def _mask(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int32] | None]]) -> None:
     """Ban what the masks do not allow. In a row without one, whose constraint failed, ban all."""
     for i, mask in rows:
         if mask is None:
@@ -96,6 +95,12 @@ def _mask(logits: Tensor, rows: Sequence[tuple[int, Mask | None]]) -> None:
     index = _index([i for i, _ in masked], logits)
     rest = forbidden_bits(to_device(masks, logits.device), logits.shape[1])
     logits.index_copy_(0, index, logits[index].masked_fill_(rest, float("-inf")))
+
+
+def unpacked(masks: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
+    """Masks [n, words] as bool [n, V]."""
+    packed = masks.view(np.uint8)
+    return np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def forbidden_bits(packed: Tensor, vocabulary: int) -> Tensor:

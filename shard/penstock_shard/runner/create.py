@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.models import gate
 from penstock_shard.models.attention import described
 from penstock_shard.models.base import CausalModel
@@ -54,7 +55,7 @@ def create_runner(
     return ModelRunner(
         loaded.model,
         info,
-        mask_threads=config.constraint_threads,
+        masks=MaskFiller(info.vocab_size, config.constraint_threads),
         graphs=loaded.graphs if prepared.has_graphs else None,
         adapters=adapter_store(config, loaded.bank, loaded.model),
     )

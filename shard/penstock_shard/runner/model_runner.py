@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.models.device_memory import empty_caches
@@ -28,6 +28,9 @@ from penstock_shard.runner.pooling import Pooler
 from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows, TokenScores, score_tokens
 from penstock_shard.runner.slots import Slots
 from penstock_shard.runner.verification import Verification
+
+if TYPE_CHECKING:
+    from penstock_shard.constraints.state import MaskFiller
 
 CAPABILITIES = frozenset(
     {
@@ -116,11 +119,11 @@ class ModelRunner:
         model: CausalModel,
         info: RunnerInfo,
         *,
-        mask_threads: int = 1,
+        masks: MaskFiller | None = None,
         graphs: Graphs | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        """`mask_threads` fill the masks of constraints while a forward pass runs. `graphs` and
+        """`masks` fills the masks of constraints, and without it there may be none. `graphs` and
         `adapters` are the model's CUDA graphs and LoRA adapters, if it has any.
         """
         self.model = model
@@ -130,7 +133,7 @@ class ModelRunner:
         self._launched: deque[_Step] = deque()
         self._slots = Slots()
         self._inputs = InputBuilder(info.block_size, model.device, self._slots, graphs)
-        self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads))
+        self._sampler = Sampler(masks)
         self._pooler = Pooler()
         # The last sampled token of the sequence in each slot; the host may not know it yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)

@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -42,7 +43,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.request import Request
 from penstock_shard.runner.adjust import adjust
 from penstock_shard.runner.base import Admission, Logprobs, RowResult
@@ -51,6 +51,9 @@ from penstock_shard.runner.draw import Columns, draw, ordered_topk
 from penstock_shard.runner.philox import uniforms
 from penstock_shard.runner.slots import Integers, grown
 from penstock_shard.runner.token_state import TokenState, needs_state
+
+if TYPE_CHECKING:
+    from penstock_shard.constraints.state import MaskFiller
 
 # Increment when the same logits give other tokens than before.
 SAMPLER_REVISION = 1
