@@ -25,12 +25,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import StepOutputs, encode_frame
 from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner.base import Runner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 
 
 def main() -> None:
@@ -81,7 +82,7 @@ class _Timed:
 def measure(runner: Runner, args: argparse.Namespace) -> None:
     info = runner.info
     blocks = BlockManager(info.num_blocks, info.block_size, weights_hash=info.weights_hash)
-    scheduler: Any = Scheduler(SchedulerLimits(args.sequences, 4096), blocks)
+    scheduler: Any = create_scheduler(SchedulerLimits(args.sequences, 4096), blocks)
     timed: Any = runner
     engine: Any = Engine(runner, scheduler, blocks)
     schedule = scheduler.schedule = _Timed(scheduler.schedule)

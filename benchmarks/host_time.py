@@ -28,12 +28,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.engines import runner_info
 
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.models.base import Forwarded
 from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 
 _VOCABULARY = 128
 _KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -85,7 +86,7 @@ def measure_us(rows: int, fields: Mapping[str, Any], steps: int) -> float:
     )
     runner = ModelRunner(_NoModel(), info)  # type: ignore[arg-type]
     blocks = BlockManager(info.num_blocks, info.block_size)
-    engine = Engine(runner, Scheduler(SchedulerLimits(rows, 8192), blocks), blocks)
+    engine = Engine(runner, create_scheduler(SchedulerLimits(rows, 8192), blocks), blocks)
     others = {name: value for name, value in fields.items() if name != "sampling"}
     for number in range(rows):
         prompt = array("I", [(number * 31 + i) % _VOCABULARY for i in range(16)])

@@ -29,11 +29,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner.base import Runner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 
 Prompts = list[list[int]]
 Contender = Callable[[Prompts], None]
@@ -128,7 +129,7 @@ def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespa
         config.max_num_seqs,
         config.batched_tokens("cpu"),
     )
-    engine = Engine(runner, Scheduler(limits, blocks), blocks)
+    engine = Engine(runner, create_scheduler(limits, blocks), blocks)
 
     def generate(prompts: Prompts) -> None:
         for i, prompt in enumerate(prompts):

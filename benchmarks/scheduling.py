@@ -35,11 +35,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import msgspec
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.request import Objective, Request, SamplingParams
 from penstock_shard.runner.base import Runner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 
 
 def main() -> None:
@@ -92,16 +93,21 @@ class Timeline:
         return max([self.times_s[0] - self.arrived_s, *self.gaps_s])
 
 
+# How long a sequence may wait before it goes first, where objectives are measured.
+_AGING_S = 60.0
+
+
 def serve(
     runner: Runner,
     limits: SchedulerLimits,
     arrivals: Sequence[tuple[float, Request]],
     max_queued: int = 10**9,
+    aging_s: float = 600.0,
 ) -> list[Timeline]:
     """Run the engine until all have ended; a request that finds the queue full is turned away."""
     info = runner.info
     blocks = BlockManager(info.num_blocks, info.block_size, weights_hash=info.weights_hash)
-    scheduler = Scheduler(limits, blocks)
+    scheduler = create_scheduler(limits, blocks, aging_s=aging_s)
     engine = Engine(runner, scheduler, blocks)
     timelines: dict[str, Timeline] = {}
     ahead = sorted(arrivals, key=lambda arrival: arrival[0], reverse=True)
@@ -137,9 +143,9 @@ def _with(objective: Objective, request: Request) -> Request:
     return msgspec.structs.replace(request, objective=objective)
 
 
-def _limits(config: ShardConfig, args: argparse.Namespace, aging_s: float) -> SchedulerLimits:
+def _limits(config: ShardConfig, args: argparse.Namespace) -> SchedulerLimits:
     tokens = config.batched_tokens("cpu")
-    return SchedulerLimits(args.max_num_seqs, tokens, config.prefill_tokens("cpu"), aging_s)
+    return SchedulerLimits(args.max_num_seqs, tokens, config.prefill_tokens("cpu"))
 
 
 def _chat(name: str, rng: random.Random, vocab: int) -> Request:
@@ -152,10 +158,10 @@ def _chat(name: str, rng: random.Random, vocab: int) -> Request:
 def objectives(runner: Runner, config: ShardConfig, args: argparse.Namespace) -> None:
     vocab = runner.info.vocab_size
     rng = random.Random(args.seed)
-    limits = _limits(config, args, aging_s=60.0)
+    limits = _limits(config, args)
     burst = [(0.0, _chat(str(i), rng, vocab)) for i in range(6 * args.max_num_seqs)]
     started_s = time.monotonic()
-    serve(runner, limits, burst)
+    serve(runner, limits, burst, aging_s=_AGING_S)
     capacity = len(burst) / (time.monotonic() - started_s)
     print(f"capacity {capacity:.2f} requests/s; offering 1.3 times as many")
     for with_slo in (True, False, True, False):
@@ -172,7 +178,9 @@ def objectives(runner: Runner, config: ShardConfig, args: argparse.Namespace) ->
                 for at_s, request in arrivals
             ]
         started_s = time.monotonic()
-        timelines = serve(runner, limits, arrivals, max_queued=2 * args.max_num_seqs)
+        timelines = serve(
+            runner, limits, arrivals, max_queued=2 * args.max_num_seqs, aging_s=_AGING_S
+        )
         elapsed_s = time.monotonic() - started_s
         attained = [
             statistics.mean(timeline.gaps_s) <= args.slo
@@ -184,14 +192,14 @@ def objectives(runner: Runner, config: ShardConfig, args: argparse.Namespace) ->
             f"slo {'said' if with_slo else 'kept secret':<12} "
             f"attained {statistics.mean(attained):6.1%}   {rate:7.1f} output tokens/s   "
             f"longest wait {max(t.longest_wait_s for t in timelines):.1f} s "
-            f"(bound {limits.aging_s:.0f})   {len(arrivals) - len(timelines)} turned away"
+            f"(bound {_AGING_S:.0f})   {len(arrivals) - len(timelines)} turned away"
         )
 
 
 def long_prompt(runner: Runner, config: ShardConfig, args: argparse.Namespace) -> None:
     vocab = runner.info.vocab_size
     rng = random.Random(args.seed)
-    limits = _limits(config, args, aging_s=600.0)
+    limits = _limits(config, args)
     streams = [(0.0, _request(str(i), rng, vocab, 64, args.prompt_tokens // 20)) for i in range(64)]
     long = _request("long", rng, vocab, args.prompt_tokens, 4)
     timelines = serve(runner, limits, [*streams, (args.seconds / 4, long)])

@@ -46,6 +46,7 @@ from penstock_router.command_line import parse_config as parse_router_config
 from penstock_shard import engine_main, link, wire
 from penstock_shard.command_line import parse_config as parse_shard_config
 from penstock_shard.config import ShardConfig
+from penstock_shard.create_engine import create_engine
 from penstock_shard.engine_adapters import EngineAdapters
 from penstock_shard.engine_loop import EngineLoop
 from penstock_shard.loading import LoadedRunner, load_runner
@@ -72,7 +73,7 @@ class EngineThread:
         try:
             # In the thread that computes, as in an engine process: torch counts threads for each.
             self.loaded = load_runner(self.config, print)
-            engine = engine_main._build_engine(self.loaded, self.config, lambda ids: None)
+            engine = create_engine(self.loaded, self.config, lambda ids: None)
             gc.collect()
             gc.freeze()
             self.ready.set()

@@ -17,17 +17,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 from penstock_proto.logs import set_up_logging
-from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
-from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
-from penstock_shard.engine import Engine
+from penstock_shard.create_engine import create_engine, create_matchers
 from penstock_shard.engine_adapters import EngineAdapters
 from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heartbeat
-from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
     EngineEnd,
     Inbox,
@@ -37,10 +32,8 @@ from penstock_shard.link import (
     Start,
     Started,
 )
-from penstock_shard.loading import LoadedRunner, ModelError, load_runner
-from penstock_shard.prompt_lookup import Drafter
+from penstock_shard.loading import ModelError, load_runner
 from penstock_shard.request import CONSTRAINT_KINDS
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.tokenizer_files import tokenizer_hash
 
 logger = logging.getLogger(__name__)
@@ -94,11 +87,11 @@ def main() -> int:
     if loaded.runner.adapters is not None:
         capabilities = info.capabilities | {"adapter"}
         info = dataclasses.replace(info, capabilities=capabilities, adapters=adapters.loaded)
-    matchers = _matchers(loaded, start.config, lambda: inbox.put(Inbox([], [])))
+    matchers = create_matchers(loaded, start.config, lambda: inbox.put(Inbox([], [])))
     if matchers is None:
         capabilities = info.capabilities - CONSTRAINT_KINDS
         info = dataclasses.replace(info, capabilities=capabilities)
-    engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)), matchers)
+    engine = create_engine(loaded, start.config, lambda ids: link.send(Started(ids)), matchers)
     loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
     threading.Thread(target=_beat, args=(link, Heartbeat(loop)), daemon=True).start()
     # All objects so far live as long as the process: keep the garbage collector from walking them.
@@ -125,54 +118,6 @@ def _load_adapters(link: EngineEnd, start: Start, adapters: EngineAdapters) -> N
             link.send(Progress(f"adapter {name} is left out: {error}"))
     for adapter in adapters.loaded:
         link.send(Progress(f"adapter {adapter.name}: rank {adapter.rank}"))
-
-
-def _matchers(
-    loaded: LoadedRunner, config: ShardConfig, on_done: Callable[[], None]
-) -> PendingMatchers | None:
-    """None if the model's tokenizer is of a kind that constraints do not support."""
-    info = loaded.runner.info
-    try:
-        compiler = Compiler(
-            loaded.tokenizer_files["tokenizer.json"],
-            info.vocab_size,
-            info.eos_token_ids,
-            config.constraint_limits,
-        )
-    except TokenizerUnusable as error:
-        logger.warning("outputs cannot be constrained: %s", error)
-        return None
-    return PendingMatchers(compiler, on_done, compiling_threads(config.constraint_threads))
-
-
-def _build_engine(
-    loaded: LoadedRunner,
-    config: ShardConfig,
-    tell_started: Callable[[list[str]], None],
-    matchers: PendingMatchers | None = None,
-) -> Engine:
-    info = loaded.runner.info
-    blocks = BlockManager(
-        info.num_blocks,
-        info.block_size,
-        weights_hash=info.weights_hash,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
-    limits = SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.batched_tokens(info.device),
-        max_prefill_tokens=config.prefill_tokens(info.device),
-        aging_s=config.aging_s,
-        max_scored_tokens=info.max_scored_tokens,
-    )
-    drafter = Drafter(config.speculative_tokens) if config.speculative_tokens else None
-    return Engine(
-        loaded.runner,
-        Scheduler(limits, blocks, drafter),
-        blocks,
-        tell_started=tell_started,
-        matchers=matchers,
-    )
 
 
 def _run_or_say(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> int:

@@ -2,49 +2,40 @@
 
 There is no prefill phase and no decode phase. A sequence has tokens that are known and tokens that
 are computed, and each step gives out a budget of tokens to let the second catch up with the first:
-sequences that lack one token first, then chunks of longer ones, each in the order of `urgency`.
+sequences that lack one token first, then chunks of longer ones, each in the order of the policy.
 Scheduling needs counts and no values, so it runs a step ahead of the results.
 
-A step is bounded by tokens and sequences; while sequences decode, also by prompt tokens, by the
-share of long prompts, and by the time left to sequences that limit the seconds between their
-tokens. When blocks run out, the least urgent sequence is preempted: its blocks are freed once no
-launched step refers to them, and it is computed again later from its prompt and its output so
-far.
+A step is bounded by tokens and sequences; while sequences decode, also by prompt tokens and by the
+share of long prompts. When blocks run out a sequence is preempted: its blocks are freed once no
+launched step refers to them, and it is computed again later from its prompt and its output so far.
 
-With a drafter, decode rows may also compute draft tokens, out of the budget that the step's decodes
-leave; see `speculation`.
+Two parts plug in: another policy (`objectives`), and drafts in decode rows (`speculation`).
 """
 
 from __future__ import annotations
 
-from collections import abc, deque
+from collections import OrderedDict, abc, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.rows import Row, Rows
 from penstock_shard.runner.base import Batch, RowResult
+from penstock_shard.scheduling_policy import SchedulingPolicy
 from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.slot_pool import SlotPool
-from penstock_shard.speculation import Speculation
 from penstock_shard.step_bounds import StepBounds
-from penstock_shard.step_budget import UNBOUNDED_S, StepBudget
+from penstock_shard.step_budget import StepBudget
 from penstock_shard.step_time import StepSize, StepTime, step_size
-from penstock_shard.urgency import (
-    SequenceGroup,
-    Urgency,
-    expendable,
-    seconds_between_tokens,
-    urgency,
-)
+
+if TYPE_CHECKING:
+    from penstock_shard.speculation import Speculation
 
 # Looking up a member of an enumeration takes as long as counting a token.
 _ENDED = SequenceState.ENDED
 _RUNNING = SequenceState.RUNNING
-# The share of the time left to an objective that a step is planned to take: step times vary.
-_MARGIN = 0.95
 # Every this many steps a long prompt's chunk is a little larger than is predicted to fit: chunks
 # that are all alike teach `StepTime` nothing, and would never correct a wrong prediction.
 _PROBE_STEPS = 8
@@ -55,15 +46,13 @@ _LOOK_AGAIN_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step, and how long a sequence may wait before it goes first."""
+    """Bounds of a step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     # Prompt tokens of a step in which other sequences decode. Prompts longer than this count as
     # long: their chunks take no more time than the decodes beside them.
     max_prefill_tokens: int = 2**31
-    # A sequence that has waited this long for its next token goes before all others.
-    aging_s: float = 30.0
     # Prompt tokens of a step whose log-probabilities are wanted.
     max_scored_tokens: int = 2**31
 
@@ -74,38 +63,45 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, blocks: BlockManager, drafter: Drafter | None = None
+        self,
+        limits: SchedulerLimits,
+        blocks: BlockManager,
+        step_time: StepTime | None = None,
+        policy: SchedulingPolicy | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """Without a drafter every decode row computes one token."""
+        """By default sequences run in the order of arrival, and every decode row computes one
+        token. `step_time` is what policy and speculation predict with.
+        """
         self._limits = limits
         self._blocks = blocks
+        self._step_time = StepTime() if step_time is None else step_time
+        self._policy = SchedulingPolicy() if policy is None else policy
+        self._speculation = speculation
         self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
-        # A preempted sequence comes before those of its priority class that never ran.
-        self._waiting = SequenceGroup()
-        self._running = SequenceGroup()
+        self.slots = SlotPool()
+        # In the order they are to run in, and how many tokens each had when it joined; a preempted
+        # sequence comes before those that never ran.
+        self._waiting: OrderedDict[Sequence, int] = OrderedDict()
+        # In the order they joined. Values are unused.
+        self._running: dict[Sequence, None] = {}
         # Ended or preempted, but launched steps still use their blocks and slots: those are freed
         # when the steps are collected.
         self._leaving: set[Sequence] = set()
-        self.slots = SlotPool()
         # Sequences that were given a slot for the step that is planned.
         self._admitted: list[Sequence] = []
-        self._step_time = StepTime()
-        self._speculation: Speculation | None = None
-        if drafter is not None:
-            self._speculation = Speculation(drafter, blocks, self._step_time, limits.max_num_seqs)
         # For each launched step that is not collected, the oldest first: its size, and
         # `BlockManager.num_insertions` before it.
-        self._sizes: deque[StepSize] = deque()
-        self._insertions: deque[int] = deque()
+        self._launched: deque[tuple[StepSize, int]] = deque()
         self._arrivals = 0
         self._steps = 0
-        # Whether the next sequence is admitted by age; admissions alternate.
-        self._by_age = True
         # What `take_started` and `take_preempted` return next.
         self._started: list[Sequence] = []
         self._preempted: list[tuple[Sequence, str]] = []
         # `arrival` of the sequence that last lacked blocks, and how many free ones it needs.
         self._turned_away = (-1, 0)
+        # Tokens of waiting sequences, as counted when each joined the queue.
+        self.num_queued_tokens = 0
         self.preemptions_total = 0
         # Tokens computed by collected steps.
         self.prompt_tokens_total = 0
@@ -123,18 +119,8 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_queued_tokens(self) -> int:
-        """Tokens of waiting sequences, as counted when each joined the queue."""
-        return self._waiting.num_tokens_joined
-
-    @property
     def num_running_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self._running)
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether rows may have draft tokens."""
-        return self._speculation is not None
 
     @property
     def num_draft_tokens(self) -> int:
@@ -156,30 +142,28 @@ class Scheduler:
         sequence.arrival = self._arrivals
         sequence.arrived_s = now_s
         self._arrivals += 1
-        self._waiting.add(sequence)
+        self._policy.add(sequence)
+        self._enqueue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or aborted, wherever it is. Its blocks and its slot are freed
         as soon as no launched step refers to them.
         """
-        running = sequence.state is SequenceState.RUNNING
-        (self._running if running else self._waiting).remove(sequence)
+        if sequence.state is _RUNNING:
+            del self._running[sequence]
+        else:
+            self._dequeue(sequence)
+        self._policy.remove(sequence)
         if self._speculation is not None:
-            self._speculation.drafter.forget(sequence)
-        self._leave(sequence, SequenceState.ENDED)
+            self._speculation.forget(sequence)
+        self._leave(sequence, _ENDED)
 
     def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> Batch:
         """Plan the next step, which will start at `starts_s`; empty if there is nothing to do."""
-        preemptions_before = self.preemptions_total
         self._steps += 1
-        self._preempt_for_priority(now_s)
-        decodes, prefilling = [], []
-        for sequence in self._ordered(self._running, now_s):
-            num_tokens = len(sequence.token_ids) + sequence.num_pending
-            if num_tokens - sequence.num_computed > 1:
-                prefilling.append(sequence)
-            elif num_tokens - sequence.num_prompt_tokens < sequence.request.max_tokens:
-                decodes.append(sequence)
+        preemptions_before = self.preemptions_total
+        self._make_room(now_s)
+        decodes, prefilling = self._split(self._policy.order(self._running, now_s))
         # No drafts while the bounds are reduced after an out-of-memory step.
         speculation = None if self.bounds.reduced else self._speculation
         if speculation is not None:
@@ -187,23 +171,23 @@ class Scheduler:
             if ready is None:
                 return Batch()
             decodes = ready
-        filings = self._blocks.num_insertions
-        budget = self._budget(decodes, starts_s)
-        rows, size = self._decode_rows(decodes, budget, now_s)
+        num_insertions = self._blocks.num_insertions
+        budget = StepBudget(self.bounds.tokens, self._step_time, self._limits.max_scored_tokens)
+        budget = self._policy.bound(budget, decodes, now_s, starts_s)
+        rows, size = self._decode_rows(budget.take_decodes(decodes), budget)
         if speculation is not None:
-            rows, size = self._with_drafts(speculation, rows, budget)
+            rows, size = speculation.add_drafts(rows, budget)
+        budget.bound_prompts(size, self._limits.max_prefill_tokens)
         # A sequence preempted in this step would only be admitted again to be preempted again.
         admits = self.preemptions_total == preemptions_before
-        budget.bound_prompts(size, self._limits.max_prefill_tokens)
-        prompt_rows = list(self._prompt_rows(prefilling, admits, budget, now_s))
+        prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
         self.num_prefill_tokens_left = _num_left(prefilling, prompt_rows)
         for row in prompt_rows:
             # A prompt whose every token but the last is cached is a decode row too.
             rows.insert(0 if row.count == 1 and row.samples else len(rows.starts), row)
         if not rows.starts:
             return Batch()
-        self._sizes.append(size.plus(step_size(prompt_rows)))
-        self._insertions.append(filings)
+        self._launched.append((size.plus(step_size(prompt_rows)), num_insertions))
         return self._batch(rows)
 
     def update(
@@ -217,8 +201,7 @@ class Scheduler:
 
         Returns what is new of each sequence that has not ended, in the batch's order.
         """
-        size = self._sizes.popleft()
-        self._insertions.popleft()
+        size, _ = self._launched.popleft()
         self.prompt_tokens_total += size.num_prompt_tokens
         self.decode_tokens_total += size.num_decodes + size.num_drafts
         if seconds is not None:
@@ -256,9 +239,9 @@ class Scheduler:
         counts. Every running sequence in them is preempted, and steps are smaller for a while.
         """
         # Blocks cached since the failed step was planned were never filled with valid keys.
-        self._blocks.uncache_since(self._insertions[0])
-        self._sizes.clear()
-        self._insertions.clear()
+        _, num_insertions = self._launched[0]
+        self._blocks.uncache_since(num_insertions)
+        self._launched.clear()
         if self._speculation is not None:
             self._speculation.drop()
         self.bounds.shrink(batches[0], self.slots[batches[0].slots[0]])
@@ -285,7 +268,7 @@ class Scheduler:
 
     def predict_s(self) -> float:
         """Predicted seconds of the oldest launched step that is not collected."""
-        return self._step_time.predict(self._sizes[0])
+        return self._step_time.predict(self._launched[0][0])
 
     def take_started(self) -> list[Sequence]:
         """Sequences that were scheduled for the first time since the last call."""
@@ -297,68 +280,32 @@ class Scheduler:
         put_down, self._preempted = self._preempted, []
         return put_down
 
-    # ---- order ----
-
-    def _urgency(self, sequence: Sequence, now_s: float) -> Urgency:
-        token_s = 0.0
-        objective = sequence.request.objective
-        if objective is not None and objective.deadline_s is not None:
-            token_s = self._step_time.fixed_s + self._step_time.decode_s(sequence.num_tokens)
-        return urgency(sequence, now_s, self._limits.aging_s, token_s)
-
-    def _ordered(self, sequences: Iterable[Sequence], now_s: float) -> list[Sequence]:
-        if not self._running.num_objectives:
-            return list(sequences)
-        return sorted(sequences, key=lambda sequence: self._urgency(sequence, now_s))
-
-    def _place(self, sequence: Sequence, now_s: float) -> tuple[bool, int, bool, float, int]:
-        """Its rank among waiting sequences: by urgency, but within a class preempted ones first."""
-        not_aged, priority, due_s, arrival = self._urgency(sequence, now_s)
-        return not_aged, priority, sequence.preemptions == 0, due_s, arrival
-
-    def _is_aged(self, sequence: Sequence, now_s: float) -> bool:
-        return not self._urgency(sequence, now_s)[0]
-
     # ---- decodes ----
 
-    def _budget(self, decodes: abc.Sequence[Sequence], starts_s: float) -> StepBudget:
-        time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else UNBOUNDED_S
-        budget = StepBudget(self.bounds.tokens, time_s, self._step_time)
-        budget.scored_tokens = self._limits.max_scored_tokens
-        return budget
-
-    def _time_s(self, decodes: abc.Sequence[Sequence], starts_s: float) -> float:
-        """Seconds that the step's rows may take so that every sequence that limits the seconds
-        between its tokens is in time.
-
-        Never less than twice what the rows of those sequences take: objectives that cannot be met
-        still leave half of the device to the others.
+    def _split(self, running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Sequences that lack one token, and those whose prompts are not computed yet. One that has
+        all its tokens waits for its last step.
         """
-        fixed_s = self._step_time.fixed_s
-        time_s = UNBOUNDED_S
-        own_s = 0.0
-        for sequence in decodes:
-            between_s = seconds_between_tokens(sequence.request.objective)
-            if between_s is not None:
-                own_s += self._step_time.decode_s(sequence.num_tokens)
-                last_s = starts_s if sequence.num_pending else sequence.last_token_s
-                time_s = min(time_s, (last_s + between_s - starts_s) * _MARGIN - fixed_s)
-        return max(time_s, 2 * own_s + fixed_s)
+        decodes, prefilling = [], []
+        for sequence in running:
+            num_tokens = len(sequence.token_ids) + sequence.num_pending
+            if num_tokens - sequence.num_computed > 1:
+                prefilling.append(sequence)
+            elif num_tokens - sequence.num_prompt_tokens < sequence.request.max_tokens:
+                decodes.append(sequence)
+        return decodes, prefilling
 
     def _decode_rows(
-        self, decodes: abc.Sequence[Sequence], budget: StepBudget, now_s: float
+        self, decodes: abc.Sequence[Sequence], budget: StepBudget
     ) -> tuple[Rows, StepSize]:
-        """A row for each decoding sequence; fewer where tokens, blocks or time run out."""
+        """A row for each decoding sequence; fewer where tokens or blocks run out."""
         sequences: list[Sequence] = []
         starts: list[int] = []
         block_size = self._blocks.block_size
-        bounded = budget.time_s != UNBOUNDED_S
         preemptions_before = self.preemptions_total
         for sequence in decodes:
             if len(starts) == budget.tokens:
                 break
-            if bounded and not self._in_time(sequence, budget, now_s):
-                continue
             start = sequence.num_computed
             # It has whole blocks for all that is computed.
             if start % block_size == 0 and not self._grow_or_preempt(sequence):
@@ -375,35 +322,19 @@ class Scheduler:
             num_decodes=len(starts), num_prompt_tokens=0, num_keys=sum(starts) + len(starts)
         )
 
-    def _with_drafts(
-        self, speculation: Speculation, decodes: Rows, budget: StepBudget
-    ) -> tuple[Rows, StepSize]:
-        rows = speculation.add_drafts(decodes, *budget.for_drafts())
-        budget.take_drafts(rows)
-        return Rows.of(rows), step_size(rows)
-
-    def _in_time(self, sequence: Sequence, budget: StepBudget, now_s: float) -> bool:
-        """Whether the time allows a decode row; always for sequences that the time was set for."""
-        seconds = self._step_time.decode_s(sequence.num_tokens)
-        must = seconds_between_tokens(sequence.request.objective) is not None
-        if not must and seconds > budget.time_s and not self._is_aged(sequence, now_s):
-            return False
-        budget.time_s -= seconds
-        return True
-
     def _grow_or_preempt(self, sequence: Sequence) -> bool:
-        """Get a block for one more token, preempting the least urgent sequences for it.
+        """Get a block for one more token, preempting sequences for it.
 
         False if there is none in this step.
         """
         # A sequence before it in this step may have preempted it.
-        if sequence.state is not SequenceState.RUNNING:
+        if sequence.state is not _RUNNING:
             return False
         while not self._blocks.grow(sequence, sequence.num_computed + 1):
             # A preempted sequence's blocks come free when a launched step is collected: wait.
             if self._leaving:
                 return False
-            victim = max(self._running, key=expendable)
+            victim = self._policy.victim(self._running)
             self._preempt(victim, "the shard is out of KV blocks")
             if victim is sequence:
                 return False
@@ -412,9 +343,9 @@ class Scheduler:
     # ---- prompts ----
 
     def _prompt_rows(
-        self, prefilling: list[Sequence], admits: bool, budget: StepBudget, now_s: float
+        self, prefilling: list[Sequence], budget: StepBudget, now_s: float, *, admits: bool
     ) -> Iterator[Row]:
-        """Chunks of running sequences by urgency, then of waiting sequences that are admitted.
+        """Chunks of running sequences, then of waiting sequences that are admitted.
 
         Nothing is preempted here: a sequence got the blocks for its whole prompt when admitted.
         """
@@ -423,57 +354,35 @@ class Scheduler:
         if not all(map(self._is_long, others)):
             budget.leave_half_to_short()
         for sequence in prefilling:
-            limit = self._chunk_limit(sequence, budget, now_s)
+            limit = self._chunk_limit(sequence, budget)
             # The list still has sequences that were preempted for a decode of this step.
-            if limit and sequence.state is SequenceState.RUNNING:
+            if limit and sequence.state is _RUNNING:
                 yield self._prompt_row(sequence, limit, budget)
-        if admits and free_seqs and budget.prompt_tokens:
+        if admits and budget.prompt_tokens:
             yield from self._admitted_rows(free_seqs, budget, now_s)
 
     def _admitted_rows(self, free_seqs: int, budget: StepBudget, now_s: float) -> Iterator[Row]:
-        """Admit waiting sequences, every other one by age. When one lacks blocks, none behind it is
-        admitted; but short prompts overtake long ones once the step's share of those is used up.
+        """Admit waiting sequences. When one lacks blocks, none behind it is admitted; but short
+        prompts overtake long ones once the step's share of those is used up.
         """
-        by_age, in_order = self._queues(now_s)
-        while free_seqs and (by_age or in_order):
-            aged = bool(by_age) and (self._by_age or not in_order)
-            queue = by_age if aged else in_order
-            sequence = queue.popleft()
+        if not free_seqs or not self._waiting:
+            return
+        for sequence in self._policy.queue(self._waiting, budget, now_s):
             if self._is_long(sequence) and budget.long_tokens == 0:
                 continue
             if sequence.needs_prompt_logprobs and budget.scored_tokens == 0:
                 continue
-            if self._chunk_limit(sequence, budget, now_s) == 0:
-                # The budget has nothing for the sequences behind it either.
-                queue.clear()
-                continue
+            if not free_seqs or not self._chunk_limit(sequence, budget):
+                return
             if not self._admit(sequence):
                 return
             free_seqs -= 1
-            self._by_age = not aged
             # Computed again: with a cached prefix the chunk starts later, and attends to more keys.
-            limit = max(1, self._chunk_limit(sequence, budget, now_s))
-            yield self._prompt_row(sequence, limit, budget)
+            yield self._prompt_row(sequence, max(1, self._chunk_limit(sequence, budget)), budget)
 
-    def _queues(self, now_s: float) -> tuple[deque[Sequence], deque[Sequence]]:
-        """Waiting sequences that are aged, and the others."""
-        if not self._waiting.num_objectives:
-            return deque(), deque(self._waiting)
-        ranked = sorted((self._place(sequence, now_s), sequence) for sequence in self._waiting)
-        by_age = deque(sequence for key, sequence in ranked if not key[0])
-        return by_age, deque(sequence for key, sequence in ranked if key[0])
-
-    def _chunk_limit(self, sequence: Sequence, budget: StepBudget, now_s: float) -> int:
-        limit = budget.chunk_limit(
-            sequence.num_computed,
-            is_long=self._is_long(sequence),
-            is_aged=lambda: self._is_aged(sequence, now_s),
-            probes=self._steps % _PROBE_STEPS == 0,
-        )
-        if sequence.needs_prompt_logprobs:
-            scored = sequence.num_prompt_tokens - 1 - sequence.num_computed
-            limit = limit if scored <= budget.scored_tokens else min(limit, budget.scored_tokens)
-        return limit
+    def _chunk_limit(self, sequence: Sequence, budget: StepBudget) -> int:
+        probes = self._steps % _PROBE_STEPS == 0
+        return budget.chunk_limit(sequence, is_long=self._is_long(sequence), probes=probes)
 
     def _prompt_row(self, sequence: Sequence, limit: int, budget: StepBudget) -> Row:
         row = self._row(sequence, min(sequence.num_uncomputed, limit))
@@ -508,9 +417,9 @@ class Scheduler:
         if sequence.cached_tokens is None:
             self._started.append(sequence)
             sequence.cached_tokens = min(found, sequence.num_prompt_tokens)
-        self._waiting.remove(sequence)
-        sequence.state = SequenceState.RUNNING
-        self._running.add(sequence)
+        self._dequeue(sequence)
+        sequence.state = _RUNNING
+        self._running[sequence] = None
         self.slots.give(sequence)
         self._admitted.append(sequence)
         return True
@@ -526,39 +435,33 @@ class Scheduler:
 
     # ---- places ----
 
-    def _preempt_for_priority(self, now_s: float) -> None:
-        """Preempt one sequence for a waiting one of a higher class that cannot be admitted."""
+    def _enqueue(self, sequence: Sequence) -> None:
+        self._waiting[sequence] = sequence.num_tokens
+        self.num_queued_tokens += sequence.num_tokens
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        # The number that was added, and not the current one: pending tokens may have been dropped.
+        self.num_queued_tokens -= self._waiting.pop(sequence)
+
+    def _make_room(self, now_s: float) -> None:
+        """Preempt one sequence if the policy prefers a waiting one that cannot be admitted."""
         if not self._waiting or not self._running or self._leaving:
             return
-        if self._waiting.highest_class >= self._running.lowest_class:
-            return
-        best = self._waiting.highest_class
-        # Aged sequences are spared: admitted by age, they would be preempted at once, for ever.
-        lower = [
-            sequence
-            for sequence in self._running
-            if sequence.request.priority > best and not self._is_aged(sequence, now_s)
-        ]
-        if not lower:
-            return
-        its_class = (other for other in self._waiting if other.request.priority == best)
-        first = min(its_class, key=lambda sequence: self._place(sequence, now_s))
-        missing = self._blocks.blocks_for(first.num_tokens) - self._blocks.num_free
-        has_free_seq = len(self._running) < self.bounds.sequences
-        if has_free_seq and missing <= 0:
-            return
-        # Preempt only if preempting all of them would free enough blocks.
-        if sum(len(self._blocks.blocks_of(sequence)) for sequence in lower) >= missing:
-            reason = "a request of a higher priority took its place"
-            self._preempt(max(lower, key=expendable), reason)
+        has_free_slot = len(self._running) < self.bounds.sequences
+        outranked = self._policy.outranked(
+            self._running, self._waiting, now_s, has_free_slot=has_free_slot
+        )
+        if outranked is not None:
+            self._preempt(outranked, "a request of a higher priority took its place")
 
     def _preempt(self, sequence: Sequence, reason: str) -> None:
-        self._running.remove(sequence)
+        del self._running[sequence]
         sequence.preemptions += 1
         self.preemptions_total += 1
         self._preempted.append((sequence, reason))
         self._leave(sequence, SequenceState.WAITING)
-        self._waiting.add(sequence, first=True)
+        self._enqueue(sequence)
+        self._waiting.move_to_end(sequence, last=False)
 
     def _leave(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state
@@ -594,7 +497,5 @@ def _num_left(prefilling: Iterable[Sequence], rows: Iterable[Row]) -> int:
     """Tokens still to be computed of prompts that have begun, without the last one of each."""
     begun = {*prefilling, *(row.sequence for row in rows)}
     return sum(
-        max(0, sequence.num_uncomputed - 1)
-        for sequence in begun
-        if sequence.state is SequenceState.RUNNING
+        max(0, sequence.num_uncomputed - 1) for sequence in begun if sequence.state is _RUNNING
     )

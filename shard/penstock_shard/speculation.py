@@ -1,5 +1,5 @@
 """Which rows of a step get draft tokens, and how many were accepted. Knows counts and the drafter;
-knows neither how drafts are made nor how they are verified.
+knows neither how drafts are made nor how they are verified. A scheduler without it drafts nothing.
 
 How many drafts were accepted is known when their step is collected. Until then their sequence is in
 no other step. Where many sequences wait for that, the next step is scheduled only after it, so that
@@ -14,9 +14,12 @@ from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.rows import Row, Rows
 from penstock_shard.sequence import Sequence, SequenceState
-from penstock_shard.step_time import StepTime
+from penstock_shard.step_budget import UNBOUNDED_S, StepBudget
+from penstock_shard.step_time import StepSize, step_size
 from penstock_shard.urgency import seconds_between_tokens
 
+# Drafts may take one part in this many of the tokens and the time that a step's decodes leave.
+_DRAFTS_SHARE = 2
 # If at least one in this many decoding sequences waits for launched steps, all of them do.
 _WAITING_SHARE = 4
 
@@ -26,14 +29,11 @@ class Speculation:
     for a draft. A step has at most `most_drafts`, which bounds its logits.
     """
 
-    def __init__(
-        self, drafter: Drafter, blocks: BlockManager, step_time: StepTime, most_drafts: int
-    ) -> None:
+    def __init__(self, drafter: Drafter, blocks: BlockManager, most_drafts: int) -> None:
         self.drafter = drafter
         self._blocks = blocks
-        self._step_time = step_time
         self._most_drafts = max(most_drafts, drafter.most)
-        # Requests with drafts in a launched step that is not collected.
+        # Sequences with drafts in a launched step that is not collected.
         self._drafted: set[Sequence] = set()
 
     def ready(self, decodes: list[Sequence]) -> list[Sequence] | None:
@@ -56,13 +56,16 @@ class Speculation:
             return None
         return [sequence for sequence in decodes if sequence not in waiting]
 
-    def add_drafts(self, decodes: Rows, tokens: int, time_s: float) -> list[Row]:
-        """The same rows, those that got drafts last. Drafts add at most `tokens` and `time_s`."""
+    def add_drafts(self, decodes: Rows, budget: StepBudget) -> tuple[Rows, StepSize]:
+        """The same rows, those that got drafts last, and what they compute. Drafts take their part
+        of the budget.
+        """
         plain, with_drafts = [], []
-        tokens = min(tokens, self._most_drafts)
+        tokens = min(budget.tokens // _DRAFTS_SHARE, self._most_drafts)
+        time_s = budget.time_s / _DRAFTS_SHARE
         for sequence, start in zip(decodes.sequences, decodes.starts, strict=True):
             row = Row(sequence, start, 1, samples=True)
-            most = self._most(row, tokens, time_s)
+            most = self._most(row, tokens, time_s, budget)
             found = self.drafter.propose(row.sequence, most) if most > 0 else []
             if found:
                 found = found[: self._held(row, len(found))]
@@ -70,11 +73,13 @@ class Speculation:
                 plain.append(row)
                 continue
             row.drafts, row.count = found, 1 + len(found)
-            tokens -= len(found)
-            time_s -= self._step_time.prompt_s(row.start, len(found))
+            seconds = budget.step_time.prompt_s(row.start, len(found))
+            tokens, budget.tokens = tokens - len(found), budget.tokens - len(found)
+            time_s, budget.time_s = time_s - seconds, budget.time_s - seconds
             self._drafted.add(row.sequence)
             with_drafts.append(row)
-        return plain + with_drafts
+        rows = plain + with_drafts
+        return Rows.of(rows), step_size(rows)
 
     def take(self, sequence: Sequence, num_drafts: int, more_token_ids: abc.Sequence[int]) -> None:
         """A row with drafts is over: append the tokens that follow the accepted ones, unless the
@@ -89,11 +94,15 @@ class Speculation:
         self._drafted.discard(sequence)
         self.drafter.learn(sequence, num_drafts, num_accepted)
 
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        self.drafter.forget(sequence)
+
     def drop(self) -> None:
         """Forget the launched steps: none of them counts."""
         self._drafted.clear()
 
-    def _most(self, row: Row, tokens: int, time_s: float) -> int:
+    def _most(self, row: Row, tokens: int, time_s: float, budget: StepBudget) -> int:
         """How many drafts the row may have, by the step's budget and its `max_tokens`."""
         sequence = row.sequence
         # With pending tokens there is nothing to draft from: the last ones are not known.
@@ -101,8 +110,8 @@ class Speculation:
             return 0
         left = sequence.request.max_tokens - sequence.num_output_tokens
         most = min(tokens, self.drafter.most, left - 1)
-        if time_s != float("inf"):
-            most = min(most, self._step_time.prompt_tokens_in(time_s, row.start))
+        if time_s != UNBOUNDED_S:
+            most = min(most, budget.step_time.prompt_tokens_in(time_s, row.start))
         return most
 
     def _held(self, row: Row, count: int) -> int:

@@ -9,9 +9,6 @@ and classes would mean nothing, so only every other sequence is admitted by age.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
-
 from penstock_shard.request import Objective
 from penstock_shard.sequence import Sequence
 
@@ -78,45 +75,3 @@ def expendable(sequence: Sequence) -> tuple[int, bool, int]:
 
 def _is_indifferent(objective: Objective | None) -> bool:
     return objective is None or objective == Objective(priority=objective.priority)
-
-
-class SequenceGroup:
-    """Waiting or running sequences in the order they joined, with counts of their kinds."""
-
-    def __init__(self) -> None:
-        # Values: the number of tokens that the sequence had when it joined.
-        self._sequences: OrderedDict[Sequence, int] = OrderedDict()
-        self._classes: Counter[int] = Counter()
-        self.num_objectives = 0
-        self.num_tokens_joined = 0
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
-
-    def add(self, sequence: Sequence, *, first: bool = False) -> None:
-        self._sequences[sequence] = sequence.num_tokens
-        if first:
-            self._sequences.move_to_end(sequence, last=False)
-        self.num_tokens_joined += sequence.num_tokens
-        self.num_objectives += sequence.request.objective is not None
-        self._classes[sequence.request.priority] += 1
-
-    def remove(self, sequence: Sequence) -> None:
-        # The number that was added, and not the current one: pending tokens may have been dropped.
-        self.num_tokens_joined -= self._sequences.pop(sequence)
-        self.num_objectives -= sequence.request.objective is not None
-        self._classes[sequence.request.priority] -= 1
-        if not self._classes[sequence.request.priority]:
-            del self._classes[sequence.request.priority]
-
-    @property
-    def highest_class(self) -> int:
-        """The highest class (lowest number) in the group, which must not be empty."""
-        return min(self._classes)
-
-    @property
-    def lowest_class(self) -> int:
-        return max(self._classes)

@@ -27,8 +27,8 @@ FAULTS = [
     ),
     Fault(
         "The oldest request is preempted instead of the latest",
-        "Scheduler._grow_or_preempt",
-        becomes("max(self._running, key=expendable)", "min(self._running, key=expendable)"),
+        "Objectives.victim",
+        becomes("max(running, key=expendable)", "min(running, key=expendable)"),
         caught_by="test_the_latest_arrival_is_preempted_when_blocks_run_out",
     ),
     Fault(

@@ -23,7 +23,7 @@ TARGETS = {
     ),
     "continuation": Target(("Continuations",), ("test_continuation", "test_suspects")),
     "scheduler": Target(
-        ("Scheduler",),
+        ("Scheduler", "SchedulingPolicy", "Objectives", "StepBudget"),
         (
             "test_scheduler",
             "test_engine",
@@ -31,6 +31,7 @@ TARGETS = {
             "test_speculation",
             "test_out_of_memory",
             "test_urgency",
+            "test_step_budget",
         ),
     ),
 }
@@ -48,19 +49,9 @@ EQUIVALENT: dict[Mutant, str] = {
     for reason, mutants in {
         SHORTCUT: [
             (
-                "Scheduler._budget",
-                "time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else UNBOUNDED_S",
-                "time_s = self._time_s(decodes, starts_s) if self._running.num_objectives or True else UNBOUNDED_S",
-            ),
-            (
                 "Scheduler._decode_rows",
                 "preemptions_before = self.preemptions_total",
                 "preemptions_before = None",
-            ),
-            (
-                "Scheduler._preempt_for_priority",
-                "if self._waiting.highest_class >= self._running.lowest_class:",
-                "if self._waiting.highest_class > self._running.lowest_class:",
             ),
             (
                 "BlockManager.cache_full_blocks",
@@ -92,8 +83,8 @@ EQUIVALENT: dict[Mutant, str] = {
             ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (+1, 0)"),
             ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (-2, 0)"),
             ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (-1, 1)"),
-            ("Scheduler._urgency", "token_s = 0.0", "token_s = None"),
-            ("Scheduler._urgency", "token_s = 0.0", "token_s = 1.0"),
+            ("Objectives._urgency", "token_s = 0.0", "token_s = None"),
+            ("Objectives._urgency", "token_s = 0.0", "token_s = 1.0"),
             ("BlockManager.release", "self._free[block_id] = None", "self._free[block_id] = ''"),
             (
                 "Outbox.__init__",
@@ -141,11 +132,6 @@ EQUIVALENT: dict[Mutant, str] = {
                 "if stream.deadline_s is not None and self._clock() > stream.deadline_s:",
             ),
             (
-                "Scheduler._in_time",
-                "if not must and seconds > budget.time_s and (not self._is_aged(sequence, now_s)):",
-                "if not must and seconds >= budget.time_s and (not self._is_aged(sequence, now_s)):",
-            ),
-            (
                 "EarlyAborts.remember",
                 "while next(iter(self._aborts.values()))[0] <= now_s:",
                 "while next(iter(self._aborts.values()))[0] < now_s:",
@@ -156,13 +142,13 @@ EQUIVALENT: dict[Mutant, str] = {
             ("Scheduler.add", "self._arrivals += 1", "self._arrivals += 2"),
         ],
         "which of the steps are special is arbitrary": [
-            ("Scheduler.__init__", "self._steps = 0", "self._steps = 1"),
-            ("Scheduler.schedule", "self._steps += 1", "self._steps -= 1"),
             (
                 "Scheduler._chunk_limit",
-                "limit = budget.chunk_limit(sequence.num_computed, is_long=self._is_long(sequence), is_aged=lambda: self._is_aged(sequence, now_s), probes=self._steps % _PROBE_STEPS == 0)",
-                "limit = budget.chunk_limit(sequence.num_computed, is_long=self._is_long(sequence), is_aged=lambda: self._is_aged(sequence, now_s), probes=self._steps % _PROBE_STEPS == 1)",
+                "probes = self._steps % _PROBE_STEPS == 0",
+                "probes = self._steps % _PROBE_STEPS == 1",
             ),
+            ("Scheduler.__init__", "self._steps = 0", "self._steps = 1"),
+            ("Scheduler.schedule", "self._steps += 1", "self._steps -= 1"),
         ],
         "a block has more tokens than that": [
             (

@@ -10,6 +10,7 @@ import msgspec
 from models.driver import make_sequence
 from models.sampling_reference import KINDS
 
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
@@ -63,7 +64,7 @@ def serve(
     info = runner.info
     blocks = BlockManager(num_blocks, info.block_size, weights_hash=info.weights_hash)
     limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=32)
-    scheduler = Scheduler(limits, blocks, drafter)
+    scheduler = create_scheduler(limits, blocks, drafter)
     # Time passes evenly, so that steps are cut alike each time.
     times = itertools.count()
     engine = Engine(runner, scheduler, blocks, clock=lambda: next(times) * 0.01)

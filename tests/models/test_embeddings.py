@@ -17,6 +17,7 @@ from support.engines import changed
 from torch import Tensor
 from transformers import AutoModel, GPT2LMHeadModel
 
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.models.decoder import Decoder
@@ -24,7 +25,7 @@ from penstock_shard.models.errors import ModelError
 from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.request import Pooling
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
 
 Directory = Callable[[str], Path]
@@ -136,7 +137,7 @@ def test_vectors_survive_preemption_and_prefix_hits(
         loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
     )
     blocks = BlockManager(16, runner.info.block_size, weights_hash=runner.info.weights_hash)
-    scheduler = Scheduler(SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24), blocks)
+    scheduler = create_scheduler(SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24), blocks)
     engine = Engine(runner, scheduler, blocks)
     several = prompts(8)
     several[3] = several[2] = several[1][:40] + several[2]

@@ -12,10 +12,11 @@ from models.driver import load, make_sequence
 from models.test_families import OUTPUT_TOKENS, VOCABULARY, reference
 from support.budget import in_soak
 
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 
 FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2")
 
@@ -47,7 +48,7 @@ def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
     runner = ModelRunner(loaded.model, info)
     blocks = BlockManager(16, runner.info.block_size, weights_hash=runner.info.weights_hash)
     limits = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24)
-    scheduler = Scheduler(limits, blocks)
+    scheduler = create_scheduler(limits, blocks)
     engine = Engine(runner, scheduler, blocks)
     for number, prompt in enumerate(prompts):
         made = make_sequence(prompt, max_tokens=OUTPUT_TOKENS, request_id=str(number))

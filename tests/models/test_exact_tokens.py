@@ -19,13 +19,14 @@ from safetensors.torch import load_file, save_file
 from support.budget import budget, seeded
 from support.engines import packed
 
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 from penstock_shard.sequence import SequenceState
 
 _STOP = frozenset({1})
@@ -131,7 +132,7 @@ def _serve(
     info = runner.info
     blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=prefix_caching)
     limits = SchedulerLimits(at_once, max(chunk, at_once), chunk, max_scored_tokens=16)
-    scheduler = Scheduler(limits, blocks)
+    scheduler = create_scheduler(limits, blocks)
     engine = Engine(runner, scheduler, blocks)
     answers = [_Answer([], [], [], [], []) for _ in asked]
     for number, item in enumerate(asked):

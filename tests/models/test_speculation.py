@@ -19,6 +19,7 @@ from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
 
 from penstock_shard.constraints.state import ConstraintState, MaskFiller
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
@@ -27,7 +28,7 @@ from penstock_shard.runner.base import Logprobs, RowResult
 from penstock_shard.runner.inputs import DraftRow
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.verification import Verification
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
 
 _LENGTH = 8
@@ -224,7 +225,7 @@ def _generate(
 ) -> tuple[dict[str, list[int]], dict[str, Logprobs], Engine]:
     info = runner.info
     blocks = BlockManager(num_blocks, info.block_size, weights_hash=info.weights_hash)
-    scheduler = Scheduler(SchedulerLimits(6, 40), blocks, drafter)
+    scheduler = create_scheduler(SchedulerLimits(6, 40), blocks, drafter)
     engine = Engine(runner, scheduler, blocks)
     logprobs: dict[str, Logprobs] = {}
     for number, (prompt, sampling) in enumerate(zip(_prompts(), _samplings(), strict=True)):

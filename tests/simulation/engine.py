@@ -13,6 +13,7 @@ from support.compilers import EOS_IDS, VOCAB_SIZE, two_ended_compiler
 from support.engines import runner_info
 
 from penstock_shard.constraints.matchers import PendingMatchers
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.engine_adapters import EngineAdapters
 from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heartbeat
@@ -29,7 +30,7 @@ from penstock_shard.link import (
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.runner.base import Adapter, ReadAdapter, RunnerInfo
 from penstock_shard.runner.fake import FakeRunner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 from simulation.virtual_time import InlineExecutor, Process, VirtualLoop
 
 _HEADER_BYTES = struct.calcsize("<II")
@@ -267,7 +268,7 @@ class SimulatedEngine:
         drafter = Drafter(kind.speculative_tokens) if kind.speculative_tokens else None
         return Engine(
             runner,
-            Scheduler(limits, blocks, drafter),
+            create_scheduler(limits, blocks, drafter),
             blocks,
             clock=self._loop.time,
             tell_started=lambda ids: self._send(Started(ids)),

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from support.engines import runner_info
 
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.request import Request
 from penstock_shard.runner.base import AdapterStore, Batch, RowResult, RunnerInfo
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
 
 Cost = Callable[[Batch], float]
@@ -93,13 +94,14 @@ class Simulation:
         max_model_len: int = 200_000,
         max_steps_ahead: int = 1,
         max_queued_requests: int | None = None,
+        aging_s: float = 30.0,
     ) -> None:
         info = runner_info(
             num_blocks=num_blocks, max_model_len=max_model_len, max_steps_ahead=max_steps_ahead
         )
         self.runner = SimulatedRunner(info, cost)
         self.blocks = BlockManager(num_blocks, info.block_size)
-        self.scheduler = Scheduler(limits, self.blocks)
+        self.scheduler = create_scheduler(limits, self.blocks, aging_s=aging_s)
         self.engine = Engine(
             self.runner, self.scheduler, self.blocks, clock=lambda: self.runner.now_s
         )

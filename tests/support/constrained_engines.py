@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from penstock_shard.constraints.compiler import Compiler
 from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
@@ -15,7 +16,7 @@ from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Constraint, Request
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.fake import FakeRunner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 from support.compilers import EOS_IDS, VOCAB_SIZE, tokenizer, two_ended_compiler
 from support.engines import EngineUnderTest, make_request, runner_info
 
@@ -42,7 +43,7 @@ class ConstrainedEngine:
         blocks = BlockManager(
             info.num_blocks, info.block_size, weights_hash="fake", enable_prefix_caching=True
         )
-        scheduler = Scheduler(SchedulerLimits(64, 512), blocks, drafter)
+        scheduler = create_scheduler(SchedulerLimits(64, 512), blocks, drafter)
         engine = Engine(runner, scheduler, blocks, matchers=self.matchers)
         self.under_test = EngineUnderTest(engine, scheduler, blocks, [])
 

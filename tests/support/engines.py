@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
@@ -106,7 +107,7 @@ def make_engine(
         num_blocks, block_size, weights_hash="fake", enable_prefix_caching=prefix_caching
     )
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens)
-    scheduler = Scheduler(limits, blocks, drafter)
+    scheduler = create_scheduler(limits, blocks, drafter)
     return EngineUnderTest(Engine(runner, scheduler, blocks), scheduler, blocks, [])
 
 

@@ -20,12 +20,13 @@ from support.engines import EOS_ID, make_request, runner_info
 from support.shadow import Fails, ShadowRunner
 
 from penstock_shard.codes import Code
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import FinishReason, Objective, Request
 from penstock_shard.runner.fake import FakeRunner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler import SchedulerLimits
 
 _EOS_RATE = 0.05
 _MAX_MODEL_LEN = 96
@@ -54,10 +55,10 @@ class ModelledEngine:
         fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=_EOS_RATE)
         self.runner = ShadowRunner(fake, fails)
         self.blocks = BlockManager(num_blocks, info.block_size, weights_hash="fake")
-        limits = SchedulerLimits(max_num_seqs, max_batched, max(1, max_batched // 2), aging_s=5.0)
+        limits = SchedulerLimits(max_num_seqs, max_batched, max(1, max_batched // 2))
         self.most_slots = max_num_seqs * (1 + max_steps_ahead)
         self.drafter = drafter
-        self.scheduler = Scheduler(limits, self.blocks, drafter)
+        self.scheduler = create_scheduler(limits, self.blocks, drafter, aging_s=5.0)
         self.engine = Engine(self.runner, self.scheduler, self.blocks, clock=lambda: self.now_s)
         self.live: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}

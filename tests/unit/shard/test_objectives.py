@@ -53,8 +53,8 @@ def _overload(seed: int, duration_s: float, *, with_slo: bool) -> tuple[Simulati
             (at_s, _with_slo(request) if request.request_id in chosen else request)
             for at_s, request in arrivals
         ]
-    limits = SchedulerLimits(32, 512, 256, aging_s=_AGING_S)
-    simulation = Simulation(limits, _COST, max_queued_requests=64)
+    limits = SchedulerLimits(32, 512, 256)
+    simulation = Simulation(limits, _COST, max_queued_requests=64, aging_s=_AGING_S)
     timelines = simulation.run(arrivals)
     end_s = max(timeline.ended_s or 0.0 for timeline in timelines)
     rate = sum(len(timeline.token_times_s) for timeline in timelines) / (end_s - 1.0)
@@ -217,7 +217,7 @@ def test_a_higher_class_takes_the_seat_of_a_lower_one() -> None:
     "objective", [Objective(priority=-1), Objective(time_to_first_token_s=0.5)]
 )
 def test_a_queue_that_is_older_than_the_bound_makes_no_wish_void(objective: Objective) -> None:
-    simulation = Simulation(SchedulerLimits(4, 512, aging_s=10.0), _COST)
+    simulation = Simulation(SchedulerLimits(4, 512), _COST, aging_s=10.0)
     usual = Objective(priority=max(0, objective.priority + 1))
     batch = [
         (0.0, make_request(str(i), range(i, i + 40), max_tokens=100, objective=usual))
@@ -238,8 +238,7 @@ def test_a_class_does_not_take_the_seat_of_its_own() -> None:
 
 
 def test_whoever_came_in_by_its_age_keeps_its_seat_until_it_has_a_token() -> None:
-    limits = SchedulerLimits(1, 16, aging_s=1.0)
-    simulation = Simulation(limits, _COST)
+    simulation = Simulation(SchedulerLimits(1, 16), _COST, aging_s=1.0)
     old = make_request("old", range(100), max_tokens=2, objective=Objective(priority=1))
     favoured = []
     for i in range(40):
@@ -252,7 +251,7 @@ def test_whoever_came_in_by_its_age_keeps_its_seat_until_it_has_a_token() -> Non
 
 
 def test_whoever_came_in_by_its_age_keeps_no_higher_class_from_another_seat() -> None:
-    simulation = Simulation(SchedulerLimits(2, 64, 32, aging_s=1.0), _COST)
+    simulation = Simulation(SchedulerLimits(2, 64, 32), _COST, aging_s=1.0)
     lower = Objective(priority=1)
     low = make_request("low", range(10), max_tokens=1000, objective=lower)
     aged = make_request("aged", [i % 900 for i in range(5000)], max_tokens=2, objective=lower)
@@ -295,7 +294,7 @@ def test_a_stream_of_favoured_requests_starves_nobody_beyond_the_bound(
     objective: Objective,
 ) -> None:
     aging_s = 5.0
-    simulation = Simulation(SchedulerLimits(4, 256, 128, aging_s=aging_s), _COST)
+    simulation = Simulation(SchedulerLimits(4, 256, 128), _COST, aging_s=aging_s)
     favoured = []
     for i in range(200):
         request = make_request(str(i), range(i, i + 40), max_tokens=20, objective=objective)

@@ -8,6 +8,7 @@ import pytest
 from support.engines import make_engine, make_request, make_sequence
 from support.plans import collect, plan_step
 
+from penstock_shard.create_engine import create_scheduler
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Objective
@@ -170,7 +171,7 @@ def test_a_prompt_that_is_scored_is_shared_in_its_step_like_any_other() -> None:
 
 def test_a_step_scores_no_more_prompt_tokens_than_the_runner_may() -> None:
     limits = SchedulerLimits(8, 256, max_scored_tokens=20)
-    scheduler = Scheduler(limits, BlockManager(64, 16))
+    scheduler = create_scheduler(limits, BlockManager(64, 16))
     scheduler.add(make_sequence("a", range(50), prompt_logprobs=0))
     scheduler.add(make_sequence("b", range(100, 130), prompt_logprobs=0))
     scheduler.add(make_sequence("plain", range(200, 240)))
@@ -242,7 +243,7 @@ def _scheduler(
     drafter: Drafter | None = None,
 ) -> Scheduler:
     limits = SchedulerLimits(num_seqs, num_tokens, prefill_tokens)
-    return Scheduler(limits, BlockManager(num_blocks, 16), drafter)
+    return create_scheduler(limits, BlockManager(num_blocks, 16), drafter)
 
 
 def _of(name: str, num_tokens: int = 10, max_tokens: int = 90, **objective: Any) -> Sequence:
@@ -424,7 +425,7 @@ def test_one_that_lacked_blocks_is_looked_at_again_when_just_enough_are_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blocks = BlockManager(6, 16)
-    scheduler = Scheduler(SchedulerLimits(8, 256), blocks)
+    scheduler = create_scheduler(SchedulerLimits(8, 256), blocks)
     shared = _of("shared", 33)
     leaving = [_of("one", 10), _of("two", 10)]
     _decode(scheduler, shared, *leaving)

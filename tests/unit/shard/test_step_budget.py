@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from support.engines import make_sequence
 
-from penstock_shard.rows import Row
-from penstock_shard.step_budget import UNBOUNDED_S, StepBudget
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.objectives import TimedBudget
+from penstock_shard.prompt_lookup import Drafter
+from penstock_shard.rows import Row, Rows
+from penstock_shard.sequence import Sequence
+from penstock_shard.speculation import Speculation
+from penstock_shard.step_budget import StepBudget
 from penstock_shard.step_time import StepSize, StepTime
 
 LONGEST = 64
@@ -21,8 +27,12 @@ def _learned() -> StepTime:
     return time
 
 
-def _limit(budget: StepBudget, *, is_long: bool = False, aged: bool = False) -> int:
-    return budget.chunk_limit(0, is_long=is_long, is_aged=lambda: aged, probes=False)
+def _limit(budget: StepBudget, *, is_long: bool = False) -> int:
+    return budget.chunk_limit(_waiting(), is_long=is_long, probes=False)
+
+
+def _waiting() -> Sequence:
+    return make_sequence("r", [1] * 500)
 
 
 def _row(count: int) -> Row:
@@ -30,13 +40,13 @@ def _row(count: int) -> Row:
 
 
 def test_prompts_have_a_whole_step_where_nothing_decodes() -> None:
-    budget = StepBudget(256, UNBOUNDED_S, StepTime())
+    budget = StepBudget(256, StepTime())
     budget.bound_prompts(StepSize(0, 0, 0), LONGEST)
     assert (_limit(budget), _limit(budget, is_long=True)) == (256, 256)
 
 
 def test_prompts_beside_decodes_have_less_and_long_ones_the_time_of_the_decodes() -> None:
-    budget = StepBudget(256, UNBOUNDED_S, _learned())
+    budget = StepBudget(256, _learned())
     budget.bound_prompts(StepSize(19, 0, 0), LONGEST)
     assert _limit(budget) == LONGEST
     # 80 % of 20 ms.
@@ -47,21 +57,36 @@ def test_prompts_beside_decodes_have_less_and_long_ones_the_time_of_the_decodes(
 
 
 def test_short_prompts_get_past_a_long_one() -> None:
-    budget = StepBudget(256, UNBOUNDED_S, StepTime())
+    budget = StepBudget(256, StepTime())
     budget.bound_prompts(StepSize(0, 0, 0), LONGEST)
     budget.leave_half_to_short()
     budget.take_chunk(_row(_limit(budget, is_long=True)), is_long=True)
     assert (_limit(budget), _limit(budget, is_long=True)) == (128, 0)
 
 
-def test_whoever_has_waited_for_too_long_has_some_tokens_whatever_the_time() -> None:
-    budget = StepBudget(256, 0.0, _learned())
+@pytest.mark.parametrize("aged", [True, False])
+def test_whoever_has_waited_for_too_long_has_some_tokens_whatever_the_time(aged: bool) -> None:
+    budget = TimedBudget(256, _learned(), time_s=0.0, is_aged=lambda sequence: aged)
     budget.bound_prompts(StepSize(0, 0, 0), LONGEST)
-    assert _limit(budget) == 0
-    assert _limit(budget, aged=True) == 16
+    assert _limit(budget) == (16 if aged else 0)
     budget.take_chunk(_row(16), is_long=False)
-    assert _limit(budget, aged=True) == 0
+    assert _limit(budget) == 0
 
 
 def test_drafts_take_half_of_what_decodes_leave() -> None:
-    assert StepBudget(100, 0.5, StepTime()).for_drafts() == (50, 0.25)
+    blocks = BlockManager(64, 16)
+    sequences = [make_sequence(str(i), [1, 2, 3, 4] * 8) for i in range(3)]
+    for sequence in sequences:
+        blocks.grow(sequence, sequence.num_tokens)
+    budget = StepBudget(20, _learned(), time_s=0.5)
+    rows = Rows.of_decodes(sequences, [31] * 3)
+    rows, size = Speculation(Drafter(4), blocks, 64).add_drafts(rows, budget)
+    # Ten tokens, for which there are 250 ms.
+    assert [len(drafts) for drafts in rows.drafts] == [4, 4, 2]
+    assert (size.num_decodes, size.num_drafts, budget.tokens) == (3, 10, 10)
+    assert budget.time_s == pytest.approx(0.49)
+    budget = StepBudget(20, _learned(), time_s=0.0071)
+    rows, _ = Speculation(Drafter(4), blocks, 64).add_drafts(
+        Rows.of_decodes(sequences, [31] * 3), budget
+    )
+    assert sum(map(len, rows.drafts)) == 3

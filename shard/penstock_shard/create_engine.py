@@ -1,0 +1,79 @@
+"""An engine of its parts: which policy, which drafts, which constraints it has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
+from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.loading import LoadedRunner
+from penstock_shard.objectives import Objectives
+from penstock_shard.prompt_lookup import Drafter
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.speculation import Speculation
+from penstock_shard.step_time import StepTime
+
+logger = logging.getLogger(__name__)
+
+
+def create_engine(
+    loaded: LoadedRunner,
+    config: ShardConfig,
+    tell_started: Callable[[list[str]], None],
+    matchers: PendingMatchers | None = None,
+) -> Engine:
+    """The engine of a runner that is loaded; see `Engine`."""
+    info = loaded.runner.info
+    blocks = BlockManager(
+        info.num_blocks,
+        info.block_size,
+        weights_hash=info.weights_hash,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.batched_tokens(info.device),
+        max_prefill_tokens=config.prefill_tokens(info.device),
+        max_scored_tokens=info.max_scored_tokens,
+    )
+    drafter = Drafter(config.speculative_tokens) if config.speculative_tokens else None
+    scheduler = create_scheduler(limits, blocks, drafter, aging_s=config.aging_s)
+    return Engine(loaded.runner, scheduler, blocks, tell_started=tell_started, matchers=matchers)
+
+
+def create_scheduler(
+    limits: SchedulerLimits,
+    blocks: BlockManager,
+    drafter: Drafter | None = None,
+    *,
+    aging_s: float = 30.0,
+) -> Scheduler:
+    """A scheduler that aims for requests' objectives, with drafts if there is a drafter."""
+    step_time = StepTime()
+    policy = Objectives(blocks, step_time, aging_s)
+    speculation = None
+    if drafter is not None:
+        speculation = Speculation(drafter, blocks, limits.max_num_seqs)
+    return Scheduler(limits, blocks, step_time, policy, speculation)
+
+
+def create_matchers(
+    loaded: LoadedRunner, config: ShardConfig, on_done: Callable[[], None]
+) -> PendingMatchers | None:
+    """None if the model's tokenizer is of a kind that constraints do not support."""
+    info = loaded.runner.info
+    try:
+        compiler = Compiler(
+            loaded.tokenizer_files["tokenizer.json"],
+            info.vocab_size,
+            info.eos_token_ids,
+            config.constraint_limits,
+        )
+    except TokenizerUnusable as error:
+        logger.warning("outputs cannot be constrained: %s", error)
+        return None
+    return PendingMatchers(compiler, on_done, compiling_threads(config.constraint_threads))
