@@ -33,6 +33,7 @@ from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.models.base import Forwarded
 from penstock_shard.request import Request, SamplingParams
+from penstock_shard.runner.logits.order import every_processor
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import SchedulerLimits
 
@@ -84,7 +85,7 @@ def measure_us(rows: int, fields: Mapping[str, Any], steps: int) -> float:
     info = dataclasses.replace(
         runner_info(num_blocks=32_768, max_model_len=4096), vocab_size=_VOCABULARY
     )
-    runner = ModelRunner(_NoModel(), info)  # type: ignore[arg-type]
+    runner = ModelRunner(_NoModel(), info, shaping=every_processor())  # type: ignore[arg-type]
     blocks = BlockManager(info.num_blocks, info.block_size)
     engine = Engine(runner, create_scheduler(SchedulerLimits(rows, 8192), blocks), blocks)
     others = {name: value for name, value in fields.items() if name != "sampling"}

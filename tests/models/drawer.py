@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.rows import admission_of
 from penstock_shard.runner.base import RowResult
+from penstock_shard.runner.logits.order import every_processor
 from penstock_shard.runner.sampler import Sampler, SampleRows
 from penstock_shard.sequence import Sequence
 
@@ -28,7 +29,7 @@ class Drawer:
     """Admits a sequence when it is first asked about it."""
 
     def __init__(self, masks: MaskFiller | None = None) -> None:
-        self.sampler = Sampler(masks)
+        self.sampler = Sampler(every_processor(masks))
         self.slots: dict[Sequence, int] = {}
         self._num_slots = 0
 

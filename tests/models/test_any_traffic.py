@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from models.runners import make_runner
 from models.sampling_reference import KINDS
 from support.budget import budget, seeded
 from support.compilers import EOS_IDS, LIMITS, VOCAB_SIZE, new_compiler
@@ -33,7 +34,6 @@ from penstock_shard.models.base import Forwarded
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Constraint, FinishReason, Request, SamplingParams, ThinkingBudget
 from penstock_shard.runner import sampler as sampler_module
-from penstock_shard.runner.model_runner import ModelRunner
 
 _ROWS = 509
 _PROMPTS = ([*range(5, 17)] * 3, [*range(20, 60)], [*range(8, 48)])
@@ -171,7 +171,7 @@ def _engine(
         limits = dataclasses.replace(LIMITS, memory_bytes=most_states * 2048)
         compiler = new_compiler(eos_token_ids=EOS_IDS, limits=limits)
     model: Any = _Model(fails)
-    runner = ModelRunner(model, info, masks=MaskFiller(info.vocab_size))
+    runner = make_runner(model, info, masks=MaskFiller(info.vocab_size))
     return ConstrainedEngine(lambda: runner, compiler=compiler, drafter=drafter)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from models.drawer import Drawer, SampleRow
 from models.driver import load
+from models.runners import make_runner
 from support.budget import budget, seeded
 from support.compilers import BUILTIN, tokenizer, two_ended_compiler
 from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
@@ -22,8 +23,8 @@ from support.random_schemas import random_schema
 from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids
 from penstock_shard.link import Output
 from penstock_shard.request import Constraint, FinishReason, ThinkingBudget
-from penstock_shard.runner.adjust import forbidden_bits, unpacked
 from penstock_shard.runner.base import Runner
+from penstock_shard.runner.logits.constraint_mask import forbidden_bits, unpacked
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.sequence import Sequence
 
@@ -189,7 +190,7 @@ def _ends_well(schema: dict[str, Any], outputs: list[Output]) -> bool:
 def test_steps_that_are_launched_ahead_draw_the_same_and_keep_nothing(runner: Runner) -> None:
     assert isinstance(runner, ModelRunner)
     info = dataclasses.replace(runner.info, max_steps_ahead=1)
-    ahead = ModelRunner(runner.model, info, masks=MaskFiller(info.vocab_size))
+    ahead = make_runner(runner.model, info, masks=MaskFiller(info.vocab_size))
 
     requests = [constrained(f"r{i}", [OBJECT, CODE, None][i % 3], seed=i) for i in range(6)]
     plain = ConstrainedEngine(lambda: runner).run(*requests)
@@ -204,5 +205,5 @@ def test_steps_that_are_launched_ahead_draw_the_same_and_keep_nothing(runner: Ru
     under_test.engine.abort("aborted", 0)
     while under_test.engine.has_work:
         under_test.step()
-    assert not ahead._sampler._states
+    assert not ahead._sampler._shaping._states
     assert not ahead._slots.token_ids

@@ -23,6 +23,7 @@ import torch
 from models.driver import load
 from models.mixed_requests import mixed_requests, serve
 from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, Recorded, Stale, capture_all, graphed
+from models.runners import make_runner
 from support.budget import seeded
 from torch import Tensor
 
@@ -38,7 +39,6 @@ from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.step_inputs import InputLayout
 from penstock_shard.runner import load as loading
-from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.prepare_graphs import GraphPreparation
 from penstock_shard.runner.trial import TrialSteps
 
@@ -53,12 +53,16 @@ def test_replayed_decodes_give_what_the_model_gives(
     """Beside prompts, preemptions, prefix hits and rows of nobody."""
     loaded = load(model_dir(family), kv_blocks=NUM_BLOCKS, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
-    expected, _ = serve(ModelRunner(loaded.model, info), mixed_requests(3), num_blocks=NUM_BLOCKS)
+    expected, _ = serve(
+        make_runner(loaded.model, info),
+        mixed_requests(3),
+        num_blocks=NUM_BLOCKS,
+    )
     loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
     pool = Pool()
     graphs = graphed(loaded.model, pool)
     capture_all(graphs)
-    runner = ModelRunner(graphs, info, graphs=graphs)
+    runner = make_runner(graphs, info, graphs=graphs)
     found, scheduler = serve(runner, mixed_requests(3), num_blocks=NUM_BLOCKS)
     assert found == expected
     assert pool.num_replays > 20

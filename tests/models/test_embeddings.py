@@ -12,6 +12,7 @@ import pytest
 import torch
 from model_maker import VOCABULARY, make_model
 from models.driver import Driver, load, make_sequence
+from models.runners import make_runner
 from safetensors.torch import load_file, save_file
 from support.engines import changed
 from torch import Tensor
@@ -24,7 +25,6 @@ from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.request import Pooling
-from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
 
@@ -133,7 +133,7 @@ def test_vectors_survive_preemption_and_prefix_hits(
     family: str, max_steps_ahead: int, model_dir: Directory
 ) -> None:
     loaded = load(model_dir(family), kv_blocks=16, max_model_len=120, embeddings="last")
-    runner = ModelRunner(
+    runner = make_runner(
         loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
     )
     blocks = BlockManager(16, runner.info.block_size, weights_hash=runner.info.weights_hash)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from models.driver import load, make_sequence
+from models.runners import make_runner
 from models.test_families import OUTPUT_TOKENS, VOCABULARY, reference
 from support.budget import in_soak
 
 from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import SchedulerLimits
 
 FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2")
@@ -45,7 +45,7 @@ def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
     # Room for the longest sequence and little more, so that requests are preempted.
     loaded = load(directory, kv_blocks=16, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
-    runner = ModelRunner(loaded.model, info)
+    runner = make_runner(loaded.model, info)
     blocks = BlockManager(16, runner.info.block_size, weights_hash=runner.info.weights_hash)
     limits = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24)
     scheduler = create_scheduler(limits, blocks)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from model_maker import make_model
 from models.driver import load
+from models.runners import make_runner
 from safetensors.torch import load_file, save_file
 from support.budget import budget, seeded
 from support.engines import packed
@@ -25,7 +26,6 @@ from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner.base import Runner
-from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import SchedulerLimits
 from penstock_shard.sequence import SequenceState
 
@@ -191,8 +191,8 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(
     loaded = load(_tie_logits(directory, tmp_path / "tied"), kv_blocks=1024, **settings)
     assert loaded.info.batch_invariant
     # Prompt log-probabilities in passes of a few tokens, as at the size of real vocabularies.
-    runner = ModelRunner(loaded.model, loaded.info)
-    ahead = ModelRunner(loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=1))
+    runner = make_runner(loaded.model, loaded.info)
+    ahead = make_runner(loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=1))
     asked = _random_requests(rng, budget(8, 500 if family == "llama" else 100), _VOCABULARY)
     alone = [_serve(runner, [item], chunk=512, at_once=1)[0] for item in asked]
     torch.manual_seed(rng.randrange(2**32))

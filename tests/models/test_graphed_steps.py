@@ -19,6 +19,7 @@ from models.driver import Driver, load, make_sequence
 from models.mixed_requests import mixed_requests, serve
 from models.no_looks import NoLooks
 from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, capture_all, graphed
+from models.runners import make_runner
 from support.adapters import make_adapter
 from support.budget import seeded
 from support.drafters import FickleOracle, named
@@ -75,7 +76,11 @@ def test_replayed_drafts_give_what_the_model_gives(
     """
     loaded = load(model_dir(family), kv_blocks=NUM_BLOCKS, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
-    plain, _ = serve(ModelRunner(loaded.model, info), mixed_requests(3), num_blocks=NUM_BLOCKS)
+    plain, _ = serve(
+        make_runner(loaded.model, info),
+        mixed_requests(3),
+        num_blocks=NUM_BLOCKS,
+    )
     tokens: dict[str, Any] = {str(number): found[0] for number, found in enumerate(plain)}
     seed = seeded("replayed drafts").getrandbits(32)
 
@@ -83,7 +88,7 @@ def test_replayed_drafts_give_what_the_model_gives(
         return FickleOracle(4, named(tokens), random.Random(seed), 384)
 
     expected, _ = serve(
-        ModelRunner(loaded.model, info),
+        make_runner(loaded.model, info),
         mixed_requests(3),
         num_blocks=NUM_BLOCKS,
         drafter=drafter(),
@@ -94,7 +99,7 @@ def test_replayed_drafts_give_what_the_model_gives(
     capture_all(graphs)
     with _drafts_replayed(monkeypatch) as replayed:
         found, _ = serve(
-            ModelRunner(graphs, info, graphs=graphs),
+            make_runner(graphs, info, graphs=graphs),
             mixed_requests(3),
             num_blocks=NUM_BLOCKS,
             drafter=drafter(),
@@ -112,13 +117,13 @@ def test_tokens_that_are_drawn_after_the_next_forward_are_of_their_own_logits(
     info = dataclasses.replace(loaded.info, max_steps_ahead=1)
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.3)
     sequence = make_sequence([5, 6, 7], sampling)
-    driver = Driver(ModelRunner(loaded.model, info))
+    driver = Driver(make_runner(loaded.model, info))
     expected = [driver.step([(sequence, count)])[0].token_id for count in (3, 1, 1, 1)]
     loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
     pool = Pool()
     graphs = graphed(loaded.model, pool)
     capture_all(graphs)
-    runner = ModelRunner(graphs, info, graphs=graphs)
+    runner = make_runner(graphs, info, graphs=graphs)
     sequence, other = make_sequence([5, 6, 7], sampling), make_sequence([9])
     driver = Driver(runner)
     driver.step([(sequence, 3), (other, 1)])
@@ -209,8 +214,8 @@ def test_replayed_decodes_with_adapters_give_what_the_model_gives(
         said, _ = serve(runner, mixed_requests(3), num_blocks=NUM_BLOCKS, adapter_indices=indices)
         return [own[0] for own in said]
 
-    expected = tokens(ModelRunner(loaded.model, info), indices)
-    assert expected != tokens(ModelRunner(loaded.model, info), [0] * 24)
+    expected = tokens(make_runner(loaded.model, info), indices)
+    assert expected != tokens(make_runner(loaded.model, info), [0] * 24)
     loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
     pool = Pool()
     graphs = GraphedModel(loaded.model, 7, 120, lambda: pool, serves_adapters=True)
@@ -226,7 +231,7 @@ def test_replayed_decodes_with_adapters_give_what_the_model_gives(
         return found
 
     graphs.inputs = spy  # type: ignore[method-assign]
-    assert tokens(ModelRunner(graphs, info, graphs=graphs), indices) == expected
+    assert tokens(make_runner(graphs, info, graphs=graphs), indices) == expected
     assert pool.num_replays == len(kinds)
     assert min(kinds.count(False), kinds.count(True)) > 5
 

@@ -15,6 +15,7 @@ from models.drawer import Drawer, SampleRow
 from models.driver import Driver, load, make_sequence
 from models.mixed_requests import mixed_requests, serve
 from models.no_looks import NoLooks
+from models.runners import make_runner
 from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
 from torch import Tensor
 
@@ -31,7 +32,7 @@ NUM_BLOCKS = 10
 
 def _ahead(loaded: ModelRunner, model: Any = None) -> ModelRunner:
     info = dataclasses.replace(loaded.info, max_steps_ahead=1)
-    return ModelRunner(model or loaded.model, info)
+    return make_runner(model or loaded.model, info)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -62,7 +63,7 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return to_numpy(tensor)
 
     with monkeypatch.context() as patch, NoLooks():
-        for module in ("draw", "sampler", "adjust"):
+        for module in ("draw", "draw_ranked", "sampler", "logits.constraint_mask"):
             patch.setattr(f"penstock_shard.runner.{module}.is_host", lambda _: False)
         for name in ("tolist", "item", "cpu"):
             patch.setattr(torch.Tensor, name, look)
@@ -172,9 +173,9 @@ def test_a_step_without_memory_is_computed_again(
 ) -> None:
     loaded = load(model_dir("llama"), kv_blocks=40, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
-    expected, _ = serve(ModelRunner(loaded.model, info), mixed_requests(4), num_blocks=40)
+    expected, _ = serve(make_runner(loaded.model, info), mixed_requests(4), num_blocks=40)
     short = _Short(loaded.model, {4, 5, 20, 33, 60})
-    runner = ModelRunner(short, info)
+    runner = make_runner(short, info)
     found, _ = serve(runner, mixed_requests(4), num_blocks=40)
     assert found == expected
     assert short.num_steps > 60

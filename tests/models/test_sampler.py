@@ -22,7 +22,7 @@ from models.sampling_reference import (
 from support.budget import budget, seeded
 from support.engines import changed
 
-from penstock_shard.runner.draw import _pick, ordered_topk
+from penstock_shard.runner.draw_ranked import ordered_topk, pick
 from penstock_shard.runner.philox import uniforms
 from penstock_shard.sequence import Sequence
 
@@ -181,7 +181,7 @@ def test_no_uniform_number_points_past_the_last_token() -> None:
     totals = [2 ** rng.randint(1, 62) + rng.randint(-1, 2**20) for _ in range(2000)]
     total = torch.tensor([[max(1, total)] for total in totals])
     greatest = torch.tensor([[1 - 2.0**-53]], dtype=torch.float64).expand(len(totals), 1)
-    assert not _pick(total, total, greatest).any()
+    assert not pick(total, total, greatest).any()
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:

@@ -13,9 +13,9 @@ from models.drawer import Drawer, SampleRow
 from models.sampling_reference import KINDS, sampling_request
 from support.budget import budget, seeded
 
-from penstock_shard.runner import draw as drawing
+from penstock_shard.runner import draw_ranked as drawing
 from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.draw import Columns, _Rows, _weigh, ordered_topk
+from penstock_shard.runner.draw_ranked import Columns, Rows, ordered_topk, weigh
 from penstock_shard.sequence import Sequence
 
 SIZES = (1, 2, 3, 7, 64)
@@ -143,7 +143,7 @@ def test_weights_are_the_same_to_the_last_bit(vocabulary: int) -> None:
 
     def weights(rows: torch.Tensor) -> torch.Tensor:
         own = Columns(*(np.full(len(rows), value) for value in (0.7, 0.0, 1.0, 0.0, 1.0, 0.5)))
-        return _weigh(_Rows(rows, rows.amax(dim=1), np.arange(len(rows)), own).scaled)
+        return weigh(Rows(rows, rows.amax(dim=1), np.arange(len(rows)), own).scaled)
 
     torch.set_num_threads(1)
     expected = weights(logits)

@@ -118,10 +118,10 @@ def test_only_requests_that_need_it_are_remembered_until_they_are_over() -> None
     rows = [SampleRow(sequence, 0) for sequence in sequences]
     sampler.sample(LOGITS[:1].expand(len(rows), -1), rows)
     filters = {"plain", "cold", "hot", "top_k", "top_p", "min_p", "typical_p", "filters"}
-    assert len(sampler.sampler._states) == len(MANY.keys() - filters)
+    assert len(sampler.sampler._shaping._states) == len(MANY.keys() - filters)
     for sequence in sequences:
         sampler.sampler.release(sampler.slots[sequence])
-    assert not sampler.sampler._states
+    assert not sampler.sampler._shaping._states
 
 
 def test_two_requests_of_one_sampler_do_not_mix() -> None:

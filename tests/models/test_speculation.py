@@ -14,6 +14,7 @@ import pytest
 import torch
 from models.drawer import Drawer, SampleRow
 from models.driver import load, make_sequence
+from models.runners import make_runner
 from support.budget import budget, seeded
 from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
@@ -255,11 +256,11 @@ def test_an_engine_with_drafts_gives_the_tokens_of_one_without(
 ) -> None:
     loaded = load(model_dir(family), kv_blocks=40, max_model_len=200)
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
-    expected, expected_logprobs, plain = _generate(ModelRunner(loaded.model, info), None)
+    expected, expected_logprobs, plain = _generate(make_runner(loaded.model, info), None)
     foresee = named(expected)
     rng = seeded("engine drafts")
     for drafter in (Drafter(4), Oracle(4, foresee), FickleOracle(5, foresee, rng, 384)):
-        found, logprobs, engine = _generate(ModelRunner(loaded.model, info), drafter)
+        found, logprobs, engine = _generate(make_runner(loaded.model, info), drafter)
         assert found == expected
         assert 0 < drafter.accepted_total <= drafter.proposed_total
         if type(drafter) is Oracle:
@@ -275,9 +276,9 @@ def test_drafts_under_a_small_cache_give_the_same_tokens(
 ) -> None:
     loaded = load(model_dir("llama"), kv_blocks=16, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
-    expected, _, _ = _generate(ModelRunner(loaded.model, info), None, 16)
+    expected, _, _ = _generate(make_runner(loaded.model, info), None, 16)
     foresee = named(expected)
     drafter = FickleOracle(5, foresee, seeded("small cache drafts"), 384)
-    found, _, engine = _generate(ModelRunner(loaded.model, info), drafter, 16)
+    found, _, engine = _generate(make_runner(loaded.model, info), drafter, 16)
     assert found == expected
     assert engine.load().preemptions_total > 0

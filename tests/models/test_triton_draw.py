@@ -14,7 +14,9 @@ if not use_interpreter():
 from penstock_shard.models import triton_here
 from penstock_shard.models.kernels import triton_draw
 from penstock_shard.runner import draw as drawing
-from penstock_shard.runner.draw import Columns, draw
+from penstock_shard.runner import draw_ranked
+from penstock_shard.runner.draw import draw
+from penstock_shard.runner.draw_ranked import Columns
 
 VOCABULARY = 300
 
@@ -40,8 +42,9 @@ def test_the_kernel_draws_what_sorting_draws(monkeypatch: pytest.MonkeyPatch) ->
         best, index = logits.amax(dim=1), np.arange(count)
         expected = draw(logits, best, index, columns)
         with monkeypatch.context() as patch:
-            patch.setattr(drawing, "_WINDOW", rng.choice([1, 8, 64]))
-            patch.setattr(drawing, "is_host", lambda _: False)
+            patch.setattr(draw_ranked, "_WINDOW", rng.choice([1, 8, 64]))
+            for module in (drawing, draw_ranked):
+                patch.setattr(module, "is_host", lambda _: False)
             assert torch.equal(draw(logits, best, index, columns), expected)
 
 
@@ -73,8 +76,8 @@ def drawn_there(
 ) -> torch.Tensor:
     """By the kernels that are used on a device."""
     with monkeypatch.context() as patch:
-        patch.setattr(drawing, "is_host", lambda _: False)
-        patch.setattr(drawing, "_Rows", None)
+        patch.setattr(draw_ranked, "is_host", lambda _: False)
+        patch.setattr(drawing, "Rows", None)
         return draw(logits, logits.amax(dim=1), np.array(index), columns)
 
 
@@ -149,8 +152,9 @@ def test_nothing_is_launched_where_kernels_were_found_wrong(
         return torch.zeros(1, dtype=torch.int64)
 
     monkeypatch.setattr(triton_draw, kernel, launch)
-    monkeypatch.setattr(drawing, "is_host", lambda _: False)
-    monkeypatch.setattr(drawing, "_WINDOW", 8)
+    for module in (drawing, draw_ranked):
+        monkeypatch.setattr(module, "is_host", lambda _: False)
+    monkeypatch.setattr(draw_ranked, "_WINDOW", 8)
     one = np.ones(1)
     columns = Columns(one, 0 * one, top_p * one, 0 * one, one, 0.5 * one)
     logits = torch.zeros(1, VOCABULARY)

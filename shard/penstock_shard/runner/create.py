@@ -31,6 +31,7 @@ from penstock_shard.runner.adapters import adapter_store
 from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
 from penstock_shard.runner.fingerprint import fingerprint
 from penstock_shard.runner.load import load_part, rank_device
+from penstock_shard.runner.logits.order import every_processor
 from penstock_shard.runner.model_runner import CAPABILITIES, ModelRunner
 from penstock_shard.runner.prepare import Prepared, prepare
 from penstock_shard.sampling_ranges import usable_defaults
@@ -55,7 +56,7 @@ def create_runner(
     return ModelRunner(
         loaded.model,
         info,
-        masks=MaskFiller(info.vocab_size, config.constraint_threads),
+        shaping=every_processor(MaskFiller(info.vocab_size, config.constraint_threads)),
         graphs=loaded.graphs if prepared.has_graphs else None,
         adapters=adapter_store(config, loaded.bank, loaded.model),
     )

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,13 +23,11 @@ from penstock_shard.request import CONSTRAINT_KINDS
 from penstock_shard.runner.base import AdapterStore, Batch, RowResult, RunnerInfo, StepOutOfMemory
 from penstock_shard.runner.device import mark, to_device, to_host
 from penstock_shard.runner.inputs import Gaps, InputBuilder, Inputs, Sampled, ScoredRow
+from penstock_shard.runner.logits.shaping import LogitsShaping
 from penstock_shard.runner.pooling import Pooler
 from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows, TokenScores, score_tokens
 from penstock_shard.runner.slots import Slots
 from penstock_shard.runner.verification import Verification
-
-if TYPE_CHECKING:
-    from penstock_shard.constraints.state import MaskFiller
 
 CAPABILITIES = frozenset(
     {
@@ -119,12 +116,12 @@ class ModelRunner:
         model: CausalModel,
         info: RunnerInfo,
         *,
-        masks: MaskFiller | None = None,
+        shaping: LogitsShaping | None = None,
         graphs: Graphs | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        """`masks` fills the masks of constraints, and without it there may be none. `graphs` and
-        `adapters` are the model's CUDA graphs and LoRA adapters, if it has any.
+        """`shaping` has the logits processors. `graphs` and `adapters` are the model's CUDA graphs
+        and LoRA adapters, if it has any.
         """
         self.model = model
         self._adapters = adapters
@@ -133,7 +130,7 @@ class ModelRunner:
         self._launched: deque[_Step] = deque()
         self._slots = Slots()
         self._inputs = InputBuilder(info.block_size, model.device, self._slots, graphs)
-        self._sampler = Sampler(masks)
+        self._sampler = Sampler(shaping)
         self._pooler = Pooler()
         # The last sampled token of the sequence in each slot; the host may not know it yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)

@@ -20,6 +20,7 @@ from penstock_shard.models.parallel.mirrored import MirroredModel
 from penstock_shard.request import SamplingParams
 from penstock_shard.runner.block_count import KVShape, choose_num_blocks, described, no_room
 from penstock_shard.runner.host_memory import extra_host_bytes, free_host_bytes
+from penstock_shard.runner.logits.order import every_processor
 from penstock_shard.runner.sampler import Sampler, SampleRows
 from penstock_shard.runner.trial import Row, TrialSequence, TrialSteps, admission_of, trial_steps
 
@@ -120,7 +121,7 @@ class MemoryPreparation:
         one_token = TrialSequence([0], [])
         # Each row with penalties, all filters and log-probabilities; then the cheaper parameters.
         for sampling in (_COSTLY, *_BY_KERNELS):
-            sampler = Sampler()
+            sampler = Sampler(every_processor())
             for slot in range(len(logits)):
                 sampler.admit(admission_of(slot, one_token, sampling, logprobs=1))
             slots = np.arange(len(logits))

@@ -3,28 +3,16 @@
 A token is a function of (its row of logits, its sequence's parameters, seed, prompt and output so
 far, its position) and of nothing else; other rows only decide which work can be skipped.
 
-Parameters apply in this order:
-
-1. repetition_penalty, on tokens of the prompt and the output: positive logits are divided by it,
-   others multiplied (Keskar et al., "CTRL", 2019)
-2. presence_penalty and frequency_penalty, on tokens of the output: the first is subtracted once,
-   the second as often as the token occurs
-3. logit_bias is added
-4. bans (-inf): all but allowed_token_ids; the last id of a bad word whose other ids end the output;
-   stop ids before min_tokens; what the constraint does not allow; at the end of a thinking budget
-   all but its end token
-5. temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely token),
-   typical-p (over what the others left): see `draw`
-
-Greedy rows skip 5 and take the largest logit, the lowest id among equals. Log-probabilities are
-those of the raw logits, before all of these.
+First logits are shaped, by the processors of `logits` in the order of `logits.order`. Then a token
+is drawn, by temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely
+token) and typical-p (over what the others left): see `draw`. Greedy rows take the largest logit,
+the lowest id among equals. Log-probabilities are those of the raw logits, before all of these.
 
 Sampling has two halves, so that the device never waits for the host: `enqueue` launches all device
 work and reads none of its results; `finish`, once the device is done, makes results from what was
-copied back. Where sampling depends on earlier tokens on the host (penalties, bad words,
-constraints, thinking budgets, min_tokens), the previous token must be finished first. `enqueue`
-does wait for the device for typical-p in vocabularies larger than the first window of `draw` (and,
-without Triton, for top-p without top-k).
+copied back. Where sampling depends on earlier tokens on the host, as any processor's may, the
+previous token must be finished first. `enqueue` does wait for the device for typical-p in
+vocabularies larger than the first window of `draw` (and, without Triton, for top-p without top-k).
 
 On one thread of a server cpu, 16 greedy rows of 32k logits take 0.1 ms, 64 rows with penalties and
 every filter 11 ms (135 by sorting), 8 rows of 150k with top-p 10 to 20 ms (110 by sorting).
@@ -33,9 +21,7 @@ every filter 11 ms (135 by sorting), 8 rows of 150k with top-p 10 to 20 ms (110 
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -44,16 +30,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock_shard.request import Request
-from penstock_shard.runner.adjust import adjust
 from penstock_shard.runner.base import Admission, Logprobs, RowResult
 from penstock_shard.runner.device import is_host, mark, to_device, to_host
-from penstock_shard.runner.draw import Columns, draw, ordered_topk
+from penstock_shard.runner.draw import draw
+from penstock_shard.runner.draw_ranked import Columns, ordered_topk
+from penstock_shard.runner.logits.shaping import LogitsShaping, Prepared, Shaped
 from penstock_shard.runner.philox import uniforms
 from penstock_shard.runner.slots import Integers, grown
-from penstock_shard.runner.token_state import TokenState, needs_state
-
-if TYPE_CHECKING:
-    from penstock_shard.constraints.state import MaskFiller
 
 # Increment when the same logits give other tokens than before.
 SAMPLER_REVISION = 1
@@ -71,7 +54,7 @@ _Index = NDArray[np.intp]
 class SampleRows:
     """What rows of logits are for, in columns: the token at `positions` of the output of the
     sequence in `slots`, counted from its first token; tokens delivered before this attempt count
-    too. A slot may occur several times if its sequence has no `TokenState`.
+    too. A slot may occur several times if its sequence is not stateful.
     """
 
     slots: Integers
@@ -79,39 +62,37 @@ class SampleRows:
 
 
 class Sampler:
-    """Draws tokens, and keeps the state of sequences that drawing depends on.
+    """Draws tokens, and keeps what drawing depends on, by slot.
 
     Rows are enqueued in the order of the steps, and finished in that order. `prepare` may be called
     first, with the same rows: constraint masks are then filled while the forward pass runs.
     """
 
-    def __init__(self, masks: MaskFiller | None = None) -> None:
-        """Without `masks` no request may have a constraint."""
-        self._masks = masks
-        self._admitted: dict[int, Admission] = {}
-        self._states: dict[int, TokenState] = {}
+    def __init__(self, shaping: LogitsShaping | None = None) -> None:
+        """Without `shaping` logits are taken as they are."""
+        self._shaping = LogitsShaping() if shaping is None else shaping
+        self._requests: dict[int, Request] = {}
         self._known = _Known()
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
 
     def admit(self, admission: Admission) -> None:
         """Another sequence has this slot from now on."""
-        self._admitted[admission.slot] = admission
-        self._states.pop(admission.slot, None)
+        self._requests[admission.slot] = admission.request
         self._known.admit(admission.slot, admission.request)
+        self._known.stateful[admission.slot] = self._shaping.admit(admission)
 
     def release(self, slot: int) -> None:
         """No sequence has this slot any more."""
-        self._admitted.pop(slot, None)
-        self._states.pop(slot, None)
+        self._requests.pop(slot, None)
+        self._shaping.release(slot)
 
     def ends_with(self, slot: int, token_id: int) -> bool:
         """Whether this token ends the sequence in a slot."""
-        return self._admitted[slot].request.ends_with(token_id)
+        return self._requests[slot].ends_with(token_id)
 
     def repeat(self, slot: int) -> None:
         """Nothing could be drawn for the sequence in this slot: its position is asked for again."""
-        if slot in self._states:
-            self._states[slot].repeat()
+        self._shaping.repeat(slot)
 
     def is_stateful(self, slot: int) -> bool:
         """Whether the tokens of the sequence in a slot depend on those before them."""
@@ -124,13 +105,9 @@ class Sampler:
     def prepare(self, rows: SampleRows) -> None:
         """Begin what needs no logits for these rows, which must be enqueued next."""
         stateful = np.flatnonzero(self._known.stateful[rows.slots])
-        states = [self._state(rows, i) for i in stateful.tolist()]
-        constraints = [state.constraint for state in states if state.constraint]
-        finish_masks = None
-        if constraints:
-            assert self._masks is not None
-            finish_masks = self._masks.start(constraints)
-        self._prepared = _Prepared(stateful, states, finish_masks)
+        self._prepared = self._shaping.prepare(
+            stateful, rows.slots[stateful], rows.positions[stateful]
+        )
 
     def enqueue(self, logits: Tensor, rows: SampleRows) -> Enqueued:
         """Launch the sampling of logits [N, V] of any float type, which are not changed; gives N
@@ -144,26 +121,25 @@ class Sampler:
             logits = logits.float()
         best, tokens = _largest(logits)
         codes = torch.where(torch.isfinite(best), tokens, _NO_LOGITS)
-        adjusted = self._adjust(logits, prepared)
+        shaped = self._shaping.apply(logits, prepared)
         # Only now that the masks are filled: on an earlier error `abandon` must wait for them.
         self._prepared = None
-        if adjusted is not None:
-            own_best, own_tokens = _largest(adjusted.logits)
-            places = to_device(adjusted.rows, logits.device)
+        own_best = best
+        if shaped is not None:
+            own_best, own_tokens = _largest(shaped.logits)
+            places = to_device(shaped.rows, logits.device)
             own_codes = torch.where(torch.isfinite(own_best), own_tokens, _NO_TOKEN)
             own_codes = torch.where(codes[places] == _NO_LOGITS, _NO_LOGITS, own_codes)
             codes.index_copy_(0, places, own_codes)
             tokens.index_copy_(0, places, own_tokens)
-            adjusted.best = own_best
-        self._draw(logits, best, adjusted, rows, tokens, codes)
+        self._draw(_Sources(logits, best, shaped, own_best), rows, tokens, codes)
         scored = self._score(logits, tokens, rows)
-        return Enqueued(tokens, to_host(codes), rows, prepared, _problems(prepared), scored)
+        return Enqueued(tokens, to_host(codes), rows, prepared, scored)
 
     def abandon(self) -> None:
         """Drop what was prepared, which will not be enqueued."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.finish_masks is not None:
-            prepared.finish_masks()
+        self._prepared = None
+        self._shaping.abandon()
 
     def sample(self, logits: Tensor, rows: SampleRows) -> list[RowResult]:
         """Both halves at once: logits [N, V] -> one result a row.
@@ -174,76 +150,29 @@ class Sampler:
         mark(logits.device)()
         return enqueued.finish()
 
-    def _state(self, rows: SampleRows, index: int) -> TokenState:
-        """The state of a row's sequence, at the row's position."""
-        slot = int(rows.slots[index])
-        state = self._states.get(slot)
-        if state is None:
-            state = self._states[slot] = TokenState(self._admitted[slot])
-        assert state.position == rows.positions[index], (
-            f"request {self._admitted[slot].request.request_id}: output position "
-            f"{rows.positions[index]} is to be drawn, but {state.position} output tokens are known"
-        )
-        state.choose()
-        return state
-
-    def _adjust(self, logits: Tensor, prepared: _Prepared) -> _Adjusted | None:
-        """Copy and change the logits of rows with penalties, biases, bans or masks (1 to 4)."""
-        if prepared.finish_masks is not None:
-            prepared.finish_masks()
-        changed = [
-            (i, state)
-            for i, state in zip(prepared.rows.tolist(), prepared.states, strict=True)
-            if state.changes_logits
-        ]
-        if not changed:
-            return None
-        rows = np.array([i for i, _ in changed], dtype=np.int64)
-        own = logits.index_select(0, to_device(rows, logits.device)).float()
-        adjust(own, [state for _, state in changed])
-        return _Adjusted(rows, own, own[:, 0])
-
-    def _draw(
-        self,
-        logits: Tensor,
-        best: Tensor,
-        adjusted: _Adjusted | None,
-        rows: SampleRows,
-        tokens: Tensor,
-        codes: Tensor,
-    ) -> None:
+    def _draw(self, sources: _Sources, rows: SampleRows, tokens: Tensor, codes: Tensor) -> None:
         """Overwrite `tokens` and `codes` of rows that are not greedy with drawn tokens."""
         is_random = self._known.temperature[rows.slots] != 0.0
         if not is_random.any():
             return
-        chosen = np.flatnonzero(is_random)
-        parts = [(logits, best, chosen, chosen)]
-        if adjusted is not None:
-            is_own = np.isin(chosen, adjusted.rows)
-            own = chosen[is_own]
-            places = np.searchsorted(adjusted.rows, own)
-            parts = [
-                (logits, best, chosen[~is_own], chosen[~is_own]),
-                (adjusted.logits, adjusted.best, places, own),
-            ]
-        for source, source_best, index, targets in parts:
+        for logits, best, index, targets in sources.of(np.flatnonzero(is_random)):
             if not len(targets):
                 continue
-            drawn = draw(source, source_best, index, self._known.columns(rows, targets))
+            drawn = draw(logits, best, index, self._known.columns(rows, targets))
             if len(targets) == len(tokens):
                 tokens.copy_(drawn)
                 codes.copy_(torch.where(codes < 0, codes, drawn))
                 continue
-            places_there = to_device(targets, tokens.device)
-            before = codes.index_select(0, places_there)
-            tokens.index_copy_(0, places_there, drawn)
-            codes.index_copy_(0, places_there, torch.where(before < 0, before, drawn))
+            places = to_device(targets, tokens.device)
+            before = codes.index_select(0, places)
+            tokens.index_copy_(0, places, drawn)
+            codes.index_copy_(0, places, torch.where(before < 0, before, drawn))
 
     def _score(self, logits: Tensor, tokens: Tensor, rows: SampleRows) -> _Scored | None:
         wanted = np.flatnonzero(self._known.scored[rows.slots])
         if not len(wanted):
             return None
-        requests = [self._admitted[slot].request for slot in rows.slots[wanted].tolist()]
+        requests = [self._requests[slot] for slot in rows.slots[wanted].tolist()]
         if len(wanted) < len(tokens):
             places = to_device(wanted, logits.device)
             logits, tokens = logits.index_select(0, places), tokens.index_select(0, places)
@@ -257,21 +186,25 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """The rows sampled next that have a state, and what waits for their masks to be filled."""
+class _Sources:
+    """Logits [N, V] and those of the rows that were shaped; the largest of each row of both."""
 
-    rows: _Index
-    states: abc.Sequence[TokenState]
-    finish_masks: Callable[[], None] | None
-
-
-@dataclass(slots=True)
-class _Adjusted:
-    """Rows whose logits were changed: their copies, float32 [n, V], and the largest of each row."""
-
-    rows: Integers
     logits: Tensor
     best: Tensor
+    shaped: Shaped | None
+    shaped_best: Tensor
+
+    def of(self, rows: _Index) -> abc.Iterator[tuple[Tensor, Tensor, _Index, _Index]]:
+        """Where to draw for these rows: logits, the largest of each row, the indices of rows in
+        both, and which rows of the step they are.
+        """
+        if self.shaped is None:
+            yield self.logits, self.best, rows, rows
+            return
+        is_shaped = np.isin(rows, self.shaped.rows)
+        yield self.logits, self.best, rows[~is_shaped], rows[~is_shaped]
+        own = rows[is_shaped]
+        yield self.shaped.logits, self.shaped_best, np.searchsorted(self.shaped.rows, own), own
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +222,7 @@ class Enqueued:
     tokens: Tensor
     _codes: Tensor
     _rows: SampleRows
-    _prepared: _Prepared
-    # By row: why its constraint leaves no token to draw.
-    _problems: dict[int, str]
+    _prepared: Prepared
     _scored: _Scored | None
 
     @property
@@ -303,16 +234,12 @@ class Enqueued:
     def finish(self) -> list[RowResult]:
         """One result a row. Call once, after the device has finished the copies to the host."""
         codes: list[int] = self._codes.tolist()
-        for i, state in zip(self._prepared.rows.tolist(), self._prepared.states, strict=True):
-            if codes[i] < 0:
-                state.skip()
-            else:
-                state.append(codes[i])
         results = list(map(RowResult, codes))
         if min(codes) < 0:
             for i, code in enumerate(codes):
                 if code < 0:
                     results[i] = self._failure(i, code)
+        self._prepared.advance(codes)
         if self._scored is not None:
             found = self._scored.scores.finish()
             for i, logprobs in zip(self._scored.rows.tolist(), found, strict=True):
@@ -323,20 +250,12 @@ class Enqueued:
     def _failure(self, index: int, code: int) -> RowResult:
         what = "the model gave no finite logits"
         if code == _NO_TOKEN:
-            what = self._problems.get(index, "the sampling parameters leave no token to draw")
+            what = self._prepared.problem(index)
+            what = what or "the sampling parameters leave no token to draw"
         position = self._rows.positions[index]
         return RowResult(
             error=f"{what} at output position {position}", is_callers=code == _NO_TOKEN
         )
-
-
-def _problems(prepared: _Prepared) -> dict[int, str]:
-    constrained = [
-        (i, state.constraint)
-        for i, state in zip(prepared.rows.tolist(), prepared.states, strict=True)
-        if state.constraint is not None
-    ]
-    return {i: constraint.error for i, constraint in constrained if constraint.error}
 
 
 class _Known:
@@ -346,7 +265,7 @@ class _Known:
         # The columns of `draw.Columns` except `uniform`, which is computed here from `_seeds`.
         self._parameters = np.zeros((0, len(Columns._fields) - 1))
         self._seeds = np.zeros(0, dtype=np.uint64)
-        # Whether the sequence has a `TokenState`; whether it wants log-probabilities.
+        # Whether its tokens depend on those before them; whether it wants log-probabilities.
         self.stateful = np.zeros(0, dtype=np.bool_)
         self.scored = np.zeros(0, dtype=np.bool_)
         # Uniform numbers for one run of `_POSITIONS` positions, and which run: 1 is the first, 0
@@ -371,7 +290,6 @@ class _Known:
             sampling.typical_p,
         )
         self._seeds[slot] = sampling.seed
-        self.stateful[slot] = needs_state(request)
         self.scored[slot] = request.logprobs is not None
         self._runs[slot] = 0
 

@@ -1,46 +1,22 @@
-"""What the sampler keeps of a sequence's tokens, position by position.
+"""What is kept of a sequence's tokens, position by position: how often each occurs, how far a bad
+word has matched, how many reasoning tokens there are.
 
-Knows how often each token occurs, how far a bad word has matched, how many reasoning tokens there
-are and the state of the constraint; numpy and plain integers only. Knows nothing of logits or of
-how tokens are drawn.
+numpy and plain integers only. Knows nothing of logits or of how tokens are drawn.
 """
 
 from __future__ import annotations
 
-from collections import abc, deque
+from collections import abc
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_shard.request import Request, SamplingParams, ThinkingBudget
-from penstock_shard.runner.base import Admission
+from penstock_shard.request import ThinkingBudget
 
 TokenIds = NDArray[np.int64]
 
 _SPARE_PLACES = 64
-
-
-def needs_state(request: Request) -> bool:
-    """Whether its tokens depend on more than the logits and the filters (top-k and the like)."""
-    sampling = request.sampling
-    return bool(
-        _counts_tokens(sampling)
-        or sampling.logit_bias
-        or sampling.allowed_token_ids
-        or sampling.bad_words
-        or request.min_tokens
-        or request.constraint is not None
-        or request.thinking_budget is not None
-    )
-
-
-def _counts_tokens(sampling: SamplingParams) -> bool:
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
-    )
 
 
 class TokenCounts:
@@ -141,89 +117,3 @@ class Thinking:
         if self._inside and self._num_tokens >= self._budget.max_tokens:
             return self._budget.end_token_id
         return None
-
-
-class TokenState:
-    """What changes the logits of one sequence at one position of its output, beginning with the
-    position that follows the tokens of its admission. Advances with the tokens it is given.
-    """
-
-    def __init__(self, admission: Admission) -> None:
-        request = admission.request
-        sampling = request.sampling
-        prompt = admission.token_ids[: request.num_prompt_tokens]
-        output = admission.token_ids[request.num_prompt_tokens :]
-        self.sampling = sampling
-        self.bias_ids = np.array([token_id for token_id, _ in sampling.logit_bias], dtype=np.int64)
-        self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
-        # The only ids that may be drawn at this position; empty: all.
-        self.allowed_ids = self._always_allowed = _array(sampling.allowed_token_ids)
-        # Tokens of the output, and with a repetition penalty of the prompt too; None without
-        # penalties.
-        self.counts: TokenCounts | None = None
-        if _counts_tokens(sampling):
-            repeats = sampling.repetition_penalty != 1.0
-            self.counts = TokenCounts(prompt if repeats else (), output)
-        # Ids that cannot be drawn at this position.
-        self.banned_ids: list[int] = []
-        # How many tokens of the output are in this state.
-        self.position = len(output)
-        self.constraint = admission.constraint
-        if self.constraint is not None:
-            self.constraint.move_to(output)
-        budget = request.thinking_budget
-        self._thinking = None if budget is None else Thinking(budget, output)
-        self._min_tokens = request.min_tokens
-        # Empty with a constraint, which itself says when stop ids may be drawn.
-        self._stop_ids = [] if self.constraint else sorted(request.stop_token_ids)
-        self._bad_words = BadWords(sampling.bad_words)
-        self._tail: deque[int] = deque(output, maxlen=self._bad_words.num_tail_tokens)
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the logits are changed at this position."""
-        return bool(
-            self.counts is not None
-            or self.banned_ids
-            or self.bias_ids.size
-            or self.allowed_ids.size
-            or self.constraint is not None
-        )
-
-    def choose(self) -> None:
-        """Work out which ids may be drawn at this position, but for the constraint's mask."""
-        if self._thinking is not None:
-            forced = self._thinking.forced_id
-            self.allowed_ids = self._always_allowed if forced is None else _array((forced,))
-        self.banned_ids = self._bad_words.completing(self._tail)
-        if self.position < self._min_tokens:
-            self.banned_ids += self._stop_ids
-
-    def append(self, token_id: int) -> None:
-        """Advance by the token that was drawn at this position."""
-        if self.counts is not None:
-            self.counts.add(token_id)
-        if self.constraint is not None:
-            self.constraint.append(token_id)
-        if self._thinking is not None:
-            self._thinking.append(token_id)
-        self._tail.append(token_id)
-        self.position += 1
-
-    def skip(self) -> None:
-        """Advance without a token: none could be drawn at this position. A step launched ahead may
-        still ask for the next position; its result is thrown away.
-        """
-        if self.constraint is not None:
-            self.constraint.skip()
-        self.position += 1
-
-    def repeat(self) -> None:
-        """Take a `skip` back."""
-        if self.constraint is not None:
-            self.constraint.repeat()
-        self.position -= 1
-
-
-def _array(ids: abc.Sequence[int]) -> TokenIds:
-    return np.array(ids, dtype=np.int64)

@@ -1,0 +1,258 @@
+"""Draws tokens that are ordered by likelihood: with top-k or top-p, and min-p. Knows how a row's
+tokens are weighed, ordered and cut off; other orders are made of the same parts.
+
+A token's weight is exp((logit - largest) / temperature) as an integer. Sums of integers are the
+same in any order, so that a row's token is bit for bit the same in any batch, on any number of
+threads, and with any width of the window (the most likely tokens that are sorted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress
+from operator import not_
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock_shard.models.triton_here import fault_on
+from penstock_shard.runner.device import is_host, to_device
+
+Floats: TypeAlias = NDArray[np.float64]
+
+# The weight of the most likely token: a million of them fit into 63 bits. A token that is less
+# likely than that one by this factor is never drawn.
+ONE = 2.0**42
+# Filters other than top-k are tried on a row's first this many tokens in its order, then on all.
+# Rows with top-k need as many as the largest k of a step; a k above this widens no smaller one's.
+_WINDOW = 1024
+# Smaller temperatures divide to infinity in float32; at this one the largest logit always wins
+# unless two differ by less than 3e-5.
+MIN_TEMPERATURE = 1e-6
+
+
+class Columns(NamedTuple):
+    """Parameters of rows, float64 [n] each, and their uniform numbers."""
+
+    temperature: Floats
+    top_k: Floats
+    top_p: Floats
+    min_p: Floats
+    typical_p: Floats
+    uniform: Floats
+
+    def only(self, index: NDArray[np.intp] | slice) -> Columns:
+        return Columns(*(column[index] for column in self))
+
+
+class Rows:
+    """Rows of the same `_Route`, and a column [n, 1] for each parameter."""
+
+    def __init__(
+        self, logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
+    ) -> None:
+        """The rows `index` of logits float [N, V]."""
+        device = logits.device
+        self.columns = columns
+        self.vocabulary = logits.shape[1]
+        if len(index) < len(logits):
+            chosen = to_device(index, device)
+            logits, best = logits.index_select(0, chosen), best.index_select(0, chosen)
+            scaled = logits.float()
+        else:
+            scaled = logits.to(torch.float32, copy=True)
+        table = to_device(np.stack(columns)[:, :, None], device)
+        temperature, top_k, top_p, min_p, typical_p, random = table.unbind()
+        # Relative to the largest, so at most 0: a small temperature then gives no NaN.
+        self.scaled = scaled.sub_(best.float().unsqueeze(1))
+        self.scaled.div_(temperature.clamp(min=MIN_TEMPERATURE).float())
+        self.top_k = top_k.long()
+        self.top_p, self.typical_p, self.uniform = top_p, typical_p, random
+        # The least weight that min-p keeps.
+        self.floor = (min_p * ONE).ceil().long()
+
+    @property
+    def ranked(self) -> list[int]:
+        """The rows with top-k or top-p."""
+        return np.flatnonzero((self.columns.top_k > 0) | (self.columns.top_p < 1.0)).tolist()
+
+    @property
+    def has_floor(self) -> bool:
+        return bool((self.columns.min_p > 0).any())
+
+    def index(self, rows: Sequence[int]) -> Tensor:
+        """Numbers of rows as int64, on the device."""
+        return to_device(np.array(rows, dtype=np.int64), self.scaled.device)
+
+
+def weigh(scaled: Tensor) -> Tensor:
+    return scaled.exp().mul_(ONE).long()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the filters keep of `rows` (int64 [n]) of a chunk: the first `count` [n, 1] of `ids`
+    [n, w], in the order they are drawn in; `cumulative` [n, w] are the running sums of weights.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    cumulative: Tensor
+    count: Tensor
+
+
+# Rows of the chunk and their first ids [n, w] -> what is kept of these, and bool [n, 1]: whether
+# the filters keep nothing beyond these ids.
+Keep = Callable[[Tensor, Tensor], tuple[Kept, Tensor]]
+
+
+def has_kernels(logits: Tensor) -> bool:
+    """Whether the logits are on a device that Triton runs on."""
+    return not is_host(logits) and fault_on(logits.device.type) is None
+
+
+def draw_by_rank(rows: Rows) -> Tensor:
+    everyone = range(len(rows.scaled))
+    is_unsure = rows.vocabulary > _WINDOW and not rows.columns.top_k.any()
+    if is_unsure and has_kernels(rows.scaled):
+        return _draw_without_a_look(rows)
+    return draw_kept(rows, most_likely(rows, everyone))
+
+
+def _draw_without_a_look(rows: Rows) -> Tensor:
+    """Draw all rows from the first window; a kernel draws those again that it was too small for."""
+    # Imported here: Triton is not always installed, and takes long to import.
+    from penstock_shard.models.kernels.triton_draw import draw_unsettled
+
+    weights = weigh(rows.scaled)
+    totals = weights.sum(dim=1, keepdim=True)
+    index = rows.index(range(len(rows.scaled)))
+    kept, settled = _keep_most_likely(rows, totals, index, ordered_topk(rows.scaled, _WINDOW))
+    tokens = draw_kept(rows, iter([kept]))
+    goal = share(rows.top_p, totals)
+    draw_unsettled(rows.scaled, weights, goal, rows.floor, rows.uniform, settled, tokens)
+    return tokens
+
+
+def draw_kept(rows: Rows, groups: Iterator[Kept]) -> Tensor:
+    tokens = torch.empty(len(rows.scaled), dtype=torch.int64, device=rows.scaled.device)
+    for kept in groups:
+        total = kept.cumulative.gather(1, kept.count - 1)
+        place = pick(kept.cumulative, total, rows.uniform[kept.rows])
+        tokens[kept.rows] = kept.ids.gather(1, place).squeeze(1)
+    return tokens
+
+
+def pick(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
+    """Columns [n, 1]: the first whose cumulative weight exceeds uniform [n, 1] of total [n, 1]."""
+    # A uniform number has 53 bits, so its product with a whole number rounds to less than that.
+    place = torch.searchsorted(cumulative, (uniform * total).long(), right=True)
+    # Only rows with NaN logits exceed the range; their index must be valid all the same.
+    return place.clamp_(max=cumulative.shape[1] - 1)
+
+
+def most_likely(rows: Rows, chosen: Sequence[int]) -> Iterator[Kept]:
+    """What top-k, then top-p (of what top-k left), then min-p keep in the chosen rows."""
+    # A row with top-k starts with a window that holds all of it.
+    first = {i: int(rows.columns.top_k[i]) for i in chosen}
+    totals = torch.zeros_like(rows.top_k)
+    if whole := [i for i in chosen if not first[i]]:
+        index = rows.index(whole)
+        totals[index] = weigh(rows.scaled[index]).sum(dim=1, keepdim=True)
+
+    keep = partial(_keep_most_likely, rows, totals)
+    yield from widen(rows.scaled, first, keep, rows.index)
+
+
+def _keep_most_likely(
+    rows: Rows, totals: Tensor, index: Tensor, ids: Tensor
+) -> tuple[Kept, Tensor]:
+    """A `Keep` by top-k, top-p and min-p; `totals` int64 [n, 1] are the summed weights of all
+    tokens, for rows without top-k.
+    """
+    weights = weigh(rows.scaled[index].gather(1, ids))
+    cumulative = weights.cumsum(1)
+    top_k = rows.top_k[index]
+    limited = top_k > 0
+    most = torch.where(limited, top_k, ids.shape[1])
+    total = torch.where(limited, cumulative.gather(1, most - 1), totals[index])
+    goal = share(rows.top_p[index], total)
+    count = torch.searchsorted(cumulative, goal) + 1
+    count = torch.minimum(count, most)
+    if rows.has_floor:
+        above = (weights >= rows.floor[index]).sum(dim=1, keepdim=True)
+        # With NaN logits none may be above it.
+        count = torch.minimum(count, above).clamp_(min=1)
+    return Kept(index, ids, cumulative, count), cumulative[:, -1:] >= goal
+
+
+def share(share: Tensor, total: Tensor) -> Tensor:
+    """The least whole weight that is `share` of a total, both [n, 1]; never more than the total."""
+    # A total may round down as a float: a share of 1 must not lose the last token.
+    return torch.where(share < 1.0, (share * total).ceil().long(), total)
+
+
+def widen(
+    keys: Tensor,
+    first: dict[int, int],
+    keep: Keep,
+    to_index: Callable[[Sequence[int]], Tensor],
+) -> Iterator[Kept]:
+    """What `keep` keeps of each row of keys [N, V], largest key first.
+
+    `first` maps the wanted rows to how many keys are known to be enough. For a row of 0 that is not
+    known: it is tried on the first window, then, where that is too small, on all.
+    """
+
+    def kept(rows: Sequence[int], window: int) -> tuple[Kept, Tensor]:
+        index = to_index(rows)
+        return keep(index, ordered_topk(keys if len(rows) == len(keys) else keys[index], window))
+
+    few = [i for i, width in first.items() if 0 < width <= _WINDOW]
+    many = [i for i, width in first.items() if width > _WINDOW]
+    for rows in filter(None, (few, many)):
+        yield kept(rows, max(first[i] for i in rows))[0]
+    if not (unsure := [i for i, width in first.items() if not width]):
+        return
+    vocabulary = keys.shape[1]
+    window = min(_WINDOW, vocabulary)
+    found, settled = kept(unsure, window)
+    # Reading whether it is enough waits for the device.
+    is_enough = [True] if window == vocabulary else settled.squeeze(1).tolist()
+    yield found if all(is_enough) else _only(found, settled.squeeze(1))
+    if not all(is_enough):
+        yield kept(list(compress(unsure, map(not_, is_enough))), vocabulary)[0]
+
+
+def _only(kept: Kept, chosen: Tensor) -> Kept:
+    return Kept(kept.rows[chosen], kept.ids[chosen], kept.cumulative[chosen], kept.count[chosen])
+
+
+def ordered_topk(values: Tensor, k: int) -> Tensor:
+    """Indices int64 [n, k] of the k largest of values float32 [n, V]: larger first, then lower
+    index. No value may be above 0 or NaN, and V not above 2**29.
+    """
+    # The bits of positive floats, as integers, are in the order of their values, and a double made
+    # of a float has 29 zero bits at its end. With the index in these, one integer key has both
+    # value and index, and no two keys are equal.
+    keys = (0.0 - values).double().view(torch.int64)
+    keys += torch.arange(values.shape[1], device=keys.device)
+    return _smallest(keys, k) & (2**29 - 1)
+
+
+def _smallest(keys: Tensor, k: int) -> Tensor:
+    """The k smallest of int64 keys [n, V], which are overwritten, in order."""
+    if not is_host(keys):
+        return keys.topk(k, dim=1, largest=False).values
+    # numpy's partition and sort use vector instructions: a tenth of torch's time.
+    array = keys.numpy()
+    if k < array.shape[1]:
+        array.partition(k - 1, axis=1)
+    smallest = array[:, :k]
+    smallest.sort(axis=1)
+    return torch.from_numpy(smallest)

@@ -1,0 +1,57 @@
+"""The only tokens that may be drawn: allowed_token_ids, and where a thinking budget is used up, the
+token that ends the reasoning.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+
+import numpy as np
+from torch import Tensor
+
+from penstock_shard.request import Request
+from penstock_shard.runner.base import Admission
+from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, elements, index
+from penstock_shard.runner.token_state import Thinking, TokenIds
+
+
+class _Allowed(LogitsState):
+    def __init__(self, admission: Admission) -> None:
+        request = admission.request
+        # Empty: all.
+        self.ids = self._always = np.array(request.sampling.allowed_token_ids, dtype=np.int64)
+        self._thinking = None
+        if request.thinking_budget is not None:
+            output = admission.token_ids[request.num_prompt_tokens :]
+            self._thinking = Thinking(request.thinking_budget, output)
+
+    def choose(self) -> bool:
+        if self._thinking is not None:
+            forced = self._thinking.forced_id
+            self.ids = self._always if forced is None else _single(forced)
+        return bool(self.ids.size)
+
+    def append(self, token_id: int) -> None:
+        if self._thinking is not None:
+            self._thinking.append(token_id)
+
+
+class AllowedIds(LogitsProcessor[_Allowed]):
+    """allowed_token_ids and thinking_budget."""
+
+    def wants(self, request: Request) -> bool:
+        return bool(request.sampling.allowed_token_ids) or request.thinking_budget is not None
+
+    def begin(self, admission: Admission) -> _Allowed:
+        return _Allowed(admission)
+
+    def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Allowed]]) -> None:
+        where = elements(logits, [(i, state.ids) for i, state in rows])
+        flat = logits.view(-1)
+        allowed = flat.index_select(0, where)
+        logits.index_fill_(0, index([i for i, _ in rows], logits), float("-inf"))
+        flat.index_copy_(0, where, allowed)
+
+
+def _single(token_id: int) -> TokenIds:
+    return np.array((token_id,), dtype=np.int64)

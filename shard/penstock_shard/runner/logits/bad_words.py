@@ -1,0 +1,42 @@
+"""bad_words: the last id of a word is banned where its other ids end the output."""
+
+from __future__ import annotations
+
+from collections import abc, deque
+
+import numpy as np
+from torch import Tensor
+
+from penstock_shard.request import Request
+from penstock_shard.runner import token_state
+from penstock_shard.runner.base import Admission
+from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, ban
+
+
+class _Tail(LogitsState):
+    def __init__(self, admission: Admission) -> None:
+        request = admission.request
+        self._words = token_state.BadWords(request.sampling.bad_words)
+        output = admission.token_ids[request.num_prompt_tokens :]
+        self._tail: deque[int] = deque(output, maxlen=self._words.num_tail_tokens)
+        self.banned_ids: list[int] = []
+
+    def choose(self) -> bool:
+        self.banned_ids = self._words.completing(self._tail)
+        return bool(self.banned_ids)
+
+    def append(self, token_id: int) -> None:
+        self._tail.append(token_id)
+
+
+class BadWords(LogitsProcessor[_Tail]):
+    """bad_words."""
+
+    def wants(self, request: Request) -> bool:
+        return bool(request.sampling.bad_words)
+
+    def begin(self, admission: Admission) -> _Tail:
+        return _Tail(admission)
+
+    def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Tail]]) -> None:
+        ban(logits, [(i, np.array(state.banned_ids)) for i, state in rows])

@@ -1,0 +1,35 @@
+"""logit_bias: a number that is added to a token's logit."""
+
+from __future__ import annotations
+
+from collections import abc
+
+import numpy as np
+from torch import Tensor
+
+from penstock_shard.request import Request
+from penstock_shard.runner.base import Admission
+from penstock_shard.runner.device import to_device
+from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, elements
+
+
+class _Biased(LogitsState):
+    def __init__(self, admission: Admission) -> None:
+        bias = admission.request.sampling.logit_bias
+        self.ids = np.array([token_id for token_id, _ in bias], dtype=np.int64)
+        self.bias = np.array([value for _, value in bias], dtype=np.float32)
+
+
+class Bias(LogitsProcessor[_Biased]):
+    """logit_bias."""
+
+    def wants(self, request: Request) -> bool:
+        return bool(request.sampling.logit_bias)
+
+    def begin(self, admission: Admission) -> _Biased:
+        return _Biased(admission)
+
+    def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Biased]]) -> None:
+        bias = np.concatenate([state.bias for _, state in rows])
+        where = elements(logits, [(i, state.ids) for i, state in rows])
+        logits.view(-1).index_add_(0, where, to_device(bias, logits.device))

@@ -1,0 +1,102 @@
+"""Constraints: what a sequence's matcher does not allow is banned."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock_shard.request import Request
+from penstock_shard.runner.base import Admission
+from penstock_shard.runner.device import is_host, to_device
+from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, index
+
+if TYPE_CHECKING:
+    from penstock_shard.constraints.state import ConstraintState, MaskFiller
+
+
+class _Constrained(LogitsState):
+    def __init__(self, admission: Admission) -> None:
+        assert admission.constraint is not None
+        self.constraint: ConstraintState = admission.constraint
+        self.constraint.move_to(admission.token_ids[admission.request.num_prompt_tokens :])
+
+    @property
+    def problem(self) -> str:
+        return self.constraint.error
+
+    def append(self, token_id: int) -> None:
+        self.constraint.append(token_id)
+
+    def skip(self) -> None:
+        self.constraint.skip()
+
+    def repeat(self) -> None:
+        self.constraint.repeat()
+
+
+class ConstraintMask(LogitsProcessor[_Constrained]):
+    """Masks are filled in threads, while the forward pass runs."""
+
+    def __init__(self, masks: MaskFiller | None) -> None:
+        """Without `masks` no request may have a constraint."""
+        self._masks = masks
+        # Waits until the masks are filled.
+        self._finish: Callable[[], None] | None = None
+
+    def wants(self, request: Request) -> bool:
+        return request.constraint is not None
+
+    def begin(self, admission: Admission) -> _Constrained:
+        return _Constrained(admission)
+
+    def prepare(self, states: abc.Sequence[_Constrained]) -> None:
+        assert self._masks is not None
+        self._finish = self._masks.start([state.constraint for state in states])
+
+    def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Constrained]]) -> None:
+        self.abandon()
+        mask_rows(logits, [(i, state.constraint.mask) for i, state in rows])
+
+    def abandon(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+def mask_rows(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int32] | None]]) -> None:
+    """Ban what the masks do not allow. In a row without one, whose constraint failed, ban all."""
+    for i, mask in rows:
+        if mask is None:
+            logits[i] = float("-inf")
+    masked = [(i, mask) for i, mask in rows if mask is not None]
+    if not masked:
+        return
+    masks = np.stack([mask for _, mask in masked])
+    if is_host(logits):
+        # Row by row on this thread: torch would use its thread pool, which is already computing.
+        values, forbidden = logits.numpy(), unpacked(~masks, logits.shape[1])
+        for (i, _), row in zip(masked, forbidden, strict=True):
+            np.copyto(values[i], -np.inf, where=row)
+        return
+    # One bit a token is copied to the device, not one byte.
+    chosen = index([i for i, _ in masked], logits)
+    rest = forbidden_bits(to_device(masks, logits.device), logits.shape[1])
+    logits.index_copy_(0, chosen, logits[chosen].masked_fill_(rest, float("-inf")))
+
+
+def unpacked(masks: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
+    """Masks [n, words] as bool [n, V]."""
+    packed = masks.view(np.uint8)
+    return np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def forbidden_bits(packed: Tensor, vocabulary: int) -> Tensor:
+    """bool [n, vocabulary]: the ids that masks int32 [n, words] do not allow, on their device."""
+    ids = torch.arange(vocabulary, device=packed.device)
+    return (packed[:, ids >> 5] >> (ids & 31)) & 1 == 0

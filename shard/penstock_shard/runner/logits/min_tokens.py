@@ -1,0 +1,45 @@
+"""min_tokens: stop ids are banned while the output is shorter."""
+
+from __future__ import annotations
+
+from collections import abc
+
+import numpy as np
+from torch import Tensor
+
+from penstock_shard.request import Request
+from penstock_shard.runner.base import Admission
+from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, ban
+
+
+class _Short(LogitsState):
+    def __init__(self, admission: Admission) -> None:
+        request = admission.request
+        self.stop_ids = np.array(sorted(request.stop_token_ids), dtype=np.int64)
+        num_output_tokens = len(admission.token_ids) - request.num_prompt_tokens
+        self._num_left = request.min_tokens - num_output_tokens
+
+    def choose(self) -> bool:
+        return self._num_left > 0 and bool(self.stop_ids.size)
+
+    def append(self, token_id: int) -> None:
+        self._num_left -= 1
+
+    def skip(self) -> None:
+        self._num_left -= 1
+
+    def repeat(self) -> None:
+        self._num_left += 1
+
+
+class MinTokens(LogitsProcessor[_Short]):
+    """min_tokens. With a constraint, that itself says where stop ids may be drawn."""
+
+    def wants(self, request: Request) -> bool:
+        return request.min_tokens > 0 and request.constraint is None
+
+    def begin(self, admission: Admission) -> _Short:
+        return _Short(admission)
+
+    def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Short]]) -> None:
+        ban(logits, [(i, state.stop_ids) for i, state in rows])

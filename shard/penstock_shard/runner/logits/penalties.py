@@ -1,0 +1,74 @@
+"""Penalties on tokens that occurred before.
+
+repetition_penalty, on tokens of the prompt and the output: positive logits are divided by it,
+others multiplied (Keskar et al., "CTRL", 2019). Then presence_penalty and frequency_penalty, on
+tokens of the output: the first is subtracted once, the second as often as the token occurs.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock_shard.request import Request
+from penstock_shard.runner.base import Admission
+from penstock_shard.runner.device import to_device
+from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, elements
+from penstock_shard.runner.token_state import TokenCounts
+
+_LARGEST_LOGIT = torch.finfo(torch.float32).max
+
+
+class _Counted(LogitsState):
+    def __init__(self, admission: Admission) -> None:
+        self.sampling = admission.request.sampling
+        num_prompt_tokens = admission.request.num_prompt_tokens
+        prompt, output = (
+            admission.token_ids[:num_prompt_tokens],
+            admission.token_ids[num_prompt_tokens:],
+        )
+        # Tokens of the output, and with a repetition penalty of the prompt too.
+        repeats = self.sampling.repetition_penalty != 1.0
+        self.counts = TokenCounts(prompt if repeats else (), output)
+
+    def append(self, token_id: int) -> None:
+        self.counts.add(token_id)
+
+    def subtracted(self) -> NDArray[np.float32]:
+        sampling, counts = self.sampling, self.counts.counts
+        penalty = sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
+        return penalty.astype(np.float32)
+
+
+class Penalties(LogitsProcessor[_Counted]):
+    """repetition_penalty, presence_penalty and frequency_penalty."""
+
+    def wants(self, request: Request) -> bool:
+        sampling = request.sampling
+        return (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+        )
+
+    def begin(self, admission: Admission) -> _Counted:
+        return _Counted(admission)
+
+    def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Counted]]) -> None:
+        where = elements(logits, [(i, state.counts.ids) for i, state in rows])
+        repetition = np.repeat(
+            np.array([s.sampling.repetition_penalty for _, s in rows], dtype=np.float32),
+            [len(state.counts.ids) for _, state in rows],
+        )
+        subtracted = np.concatenate([state.subtracted() for _, state in rows])
+        factor = to_device(repetition, logits.device)
+        flat = logits.view(-1)
+        values = flat.index_select(0, where)
+        values = torch.where(values > 0, values / factor, values * factor)
+        # Division by a tiny penalty gives infinity.
+        values = values.clamp(max=_LARGEST_LOGIT) - to_device(subtracted, logits.device)
+        flat.index_copy_(0, where, values)

@@ -1,0 +1,155 @@
+"""Applies logits processors to the rows of a step, and keeps their states by slot.
+
+Knows neither what a processor does nor how tokens are drawn.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock_shard.runner.base import Admission
+from penstock_shard.runner.device import to_device
+from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState
+from penstock_shard.runner.slots import Integers
+
+_Index = NDArray[np.intp]
+
+
+class _SlotState:
+    """The states of one sequence by processor, at one position of its output."""
+
+    __slots__ = ("parts", "position")
+
+    def __init__(self, admission: Admission, processors: abc.Sequence[_Processor]) -> None:
+        request = admission.request
+        self.position = len(admission.token_ids) - request.num_prompt_tokens
+        self.parts: list[tuple[int, LogitsState]] = [
+            (number, processor.begin(admission))
+            for number, processor in enumerate(processors)
+            if processor.wants(request)
+        ]
+
+    def advance(self, token_id: int | None) -> None:
+        """Go to the next position: after this token, or after none."""
+        for _, state in self.parts:
+            if token_id is None:
+                state.skip()
+            else:
+                state.append(token_id)
+        self.position += 1
+
+    def repeat(self) -> None:
+        for _, state in self.parts:
+            state.repeat()
+        self.position -= 1
+
+
+_Processor = LogitsProcessor[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Rows that are sampled next whose sequences have a state, and which processors change them."""
+
+    rows: _Index
+    states: abc.Sequence[_SlotState]
+    # For each processor the rows that it changes.
+    changes: abc.Sequence[abc.Sequence[tuple[int, LogitsState]]]
+
+    def problem(self, row: int) -> str:
+        """Why there is no token to draw for a row, if a processor knows."""
+        states = (state for changed in self.changes for other, state in changed if other == row)
+        return next((state.problem for state in states if state.problem), "")
+
+    def advance(self, codes: abc.Sequence[int]) -> None:
+        """Take what was drawn of all rows that are sampled: a token, or a negative number."""
+        for row, state in zip(self.rows.tolist(), self.states, strict=True):
+            state.advance(codes[row] if codes[row] >= 0 else None)
+
+
+@dataclass(slots=True)
+class Shaped:
+    """Rows whose logits were changed, and their copies: float32 [n, V]."""
+
+    rows: Integers
+    logits: Tensor
+
+
+class LogitsShaping:
+    """The processors, in the order in which they apply. By itself there are none."""
+
+    def __init__(self, processors: abc.Sequence[_Processor] = ()) -> None:
+        self._processors = processors
+        self._admitted: dict[int, Admission] = {}
+        self._states: dict[int, _SlotState] = {}
+
+    def admit(self, admission: Admission) -> bool:
+        """Another sequence has this slot from now on; whether it has a state."""
+        slot = admission.slot
+        self.release(slot)
+        wants = any(processor.wants(admission.request) for processor in self._processors)
+        if wants:
+            self._admitted[slot] = admission
+        return wants
+
+    def release(self, slot: int) -> None:
+        """No sequence has this slot any more."""
+        self._admitted.pop(slot, None)
+        self._states.pop(slot, None)
+
+    def repeat(self, slot: int) -> None:
+        """Nothing could be drawn for the sequence in this slot: its position is asked for again."""
+        if slot in self._states:
+            self._states[slot].repeat()
+
+    def prepare(self, rows: _Index, slots: Integers, positions: Integers) -> Prepared:
+        """Begin what needs no logits: row `rows[i]` draws the token at `positions[i]` of the output
+        of the sequence in `slots[i]`, which has a state.
+        """
+        states = [
+            self._state(*place) for place in zip(slots.tolist(), positions.tolist(), strict=True)
+        ]
+        changes: list[list[tuple[int, LogitsState]]] = [[] for _ in self._processors]
+        for row, slot_state in zip(rows.tolist(), states, strict=True):
+            for number, state in slot_state.parts:
+                if state.choose():
+                    changes[number].append((row, state))
+        for processor, changed in zip(self._processors, changes, strict=True):
+            if changed:
+                processor.prepare([state for _, state in changed])
+        return Prepared(rows, states, changes)
+
+    def apply(self, logits: Tensor, prepared: Prepared) -> Shaped | None:
+        """Changed copies of the rows of logits [N, V] that are changed at all."""
+        changed = sorted({row for changes in prepared.changes for row, _ in changes})
+        if not changed:
+            return None
+        rows = np.array(changed, dtype=np.int64)
+        places = {row: place for place, row in enumerate(changed)}
+        own = logits.index_select(0, to_device(rows, logits.device)).float()
+        for processor, changes in zip(self._processors, prepared.changes, strict=True):
+            if changes:
+                processor.apply(own, [(places[row], state) for row, state in changes])
+        return Shaped(rows, own)
+
+    def abandon(self) -> None:
+        """What was prepared is not applied."""
+        for processor in self._processors:
+            processor.abandon()
+
+    def _state(self, slot: int, position: int) -> _SlotState:
+        """The state of the sequence in a slot, at the position that is drawn next."""
+        state = self._states.get(slot)
+        if state is None:
+            state = self._states[slot] = _SlotState(self._admitted[slot], self._processors)
+        assert state.position == position, (
+            f"request {self._admitted[slot].request.request_id}: output position {position} is to "
+            f"be drawn, but {state.position} output tokens are known"
+        )
+        return state

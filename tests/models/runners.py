@@ -1,0 +1,21 @@
+"""Runners of models with every logits processor, as a shard has them."""
+
+from __future__ import annotations
+
+from penstock_shard.constraints.state import MaskFiller
+from penstock_shard.models.base import CausalModel
+from penstock_shard.models.cuda_graphs import Graphs
+from penstock_shard.runner.base import RunnerInfo
+from penstock_shard.runner.logits.order import every_processor
+from penstock_shard.runner.model_runner import ModelRunner
+
+
+def make_runner(
+    model: CausalModel,
+    info: RunnerInfo,
+    *,
+    masks: MaskFiller | None = None,
+    graphs: Graphs | None = None,
+) -> ModelRunner:
+    """Without `masks` no request may have a constraint."""
+    return ModelRunner(model, info, shaping=every_processor(masks), graphs=graphs)
