@@ -16,7 +16,7 @@ from comparison.shard_cases import Questions
 from comparison.stacks import Answers, ask, ask_router, http_fields, pair_of
 from support.checkouts import Checkout, copy_of
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 _SOURCES = (".py", ".c", ".h")
 
@@ -58,9 +58,9 @@ _OF_MODELS = {
             ),
             (
                 "    count = torch.searchsorted(cumulative, goal) + 1\n",
-                "    plain = _weigh(rows.plain[index])\n"
+                "    plain = weigh(rows.plain[index])\n"
                 "    most_likely = plain.gather(1, ids).cumsum(1)\n"
-                "    goal = _share(rows.top_p[index], plain.sum(dim=1, keepdim=True))\n"
+                "    goal = share(rows.top_p[index], plain.sum(dim=1, keepdim=True))\n"
                 "    count = torch.searchsorted(most_likely, goal) + 1\n",
             ),
         ),
@@ -117,6 +117,15 @@ def each_of(plants: Mapping[str, Plant]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("plant", plants.values(), ids=list(plants))
 
 
+@pytest.mark.parametrize(
+    "plant", [*_OF_MODELS.values(), *_OF_THE_WIRE.values(), *_OF_THE_ROUTER.values()]
+)
+def test_a_planted_change_fits_one_place_of_the_tree(now: Checkout, plant: Plant) -> None:
+    for old, _ in plant.changes:
+        _file_with(old, now)
+
+
+@pytest.mark.soak
 @needs_torch
 @each_of(_OF_MODELS)
 def test_a_change_of_what_a_model_computes_is_found(
@@ -134,6 +143,7 @@ def test_a_change_of_what_a_model_computes_is_found(
     assert plant.case in cases_of(lines)
 
 
+@pytest.mark.soak
 @each_of(_OF_THE_WIRE)
 def test_a_field_that_is_forgotten_on_the_wire_is_found(
     sides: Sides, questions: Questions, answers_before: Answers, tmp_path: Path, plant: Plant
@@ -144,6 +154,7 @@ def test_a_field_that_is_forgotten_on_the_wire_is_found(
     assert cases_of(differences(answers_before, found.answers)) == {plant.case}
 
 
+@pytest.mark.soak
 @each_of(_OF_THE_ROUTER)
 def test_a_field_that_is_forgotten_by_the_router_is_found(
     sides: Sides, tmp_path: Path, plant: Plant

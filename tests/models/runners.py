@@ -1,4 +1,4 @@
-"""Runners of models with every logits processor, as a shard has them."""
+"""Runners of models with every logits processor and output, as a shard has them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.runner.base import RunnerInfo
 from penstock_shard.runner.logits.order import every_processor
 from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.runner.outputs.every import every_output
 
 
 def make_runner(
@@ -18,4 +19,6 @@ def make_runner(
     graphs: Graphs | None = None,
 ) -> ModelRunner:
     """Without `masks` no request may have a constraint."""
-    return ModelRunner(model, info, shaping=every_processor(masks), graphs=graphs)
+    return ModelRunner(
+        model, info, shaping=every_processor(masks), make_outputs=every_output, graphs=graphs
+    )

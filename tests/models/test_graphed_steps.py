@@ -24,6 +24,7 @@ from support.adapters import make_adapter
 from support.budget import seeded
 from support.drafters import FickleOracle, named
 from support.plans import batch_of
+from torch import Tensor
 
 from penstock_shard.models.attention.sdpa import SdpaBackend
 from penstock_shard.models.cuda_graphs import (
@@ -44,6 +45,7 @@ from penstock_shard.request import SamplingParams
 from penstock_shard.rows import Row
 from penstock_shard.runner.inputs import InputBuilder, Inputs
 from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.runner.outputs.verification import Drafts
 
 Directory = Callable[[str], Path]
 
@@ -55,15 +57,15 @@ Directory = Callable[[str], Path]
 def _drafts_replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether each pass with drafts was computed token by token, as only graphs do."""
     seen: list[bool] = []
-    verify = ModelRunner._verify
+    begin = Drafts.begin
 
-    def spy(runner: ModelRunner, forward: Any, logits: torch.Tensor) -> None:
-        inputs = forward.inputs
-        seen.append(inputs.attention.num_decodes >= len(inputs.logit_rows))
-        verify(runner, forward, logits)
+    def spy(drafts: Drafts, inputs: Inputs, *passed: Tensor) -> Any:
+        if inputs.drafted:
+            seen.append(inputs.attention.num_decodes >= len(inputs.logit_rows))
+        return begin(drafts, inputs, *passed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "_verify", spy)
+        patch.setattr(Drafts, "begin", spy)
         yield seen
 
 

@@ -63,7 +63,7 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return to_numpy(tensor)
 
     with monkeypatch.context() as patch, NoLooks():
-        for module in ("draw", "draw_ranked", "sampler", "logits.constraint_mask"):
+        for module in ("draw", "draw_ranked", "sampler", "token_scores", "logits.constraint_mask"):
             patch.setattr(f"penstock_shard.runner.{module}.is_host", lambda _: False)
         for name in ("tolist", "item", "cpu"):
             patch.setattr(torch.Tensor, name, look)

@@ -10,9 +10,9 @@ import torch
 from models.drawer import Drawer, SampleRow
 from models.sampling_reference import sampling_request
 
-from penstock_shard.runner import sampler
+from penstock_shard.runner import token_scores
 from penstock_shard.runner.base import Logprobs
-from penstock_shard.runner.sampler import score_tokens
+from penstock_shard.runner.token_scores import score_tokens
 
 SEED = 20_261_121
 
@@ -56,7 +56,7 @@ def test_on_a_device_rows_begin_where_sums_have_one_order(monkeypatch: pytest.Mo
         return summed(rows, dim)
 
     monkeypatch.setattr(torch, "log_softmax", sum_up)
-    monkeypatch.setattr(sampler, "is_host", lambda _: False)
+    monkeypatch.setattr(token_scores, "is_host", lambda _: False)
     for found, same in zip(
         token_logprobs(logits, tokens, [33, 2, 0], asked), expected, strict=True
     ):

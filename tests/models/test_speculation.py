@@ -28,7 +28,7 @@ from penstock_shard.request import Constraint, SamplingParams, ThinkingBudget
 from penstock_shard.runner.base import Logprobs, RowResult
 from penstock_shard.runner.inputs import DraftRow
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.verification import Verification
+from penstock_shard.runner.outputs.verification import Verification
 from penstock_shard.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
 

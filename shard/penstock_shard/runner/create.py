@@ -33,6 +33,7 @@ from penstock_shard.runner.fingerprint import fingerprint
 from penstock_shard.runner.load import load_part, rank_device
 from penstock_shard.runner.logits.order import every_processor
 from penstock_shard.runner.model_runner import CAPABILITIES, ModelRunner
+from penstock_shard.runner.outputs.every import every_output
 from penstock_shard.runner.prepare import Prepared, prepare
 from penstock_shard.sampling_ranges import usable_defaults
 
@@ -57,6 +58,7 @@ def create_runner(
         loaded.model,
         info,
         shaping=every_processor(MaskFiller(info.vocab_size, config.constraint_threads)),
+        make_outputs=every_output,
         graphs=loaded.graphs if prepared.has_graphs else None,
         adapters=adapter_store(config, loaded.bank, loaded.model),
     )

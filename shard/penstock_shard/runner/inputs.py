@@ -125,6 +125,8 @@ class Inputs:
     pooled: abc.Sequence[PooledRow] = ()
     # Each token's adapter index, int64 [T]; None if no row has an adapter.
     adapters: Tensor | None = None
+    # The next step may overwrite what the model gives for these.
+    is_static: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,7 @@ class InputBuilder:
             drafted=drafted,
             pooled=pooled,
             adapters=inputs.adapters if len(adapters) else None,
+            is_static=static is not None,
         )
 
     def _static(

@@ -7,11 +7,10 @@ how the model was loaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +20,14 @@ from penstock_shard.models.device_memory import empty_caches
 from penstock_shard.models.errors import first_line, is_out_of_memory
 from penstock_shard.request import CONSTRAINT_KINDS
 from penstock_shard.runner.base import AdapterStore, Batch, RowResult, RunnerInfo, StepOutOfMemory
-from penstock_shard.runner.device import mark, to_device, to_host
-from penstock_shard.runner.inputs import Gaps, InputBuilder, Inputs, Sampled, ScoredRow
+from penstock_shard.runner.device import mark, to_device
+from penstock_shard.runner.inputs import Gaps, InputBuilder, Inputs, Sampled
 from penstock_shard.runner.logits.shaping import LogitsShaping
-from penstock_shard.runner.pooling import Pooler
-from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows, TokenScores, score_tokens
+from penstock_shard.runner.outputs.base import PendingOutput, RowOutput
+from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows
 from penstock_shard.runner.slots import Slots
-from penstock_shard.runner.verification import Verification
+
+MakeOutputs = Callable[[Slots, Sampler], Sequence[RowOutput]]
 
 CAPABILITIES = frozenset(
     {
@@ -57,15 +57,6 @@ CAPABILITIES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _PromptScores:
-    """Log-probabilities of a row's prompt tokens, on their way to the host."""
-
-    row: int
-    is_finite: Tensor
-    scores: TokenScores
-
-
 @dataclass(slots=True)
 class _Pass:
     """What a step's results are made of."""
@@ -74,10 +65,8 @@ class _Pass:
     # Logits to sample from, until they are sampled.
     logits: Tensor | None = None
     enqueued: Enqueued | None = None
-    verification: Verification | None = None
-    prompt_scores: Sequence[_PromptScores] = ()
-    # Results of rows whose embeddings are done, by row.
-    pooled: Mapping[int, RowResult] = field(default_factory=dict)
+    # What rows give besides sampled tokens.
+    outputs: Sequence[PendingOutput] = ()
 
     @property
     def must_be_sampled(self) -> bool:
@@ -86,7 +75,7 @@ class _Pass:
     def gives_all_and_nothing_else(self, num_rows: int) -> bool:
         """Whether the sampled tokens are the results of all rows, in order."""
         sampled = self.inputs.sampled
-        return sampled is not None and len(sampled.rows) == num_rows and not self.prompt_scores
+        return sampled is not None and len(sampled.rows) == num_rows and not self.outputs
 
 
 @dataclass(slots=True)
@@ -117,21 +106,22 @@ class ModelRunner:
         info: RunnerInfo,
         *,
         shaping: LogitsShaping | None = None,
+        make_outputs: MakeOutputs | None = None,
         graphs: Graphs | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        """`shaping` has the logits processors. `graphs` and `adapters` are the model's CUDA graphs
-        and LoRA adapters, if it has any.
+        """`shaping` has the logits processors, and `make_outputs` makes what rows may give besides
+        sampled tokens; by default there are none of either. `graphs` and `adapters` are the
+        model's CUDA graphs and LoRA adapters, if it has any.
         """
         self.model = model
         self._adapters = adapters
-        self._has_graphs = graphs is not None
         self._info = info
         self._launched: deque[_Step] = deque()
         self._slots = Slots()
         self._inputs = InputBuilder(info.block_size, model.device, self._slots, graphs)
         self._sampler = Sampler(shaping)
-        self._pooler = Pooler()
+        self._outputs = () if make_outputs is None else make_outputs(self._slots, self._sampler)
         # The last sampled token of the sequence in each slot; the host may not know it yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)
 
@@ -172,7 +162,8 @@ class ModelRunner:
     def release(self, slot: int) -> None:
         self._slots.release(slot)
         self._sampler.release(slot)
-        self._pooler.release(slot)
+        for output in self._outputs:
+            output.release(slot)
 
     # ---- the device's part of a step ----
 
@@ -197,11 +188,11 @@ class ModelRunner:
             self._sampler.admit(admission)
         step.forward = forward = _Pass(inputs)
         defers = self._defers(inputs)
-        logits = self._forward(forward, prepares=not defers)
+        logits, hidden = self._forward(forward, prepares=not defers)
         if not defers:
             self._sample(forward)
-        if inputs.drafted:
-            self._verify(forward, logits)
+        begun = [output.begin(inputs, logits, hidden) for output in self._outputs]
+        forward.outputs = [output for output in begun if output is not None]
         step.wait = mark(self.model.device)
 
     def _defers(self, inputs: Inputs) -> bool:
@@ -210,8 +201,8 @@ class ModelRunner:
             return False
         return self._sampler.needs_tokens(_sample_rows(inputs.sampled))
 
-    def _forward(self, forward: _Pass, *, prepares: bool) -> Tensor:
-        """Have the model compute; all its logits."""
+    def _forward(self, forward: _Pass, *, prepares: bool) -> tuple[Tensor, Tensor]:
+        """Have the model compute; all its logits and hidden states."""
         inputs = forward.inputs
         if inputs.gaps is not None:
             self._fill(inputs, inputs.gaps)
@@ -225,14 +216,11 @@ class ModelRunner:
             inputs.hidden_rows,
             inputs.adapters,
         )
-        if inputs.pooled:
-            forward.pooled = self._pooler.pool(hidden, inputs.pooled)
-        forward.prompt_scores = [self._score_prompt(logits, row) for row in inputs.scored]
         forward.logits = logits
         if inputs.sampled_logits is not None:
             sampled = to_device(inputs.sampled_logits, logits.device)
             forward.logits = logits.index_select(0, sampled)
-        return logits
+        return logits, hidden
 
     def _fill(self, inputs: Inputs, gaps: Gaps) -> None:
         """Fill in the input tokens that the step before samples."""
@@ -254,26 +242,6 @@ class ModelRunner:
         if missing > 0:
             self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing)])
         self._last_tokens.index_copy_(0, sampled.device_slots, forward.enqueued.tokens)
-
-    def _verify(self, forward: _Pass, logits: Tensor) -> None:
-        """Begin to verify drafts: all tokens before them are known, see `Batch`."""
-        drafted = forward.inputs.drafted
-        if self._has_graphs and any(self._sampler.is_stateful(draft.slot) for draft in drafted):
-            # Some tokens are drawn later, when a graph may have overwritten its output logits.
-            logits = logits.clone()
-        forward.verification = Verification(self._sampler, logits, drafted)
-
-    def _score_prompt(self, logits: Tensor, row: ScoredRow) -> _PromptScores:
-        """Score the n prompt tokens that a row's first n tokens predict; logits [N, V] of all."""
-        own = logits[row.place : row.place + row.count]
-        first = row.start + 1
-        known = self._slots.token_ids[row.slot][first : first + row.count]
-        is_finite = torch.isfinite(own.amax(dim=-1)).all()
-        top_n = int(self._slots.prompt_logprobs[row.slot])
-        tokens = to_device(known.astype(np.int64), own.device)
-        return _PromptScores(
-            row.row, to_host(is_finite), score_tokens(own, tokens, [top_n] * row.count)
-        )
 
     def _sample_deferred(self, count: int) -> None:
         """Sample those of the first `count` launched steps that are not sampled yet, in order."""
@@ -314,38 +282,19 @@ class ModelRunner:
             step.results = found
             return
         step.results = results = [RowResult() for _ in range(step.num_rows)]
-        for index, result in forward.pooled.items():
-            results[index] = result
-        for prompt in forward.prompt_scores:
-            _set_prompt_logprobs(results[prompt.row], prompt)
+        # Drafts may still be drawn on the device.
+        self._guarded(step, partial(_finish_all, forward.outputs, results))
         if sampled is not None:
             for index, result in zip(sampled.rows.tolist(), found, strict=True):
                 if results[index].error is None:
                     result.prompt_logprobs = results[index].prompt_logprobs
                     results[index] = result
-        if forward.verification is not None:
-            # It may still draw tokens on the device.
-            self._guarded(step, partial(self._finish_drafts, forward, results))
 
-    def _finish_drafts(self, forward: _Pass, results: list[RowResult]) -> None:
-        """Set the results of rows with drafts."""
-        assert forward.verification is not None
-        found = forward.verification.finish()
-        for draft, result in zip(forward.inputs.drafted, found, strict=True):
-            results[draft.row] = result
-            if result.token_id is not None:
-                self._slots.extend(draft.slot, [result.token_id, *result.more_token_ids])
+
+def _finish_all(outputs: Sequence[PendingOutput], results: list[RowResult]) -> None:
+    for output in outputs:
+        output.finish(results)
 
 
 def _sample_rows(sampled: Sampled) -> SampleRows:
     return SampleRows(sampled.slots, sampled.positions)
-
-
-def _set_prompt_logprobs(result: RowResult, prompt: _PromptScores) -> None:
-    if not bool(prompt.is_finite):
-        result.error = "the model gave no finite logits for the prompt"
-        return
-    first, *others = prompt.scores.finish()
-    for scores in others:
-        first.extend(scores)
-    result.prompt_logprobs = first

@@ -27,16 +27,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from penstock_shard.request import Request
-from penstock_shard.runner.base import Admission, Logprobs, RowResult
+from penstock_shard.runner.base import Admission, RowResult
 from penstock_shard.runner.device import is_host, mark, to_device, to_host
 from penstock_shard.runner.draw import draw
-from penstock_shard.runner.draw_ranked import Columns, ordered_topk
+from penstock_shard.runner.draw_ranked import Columns
 from penstock_shard.runner.logits.shaping import LogitsShaping, Prepared, Shaped
 from penstock_shard.runner.philox import uniforms
 from penstock_shard.runner.slots import Integers, grown
+from penstock_shard.runner.token_scores import TokenScores, score_tokens
 
 # Increment when the same logits give other tokens than before.
 SAMPLER_REVISION = 1
@@ -333,88 +333,3 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     # numpy's argmax uses vector instructions: a seventh of torch's time.
     tokens = torch.from_numpy(logits.numpy().argmax(axis=1))
     return logits.gather(1, tokens.unsqueeze(1)).squeeze(1), tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Log-probabilities on their way to the host: those of the chosen tokens [n] and their ranks
-    [n], the best [n, k] and their ids, and those of requested ids, row after row.
-    """
-
-    _chosen: Tensor
-    _ranks: Tensor
-    _top: Tensor
-    _top_ids: Tensor
-    _requested: Tensor
-    _counts: abc.Sequence[int]
-    _asked: abc.Sequence[abc.Sequence[int]]
-    _vocabulary: int
-
-    def finish(self) -> list[Logprobs]:
-        """The log-probabilities of each row, once the device has copied them to the host."""
-        chosen, ranks, requested = (
-            self._chosen.tolist(),
-            self._ranks.tolist(),
-            self._requested.tolist(),
-        )
-        top, ids = self._top.numpy(), self._top_ids.numpy()
-        columns = [
-            Logprobs(
-                chosen=[chosen[i]],
-                ranks=[ranks[i]],
-                top_n=min(count, self._vocabulary),
-                top_token_ids=ids[i, :count].tolist(),
-                top_logprobs=top[i, :count].tolist(),
-            )
-            for i, count in enumerate(self._counts)
-        ]
-        start = 0
-        for asked, logprobs in zip(self._asked, columns, strict=False):
-            logprobs.requested = requested[start : start + len(asked)]
-            start += len(asked)
-        return columns
-
-
-def score_tokens(
-    logits: Tensor,
-    tokens: Tensor,
-    counts: abc.Sequence[int],
-    asked: abc.Sequence[abc.Sequence[int]] = (),
-) -> TokenScores:
-    """From raw logits [n, V]: the log-probability and rank of tokens [n] (rank 1 is the most
-    likely; equals share a rank), the `counts[i]` best of row i, and those of the ids `asked[i]`.
-
-    Ranks and order are taken from the logits: as log-probabilities, two may round to the same.
-    """
-    logits = logits.float()
-    vocabulary = logits.shape[1]
-    scores = torch.log_softmax(_with_aligned_rows(logits), dim=1)
-    place = tokens.unsqueeze(1)
-    ranks = (logits > logits.gather(1, place)).sum(dim=1, dtype=torch.int32) + 1
-    top_ids = torch.empty((len(counts), 0), dtype=torch.int64, device=logits.device)
-    if most := min(max(counts), vocabulary):
-        # A difference of 0 only for what equals the largest logit.
-        top_ids = ordered_topk(logits - logits.amax(dim=1, keepdim=True), most)
-    width = scores.shape[1]
-    wanted = [row * width + token for row, ids in enumerate(asked) for token in ids]
-    requested = scores.view(-1)[to_device(np.array(wanted, dtype=np.int64), logits.device)]
-    return TokenScores(
-        to_host(scores.gather(1, place).squeeze(1)),
-        to_host(ranks),
-        to_host(scores.gather(1, top_ids)),
-        to_host(top_ids),
-        to_host(requested),
-        counts,
-        asked,
-        vocabulary,
-    )
-
-
-def _with_aligned_rows(logits: Tensor) -> Tensor:
-    """float32 [n, V], padded with -inf columns so that each row begins at a multiple of 16 bytes:
-    torch on CUDA sums a row in an order that depends on its alignment, which shows in the last bit.
-    """
-    spare = -logits.shape[1] % 4
-    if is_host(logits) or not spare:
-        return logits
-    return functional.pad(logits, (0, spare), value=float("-inf"))

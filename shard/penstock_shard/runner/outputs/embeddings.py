@@ -6,28 +6,40 @@ depend on where the chunks were cut, except for the last bit of a value now and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.inputs import PooledRow
+from penstock_shard.runner.inputs import Inputs, PooledRow
 
 
-class Pooler:
-    """Keeps the sums of prompts that are computed in part, by slot."""
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    # By row of the batch.
+    results: dict[int, RowResult]
+
+    def finish(self, results: list[RowResult]) -> None:
+        for row, result in self.results.items():
+            results[row] = result
+
+
+class Embeddings:
+    """A `RowOutput`. Keeps the sums of prompts that are computed in part, by slot."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
 
-    def pool(self, hidden: Tensor, rows: Sequence[PooledRow]) -> dict[int, RowResult]:
-        """Pool hidden [M, H] of the rows' pooled tokens, row by row; results of prompts that end
-        here, by row of the batch. Called in the order of the steps.
-        """
-        parts = torch.split(hidden, [row.count for row in rows])
-        found = {row.row: self._add(part, row) for row, part in zip(rows, parts, strict=True)}
-        return {row: result for row, result in found.items() if result is not None}
+    def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
+        """Pool hidden states [M, H] of the rows' pooled tokens, row by row."""
+        if not inputs.pooled:
+            return None
+        parts = torch.split(hidden, [row.count for row in inputs.pooled])
+        found = {
+            row.row: self._add(part, row) for row, part in zip(inputs.pooled, parts, strict=True)
+        }
+        return _Pending({row: result for row, result in found.items() if result is not None})
 
     def _add(self, hidden: Tensor, row: PooledRow) -> RowResult | None:
         total = hidden.sum(dim=0, dtype=torch.float64)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.device import to_device
-from penstock_shard.runner.inputs import DraftRow
+from penstock_shard.runner.inputs import DraftRow, Inputs
 from penstock_shard.runner.sampler import Sampler, SampleRows
+from penstock_shard.runner.slots import Slots
 
 
 @dataclass(slots=True)
@@ -61,6 +62,41 @@ class _Answer:
             if first.logprobs is not None and result.logprobs is not None:
                 first.logprobs.extend(result.logprobs)
         return first
+
+
+class Drafts:
+    """A `RowOutput`: the tokens of rows with drafts."""
+
+    def __init__(self, slots: Slots, sampler: Sampler) -> None:
+        self._slots = slots
+        self._sampler = sampler
+
+    def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
+        """All tokens before the drafts are known, see `Batch`."""
+        if not inputs.drafted:
+            return None
+        if inputs.is_static and any(self._sampler.is_stateful(row.slot) for row in inputs.drafted):
+            # Some tokens are drawn later, when a graph may have overwritten its output logits.
+            logits = logits.clone()
+        verification = Verification(self._sampler, logits, inputs.drafted)
+        return _Pending(self._slots, inputs.drafted, verification)
+
+    def release(self, slot: int) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    slots: Slots
+    drafts: abc.Sequence[DraftRow]
+    verification: Verification
+
+    def finish(self, results: list[RowResult]) -> None:
+        """May still draw tokens on the device."""
+        for draft, result in zip(self.drafts, self.verification.finish(), strict=True):
+            results[draft.row] = result
+            if result.token_id is not None:
+                self.slots.extend(draft.slot, [result.token_id, *result.more_token_ids])
 
 
 class Verification:

@@ -1,0 +1,69 @@
+"""Log-probabilities of prompt tokens."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock_shard.runner.base import RowResult
+from penstock_shard.runner.device import to_device, to_host
+from penstock_shard.runner.inputs import Inputs, ScoredRow
+from penstock_shard.runner.slots import Slots
+from penstock_shard.runner.token_scores import TokenScores, score_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _RowScores:
+    """Those of one row's prompt tokens, on their way to the host."""
+
+    row: int
+    is_finite: Tensor
+    scores: TokenScores
+
+    def finish(self, result: RowResult) -> None:
+        if not bool(self.is_finite):
+            result.error = "the model gave no finite logits for the prompt"
+            return
+        first, *others = self.scores.finish()
+        for scores in others:
+            first.extend(scores)
+        result.prompt_logprobs = first
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    rows: abc.Sequence[_RowScores]
+
+    def finish(self, results: list[RowResult]) -> None:
+        for row in self.rows:
+            row.finish(results[row.row])
+
+
+class PromptLogprobs:
+    """A `RowOutput`."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
+        if not inputs.scored:
+            return None
+        return _Pending([self._score(logits, row) for row in inputs.scored])
+
+    def release(self, slot: int) -> None:
+        pass
+
+    def _score(self, logits: Tensor, row: ScoredRow) -> _RowScores:
+        """Score the n prompt tokens that a row's first n tokens predict; logits [N, V] of all."""
+        own = logits[row.place : row.place + row.count]
+        first = row.start + 1
+        known = self._slots.token_ids[row.slot][first : first + row.count]
+        is_finite = torch.isfinite(own.amax(dim=-1)).all()
+        top_n = int(self._slots.prompt_logprobs[row.slot])
+        tokens = to_device(known.astype(np.int64), own.device)
+        scores = score_tokens(own, tokens, [top_n] * row.count)
+        return _RowScores(row.row, to_host(is_finite), scores)
