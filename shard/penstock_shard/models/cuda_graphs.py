@@ -30,7 +30,7 @@ from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.models.base import CausalModel, Forwarded
-from penstock_shard.models.step_inputs import InputLayout, StepInputs
+from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batch
 
 # (bound, step): up to `bound` rows, the number of rows is padded to a multiple of `step`. Steps of
 # more rows than the last bound, as draft tokens may make them, run without a graph: a graph would
@@ -330,18 +330,9 @@ class GraphedModel:
         arrays.cu_keys[:] = np.arange(count + 1)
         memory.copy_(nobody)
         inputs = layout.tensors(memory)
-        attention = AttentionBatch(
-            query_lens=[1] * count,
-            # The host's bound for any step: no row has more tokens.
-            seq_lens=[num_blocks * self._block_size] * count,
-            num_decodes=count,
-            block_size=self._block_size,
-            slots=inputs.kv_indices,
-            cu_queries=inputs.cu_queries,
-            cu_keys=inputs.cu_keys,
-            seq_lens_tensor=inputs.seq_lens,
-            block_table=inputs.block_table,
-        )
+        # The host's bound for any step: no row has more tokens.
+        seq_lens = [num_blocks * self._block_size] * count
+        attention = attention_batch(inputs, [1] * count, seq_lens, count, self._block_size)
         return StaticInputs(
             memory, layout, inputs, attention, torch.arange(count, device=self.device)
         )

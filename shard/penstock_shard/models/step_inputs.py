@@ -6,7 +6,7 @@ of what is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from penstock_shard.models.attention.base import AttentionBatch
 
 # Triton specializes kernels on whether an address is a multiple of 16.
 _ALIGNMENT = 64
@@ -99,3 +101,24 @@ class InputLayout:
         return StepInputs(
             ids, positions, kv_indices, adapters, extra, cu_queries, cu_keys, lens, shaped(table)
         )
+
+
+def attention_batch(
+    inputs: StepInputs[Tensor],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    num_decodes: int,
+    block_size: int,
+) -> AttentionBatch:
+    """What attention is told of a step's rows: their inputs, and what the host knows of them."""
+    return AttentionBatch(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        num_decodes=num_decodes,
+        block_size=block_size,
+        slots=inputs.kv_indices,
+        cu_queries=inputs.cu_queries,
+        cu_keys=inputs.cu_keys,
+        seq_lens_tensor=inputs.seq_lens,
+        block_table=inputs.block_table,
+    )

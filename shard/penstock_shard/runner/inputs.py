@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch
 from penstock_shard.models.cuda_graphs import Graphs, StaticInputs
-from penstock_shard.models.step_inputs import InputLayout, StepInputs
+from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batch
 from penstock_shard.runner.base import Batch
 from penstock_shard.runner.device import host_buffer
 from penstock_shard.runner.slots import Integers, Slots
@@ -299,17 +299,8 @@ class InputBuilder:
     def _attention(
         self, inputs: StepInputs[Tensor], columns: _Columns, lengths: Integers
     ) -> AttentionBatch:
-        return AttentionBatch(
-            query_lens=columns.counts.tolist(),
-            seq_lens=lengths.tolist(),
-            num_decodes=_num_decodes(columns.counts),
-            block_size=self._block_size,
-            slots=inputs.kv_indices,
-            cu_queries=inputs.cu_queries,
-            cu_keys=inputs.cu_keys,
-            seq_lens_tensor=inputs.seq_lens,
-            block_table=inputs.block_table,
-        )
+        counts, num_decodes = columns.counts.tolist(), _num_decodes(columns.counts)
+        return attention_batch(inputs, counts, lengths.tolist(), num_decodes, self._block_size)
 
 
 @dataclass(frozen=True, slots=True)
