@@ -60,7 +60,7 @@ def _drafts_replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     begin = Drafts.begin
 
     def spy(drafts: Drafts, inputs: Inputs, *passed: Tensor) -> Any:
-        if inputs.drafted:
+        if any(inputs.batch.drafts):
             seen.append(inputs.attention.num_decodes >= len(inputs.logit_rows))
         return begin(drafts, inputs, *passed)
 
@@ -173,7 +173,7 @@ def test_a_step_with_drafts_has_a_row_for_each_token_and_is_else_the_same(
     assert torch.equal(batch.positions[:count], plain.positions)
     assert torch.equal(batch.attention.slots[:count], plain.attention.slots)
     assert torch.equal(batch.logit_rows, plain.logit_rows)
-    assert [row.place for row in batch.drafted] == [row.place for row in plain.drafted] == [1, 4]
+    assert batch.places.tolist() == plain.places.tolist() == [0, 1, 4]
     assert batch.sampled_logits is not None
     assert batch.sampled_logits.tolist() == [0]
     assert batch.gaps is not None

@@ -26,9 +26,8 @@ from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Constraint, SamplingParams, ThinkingBudget
 from penstock_shard.runner.base import Logprobs, RowResult
-from penstock_shard.runner.inputs import DraftRow
 from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.outputs.verification import Verification
+from penstock_shard.runner.outputs.verification import DraftRow, Verification
 from penstock_shard.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
 

@@ -12,7 +12,6 @@ own, which attends to the tokens before it as a decode does.
 
 from __future__ import annotations
 
-from collections import abc
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,7 +25,7 @@ from penstock_shard.models.cuda_graphs import Graphs, StaticInputs
 from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batch
 from penstock_shard.runner.base import Batch
 from penstock_shard.runner.device import host_buffer
-from penstock_shard.runner.slots import Integers, Slots
+from penstock_shard.runner.slots import MEAN, Integers, Slots
 
 Array: TypeAlias = NDArray[Any]
 
@@ -36,48 +35,6 @@ Array: TypeAlias = NDArray[Any]
 # 4 kB (8 heads of 128 in bfloat16, and their values) in one microsecond. An estimate, not measured.
 _MOST_KEYS_AGAIN = 2**15
 _NONE: Integers = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRow:
-    """Row `row` of the batch: its first `count` tokens, which begin at `start`, predict prompt
-    tokens whose log-probabilities are wanted. The first one's logits are row `place`.
-    """
-
-    row: int
-    slot: int
-    start: int
-    count: int
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRow:
-    """Row `row` of the batch has drafts. `position` is the output position of the first token to be
-    sampled, which verifies the first draft; its logits are row `place`, and the next rows are those
-    after each draft token.
-    """
-
-    row: int
-    slot: int
-    token_ids: abc.Sequence[int]
-    position: int
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class PooledRow:
-    """Row `row` of the batch is of an embedding; the hidden states of its last `count` tokens are
-    pooled. It begins at `start`, and with `ends_prompt` it is the prompt's last.
-    """
-
-    row: int
-    slot: int
-    start: int
-    count: int
-    is_mean: bool
-    ends_prompt: bool
-    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +66,21 @@ class Inputs:
     `logit_rows` int64 [N] are the tokens whose logits are wanted, row by row: for its prompt
     log-probabilities, to verify its drafts, or to sample from. `hidden_rows` int64 [M] are the
     tokens whose hidden states are pooled, None without any. `sampled_logits` are the indices in
-    `logit_rows` to sample from, None if that is all of them.
+    `logit_rows` to sample from, None if that is all of them. `places` are the indices of each row's
+    first logits in `logit_rows`, unless sampled tokens are all that the batch gives (`is_plain`).
     """
 
     input_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
+    batch: Batch
     logit_rows: Tensor
     hidden_rows: Tensor | None
     gaps: Gaps | None
     sampled: Sampled | None
     sampled_logits: Integers | None
-    scored: abc.Sequence[ScoredRow] = ()
-    drafted: abc.Sequence[DraftRow] = ()
-    pooled: abc.Sequence[PooledRow] = ()
+    places: Integers
+    is_plain: bool
     # Each token's adapter index, int64 [T]; None if no row has an adapter.
     adapters: Tensor | None = None
     # The next step may overwrite what the model gives for these.
@@ -162,7 +120,7 @@ class _Columns:
             samples=samples & (drafts == 0) & (pooling == 0),
             scored=np.array(batch.scored),
             verified=np.where(drafts > 0, counts, 0),
-            pooled=np.where(pooling == 2, counts, np.where(samples, pooling, 0)),
+            pooled=np.where(pooling == MEAN, counts, np.where(samples, pooling, 0)),
             is_plain=False,
         )
 
@@ -224,19 +182,18 @@ class InputBuilder:
             inputs, attention = static.inputs, static.attention
         parts = torch.split(inputs.extra[: sum(sizes)], sizes)
         device_slots, gap_slots, places, logit_rows, hidden_rows = parts
-        scored, drafted, pooled = _special_rows(batch, columns, wanted.places, self._slots)
         return Inputs(
             input_ids=inputs.input_ids,
             positions=inputs.positions,
             attention=attention,
+            batch=batch,
             logit_rows=logit_rows if static is None else static.rows[: tokens.total],
             hidden_rows=hidden_rows if len(wanted.hidden_rows) else None,
             gaps=Gaps(gap_slots, places if len(places) else None) if len(gaps) else None,
             sampled=_sampled(columns, lengths, device_slots, self._slots),
             sampled_logits=wanted.sampled_logits,
-            scored=scored,
-            drafted=drafted,
-            pooled=pooled,
+            places=wanted.places,
+            is_plain=columns.is_plain,
             adapters=inputs.adapters if len(adapters) else None,
             is_static=static is not None,
         )
@@ -423,32 +380,6 @@ def _sampled(
     if len(chosen) == len(lengths):
         return Sampled(columns.slots, device_slots, positions, chosen)
     return Sampled(columns.slots[chosen], device_slots, positions[chosen], chosen)
-
-
-def _special_rows(
-    batch: Batch, columns: _Columns, places: Integers, slots: Slots
-) -> tuple[abc.Sequence[ScoredRow], abc.Sequence[DraftRow], abc.Sequence[PooledRow]]:
-    """Rows of which more is wanted than a token that is sampled: scored, with drafts, pooled."""
-    if columns.is_plain:
-        return (), (), ()
-    scored, drafted, pooled = [], [], []
-    for i in np.flatnonzero(columns.scored + columns.verified + columns.pooled).tolist():
-        slot, start, count = int(columns.slots[i]), int(columns.starts[i]), int(columns.counts[i])
-        num_prompt_tokens, place = int(slots.num_prompt_tokens[slot]), int(places[i])
-        if columns.scored[i]:
-            scored.append(ScoredRow(i, slot, start, int(columns.scored[i]), place))
-        if columns.verified[i]:
-            # The first token to be sampled follows the last known one, which is at `start`.
-            position = start + 1 - num_prompt_tokens
-            drafted.append(DraftRow(i, slot, batch.drafts[i], position, place))
-        if columns.pooled[i]:
-            is_mean = slots.pooling[slot] == 2
-            ends_prompt = start + count == num_prompt_tokens
-            num_pooled = int(columns.pooled[i])
-            pooled.append(
-                PooledRow(i, slot, start, num_pooled, is_mean, ends_prompt, num_prompt_tokens)
-            )
-    return scored, drafted, pooled
 
 
 def _num_decodes(counts: Integers) -> int:

@@ -191,8 +191,9 @@ class ModelRunner:
         logits, hidden = self._forward(forward, prepares=not defers)
         if not defers:
             self._sample(forward)
-        begun = [output.begin(inputs, logits, hidden) for output in self._outputs]
-        forward.outputs = [output for output in begun if output is not None]
+        if not inputs.is_plain:
+            begun = [output.begin(inputs, logits, hidden) for output in self._outputs]
+            forward.outputs = [output for output in begun if output is not None]
         step.wait = mark(self.model.device)
 
     def _defers(self, inputs: Inputs) -> bool:

@@ -21,7 +21,9 @@ Item = TypeVar("Item", bound=np.generic)
 
 _FIRST_CAPACITY = 64
 _FIRST_WIDTH = 16
-_POOLINGS = {None: 0, Pooling.LAST: 1, Pooling.MEAN: 2}
+# Values of `Slots.pooling`.
+LAST, MEAN = 1, 2
+_POOLINGS = {None: 0, Pooling.LAST: LAST, Pooling.MEAN: MEAN}
 
 
 class Slots:
@@ -34,7 +36,7 @@ class Slots:
         self.num_known = _zeros()
         self.last_token = _zeros()
         self.adapter_index = _zeros()
-        # 0: none, 1: of the last token, 2: the mean.
+        # 0: none; LAST or MEAN.
         self.pooling = _zeros()
         # How many of the best ones' log-probabilities are wanted at each prompt token.
         self.prompt_logprobs = _zeros()

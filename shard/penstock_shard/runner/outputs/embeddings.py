@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.inputs import Inputs, PooledRow
+from penstock_shard.runner.inputs import Inputs
+from penstock_shard.runner.slots import MEAN, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +29,40 @@ class _Pending:
 class Embeddings:
     """A `RowOutput`. Keeps the sums of prompts that are computed in part, by slot."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
         self._sums: dict[int, Tensor] = {}
 
     def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
         """Pool hidden states [M, H] of the rows' pooled tokens, row by row."""
-        if not inputs.pooled:
+        if inputs.hidden_rows is None:
             return None
-        parts = torch.split(hidden, [row.count for row in inputs.pooled])
-        found = {
-            row.row: self._add(part, row) for row, part in zip(inputs.pooled, parts, strict=True)
-        }
-        return _Pending({row: result for row, result in found.items() if result is not None})
+        batch, found, start = inputs.batch, dict[int, RowResult](), 0
+        for row, slot in enumerate(batch.slots):
+            is_mean = self._slots.pooling[slot] == MEAN
+            count = batch.counts[row] if is_mean else int(batch.samples[row])
+            if self._slots.pooling[slot] and count:
+                own = hidden[start : start + count]
+                start += count
+                result = self._add(own, slot, is_mean and batch.starts[row] > 0, batch.samples[row])
+                if result is not None:
+                    found[row] = result
+        return _Pending(found)
 
-    def _add(self, hidden: Tensor, row: PooledRow) -> RowResult | None:
+    def _add(self, hidden: Tensor, slot: int, adds: bool, is_last: bool) -> RowResult | None:
+        """Take hidden states [n, H] of a prompt, which `adds` to those before; its result after the
+        last.
+        """
         total = hidden.sum(dim=0, dtype=torch.float64)
-        # At start 0 a sum that is left of another sequence is dropped.
-        if row.is_mean and row.start:
-            total += self._sums[row.slot]
-        if not row.ends_prompt:
-            self._sums[row.slot] = total
+        # Where nothing is added, a sum that is left of another sequence is dropped.
+        if adds:
+            total += self._sums[slot]
+        if not is_last:
+            self._sums[slot] = total
             return None
-        vector = (total / row.num_prompt_tokens if row.is_mean else total).float().cpu()
+        if self._slots.pooling[slot] == MEAN:
+            total = total / int(self._slots.num_prompt_tokens[slot])
+        vector = total.float().cpu()
         if not bool(torch.isfinite(vector).all()):
             return RowResult(error="the model gave no finite hidden states for the prompt")
         return RowResult(embedding=vector.numpy().astype("<f4").tobytes())

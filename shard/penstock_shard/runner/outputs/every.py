@@ -14,4 +14,4 @@ from penstock_shard.runner.slots import Slots
 
 def every_output(slots: Slots, sampler: Sampler) -> abc.Sequence[RowOutput]:
     """Those of a runner with these slots and this sampler."""
-    return PromptLogprobs(slots), Embeddings(), Drafts(slots, sampler)
+    return PromptLogprobs(slots), Embeddings(slots), Drafts(slots, sampler)

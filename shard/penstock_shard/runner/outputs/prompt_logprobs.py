@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.device import to_device, to_host
-from penstock_shard.runner.inputs import Inputs, ScoredRow
+from penstock_shard.runner.inputs import Inputs
 from penstock_shard.runner.slots import Slots
 from penstock_shard.runner.token_scores import TokenScores, score_tokens
 
@@ -50,20 +50,20 @@ class PromptLogprobs:
         self._slots = slots
 
     def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
-        if not inputs.scored:
-            return None
-        return _Pending([self._score(logits, row) for row in inputs.scored])
+        rows = [row for row, count in enumerate(inputs.batch.scored) if count]
+        return _Pending([self._score(inputs, logits, row) for row in rows]) if rows else None
 
     def release(self, slot: int) -> None:
         pass
 
-    def _score(self, logits: Tensor, row: ScoredRow) -> _RowScores:
-        """Score the n prompt tokens that a row's first n tokens predict; logits [N, V] of all."""
-        own = logits[row.place : row.place + row.count]
-        first = row.start + 1
-        known = self._slots.token_ids[row.slot][first : first + row.count]
+    def _score(self, inputs: Inputs, logits: Tensor, row: int) -> _RowScores:
+        """Score the n prompt tokens that the row's first n tokens predict; logits [N, V] of all."""
+        batch = inputs.batch
+        slot, count, place = batch.slots[row], batch.scored[row], int(inputs.places[row])
+        own = logits[place : place + count]
+        first = batch.starts[row] + 1
+        known = self._slots.token_ids[slot][first : first + count]
         is_finite = torch.isfinite(own.amax(dim=-1)).all()
-        top_n = int(self._slots.prompt_logprobs[row.slot])
+        top_n = int(self._slots.prompt_logprobs[slot])
         tokens = to_device(known.astype(np.int64), own.device)
-        scores = score_tokens(own, tokens, [top_n] * row.count)
-        return _RowScores(row.row, to_host(is_finite), scores)
+        return _RowScores(row, to_host(is_finite), score_tokens(own, tokens, [top_n] * count))

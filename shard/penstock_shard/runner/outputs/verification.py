@@ -20,9 +20,23 @@ from torch import Tensor
 
 from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.device import to_device
-from penstock_shard.runner.inputs import DraftRow, Inputs
+from penstock_shard.runner.inputs import Inputs
 from penstock_shard.runner.sampler import Sampler, SampleRows
 from penstock_shard.runner.slots import Slots
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """Row `row` of the batch has drafts. `position` is the output position of the first token to be
+    sampled, which verifies the first draft; its logits are row `place`, and the next rows are those
+    after each draft token.
+    """
+
+    row: int
+    slot: int
+    token_ids: abc.Sequence[int]
+    position: int
+    place: int
 
 
 @dataclass(slots=True)
@@ -73,13 +87,19 @@ class Drafts:
 
     def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
         """All tokens before the drafts are known, see `Batch`."""
-        if not inputs.drafted:
+        rows = [self._row(inputs, row) for row, drafts in enumerate(inputs.batch.drafts) if drafts]
+        if not rows:
             return None
-        if inputs.is_static and any(self._sampler.is_stateful(row.slot) for row in inputs.drafted):
+        if inputs.is_static and any(self._sampler.is_stateful(row.slot) for row in rows):
             # Some tokens are drawn later, when a graph may have overwritten its output logits.
             logits = logits.clone()
-        verification = Verification(self._sampler, logits, inputs.drafted)
-        return _Pending(self._slots, inputs.drafted, verification)
+        return _Pending(self._slots, rows, Verification(self._sampler, logits, rows))
+
+    def _row(self, inputs: Inputs, row: int) -> DraftRow:
+        batch, slot = inputs.batch, inputs.batch.slots[row]
+        # The first token to be sampled follows the last known one, which is at `starts`.
+        position = batch.starts[row] + 1 - int(self._slots.num_prompt_tokens[slot])
+        return DraftRow(row, slot, batch.drafts[row], position, int(inputs.places[row]))
 
     def release(self, slot: int) -> None:
         pass
