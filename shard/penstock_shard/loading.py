@@ -15,7 +15,7 @@ from penstock_shard.models.errors import ModelError
 from penstock_shard.models.source import resolve_adapter, resolve_model
 from penstock_shard.request import Pooling
 from penstock_shard.runner.base import EmbeddingDefaults, Runner, RunnerInfo
-from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeAdapters, FakeRunner
+from penstock_shard.runner.fake import EMBEDDING_SIZE, FAKE_CAPABILITIES, FakeAdapters, FakeRunner
 from penstock_shard.tokenizer_files import read_tokenizer_files
 
 __all__ = ["LoadedRunner", "ModelError", "load_runner"]
@@ -94,7 +94,7 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         kv_dtype="none",
         device="none",
         attention_backend="none",
-        capabilities=CAPABILITIES,
+        capabilities=FAKE_CAPABILITIES,
         embedding=_fake_embedding(config),
         batch_invariant=True,
         numerics_fingerprint=config.fake_weights,

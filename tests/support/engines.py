@@ -16,7 +16,7 @@ from penstock_shard.link import Output
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Pooling, Request, SamplingParams
 from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
-from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeRunner
+from penstock_shard.runner.fake import EMBEDDING_SIZE, FAKE_CAPABILITIES, FakeRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
 from support.shadow import Fails, ShadowRunner
@@ -45,7 +45,7 @@ def runner_info(
         kv_dtype="none",
         device="none",
         attention_backend="none",
-        capabilities=CAPABILITIES,
+        capabilities=FAKE_CAPABILITIES,
         embedding=EmbeddingDefaults(Pooling.LAST, normalize=True, size=EMBEDDING_SIZE),
         max_steps_ahead=max_steps_ahead,
     )

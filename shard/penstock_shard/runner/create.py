@@ -29,10 +29,11 @@ from penstock_shard.models.transformers_loader import generation_defaults
 from penstock_shard.models.weights_hash import hash_weights
 from penstock_shard.runner.adapters import adapter_store
 from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
+from penstock_shard.runner.capabilities import CAPABILITIES
 from penstock_shard.runner.fingerprint import fingerprint
 from penstock_shard.runner.load import load_part, rank_device
 from penstock_shard.runner.logits.order import every_processor
-from penstock_shard.runner.model_runner import CAPABILITIES, ModelRunner
+from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.outputs.every import every_output
 from penstock_shard.runner.prepare import Prepared, prepare
 from penstock_shard.sampling_ranges import usable_defaults

@@ -26,7 +26,7 @@ import numpy as np
 from penstock_proto.clock import Clock
 from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids
 from penstock_shard.models.lora_files import read_adapter_files
-from penstock_shard.request import CONSTRAINT_KINDS, Pooling, Request
+from penstock_shard.request import Pooling, Request
 from penstock_shard.runner.base import (
     AdapterStore,
     Admission,
@@ -36,35 +36,10 @@ from penstock_shard.runner.base import (
     RowResult,
     RunnerInfo,
 )
+from penstock_shard.runner.capabilities import CAPABILITIES
 from penstock_shard.runner.token_state import BadWords, Thinking
 
-CAPABILITIES = frozenset(
-    {
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "logit_bias",
-        "bad_words",
-        "allowed_token_ids",
-        "min_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        "logprob_token_ids",
-        "priority",
-        "time_to_first_token_s",
-        "seconds_between_tokens",
-        "latency_sensitive",
-        "embed",
-        "thinking_budget",
-        *CONSTRAINT_KINDS,
-    }
-)
+FAKE_CAPABILITIES = CAPABILITIES | {"embed"}
 # Number of values of an embedding.
 EMBEDDING_SIZE = 64
 

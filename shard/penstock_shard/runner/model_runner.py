@@ -18,7 +18,6 @@ from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.models.device_memory import empty_caches
 from penstock_shard.models.errors import first_line, is_out_of_memory
-from penstock_shard.request import CONSTRAINT_KINDS
 from penstock_shard.runner.base import AdapterStore, Batch, RowResult, RunnerInfo, StepOutOfMemory
 from penstock_shard.runner.device import mark, to_device
 from penstock_shard.runner.inputs import Gaps, InputBuilder, Inputs, Sampled
@@ -28,33 +27,6 @@ from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows
 from penstock_shard.runner.slots import Slots
 
 MakeOutputs = Callable[[Slots, Sampler], Sequence[RowOutput]]
-
-CAPABILITIES = frozenset(
-    {
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "logit_bias",
-        "bad_words",
-        "allowed_token_ids",
-        "min_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        "logprob_token_ids",
-        "priority",
-        "time_to_first_token_s",
-        "seconds_between_tokens",
-        "latency_sensitive",
-        "thinking_budget",
-        *CONSTRAINT_KINDS,
-    }
-)
 
 
 @dataclass(slots=True)
