@@ -15,6 +15,7 @@ aborts unfinished choices. Knows no HTTP and no answer shapes.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import math
 import time
@@ -40,11 +41,14 @@ from penstock_router.errors import (
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
 from penstock_router.records import RequestRecord, outcome_of
+from penstock_router.request import MAX_TIMEOUT_S
 
 # A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides, as much as
 # copying 2,000 ids. After about half a millisecond of submitting the event loop gets a turn.
 _TOKENS_A_TURN = 50_000
 _SUBMISSION_TOKENS = 2_000
+# The router ends a request at its deadline; shards do so a little later, in case it has died.
+_SHARDS_WAIT_S = 0.1
 # How often each choice is checked for progress within `silence_timeout_s`.
 _LOOKS = 4
 _CONSTRAINTS = frozenset(kind.value for kind in ConstraintKind)
@@ -60,10 +64,12 @@ class Generation(Deltas):
         metrics: Metrics,
         record: RequestRecord,
         *,
+        ends_at_s: float | None = None,
         silence_timeout_s: float = math.inf,
     ) -> None:
-        """`record` receives usage, attempts and outcome. When nothing arrives for a choice for
-        `silence_timeout_s`, the generation fails with `TimedOut`.
+        """`record` receives usage, attempts and outcome. Shards are told to end at `ends_at_s`, on
+        the event loop's clock. When nothing arrives for a choice for `silence_timeout_s`, the
+        generation fails with `TimedOut`.
         """
         self.job = job
         self.usage = Usage(
@@ -86,6 +92,7 @@ class Generation(Deltas):
         self._meter = metrics.tokens_of(self._model)
         self._choices: list[Choice] = []
         self._unfinished = 0
+        self._ends_at_s = ends_at_s
         self._silence_timeout_s = silence_timeout_s
         self._next_look: asyncio.TimerHandle | None = None
         self._failure: TimedOut | None = None
@@ -117,7 +124,7 @@ class Generation(Deltas):
                 self._choices.append(choice)
                 continue
             try:
-                choice.stream = self._fleet.submit(request)
+                choice.stream = self._fleet.submit(self._with_deadline(request))
             except RequestRefused as error:
                 raise self._refused(error) from None
             self._record.follow(choice.stream.attempts)
@@ -131,6 +138,14 @@ class Generation(Deltas):
             if since_turn >= _TOKENS_A_TURN:
                 since_turn = 0
                 await asyncio.sleep(0)
+
+    def _with_deadline(self, request: GenerationRequest) -> GenerationRequest:
+        if self._ends_at_s is None:
+            return request
+        left_s = max(self._ends_at_s - asyncio.get_running_loop().time(), 0.0)
+        deadline_s = min(left_s + _SHARDS_WAIT_S, MAX_TIMEOUT_S)
+        objective = dataclasses.replace(request.objective, deadline_s=deadline_s)
+        return dataclasses.replace(request, objective=objective)
 
     async def __aexit__(
         self,

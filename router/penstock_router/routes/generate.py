@@ -6,7 +6,6 @@ one has no text work and no policy.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import time
@@ -18,9 +17,9 @@ from typing import Any, Generic, TypedDict, TypeVar
 from aiohttp import web
 
 from penstock_client.membership import check_address
-from penstock_client.types import GenerationRequest, ShardInfo
+from penstock_client.types import ShardInfo
 from penstock_router import long_json, sse
-from penstock_router.admission import Ticket
+from penstock_router.admission import Ticket, TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.bodies import LONG_BYTES, Body
 from penstock_router.deltas import (
@@ -37,7 +36,7 @@ from penstock_router.fields import STRING, Field, one_of, string, table
 from penstock_router.generation import Generation
 from penstock_router.job import SEQUENCES_A_TURN, Job, make_job
 from penstock_router.prompts import Prepared
-from penstock_router.request import MAX_SESSION_CHARS, MAX_TIMEOUT_S, Options
+from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes import base
 from penstock_router.routes.base import (
     RECORD,
@@ -58,8 +57,6 @@ from penstock_router.text_work import BodyKind
 
 _Result = TypeVar("_Result")
 
-# The router ends a request at its deadline; shards do so a little later, in case it has died.
-_SHARDS_WAIT_S = 0.1
 # What a log-probability takes in objects, while an answer is made, for each byte in the answer.
 _OBJECT_BYTES = 3
 # Answers of at most so many tokens are rendered on the event loop: some tens of microseconds.
@@ -144,7 +141,7 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
     with entered(call) as ticket:
         job = await prepared(call, call.asked, ticket)
         with scores_held(call, job) as hold:
-            job = await started(call, job, ticket)
+            await take_places(call, job, ticket)
             if call.asked.stream:
                 return await _streamed(call, job, ticket, before_end, hold)
             response = await _whole(call, job, ticket, before_end, hold)
@@ -159,7 +156,7 @@ async def _streamed(
     call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None, hold: Hold
 ) -> web.StreamResponse:
     router = call.request.app[ROUTER]
-    async with generation_of(call, job) as generation:
+    async with generation_of(call, job, ticket.limit) as generation:
         shape = make_shape(call, job, generation, int(time.time()))
         return await sse.stream(
             call.request,
@@ -181,7 +178,7 @@ async def _whole(
     call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None, hold: Hold
 ) -> web.Response:
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
-    async with generation_of(call, job) as generation:
+    async with generation_of(call, job, ticket.limit) as generation:
         shape = make_shape(call, job, generation, int(time.time()))
         usage = generation.usage
         async with ticket.limit.scope():
@@ -197,12 +194,16 @@ async def _whole(
     return response
 
 
-def generation_of(call: Call[Any], job: Job) -> Generation:
+def generation_of(call: Call[Any], job: Job, limit: TimeLimit) -> Generation:
     """The generation of the job, not submitted yet."""
     router, record = call.request.app[ROUTER], call.request[RECORD]
-    silence_timeout_s = router.config.silence_timeout_s
     return Generation(
-        job, router.fleet, router.metrics, record, silence_timeout_s=silence_timeout_s
+        job,
+        router.fleet,
+        router.metrics,
+        record,
+        ends_at_s=limit.at_s,
+        silence_timeout_s=router.config.silence_timeout_s,
     )
 
 
@@ -285,8 +286,8 @@ def _check_pinned(address: str, info: ShardInfo, model: str, adapter: str) -> No
         raise BadRequest(f"x-penstock-shard: {address} does not have the adapter {adapter}")
 
 
-async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
-    """The job, once its sequences have places; with a deadline at which shards end them."""
+async def take_places(call: Call[Any], job: Job, ticket: Ticket) -> None:
+    """Return when the job's sequences have places; raises as `Ticket.start` does."""
     record = call.request[RECORD]
     record.model, record.prepared_s = job.model.info.model, time.perf_counter()
     record.adapter = job.model.adapter
@@ -296,17 +297,6 @@ async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
         sum(request.max_tokens or 0 for request in job.requests),
     )
     record.placed_s = time.perf_counter()
-    left_s = ticket.limit.left_s
-    if left_s is None:
-        return job
-    deadline_s = min(max(left_s, 0.0) + _SHARDS_WAIT_S, MAX_TIMEOUT_S)
-    requests: list[GenerationRequest] = []
-    for request in job.requests:
-        objective = dataclasses.replace(request.objective, deadline_s=deadline_s)
-        requests.append(dataclasses.replace(request, objective=objective))
-        if len(requests) % SEQUENCES_A_TURN == 0:
-            await asyncio.sleep(0)
-    return dataclasses.replace(job, requests=tuple(requests))
 
 
 def _prompt_scores_bytes(job: Job) -> int:

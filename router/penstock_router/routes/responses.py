@@ -57,7 +57,7 @@ from penstock_router.routes.generate import (
     make_shape,
     prepared,
     scores_held,
-    started,
+    take_places,
     worked_out,
 )
 
@@ -142,8 +142,9 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
         asked = dataclasses.replace(call.asked, stream=True)
         job = await prepared(call, asked, ticket)
         hold = scope.enter_context(scores_held(call, job))
-        job = await started(call, job, ticket)
-        generation = await scope.enter_async_context(generation_of(call, job))
+        await take_places(call, job, ticket)
+        made = generation_of(call, job, ticket.limit)
+        generation = await scope.enter_async_context(made)
         shape = make_shape(call, job, generation, int(time.time()))
         assert isinstance(shape, ResponseShape)
         with _store_errors():

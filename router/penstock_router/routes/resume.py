@@ -36,7 +36,7 @@ from penstock_router.routes.generate import (
     generation_of,
     make_shape,
     prepared,
-    started,
+    take_places,
 )
 from penstock_router.threads import Threads
 
@@ -145,7 +145,7 @@ async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
                 "that no answer of it can be made again"
             )
         job = dataclasses.replace(job, delivered=cursor.delivered)
-        job = await started(call, job, ticket)
+        await take_places(call, job, ticket)
         after: Cursor | None = msgspec.structs.replace(cursor, job=made_of)
         while after is not None:
             after = await _make_some(call, _job_after(job, after), after, live, ticket.limit)
@@ -171,7 +171,7 @@ async def _make_some(
     """Put the events after the cursor until the stream is full, and return the cursor to go on
     from; None at the answer's end.
     """
-    async with generation_of(call, job) as generation, limit.scope():
+    async with generation_of(call, job, limit) as generation, limit.scope():
         shape = make_shape(call, job, generation, cursor.created)
         threads = call.request.app[ROUTER].threads
         after = await _put_events(live, generation, shape, cursor, threads)
