@@ -2,7 +2,7 @@
 
     request = api.parse(body)                        # fields, types, bounds: `apis/`
     prepared = prepare_prompts(request, model)       # template, tokens: `prompts.py`
-    job = await make_job(request, model, prepared)   # lengths, seeds, choices: `job.py`
+    job = await make_job(request, model, prepared, drawn_seed)   # lengths, choices: `job.py`
     async with Generation(job, fleet, metrics, record) as generation:
         async for delta in generation: ...           # what a choice has gained, as it comes
 

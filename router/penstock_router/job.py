@@ -16,7 +16,6 @@ from penstock_client.types import (
     Objective,
     SamplingParams,
     ThinkingBudget,
-    random_seed,
 )
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.models import ServedModel
@@ -77,10 +76,13 @@ class Job:
         return self.delivered[index] if self.delivered else NOTHING_DELIVERED
 
 
-async def make_job(options: Options, model: ServedModel, prepared: Prepared) -> Job:
+async def make_job(
+    options: Options, model: ServedModel, prepared: Prepared, drawn_seed: int
+) -> Job:
     """The job of a request whose text is prepared. One invalid prompt refuses the whole request.
 
-    Yields to the event loop every `SEQUENCES_A_TURN` sequences.
+    `drawn_seed` is what seeds are made of if the request has none. Yields to the event loop every
+    `SEQUENCES_A_TURN` sequences.
     """
     choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     requests: list[GenerationRequest] = []
@@ -88,9 +90,9 @@ async def make_job(options: Options, model: ServedModel, prepared: Prepared) -> 
     for number, prompt in enumerate(prepared.prompts):
         max_tokens = max(_max_tokens(model, options, prompt), 1)
         _check_min_tokens(options, max_tokens)
-        seed = _seed(options, number)
         for choice in range(choices):
-            sampling = _sampling(options, choice_seed(seed, choice), prepared)
+            seed = sequence_seed(options.seed, drawn_seed, number, choice)
+            sampling = _sampling(options, seed, prepared)
             requests.append(
                 _sequence(
                     options,
@@ -228,13 +230,12 @@ def _sampling(options: Options, seed: int, prepared: Prepared) -> SamplingParams
     )
 
 
-def _seed(options: Options, number: int) -> int:
-    """The seed of a prompt's first choice. If the request has none, each prompt has its own."""
-    if options.seed is not None:
-        return options.seed
-    if options.drawn_seed is None:
-        return random_seed()
-    return choice_seed(options.drawn_seed, number << 32)
+def sequence_seed(given: int | None, drawn: int, prompt: int, choice: int) -> int:
+    """The seed of choice number `choice` of prompt number `prompt`. All prompts have the `given`
+    one; where the request has none, each has its own, derived from the `drawn` one.
+    """
+    first = choice_seed(drawn, prompt << 32) if given is None else given
+    return choice_seed(first, choice)
 
 
 def choice_seed(seed: int, choice: int) -> int:

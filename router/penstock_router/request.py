@@ -121,9 +121,7 @@ class Options:
     exact: bool = False
     session: str = ""
     shard: str = ""
-    # For a resumable answer: the random seed that was drawn if the request has none, and the
-    # fingerprint of the numerics that its tokens must come from.
-    drawn_seed: int | None = None
+    # For a resumable answer: the fingerprint of the numerics that its tokens must come from.
     numerics: str = ""
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypedDict, TypeVar
 from aiohttp import web
 
 from penstock_client.membership import check_address
-from penstock_client.types import ShardInfo
+from penstock_client.types import ShardInfo, random_seed
 from penstock_router import long_json, sse
 from penstock_router.admission import Ticket, TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
@@ -92,6 +92,8 @@ class Call(Generic[AnyRequest]):
     # Whether the client chose the request's id.
     named: bool
     response_id: str
+    # What the answer's seeds are made of if the request has none.
+    drawn_seed: int
     # The conversation before this request, as JSON.
     earlier: bytes = b""
 
@@ -113,7 +115,7 @@ class Call(Generic[AnyRequest]):
             **_wishes(request),
         )
         response_id = api.name_answer(request[REQUEST_ID], named)
-        return cls(request, api, body, asked, named, response_id)
+        return cls(request, api, body, asked, named, response_id, random_seed())
 
 
 # May answer a call in another way; None: it does not.
@@ -267,7 +269,7 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) ->
         model = await router.models.get(asked.model)
         made = await call.body.work(model, call.earlier)
         assert isinstance(made, Prepared)
-        job = await make_job(asked, model, made)
+        job = await make_job(asked, model, made, call.drawn_seed)
     _check_size(job, router.config.max_answer_bytes)
     # The model's last shard may have left meanwhile: `info` says so, while the fleet would call the
     # model unknown.

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from penstock_client.types import random_seed
 from penstock_router import sse
 from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
@@ -103,7 +102,7 @@ def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
     body = call.body.digest
     if not last_id:
         request_id = call.request[REQUEST_ID]
-        return Cursor(body, request_id, created=int(time.time()), seed=random_seed())
+        return Cursor(body, request_id, created=int(time.time()), seed=call.drawn_seed)
     cursor = call.request.app[ROUTER].cursors.read(last_id)
     if cursor.body != body:
         raise BadRequest("Last-Event-ID: is of the answer to another request")
@@ -112,14 +111,9 @@ def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
 
 def _again(call: Call[Any], cursor: Cursor) -> Call[Any]:
     """The call for which the cursor's answer was begun: its id, seed and numerics."""
-    asked = dataclasses.replace(
-        call.asked,
-        request_id=cursor.request_id,
-        drawn_seed=cursor.seed,
-        numerics=cursor.numerics,
-    )
+    asked = dataclasses.replace(call.asked, request_id=cursor.request_id, numerics=cursor.numerics)
     response_id = call.api.name_answer(cursor.request_id, call.named)
-    return dataclasses.replace(call, asked=asked, response_id=response_id)
+    return dataclasses.replace(call, asked=asked, response_id=response_id, drawn_seed=cursor.seed)
 
 
 async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:

@@ -239,7 +239,7 @@ def _values(constraint: Constraint | None) -> object:
 async def sent(text: TextModel, **fields: Any) -> Any:
     model = ServedModel(INFO, text)
     asked = chat(**fields)
-    job = await make_job(asked, model, prepare_prompts(asked, text))
+    job = await make_job(asked, model, prepare_prompts(asked, text), drawn_seed=1)
     assert all(request.constraint == job.requests[0].constraint for request in job.requests)
     return job
 

@@ -25,7 +25,7 @@ from penstock_router.detokenizer import ByteDetokenizer
 from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable
 from penstock_router.exposition import Exposition
 from penstock_router.generation import Generation, _num_ids
-from penstock_router.job import Job, choice_seed, make_job
+from penstock_router.job import Job, choice_seed, make_job, sequence_seed
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.prompts import is_small, prepare_prompts
@@ -50,7 +50,7 @@ def record() -> RequestRecord:
 
 async def job_of(models: Models, **fields: object) -> Job:
     request, model = parse_completion({"prompt": "fox", **fields}), await models.get("")
-    return await make_job(request, model, prepare_prompts(request, model.text))
+    return await make_job(request, model, prepare_prompts(request, model.text), drawn_seed=3)
 
 
 class _Ready(Deltas):
@@ -105,6 +105,17 @@ def test_the_seeds_of_choices_never_change() -> None:
     assert choice_seed(7, 2) == 0x3E839419DA5EB9E3
     assert choice_seed(-1, 0) == 2**64 - 1
     assert len({choice_seed(seed, choice) for seed in range(50) for choice in range(50)}) == 2500
+
+
+def test_a_seed_that_is_given_is_every_prompt_s_and_one_that_is_drawn_none_s_but_the_first() -> (
+    None
+):
+    for choice in range(3):
+        assert sequence_seed(7, 9, 0, choice) == sequence_seed(7, 9, 1, choice)
+        assert sequence_seed(7, 9, 1, choice) == choice_seed(7, choice)
+        assert sequence_seed(None, 9, 0, choice) == choice_seed(9, choice)
+    places = [(prompt, choice) for prompt in range(50) for choice in range(50)]
+    assert len({sequence_seed(None, 9, *place) for place in places}) == 2500
 
 
 async def test_leaving_early_aborts_exactly_what_is_unfinished(
