@@ -160,6 +160,11 @@ class Unavailable(ApiError):
     retry_after_s = _RETRY_AFTER_S
 
 
+def not_served(name: str) -> Unavailable:
+    """The error for a model, or an adapter, whose shards are away."""
+    return Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
+
+
 class TimedOut(ApiError):
     """The request's time is up."""
 

@@ -36,6 +36,7 @@ from penstock_router.errors import (
     TooManyRequests,
     Unavailable,
     as_api_error,
+    not_served,
     unknown_model,
 )
 from penstock_router.job import Job
@@ -303,6 +304,9 @@ class Generation(Deltas):
         if error.field == "adapter":
             # The client named the adapter as `model`.
             return unknown_model(self.job.model.adapter)
+        if error.field == "model":
+            # Its last shard has left since the model was looked up.
+            return not_served(self._model)
         if error.field not in _CONSTRAINTS:
             return error
         field = self.job.options.constraint_field or "tools"

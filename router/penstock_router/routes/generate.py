@@ -35,6 +35,7 @@ from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, string, table
 from penstock_router.generation import Generation
 from penstock_router.job import SEQUENCES_A_TURN, Job, make_job
+from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared
 from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes import base
@@ -271,21 +272,18 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) ->
         assert isinstance(made, Prepared)
         job = await make_job(asked, model, made, call.drawn_seed)
     _check_size(job, router.config.max_answer_bytes)
-    # The model's last shard may have left meanwhile: `info` says so, while the fleet would call the
-    # model unknown.
-    name = router.models.info(job.model.info.model).model
     for shard in router.fleet.shards:
         if shard.address == asked.shard and shard.info is not None:
-            _check_pinned(shard.address, shard.info, name, job.model.adapter)
+            _check_pinned(shard.address, shard.info, job.model)
     return job
 
 
-def _check_pinned(address: str, info: ShardInfo, model: str, adapter: str) -> None:
+def _check_pinned(address: str, info: ShardInfo, model: ServedModel) -> None:
     """Raises `BadRequest` if this shard has not got the model or adapter."""
-    if info.model != model:
-        raise BadRequest(f"x-penstock-shard: {address} does not serve {model}")
-    if not info.has_adapter(adapter):
-        raise BadRequest(f"x-penstock-shard: {address} does not have the adapter {adapter}")
+    if info.model != model.info.model:
+        raise BadRequest(f"x-penstock-shard: {address} does not serve {model.info.model}")
+    if not info.has_adapter(model.adapter):
+        raise BadRequest(f"x-penstock-shard: {address} does not have the adapter {model.adapter}")
 
 
 async def take_places(call: Call[Any], job: Job, ticket: Ticket) -> None:

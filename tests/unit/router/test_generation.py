@@ -314,6 +314,16 @@ async def test_an_adapter_that_is_unloaded_while_a_request_runs_is_an_unknown_mo
         await answered()
 
 
+async def test_a_model_whose_last_shard_leaves_before_its_request_is_submitted_is_away(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models)
+    fleet.refusal = InvalidRequest("model 'x' is not served; served: y", field="model")
+    fleet.accepts = 0
+    with pytest.raises(Unavailable, match="no shard serves fake-model at present"):
+        await Generation(job, fleet, Metrics(), record()).__aenter__()
+
+
 async def test_texts_of_a_replaced_tokenizer_are_dropped(fleet: FakeFleet, models: Models) -> None:
     await models.get("")
     fleet.shards[0].info = replace(INFO, tokenizer_hash="new")
