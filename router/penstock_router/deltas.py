@@ -76,7 +76,7 @@ class Deltas(ABC):
         return delta
 
 
-class _Wrapped(Deltas):
+class Wrapped(Deltas):
     """Another source's deltas, changed."""
 
     def __init__(self, source: Deltas) -> None:
@@ -99,7 +99,7 @@ def spaced(deltas: Deltas, interval: int) -> Deltas:
     return deltas if interval == 1 else _Spaced(deltas, interval)
 
 
-class _Spaced(_Wrapped):
+class _Spaced(Wrapped):
     def __init__(self, source: Deltas, interval: int) -> None:
         super().__init__(source)
         self._interval = interval
@@ -183,7 +183,7 @@ def bounded(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Del
     return deltas if options.logprobs is None else _Bounded(deltas, options, max_bytes, hold)
 
 
-class _Bounded(_Wrapped):
+class _Bounded(Wrapped):
     def __init__(self, source: Deltas, options: Options, max_bytes: int, hold: Hold) -> None:
         super().__init__(source)
         self._hold = hold

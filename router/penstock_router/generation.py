@@ -28,6 +28,7 @@ from penstock_client.errors import Overloaded, RequestRefused, ShardFailed
 from penstock_client.types import ConstraintKind, GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
+from penstock_router.delivered import BEGINNING, ResumePoint
 from penstock_router.deltas import Deltas, Usage, nobody
 from penstock_router.errors import (
     BadRequest,
@@ -65,25 +66,28 @@ class Generation(Deltas):
         metrics: Metrics,
         record: RequestRecord,
         *,
+        point: ResumePoint = BEGINNING,
         ends_at_s: float | None = None,
         silence_timeout_s: float = math.inf,
     ) -> None:
-        """`record` receives usage, attempts and outcome. Shards are told to end at `ends_at_s`, on
-        the event loop's clock. When nothing arrives for a choice for `silence_timeout_s`, the
-        generation fails with `TimedOut`.
+        """`record` receives usage, attempts and outcome. What was delivered up to `point` counts in
+        the usage, and is made again except for choices that are finished. Shards are told to end at
+        `ends_at_s`, on the event loop's clock. When nothing arrives for a choice for
+        `silence_timeout_s`, the generation fails with `TimedOut`.
         """
         self.job = job
+        self.point = point
         self.usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in job.prompts),
-            completion_tokens=sum(delivered.tokens for delivered in job.delivered),
+            completion_tokens=sum(known.tokens for known in point.choices),
         )
-        for delivered in job.delivered:
+        for known in point.choices:
             # None of those that are unfinished: their tokens come again.
-            if delivered.reasoning_tokens is not None:
-                self._count_reasoning(delivered.reasoning_tokens)
+            if known.reasoning_tokens is not None:
+                self._count_reasoning(known.reasoning_tokens)
         self._counts = [
-            (delivered.cached_tokens, delivered.reasoning_tokens)
-            for delivered in map(job.delivered_of, range(len(job.requests)))
+            (known.cached_tokens, known.reasoning_tokens)
+            for known in map(point.of, range(len(job.requests)))
         ]
         self._record = record
         record.usage = self.usage
@@ -120,12 +124,14 @@ class Generation(Deltas):
             # Made before submitting: nothing that can fail may come between submitting a request
             # and having the choice that can abort it.
             choice = Choice(self.job, index)
-            if self.job.delivered_of(index).finished:
+            known = self.point.of(index)
+            choice.cached_tokens = known.cached_tokens
+            if known.finished:
                 choice.finished = True
                 self._choices.append(choice)
                 continue
             try:
-                choice.stream = self._fleet.submit(self._with_deadline(request))
+                choice.stream = self._fleet.submit(self._completed(request))
             except RequestRefused as error:
                 raise self._refused(error) from None
             self._record.follow(choice.stream.attempts)
@@ -140,7 +146,10 @@ class Generation(Deltas):
                 since_turn = 0
                 await asyncio.sleep(0)
 
-    def _with_deadline(self, request: GenerationRequest) -> GenerationRequest:
+    def _completed(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with what is known now: its numerics, and how much of its time is left."""
+        if self.point.numerics:
+            request = dataclasses.replace(request, numerics=self.point.numerics)
         if self._ends_at_s is None:
             return request
         left_s = max(self._ends_at_s - asyncio.get_running_loop().time(), 0.0)
@@ -229,9 +238,9 @@ class Generation(Deltas):
         """The numerics fingerprint of the shards that made all tokens so far; "" where there is
         none, or several differ.
         """
-        found = {self.job.options.numerics} - {""}
+        found = {self.point.numerics} - {""}
         for choice in self._choices:
-            if not self.job.delivered_of(choice.index).finished:
+            if not self.point.of(choice.index).finished:
                 found.update(choice.stream.fingerprints)
         return found.pop() if len(found) == 1 else ""
 

@@ -28,38 +28,13 @@ SEQUENCES_A_TURN = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
-    """How much of one choice a client already has, from a stream that was cut off."""
-
-    tokens: int = 0
-    characters: int = 0
-    finished: bool = False
-    # As the answer's first attempt found it; None: not known yet.
-    cached_tokens: int | None = None
-    # Of a finished one; None if reasoning is not separated from content.
-    reasoning_tokens: int | None = None
-
-    @property
-    def begun(self) -> bool:
-        """The client has something of this choice, which must not be sent again."""
-        return bool(self.tokens or self.characters or self.finished)
-
-
-NOTHING_DELIVERED = Delivered()
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
-    """A request that can run: choice `i` is `requests[i]`, of prompt `i // choices_per_prompt`.
-
-    `delivered` says what a resumed stream's client has of each choice; empty for a new answer.
-    """
+    """A request that can run: choice `i` is `requests[i]`, of prompt `i // choices_per_prompt`."""
 
     model: ServedModel
     options: Options
     prepared: Prepared
     requests: tuple[GenerationRequest, ...]
-    delivered: tuple[Delivered, ...] = ()
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -71,9 +46,6 @@ class Job:
 
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.choices_per_prompt]
-
-    def delivered_of(self, index: int) -> Delivered:
-        return self.delivered[index] if self.delivered else NOTHING_DELIVERED
 
 
 async def make_job(
@@ -139,7 +111,6 @@ def _sequence(
         adapter=model.adapter,
         cache_salt=options.cache_salt,
         exact=options.exact,
-        numerics=options.numerics,
         session=options.session,
         shard=options.shard,
         label=options.request_id or "",

@@ -121,8 +121,6 @@ class Options:
     exact: bool = False
     session: str = ""
     shard: str = ""
-    # For a resumable answer: the fingerprint of the numerics that its tokens must come from.
-    numerics: str = ""
 
     @property
     def places(self) -> tuple[int, str]:

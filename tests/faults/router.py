@@ -43,8 +43,8 @@ FAULTS = [
     ),
     Fault(
         "Text that the client has is shown again",
-        "Choice._cut",
-        left_out("delta.text = delta.text[characters:]"),
+        "_Known.cut",
+        left_out("delta.text = delta.text[self._skip(delta.text):]"),
         caught_by="test_from_every_event_on_the_rest_is_the_rest",
     ),
     Fault(

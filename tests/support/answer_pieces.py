@@ -32,7 +32,6 @@ def job_of(choices: int = 1, **options: Any) -> Job:
             ),
             requests=[None] * choices,
             prompts=[SimpleNamespace(token_ids=[1, 2, 3])],
-            delivered=(),
         ),
     )
 

@@ -22,6 +22,7 @@ from penstock_router import long_json, sse
 from penstock_router.admission import Ticket, TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.bodies import LONG_BYTES, Body
+from penstock_router.delivered import BEGINNING, ResumePoint
 from penstock_router.deltas import (
     LOGPROB_BYTES,
     Deltas,
@@ -197,7 +198,9 @@ async def _whole(
     return response
 
 
-def generation_of(call: Call[Any], job: Job, limit: TimeLimit) -> Generation:
+def generation_of(
+    call: Call[Any], job: Job, limit: TimeLimit, point: ResumePoint = BEGINNING
+) -> Generation:
     """The generation of the job, not submitted yet."""
     router, record = call.request.app[ROUTER], call.request[RECORD]
     return Generation(
@@ -205,6 +208,7 @@ def generation_of(call: Call[Any], job: Job, limit: TimeLimit) -> Generation:
         router.fleet,
         router.metrics,
         record,
+        point=point,
         ends_at_s=limit.at_s,
         silence_timeout_s=router.config.silence_timeout_s,
     )
@@ -253,7 +257,9 @@ async def worked_out(call: Call[Any], usage: Usage, work: Callable[[], _Result])
 def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created: int) -> Shape:
     """The shape of this call's answer."""
     received_s = call.request[RECORD].arrived_s
-    envelope = Envelope(call.response_id, created, received_s, generation.usage)
+    envelope = Envelope(
+        call.response_id, created, received_s, generation.usage, generation.point.begun
+    )
     return call.api.make_shape(job, envelope)
 
 

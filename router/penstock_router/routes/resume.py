@@ -14,6 +14,7 @@ from aiohttp import web
 from penstock_router import sse
 from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
+from penstock_router.delivered import Progress, skip_delivered
 from penstock_router.deltas import spaced
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, table
@@ -25,7 +26,6 @@ from penstock_router.resumption import (
     Cursor,
     Event,
     LiveStream,
-    Progress,
     job_digest,
 )
 from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, client_of, flag_header
@@ -110,8 +110,8 @@ def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
 
 
 def _again(call: Call[Any], cursor: Cursor) -> Call[Any]:
-    """The call for which the cursor's answer was begun: its id, seed and numerics."""
-    asked = dataclasses.replace(call.asked, request_id=cursor.request_id, numerics=cursor.numerics)
+    """The call for which the cursor's answer was begun: its id and seed."""
+    asked = dataclasses.replace(call.asked, request_id=cursor.request_id)
     response_id = call.api.name_answer(cursor.request_id, call.named)
     return dataclasses.replace(call, asked=asked, response_id=response_id, drawn_seed=cursor.seed)
 
@@ -138,25 +138,13 @@ async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
                 "x-penstock-resumable: what this model gives depends on what runs beside it, so "
                 "that no answer of it can be made again"
             )
-        job = dataclasses.replace(job, delivered=cursor.delivered)
         await take_places(call, job, ticket)
         after: Cursor | None = msgspec.structs.replace(cursor, job=made_of)
         while after is not None:
-            after = await _make_some(call, _job_after(job, after), after, live, ticket.limit)
+            after = await _make_some(call, job, after, live, ticket.limit)
             async with ticket.limit.scope():
                 # What was made keeps its places until it is sent, as any stream does.
                 await live.wait_read(by_nobody=after is None)
-
-
-def _job_after(job: Job, cursor: Cursor) -> Job:
-    """The job for what follows the cursor."""
-    numerics = cursor.numerics
-    return dataclasses.replace(
-        job,
-        options=dataclasses.replace(job.options, numerics=numerics),
-        requests=tuple(dataclasses.replace(request, numerics=numerics) for request in job.requests),
-        delivered=cursor.delivered,
-    )
 
 
 async def _make_some(
@@ -165,7 +153,7 @@ async def _make_some(
     """Put the events after the cursor until the stream is full, and return the cursor to go on
     from; None at the answer's end.
     """
-    async with generation_of(call, job, limit) as generation, limit.scope():
+    async with generation_of(call, job, limit, cursor.point) as generation, limit.scope():
         shape = make_shape(call, job, generation, cursor.created)
         threads = call.request.app[ROUTER].threads
         after = await _put_events(live, generation, shape, cursor, threads)
@@ -177,8 +165,8 @@ async def _make_some(
 async def _put_events(
     live: LiveStream, generation: Generation, shape: Shape, cursor: Cursor, threads: Threads
 ) -> Cursor | None:
-    job = generation.job
-    progress = Progress.of(job.delivered, len(job.requests))
+    job, point = generation.job, generation.point
+    progress = Progress(point, len(job.requests))
     opening = [] if cursor.choices else shape.opening()
 
     def here() -> Cursor:
@@ -190,7 +178,8 @@ async def _put_events(
         )
 
     num_deltas = 0
-    async for delta in spaced(generation, job.options.stream_interval):
+    rest = skip_delivered(generation, point, generation.usage)
+    async for delta in spaced(rest, job.options.stream_interval):
         num_deltas += 1
         if num_deltas % EVENTS_A_TURN == 0:
             await asyncio.sleep(0)

@@ -26,7 +26,8 @@ from penstock_client.stream import GenerationStream
 from penstock_client.types import GenerationRequest
 from penstock_router import resumption
 from penstock_router.choice import Delta
-from penstock_router.deltas import Deltas
+from penstock_router.delivered import BEGINNING
+from penstock_router.deltas import Deltas, Usage
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.resumption import (
     MAX_SEQUENCES,
@@ -185,11 +186,12 @@ class _ManyAtOnce(Deltas):
     """A token of each of many choices, all there already."""
 
     numerics = "n"
+    point, usage = BEGINNING, Usage(1)
     counts = ((None, None),) * MAX_SEQUENCES
 
     def __init__(self) -> None:
         options = SimpleNamespace(stream_interval=1)
-        self.job = SimpleNamespace(delivered=(), requests=range(MAX_SEQUENCES), options=options)
+        self.job = SimpleNamespace(requests=range(MAX_SEQUENCES), options=options)
         self._left = list(range(MAX_SEQUENCES))
 
     @property
