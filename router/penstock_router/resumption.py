@@ -51,7 +51,7 @@ RESERVED_BYTES = 64 * 1024
 _EVENT_BYTES = 256
 _CHOICE_BYTES = 16
 # How many events are made, or sent, before the event loop gets a turn: each takes some 30 us.
-EVENTS_A_TURN = 16
+_EVENTS_A_TURN = 16
 
 
 class Cursor(msgspec.Struct, frozen=True, array_like=True):
@@ -322,7 +322,7 @@ class Reader:
 
     async def next(self) -> Event | None:
         """The next event; None after the last. Raises the error that ended the answer."""
-        if self.position % EVENTS_A_TURN == EVENTS_A_TURN - 1:
+        if self.position % _EVENTS_A_TURN == _EVENTS_A_TURN - 1:
             await asyncio.sleep(0)
         # Whoever asks for the next is done with those before.
         self.sent = self.position

@@ -22,10 +22,10 @@ from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
-from penstock_router.deltas import Deltas, nobody
+from penstock_router.deltas import Deltas, Wait, for_each
 from penstock_router.errors import ApiError, noted
 from penstock_router.generation import Generation
-from penstock_router.resumption import EVENTS_A_TURN, Cursor, Reader
+from penstock_router.resumption import Cursor, Reader
 from penstock_router.threads import Threads
 from penstock_router.write_timeout import write_timeout_of
 
@@ -196,7 +196,7 @@ async def stream(
                 if delta is not None:
                     opening += await frame_of(shape, delta, threads) or b""
                 await events.send(opening)
-                await _Sender(events, deltas, shape, threads).run()
+                await send_each(events, deltas, shape, threads)
                 if before_end is not None:
                     await before_end()
                 await events.send(await edge(shape.closing))
@@ -272,82 +272,41 @@ async def _answer(
 
 async def frame_of(shape: Shape, delta: Delta, threads: Threads) -> bytes | None:
     """A delta as a frame, made in a thread if its log-probabilities take long to encode."""
-    if _is_quick(delta):
+    if is_quick(delta):
         return shape.chunk(delta)
     return await threads.run(functools.partial(shape.chunk, delta))
 
 
-def _is_quick(delta: Delta) -> bool:
+def is_quick(delta: Delta) -> bool:
+    """Whether its frame may be made on the event loop."""
     if delta.logprobs is None and delta.prompt_logprobs is None:
         return True
     columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
     return sum(len(one.chosen) * (1 + one.top_n) for one in columns) <= _INLINE_LOGPROBS
 
 
-class _Sender:
-    """Sends deltas as events in the very call that received them.
-
-    Waiting, for a slow reader or for a thread, is done by the task that runs `run`.
+async def send_each(events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:
+    """Send deltas as events, in the very call that brings them where neither the reader is slow nor
+    the frame is made in a thread.
     """
 
-    def __init__(self, events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:
-        self._events = events
-        self._deltas = deltas
-        self._shape = shape
-        self._threads = threads
-        # Set while the task waits until it is needed.
-        self._needed: asyncio.Future[None] | None = None
-        self._unsent: Delta | None = None
-        self._error: Exception | None = None
+    def send(delta: Delta) -> Wait | None:
+        if events.busy or not is_quick(delta):
+            return functools.partial(send_later, delta)
+        frame = shape.chunk(delta)
+        # An empty chunk would end the body.
+        if frame:
+            events.send_now(frame)
+        return drained if events.busy else None
 
-    async def run(self) -> None:
-        """Return when all deltas are sent. Raises what taking or sending them raises."""
-        self._deltas.listen(self._on_news)
-        try:
-            await self._run()
-        finally:
-            self._deltas.listen(nobody)
+    async def send_later(delta: Delta) -> None:
+        await events.send(await frame_of(shape, delta, threads) or b"")
+        await drained()
 
-    async def _run(self) -> None:
-        while True:
-            self._needed = asyncio.get_running_loop().create_future()
-            self._on_news()
-            await self._needed
-            self._needed = None
-            if self._error is not None:
-                raise self._error
-            delta, self._unsent = self._unsent, None
-            if delta is not None:
-                await self._events.send(await frame_of(self._shape, delta, self._threads) or b"")
-            if self._deltas.ended:
-                return
-            await self._events.drained()
-            # With many choices there may be much to send, so yield to the event loop.
-            await asyncio.sleep(0)
+    async def drained() -> None:
+        # What comes after the last delta need not wait for it to be read.
+        if not deltas.ended:
+            await events.drained()
 
-    def _on_news(self) -> None:
-        if self._needed is None or self._needed.done():
-            return
-        try:
-            is_needed = self._send_all()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
-            self._error, is_needed = error, True
-        if is_needed:
-            self._needed.set_result(None)
-
-    def _send_all(self) -> bool:
-        """Send what can be sent at once; returns whether the task has to handle the rest."""
-        for _ in range(EVENTS_A_TURN):
-            if self._events.busy:
-                return True
-            delta = self._deltas.take()
-            if delta is None:
-                return self._deltas.ended
-            if not _is_quick(delta):
-                self._unsent = delta
-                return True
-            frame = self._shape.chunk(delta)
-            # An empty chunk would end the body.
-            if frame:
-                self._events.send_now(frame)
-        return True
+    await drained()
+    await for_each(deltas, send)

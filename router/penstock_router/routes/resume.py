@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import time
@@ -14,14 +13,14 @@ from aiohttp import web
 from penstock_router import sse
 from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
+from penstock_router.choice import Delta
 from penstock_router.delivered import Progress, skip_delivered
-from penstock_router.deltas import spaced
+from penstock_router.deltas import Wait, for_each, spaced
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, table
 from penstock_router.generation import Generation
 from penstock_router.job import Job
 from penstock_router.resumption import (
-    EVENTS_A_TURN,
     MAX_SEQUENCES,
     Cursor,
     Event,
@@ -156,50 +155,78 @@ async def _make_some(
     async with generation_of(call, job, limit, cursor.point) as generation, limit.scope():
         shape = make_shape(call, job, generation, cursor.created)
         threads = call.request.app[ROUTER].threads
-        after = await _put_events(live, generation, shape, cursor, threads)
-        if after is not None:
-            generation.put_down()
-        return after
+        return await EventMaker(live, generation, shape, cursor, threads).run()
 
 
-async def _put_events(
-    live: LiveStream, generation: Generation, shape: Shape, cursor: Cursor, threads: Threads
-) -> Cursor | None:
-    job, point = generation.job, generation.point
-    progress = Progress(point, len(job.requests))
-    opening = [] if cursor.choices else shape.opening()
+class EventMaker:
+    """Puts a generation's deltas into a live stream, as events that say where to go on."""
 
-    def here() -> Cursor:
-        return msgspec.structs.replace(
-            cursor,
-            numerics=generation.numerics,
-            choices=progress.choices,
-            counts=generation.counts,
-        )
+    def __init__(
+        self,
+        live: LiveStream,
+        generation: Generation,
+        shape: Shape,
+        cursor: Cursor,
+        threads: Threads,
+    ) -> None:
+        self._live = live
+        self._generation = generation
+        self._shape = shape
+        self._cursor = cursor
+        self._threads = threads
+        self._progress = Progress(generation.point, len(generation.job.requests))
+        self._opening = [] if cursor.choices else shape.opening()
+        # Where to go on, as the stream was full.
+        self._after: Cursor | None = None
 
-    num_deltas = 0
-    rest = skip_delivered(generation, point, generation.usage)
-    async for delta in spaced(rest, job.options.stream_interval):
-        num_deltas += 1
-        if num_deltas % EVENTS_A_TURN == 0:
-            await asyncio.sleep(0)
+    async def run(self) -> Cursor | None:
+        """As `_make_some`."""
+        generation = self._generation
+        rest = skip_delivered(generation, generation.point, generation.usage)
+        await for_each(spaced(rest, generation.job.options.stream_interval), self._put)
+        if self._after is None:
+            for frame in self._shape.closing():
+                self._live.put(Event(frame))
+        return self._after
+
+    def _put(self, delta: Delta) -> Wait | None:
+        self._open()
+        self._progress.add(delta)
+        if not sse.is_quick(delta):
+            return functools.partial(self._put_later, delta)
+        return self._put_frame(self._shape.chunk(delta))
+
+    async def _put_later(self, delta: Delta) -> None:
+        wait = self._put_frame(await sse.frame_of(self._shape, delta, self._threads))
+        if wait is not None:
+            await wait()
+
+    def _open(self) -> None:
+        opening, self._opening = self._opening, ()
         for frame in opening[:-1]:
-            live.put(Event(frame))
+            self._live.put(Event(frame))
         for frame in opening[-1:]:
             # Only the last opening event has a cursor: a client with all of them can resume here.
-            live.put(Event(frame, here()))
-        opening = []
-        progress.add(delta)
-        chunk = await sse.frame_of(shape, delta, threads)
-        if chunk is None:
-            continue
-        live.put(Event(chunk, here()))
-        if live.is_full and not generation.ended:
-            if generation.numerics:
-                return here()
+            self._live.put(Event(frame, self._here()))
+
+    def _put_frame(self, frame: bytes | None) -> Wait | None:
+        if frame is None:
+            return None
+        self._live.put(Event(frame, self._here()))
+        if not self._live.is_full or self._generation.ended:
+            return None
+        if not self._generation.numerics:
             # Tokens of several numerics cannot be made again. Those that come now wait where they
             # arrive, without events.
-            await live.wait_read()
-    for frame in shape.closing():
-        live.put(Event(frame))
-    return None
+            return self._live.wait_read
+        self._after = self._here()
+        self._generation.put_down()
+        return None
+
+    def _here(self) -> Cursor:
+        return msgspec.structs.replace(
+            self._cursor,
+            numerics=self._generation.numerics,
+            choices=self._progress.choices,
+            counts=self._generation.counts,
+        )

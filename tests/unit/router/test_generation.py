@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -469,6 +469,40 @@ async def test_who_is_told_of_deltas_needs_no_task_for_each(
         feeder = fleet.running["r1"]
         await for_each(generation, lambda delta: callers.add(asyncio.current_task()))
     assert callers == {feeder}
+
+
+async def test_deltas_gather_while_the_use_of_one_is_waited_for(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models, max_tokens=30, stream=True)
+    begun: list[int] = []
+    done: list[int] = []
+
+    def use(delta: Delta) -> Callable[[], Awaitable[None]]:
+        begun.append(len(delta.token_ids))
+        return wait
+
+    async def wait() -> None:
+        await until_over(fleet)
+        done.append(begun[-1])
+        assert done == begun
+
+    async with Generation(job, fleet, Metrics(), record()) as generation:
+        await for_each(generation, use)
+    assert done == [1, 29]
+
+
+async def test_what_fails_while_a_delta_s_use_is_waited_for_ends_the_taking(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models, max_tokens=30, stream=True)
+
+    async def fail() -> None:
+        raise RuntimeError("cannot send it")
+
+    async with Generation(job, fleet, Metrics(), record()) as generation:
+        with pytest.raises(RuntimeError, match="cannot send it"):
+            await for_each(generation, lambda delta: fail)
 
 
 async def test_what_fails_where_deltas_are_used_ends_nobody_elses(

@@ -41,9 +41,9 @@ from penstock_router.resumption import (
     body_digest,
 )
 from penstock_router.routes.base import ROUTER
-from penstock_router.routes.resume import _put_events
+from penstock_router.routes.resume import EventMaker
 from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
-from penstock_router.sse import _Sender
+from penstock_router.sse import send_each
 from penstock_router.threads import Threads
 
 CURSOR = Cursor(b"digest", "me", 1234, 2**64 - 1, "numerics", ((3, 14, False), (0, 0, True)))
@@ -228,9 +228,9 @@ async def test_others_run_while_many_choices_gain_something_at_once(resumable: b
         threads = Threads(executor, 1)
         async with _Turns() as turns:
             if resumable:
-                await _put_events(live, generation, shape, START, threads)
+                await EventMaker(live, generation, shape, START, threads).run()
             else:
-                await _Sender(events, generation, shape, threads).run()
+                await send_each(events, generation, shape, threads)
     assert len(events.frames) == MAX_SEQUENCES
     assert turns.count >= 5
 
