@@ -13,11 +13,11 @@ from typing import Literal
 
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
-from penstock_router.answer_parser import reader_of
+from penstock_router.answer_parser import make_reader
 from penstock_router.backend import GenerationStream
 from penstock_router.detokenizer import REPLACEMENT
 from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, content_of, joined
+from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
 from penstock_router.stop import StopMatcher
 
 # With this many tokens in an output, a notification costs little beside processing them.
@@ -85,7 +85,7 @@ class Gathered:
         """All of it; called once, at the end."""
         self._delta.text = "".join(self._texts)
         if self._pieces is not None:
-            self._delta.pieces = joined(self._pieces)
+            self._delta.pieces = join_pieces(self._pieces)
         return self._delta
 
 
@@ -113,7 +113,7 @@ class Choice:
         self._options = options
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
         # None where the answer can only be text.
-        self._reader = reader_of(job)
+        self._reader = make_reader(job)
         self._detokenizer = job.model.tokenizer.detokenizers.start(
             prompt.token_ids,
             skip_special_tokens=options.skip_special_tokens,
@@ -173,7 +173,7 @@ class Choice:
         if echo:
             pieces = [Piece(PieceKind.CONTENT, echo), *pieces]
         # Nearly always there is one piece, and nothing to join.
-        delta.pieces = pieces if len(pieces) == 1 and pieces[0].text else joined(pieces)
+        delta.pieces = pieces if len(pieces) == 1 and pieces[0].text else join_pieces(pieces)
         delta.text = content_of(delta.pieces)
 
     def _echoed(self, prompt: str) -> str:

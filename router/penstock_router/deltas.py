@@ -44,7 +44,7 @@ class Usage:
     approximate: bool = False
 
 
-def nobody() -> None:
+def ignore_news() -> None:
     """A listener that does nothing."""
 
 
@@ -99,13 +99,13 @@ class Wrapped(Deltas):
 # ---- Fewer and larger ones ---------------------------------------------------------------------
 
 
-def spaced(deltas: Deltas, interval: int) -> Deltas:
+def bundle(deltas: Deltas, interval: int) -> Deltas:
     """Deltas of at least `interval` tokens; each choice's first one comes at once, and its last one
     has whatever is left."""
-    return deltas if interval == 1 else _Spaced(deltas, interval)
+    return deltas if interval == 1 else _Bundled(deltas, interval)
 
 
-class _Spaced(Wrapped):
+class _Bundled(Wrapped):
     def __init__(self, source: Deltas, interval: int) -> None:
         super().__init__(source)
         self._interval = interval
@@ -166,7 +166,7 @@ class _Pump:
                 wait, self._wait = self._wait, None
                 await wait()
         finally:
-            self._deltas.listen(nobody)
+            self._deltas.listen(ignore_news)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -204,16 +204,16 @@ async def _a_turn() -> None:
     await asyncio.sleep(0)
 
 
-def bounded(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Deltas:
+def bound(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Deltas:
     """The same deltas, for a reader that keeps them all. `hold` is called with the bytes that the
     log-probabilities of each take.
 
     Raises `BadRequest` once they take more than `max_bytes`, and what `hold` raises.
     """
-    return deltas if options.logprobs is None else _Bounded(deltas, options, max_bytes, hold)
+    return deltas if options.logprobs is None else _Bound(deltas, options, max_bytes, hold)
 
 
-class _Bounded(Wrapped):
+class _Bound(Wrapped):
     def __init__(self, source: Deltas, options: Options, max_bytes: int, hold: Hold) -> None:
         super().__init__(source)
         self._hold = hold
@@ -240,7 +240,7 @@ class _Bounded(Wrapped):
 async def collect(deltas: Deltas, job: Job, max_bytes: int, hold: Hold) -> list[Delta]:
     """All deltas of a job: one for each choice of the answer, in the answer's order.
 
-    Raises what `bounded` raises.
+    Raises what `bound` raises.
     """
     gathered: dict[int, Gathered] = {}
 
@@ -250,11 +250,11 @@ async def collect(deltas: Deltas, job: Job, max_bytes: int, hold: Hold) -> list[
         else:
             gathered[delta.index] = Gathered(delta)
 
-    await for_each(bounded(deltas, job.options, max_bytes, hold), add)
-    return _best(job, [gathered[index].whole() for index in sorted(gathered)])
+    await for_each(bound(deltas, job.options, max_bytes, hold), add)
+    return _pick_best(job, [gathered[index].whole() for index in sorted(gathered)])
 
 
-def _best(job: Job, deltas: list[Delta]) -> list[Delta]:
+def _pick_best(job: Job, deltas: list[Delta]) -> list[Delta]:
     """The n most likely of each prompt's choices, by log-probability a token."""
     n, candidates = job.options.n, job.choices_per_prompt
     if n == candidates:

@@ -29,7 +29,7 @@ from penstock_client.types import ConstraintKind, GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
 from penstock_router.delivered import BEGINNING, ResumePoint
-from penstock_router.deltas import Deltas, Usage, nobody
+from penstock_router.deltas import Deltas, Usage, ignore_news
 from penstock_router.errors import (
     BadRequest,
     SlowReader,
@@ -37,7 +37,7 @@ from penstock_router.errors import (
     TooManyRequests,
     Unavailable,
     as_api_error,
-    not_served,
+    unavailable_model,
     unknown_model,
 )
 from penstock_router.job import Job
@@ -103,7 +103,7 @@ class Generation(Deltas):
         self._failure: TimedOut | None = None
         # Choices with outputs that were not taken yet, in the order of arrival.
         self._with_news: deque[Choice] = deque()
-        self._on_news: Callable[[], None] = nobody
+        self._on_news: Callable[[], None] = ignore_news
 
     async def __aenter__(self) -> Self:
         try:
@@ -131,7 +131,7 @@ class Generation(Deltas):
                 self._choices.append(choice)
                 continue
             try:
-                choice.stream = self._fleet.submit(self._completed(request))
+                choice.stream = self._fleet.submit(self._complete(request))
             except RequestRefused as error:
                 raise self._refused(error) from None
             self._record.follow(choice.stream.attempts)
@@ -146,7 +146,7 @@ class Generation(Deltas):
                 since_turn = 0
                 await asyncio.sleep(0)
 
-    def _completed(self, request: GenerationRequest) -> GenerationRequest:
+    def _complete(self, request: GenerationRequest) -> GenerationRequest:
         """The request with what is known now: its numerics, and how much of its time is left."""
         if self.point.numerics:
             request = dataclasses.replace(request, numerics=self.point.numerics)
@@ -174,7 +174,7 @@ class Generation(Deltas):
             self._next_look.cancel()
         # Break the reference cycle: otherwise prompts stay in memory until the garbage collector
         # runs over all of the process's objects.
-        self._on_news = nobody
+        self._on_news = ignore_news
         cause = _abort_cause(error)
         if self._unfinished and cause == "error" and isinstance(error, Exception):
             # Not every error counts as a failure: a shard may have refused the request.
@@ -199,7 +199,7 @@ class Generation(Deltas):
         self._meter.write_out(time.perf_counter())
         self._unfinished -= 1
         self._record.made_tokens += choice.stream.num_tokens
-        choice.stream.listen(nobody)
+        choice.stream.listen(ignore_news)
         # A stream that the shard refused or ended has nothing to abort.
         if abort_cause is not None and not choice.stream.ended:
             self._count_cut(choice, abort_cause)
@@ -315,7 +315,7 @@ class Generation(Deltas):
             return unknown_model(self.job.model.adapter)
         if error.field == "model":
             # Its last shard has left since the model was looked up.
-            return not_served(self._model)
+            return unavailable_model(self._model)
         if error.field not in _CONSTRAINTS:
             return error
         field = self.job.options.constraint_field or "tools"

@@ -66,7 +66,7 @@ async def make_job(
             seed = sequence_seed(options.seed, drawn_seed, number, choice)
             sampling = _sampling(options, seed, prepared)
             requests.append(
-                _sequence(
+                _make_request(
                     options,
                     model,
                     prompt,
@@ -81,7 +81,7 @@ async def make_job(
     return Job(model, options, prepared, tuple(requests))
 
 
-def _sequence(
+def _make_request(
     options: Options,
     model: ServedModel,
     prompt: Prompt,

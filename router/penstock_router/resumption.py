@@ -27,7 +27,7 @@ from typing import Self
 
 import msgspec
 
-from penstock_router.answer_parser import told_apart
+from penstock_router.answer_parser import choose_conventions
 from penstock_router.conventions import Conventions
 from penstock_router.delivered import Delivered, ResumePoint
 from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
@@ -100,7 +100,7 @@ def job_digest(job: Job) -> bytes:
     and tokenizer made of it, the model's and adapter's defaults and content, and how reasoning and
     calls are found in its text.
     """
-    info, conventions = job.model.info, told_apart(job)
+    info, conventions = job.model.info, choose_conventions(job)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{info.tokenizer_hash} {info.eos_token_ids} {info.default_sampling}".encode())
     if conventions != Conventions():

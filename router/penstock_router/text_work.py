@@ -29,7 +29,7 @@ from penstock_router.prompts import (
     is_short,
     is_small,
     prepare_prompts,
-    rendered,
+    render,
 )
 from penstock_router.request import ChatRequest, Options
 from penstock_router.resumption import body_digest
@@ -203,7 +203,7 @@ def _tokenize_inputs(asked: TokensRequest, model: TextModel, earlier: bytes) -> 
 
 def _chat_tokenize(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes:
     chat = tokens.chat_to_tokenize(asked.values)
-    text = rendered(chat, model)
+    text = render(chat, model)
     answer: tokens.ChatTokens = {
         "tokenize_response": _placed(text, model, chat.add_special_tokens),
         "templated_text": text,

@@ -291,7 +291,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         "truncation_side": "left",
     }
     common = common_options({**values, **renamed})
-    repeated = _repeated(values, body)
+    repeated = _repeat_fields(values, body)
     request = ResponsesRequest(
         messages=messages_of(repeated["instructions"], values["input"]),
         items=values["input"],
@@ -351,7 +351,7 @@ def _check_background(request: ResponsesRequest) -> None:
         raise BadRequest("background: not in streams on this server", param="background")
 
 
-def _repeated(values: JsonObject, body: JsonObject) -> Repeated:
+def _repeat_fields(values: JsonObject, body: JsonObject) -> Repeated:
     reasoning, text = values.get("reasoning", {}), values.get("text", {})
     asked = values.get("tool_choice") or AskedChoice(ToolChoice("auto"))
     return {

@@ -28,9 +28,9 @@ from penstock_router.deltas import (
     Deltas,
     Hold,
     Usage,
-    bounded,
+    bound,
+    bundle,
     collect,
-    spaced,
 )
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, string, table
@@ -45,11 +45,11 @@ from penstock_router.routes.base import (
     REQUEST_ID,
     ROUTER,
     Handler,
+    admit_request,
     caller_of,
     client_of,
     encoded_response,
     flag_header,
-    let_in,
     send,
     too_much_unread,
     usable_request_id,
@@ -114,7 +114,7 @@ class Call(Generic[AnyRequest]):
             request_id=request[REQUEST_ID],
             traceparent=record.traceparent,
             caller=caller_of(request),
-            **_wishes(request),
+            **_read_options(request),
         )
         response_id = api.name_answer(request[REQUEST_ID], named)
         return cls(request, api, body, asked, named, response_id, random_seed())
@@ -126,7 +126,7 @@ Detour = Callable[[Call[Any]], Awaitable[web.StreamResponse | None]]
 BeforeEnd = Callable[[Shape], Awaitable[None]]
 
 
-def generates(kind: BodyKind, detour: Detour | None = None) -> Handler:
+def make_handler(kind: BodyKind, detour: Detour | None = None) -> Handler:
     """A handler of bodies that ask for tokens."""
     return with_body(kind, functools.partial(dispatch, detour=detour))
 
@@ -142,13 +142,13 @@ async def dispatch(
 
 async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) -> web.StreamResponse:
     """Generate and answer; `before_end` is called with the whole answer before its end is sent."""
-    with entered(call) as ticket:
-        job = await prepared(call, call.asked, ticket)
-        with scores_held(call, job) as hold:
+    with admit(call) as ticket:
+        job = await prepare_job(call, ticket)
+        with hold_scores(call, job) as hold:
             await take_places(call, job, ticket)
             if call.asked.stream:
-                return await _streamed(call, job, ticket, before_end, hold)
-            response = await _whole(call, job, ticket, before_end, hold)
+                return await _stream(call, job, ticket, before_end, hold)
+            response = await _make_whole(call, job, ticket, before_end, hold)
         # Its places are given back once the client has it, and all but its bytes is gone by then.
         del job
         ticket.charge.settle()
@@ -156,11 +156,11 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
         return response
 
 
-async def _streamed(
+async def _stream(
     call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None, hold: Hold
 ) -> web.StreamResponse:
     router = call.request.app[ROUTER]
-    async with generation_of(call, job, ticket.limit) as generation:
+    async with make_generation(call, job, ticket.limit) as generation:
         shape = make_shape(call, job, generation, int(time.time()))
         return await sse.stream(
             call.request,
@@ -171,26 +171,26 @@ async def _streamed(
             config=router.config,
             limit=ticket.limit,
             threads=router.threads,
-            make_edge=functools.partial(worked_out, call, generation.usage)
+            run_work=functools.partial(run_work, call, generation.usage)
             if call.api.repeats_answer
             else None,
             before_end=None if before_end is None else lambda: before_end(shape),
         )
 
 
-async def _whole(
+async def _make_whole(
     call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None, hold: Hold
 ) -> web.Response:
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
-    async with generation_of(call, job, ticket.limit) as generation:
+    async with make_generation(call, job, ticket.limit) as generation:
         shape = make_shape(call, job, generation, int(time.time()))
         usage = generation.usage
         async with ticket.limit.scope():
             deltas = await collect(generation, job, max_bytes, hold)
-            body = await worked_out(call, usage, functools.partial(shape.whole, deltas))
+            body = await run_work(call, usage, functools.partial(shape.whole, deltas))
             if before_end is not None:
                 await before_end(shape)
-            data = await worked_out(call, usage, functools.partial(long_json.encoded, body))
+            data = await run_work(call, usage, functools.partial(long_json.encode, body))
     response = encoded_response(data)
     response.headers.update(shape.headers())
     if usage.approximate:
@@ -198,7 +198,7 @@ async def _whole(
     return response
 
 
-def generation_of(
+def make_generation(
     call: Call[Any], job: Job, limit: TimeLimit, point: ResumePoint = BEGINNING
 ) -> Generation:
     """The generation of the job, not submitted yet."""
@@ -215,15 +215,15 @@ def generation_of(
 
 
 def _deltas(call: Call[Any], generation: Generation, hold: Hold) -> Deltas:
-    deltas = spaced(generation, call.asked.stream_interval)
+    deltas = bundle(generation, call.asked.stream_interval)
     if not call.api.repeats_answer:
         return deltas
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
-    return bounded(deltas, call.asked, max_bytes, hold)
+    return bound(deltas, call.asked, max_bytes, hold)
 
 
 @contextmanager
-def scores_held(call: Call[Any], job: Job) -> Iterator[Hold]:
+def hold_scores(call: Call[Any], job: Job) -> Iterator[Hold]:
     """Count the log-probabilities of an answer that is being made as memory of its client: those of
     the prompts at once, others by what is yielded.
 
@@ -243,7 +243,7 @@ def scores_held(call: Call[Any], job: Job) -> Iterator[Hold]:
         yield hold
 
 
-async def worked_out(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -> _Result:
+async def run_work(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -> _Result:
     """The result of `work` on an answer: run here, or in a thread if it may take long."""
     has_scores = call.asked.logprobs is not None or call.asked.prompt_logprobs is not None
     is_long = call.body.is_long or len(call.earlier) > LONG_BYTES
@@ -263,15 +263,15 @@ def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created
     return call.api.make_shape(job, envelope)
 
 
-def entered(call: Call[Any]) -> AbstractContextManager[Ticket]:
+def admit(call: Call[Any]) -> AbstractContextManager[Ticket]:
     """Admit the call: its ticket; raises the error that refuses it."""
     sequences, param = call.asked.places
-    return let_in(call.request, sequences, param, call.asked.timeout_s)
+    return admit_request(call.request, sequences, param, call.asked.timeout_s)
 
 
-async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) -> Job:
+async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
     """The call's job, its prompts tokenized; raises if the call's time is up before."""
-    router = call.request.app[ROUTER]
+    router, asked = call.request.app[ROUTER], call.asked
     async with ticket.limit.scope():
         model = await router.models.get(asked.model)
         made = await call.body.work(model, call.earlier)
@@ -341,7 +341,7 @@ def _name_request(request: web.Request, asked: Options) -> bool:
     return True
 
 
-class _Wishes(TypedDict, total=False):
+class _HeaderOptions(TypedDict, total=False):
     """What headers ask for, on every route that generates."""
 
     exact: bool
@@ -349,16 +349,18 @@ class _Wishes(TypedDict, total=False):
     shard: str
 
 
-def _wishes(request: web.Request) -> _Wishes:
-    wishes = _Wishes(exact=flag_header(request, "x-penstock-exact"), shard=_pinned_shard(request))
+def _read_options(request: web.Request) -> _HeaderOptions:
+    options = _HeaderOptions(
+        exact=flag_header(request, "x-penstock-exact"), shard=_pinned_shard(request)
+    )
     session = request.headers.get("x-penstock-session")
     if session is not None:
         if len(session) > MAX_SESSION_CHARS:
             raise BadRequest(
                 f"x-penstock-session: {len(session)} characters; at most {MAX_SESSION_CHARS}"
             )
-        wishes["session"] = session
-    return wishes
+        options["session"] = session
+    return options
 
 
 def _pinned_shard(request: web.Request) -> str:

@@ -7,7 +7,7 @@ from aiohttp import web
 from penstock_router.bodies import Body
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import dispatch
-from penstock_router.routes.resume import resumable
+from penstock_router.routes.resume import answer_resumable
 
 
 async def invoke(request: web.Request, body: Body) -> web.StreamResponse:
@@ -15,4 +15,4 @@ async def invoke(request: web.Request, body: Body) -> web.StreamResponse:
     api = body.kind.api
     if api is None:
         return await embed(request, body)
-    return await dispatch(request, body, resumable if api.resumable else None)
+    return await dispatch(request, body, answer_resumable if api.resumable else None)

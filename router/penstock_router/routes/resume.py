@@ -15,7 +15,7 @@ from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
 from penstock_router.choice import Delta
 from penstock_router.delivered import Progress, skip_delivered
-from penstock_router.deltas import Wait, for_each, spaced
+from penstock_router.deltas import Wait, bundle, for_each
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, table
 from penstock_router.generation import Generation
@@ -30,10 +30,10 @@ from penstock_router.resumption import (
 from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, client_of, flag_header
 from penstock_router.routes.generate import (
     Call,
-    entered,
-    generation_of,
+    admit,
+    make_generation,
     make_shape,
-    prepared,
+    prepare_job,
     take_places,
 )
 from penstock_router.threads import Threads
@@ -54,7 +54,7 @@ HEADERS = table(
 )
 
 
-async def resumable(call: Call[Any]) -> web.StreamResponse | None:
+async def answer_resumable(call: Call[Any]) -> web.StreamResponse | None:
     """Answer a call for a resumable stream; None: it asks for none."""
     request = call.request
     if not flag_header(request, "x-penstock-resumable"):
@@ -62,14 +62,14 @@ async def resumable(call: Call[Any]) -> web.StreamResponse | None:
     router = request.app[ROUTER]
     _check(call)
     last_id = request.headers.get("Last-Event-ID")
-    cursor = _cursor(call, last_id)
+    cursor = _read_cursor(call, last_id)
     request[REQUEST_ID] = request[RECORD].request_id = cursor.request_id
     reader = router.live_streams.join(cursor) if last_id else None
     if last_id:
         router.metrics.resumed_streams.labels("again" if reader is None else "live").inc()
     if reader is None:
         reader = router.live_streams.begin(
-            cursor, functools.partial(_make, _again(call, cursor), cursor), client_of(request)
+            cursor, functools.partial(_make, _resume(call, cursor), cursor), client_of(request)
         )
     with reader:
         return await sse.follow(
@@ -96,7 +96,7 @@ def _check(call: Call[Any]) -> None:
         )
 
 
-def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
+def _read_cursor(call: Call[Any], last_id: str | None) -> Cursor:
     """The client's position: after an event, or before the first event of a new answer."""
     body = call.body.digest
     if not last_id:
@@ -108,7 +108,7 @@ def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
     return cursor
 
 
-def _again(call: Call[Any], cursor: Cursor) -> Call[Any]:
+def _resume(call: Call[Any], cursor: Cursor) -> Call[Any]:
     """The call for which the cursor's answer was begun: its id and seed."""
     asked = dataclasses.replace(call.asked, request_id=cursor.request_id)
     response_id = call.api.name_answer(cursor.request_id, call.named)
@@ -124,8 +124,8 @@ async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
             "Last-Event-ID: the answer comes from shards with several numerics, so it cannot be "
             "made again; send the request without an id"
         )
-    with entered(call) as ticket:
-        job = await prepared(call, call.asked, ticket)
+    with admit(call) as ticket:
+        job = await prepare_job(call, ticket)
         made_of = job_digest(job)
         if cursor.job not in (b"", made_of):
             raise BadRequest(
@@ -152,7 +152,7 @@ async def _make_some(
     """Put the events after the cursor until the stream is full, and return the cursor to go on
     from; None at the answer's end.
     """
-    async with generation_of(call, job, limit, cursor.point) as generation, limit.scope():
+    async with make_generation(call, job, limit, cursor.point) as generation, limit.scope():
         shape = make_shape(call, job, generation, cursor.created)
         threads = call.request.app[ROUTER].threads
         return await EventMaker(live, generation, shape, cursor, threads).run()
@@ -183,7 +183,7 @@ class EventMaker:
         """As `_make_some`."""
         generation = self._generation
         rest = skip_delivered(generation, generation.point, generation.usage)
-        await for_each(spaced(rest, generation.job.options.stream_interval), self._put)
+        await for_each(bundle(rest, generation.job.options.stream_interval), self._put)
         if self._after is None:
             for frame in self._shape.closing():
                 self._live.put(Event(frame))
@@ -197,7 +197,7 @@ class EventMaker:
         return self._put_frame(self._shape.chunk(delta))
 
     async def _put_later(self, delta: Delta) -> None:
-        wait = self._put_frame(await sse.frame_of(self._shape, delta, self._threads))
+        wait = self._put_frame(await sse.make_frame(self._shape, delta, self._threads))
         if wait is not None:
             await wait()
 

@@ -214,7 +214,7 @@ class _Quick:
         self.frames: list[bytes] = []
         self.send_now = self.frames.append
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         return
 
 
