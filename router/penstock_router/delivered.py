@@ -25,11 +25,6 @@ class Delivered:
     # Of a finished one; None if reasoning is not separated from content.
     reasoning_tokens: int | None = None
 
-    @property
-    def begun(self) -> bool:
-        """The client has something of this choice, which must not be sent again."""
-        return bool(self.tokens or self.characters or self.finished)
-
 
 _NOTHING = Delivered()
 
@@ -48,8 +43,12 @@ class ResumePoint:
 
     @property
     def begun(self) -> frozenset[int]:
-        """The choices of which the client has something."""
-        return frozenset(index for index, known in enumerate(self.choices) if known.begun)
+        """The choices of which the client has something, which must not be sent again."""
+        return frozenset(
+            index
+            for index, known in enumerate(self.choices)
+            if known.tokens or known.characters or known.finished
+        )
 
 
 BEGINNING = ResumePoint()

@@ -7,11 +7,11 @@ the latest, before any shard gets a part of it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
 from penstock_client.types import (
-    Constraint,
     GenerationRequest,
     Objective,
     SamplingParams,
@@ -58,45 +58,30 @@ async def make_job(
     """
     choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     requests: list[GenerationRequest] = []
-    budget = _thinking_budget(options, model, prepared.reasoning_begun)
     for number, prompt in enumerate(prepared.prompts):
-        max_tokens = max(_max_tokens(model, options, prompt), 1)
-        _check_min_tokens(options, max_tokens)
+        request = _make_request(options, model, prepared, prompt)
         for choice in range(choices):
             seed = sequence_seed(options.seed, drawn_seed, number, choice)
-            sampling = _sampling(options, seed, prepared)
-            requests.append(
-                _make_request(
-                    options,
-                    model,
-                    prompt,
-                    sampling,
-                    max_tokens=max_tokens,
-                    constraint=prepared.constraint,
-                    thinking_budget=budget,
-                )
-            )
+            sampling = dataclasses.replace(request.sampling, seed=seed)
+            requests.append(dataclasses.replace(request, sampling=sampling))
             if len(requests) % SEQUENCES_A_TURN == 0:
                 await asyncio.sleep(0)
     return Job(model, options, prepared, tuple(requests))
 
 
 def _make_request(
-    options: Options,
-    model: ServedModel,
-    prompt: Prompt,
-    sampling: SamplingParams,
-    *,
-    max_tokens: int,
-    constraint: Constraint | None,
-    thinking_budget: ThinkingBudget | None,
+    options: Options, model: ServedModel, prepared: Prepared, prompt: Prompt
 ) -> GenerationRequest:
+    """What a prompt's choices have in common: all but their seeds."""
+    thinking_budget = _thinking_budget(options, model, prepared.reasoning_begun)
     # Scoring a prompt still takes a step that samples: `max_tokens` is 1 there, and that token is
     # not shown. `best_of` ranks its sequences by their tokens' log-probabilities.
+    max_tokens = max(_max_tokens(model, options, prompt), 1)
     several = isinstance(options, CompletionRequest) and options.best_of > options.n
+    _check_min_tokens(options, max_tokens)
     return GenerationRequest(
         prompt_token_ids=prompt.token_ids,
-        sampling=sampling,
+        sampling=_sampling(options, prepared),
         max_tokens=max_tokens,
         min_tokens=options.min_tokens,
         stop_token_ids=options.stop_token_ids,
@@ -104,7 +89,7 @@ def _make_request(
         logprobs=0 if several and options.logprobs is None else options.logprobs,
         prompt_logprobs=_prompt_logprobs(options),
         logprob_token_ids=options.logprob_token_ids,
-        constraint=constraint,
+        constraint=prepared.constraint,
         thinking_budget=thinking_budget,
         model=model.info.model,
         tokenizer_hash=model.info.tokenizer_hash,
@@ -184,7 +169,7 @@ def _prompt_logprobs(options: Options) -> int | None:
     return max(wanted, default=None)
 
 
-def _sampling(options: Options, seed: int, prepared: Prepared) -> SamplingParams:
+def _sampling(options: Options, prepared: Prepared) -> SamplingParams:
     return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -197,7 +182,6 @@ def _sampling(options: Options, seed: int, prepared: Prepared) -> SamplingParams
         logit_bias=options.logit_bias,
         bad_words=prepared.bad_words,
         allowed_token_ids=prepared.allowed_token_ids,
-        seed=seed,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -158,75 +159,70 @@ async def _make_some(
         return await EventMaker(live, generation, shape, cursor, threads).run()
 
 
+@dataclass
 class EventMaker:
     """Puts a generation's deltas into a live stream, as events that say where to go on."""
 
-    def __init__(
-        self,
-        live: LiveStream,
-        generation: Generation,
-        shape: Shape,
-        cursor: Cursor,
-        threads: Threads,
-    ) -> None:
-        self._live = live
-        self._generation = generation
-        self._shape = shape
-        self._cursor = cursor
-        self._threads = threads
-        self._progress = Progress(generation.point, len(generation.job.requests))
-        self._opening = [] if cursor.choices else shape.opening()
-        # Where to go on, as the stream was full.
-        self._after: Cursor | None = None
+    live: LiveStream
+    generation: Generation
+    shape: Shape
+    cursor: Cursor
+    threads: Threads
+    # Where to go on, as the stream was full.
+    after: Cursor | None = None
+
+    def __post_init__(self) -> None:
+        self._progress = Progress(self.generation.point, len(self.generation.job.requests))
+        self._opening = [] if self.cursor.choices else self.shape.opening()
 
     async def run(self) -> Cursor | None:
         """As `_make_some`."""
-        generation = self._generation
+        generation = self.generation
         rest = skip_delivered(generation, generation.point, generation.usage)
         await for_each(bundle(rest, generation.job.options.stream_interval), self._put)
-        if self._after is None:
-            for frame in self._shape.closing():
-                self._live.put(Event(frame))
-        return self._after
+        if self.after is None:
+            for frame in self.shape.closing():
+                self.live.put(Event(frame))
+        return self.after
 
     def _put(self, delta: Delta) -> Wait | None:
         self._open()
         self._progress.add(delta)
         if not sse.is_quick(delta):
             return functools.partial(self._put_later, delta)
-        return self._put_frame(self._shape.chunk(delta))
+        return self._put_frame(self.shape.chunk(delta))
 
     async def _put_later(self, delta: Delta) -> None:
-        wait = self._put_frame(await sse.make_frame(self._shape, delta, self._threads))
+        wait = self._put_frame(await sse.make_frame(self.shape, delta, self.threads))
         if wait is not None:
             await wait()
 
     def _open(self) -> None:
         opening, self._opening = self._opening, ()
         for frame in opening[:-1]:
-            self._live.put(Event(frame))
+            self.live.put(Event(frame))
         for frame in opening[-1:]:
             # Only the last opening event has a cursor: a client with all of them can resume here.
-            self._live.put(Event(frame, self._here()))
+            self.live.put(Event(frame, self._here()))
 
     def _put_frame(self, frame: bytes | None) -> Wait | None:
         if frame is None:
             return None
-        self._live.put(Event(frame, self._here()))
-        if not self._live.is_full or self._generation.ended:
+        self.live.put(Event(frame, self._here()))
+        if not self.live.is_full or self.generation.ended:
             return None
-        if not self._generation.numerics:
+        if not self.generation.numerics:
             # Tokens of several numerics cannot be made again. Those that come now wait where they
             # arrive, without events.
-            return self._live.wait_read
-        self._after = self._here()
-        self._generation.put_down()
+            return self.live.wait_read
+        self.after = self._here()
+        self.generation.put_down()
         return None
 
     def _here(self) -> Cursor:
         return msgspec.structs.replace(
-            self._cursor,
-            numerics=self._generation.numerics,
+            self.cursor,
+            numerics=self.generation.numerics,
             choices=self._progress.choices,
-            counts=self._generation.counts,
+            counts=self.generation.counts,
         )

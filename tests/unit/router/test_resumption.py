@@ -26,7 +26,7 @@ from penstock_client.stream import GenerationStream
 from penstock_client.types import GenerationRequest
 from penstock_router import resumption
 from penstock_router.choice import Delta
-from penstock_router.delivered import BEGINNING
+from penstock_router.delivered import BEGINNING, Delivered, ResumePoint
 from penstock_router.deltas import Deltas, Usage
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.resumption import (
@@ -85,6 +85,12 @@ def test_no_bit_of_an_id_can_be_changed_and_no_other_key_reads_it() -> None:
 def test_the_digest_of_a_body_does_not_depend_on_the_order_of_its_fields() -> None:
     assert body_digest({"a": 1, "b": [2]}) == body_digest({"b": [2], "a": 1})
     assert body_digest({"a": 1}) != body_digest({"a": 2})
+
+
+def test_a_choice_of_which_only_counts_are_known_has_not_begun() -> None:
+    point = ResumePoint((Delivered(cached_tokens=3), Delivered(1), Delivered(finished=True)))
+    assert point.begun == {1, 2}
+    assert BEGINNING.begun == set()
 
 
 async def test_whoever_joins_a_live_stream_gets_what_it_lacks_and_the_rest() -> None:
