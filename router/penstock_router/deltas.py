@@ -6,6 +6,7 @@ Knows deltas only; neither where they come from nor how they are shown.
 from __future__ import annotations
 
 import asyncio
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ Use = Callable[[Delta], Wait | None]
 # How many deltas are taken before the event loop gets a turn: those of many choices may be ready,
 # and an event of one takes some 30 us.
 _DELTAS_A_TURN = 16
+_LET_OTHERS_RUN: Wait = functools.partial(asyncio.sleep, 0)
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ def ignore_news() -> None:
 class Deltas(ABC):
     """A source of deltas for one reader, which as a rule calls `for_each`.
 
-    A reader that is done listening calls `listen(nobody)`: otherwise reader and source form a
+    A reader that is done listening calls `listen(ignore_news)`: otherwise reader and source form a
     reference cycle. Iterating wakes a task for each delta; it is for whoever must know of the first
     one before going on, as its error has a status of its own while no header is sent.
     """
@@ -160,21 +162,16 @@ class _Pump:
                 self._needed = loop.create_future()
                 self._on_news()
                 await self._needed
-                self._check()
+                if self._error is not None:
+                    raise self._error
                 if self._wait is None:
                     return
                 wait, self._wait = self._wait, None
                 await wait()
         finally:
+            # Break reference cycles: the source, and the error's traceback, refer to this object.
             self._deltas.listen(ignore_news)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                # Break a reference cycle: the error's traceback refers to this object.
-                self._error = None
+            self._error = None
 
     def _on_news(self) -> None:
         if self._needed.done():
@@ -195,13 +192,8 @@ class _Pump:
             self._wait = self._use(delta)
             if self._wait is not None:
                 return True
-        self._wait = _a_turn
+        self._wait = _LET_OTHERS_RUN
         return True
-
-
-async def _a_turn() -> None:
-    """Let others run."""
-    await asyncio.sleep(0)
 
 
 def bound(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Deltas:

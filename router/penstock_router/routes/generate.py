@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 
@@ -88,9 +88,9 @@ class Call(Generic[AnyRequest]):
     """One HTTP request for tokens: what was sent, what it asks for, and how to answer."""
 
     request: web.Request
-    api: Api[AnyRequest]
     body: Body
     asked: AnyRequest
+    api: Api[AnyRequest]
     # Whether the client chose the request's id.
     named: bool
     response_id: str
@@ -102,8 +102,8 @@ class Call(Generic[AnyRequest]):
     @classmethod
     def read(cls, request: web.Request, body: Body) -> Call[AnyRequest]:
         """Combine a body with the options in headers; raises `BadRequest`."""
-        api = body.kind.api
-        assert api is not None
+        assert body.kind.api is not None
+        api: Api[AnyRequest] = body.kind.api
         if flag_header(request, "x-penstock-resumable") and not api.resumable:
             raise BadRequest("x-penstock-resumable: not on this route")
         named = _name_request(request, body.asked)
@@ -114,30 +114,22 @@ class Call(Generic[AnyRequest]):
             request_id=request[REQUEST_ID],
             traceparent=record.traceparent,
             caller=caller_of(request),
-            **_read_options(request),
+            exact=flag_header(request, "x-penstock-exact"),
+            shard=_pinned_shard(request),
+            session=_session(request, body.asked),
         )
         response_id = api.name_answer(request[REQUEST_ID], named)
-        return cls(request, api, body, asked, named, response_id, random_seed())
+        return cls(request, body, asked, api, named, response_id, random_seed())
 
 
-# May answer a call in another way; None: it does not.
-Detour = Callable[[Call[Any]], Awaitable[web.StreamResponse | None]]
+Answerer = Callable[[Call[Any]], Awaitable[web.StreamResponse]]
 # Called with the whole answer before its end is sent.
 BeforeEnd = Callable[[Shape], Awaitable[None]]
 
 
-def make_handler(kind: BodyKind, detour: Detour | None = None) -> Handler:
+def make_handler(kind: BodyKind, answer_call: Answerer) -> Handler:
     """A handler of bodies that ask for tokens."""
-    return with_body(kind, functools.partial(dispatch, detour=detour))
-
-
-async def dispatch(
-    request: web.Request, body: Body, detour: Detour | None = None
-) -> web.StreamResponse:
-    """Answer a body as its API does."""
-    call: Call[Any] = Call.read(request, body)
-    taken = None if detour is None else await detour(call)
-    return await answer(call) if taken is None else taken
+    return with_body(kind, lambda request, body: answer_call(Call.read(request, body)))
 
 
 async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) -> web.StreamResponse:
@@ -280,16 +272,16 @@ async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
     _check_size(job, router.config.max_answer_bytes)
     for shard in router.fleet.shards:
         if shard.address == asked.shard and shard.info is not None:
-            _check_pinned(shard.address, shard.info, job.model)
+            _check_pinned(shard.info, job.model, f"x-penstock-shard: {shard.address}")
     return job
 
 
-def _check_pinned(address: str, info: ShardInfo, model: ServedModel) -> None:
+def _check_pinned(info: ShardInfo, model: ServedModel, what: str) -> None:
     """Raises `BadRequest` if this shard has not got the model or adapter."""
     if info.model != model.info.model:
-        raise BadRequest(f"x-penstock-shard: {address} does not serve {model.info.model}")
+        raise BadRequest(f"{what} does not serve {model.info.model}")
     if not info.has_adapter(model.adapter):
-        raise BadRequest(f"x-penstock-shard: {address} does not have the adapter {model.adapter}")
+        raise BadRequest(f"{what} does not have the adapter {model.adapter}")
 
 
 async def take_places(call: Call[Any], job: Job, ticket: Ticket) -> None:
@@ -341,26 +333,13 @@ def _name_request(request: web.Request, asked: Options) -> bool:
     return True
 
 
-class _HeaderOptions(TypedDict, total=False):
-    """What headers ask for, on every route that generates."""
-
-    exact: bool
-    session: str
-    shard: str
-
-
-def _read_options(request: web.Request) -> _HeaderOptions:
-    options = _HeaderOptions(
-        exact=flag_header(request, "x-penstock-exact"), shard=_pinned_shard(request)
-    )
-    session = request.headers.get("x-penstock-session")
-    if session is not None:
-        if len(session) > MAX_SESSION_CHARS:
-            raise BadRequest(
-                f"x-penstock-session: {len(session)} characters; at most {MAX_SESSION_CHARS}"
-            )
-        options["session"] = session
-    return options
+def _session(request: web.Request, asked: Options) -> str:
+    session = request.headers.get("x-penstock-session", asked.session)
+    if len(session) > MAX_SESSION_CHARS:
+        raise BadRequest(
+            f"x-penstock-session: {len(session)} characters; at most {MAX_SESSION_CHARS}"
+        )
+    return session
 
 
 def _pinned_shard(request: web.Request) -> str:

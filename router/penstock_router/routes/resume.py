@@ -32,6 +32,7 @@ from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, client_of, f
 from penstock_router.routes.generate import (
     Call,
     admit,
+    answer,
     make_generation,
     make_shape,
     prepare_job,
@@ -55,11 +56,11 @@ HEADERS = table(
 )
 
 
-async def answer_resumable(call: Call[Any]) -> web.StreamResponse | None:
-    """Answer a call for a resumable stream; None: it asks for none."""
+async def answer_resumable(call: Call[Any]) -> web.StreamResponse:
+    """Answer a call: by a resumable stream, if it asks for one."""
     request = call.request
     if not flag_header(request, "x-penstock-resumable"):
-        return None
+        return await answer(call)
     router = request.app[ROUTER]
     _check(call)
     last_id = request.headers.get("Last-Event-ID")
