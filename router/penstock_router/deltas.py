@@ -1,4 +1,4 @@
-"""What an answer gains, as it comes: taken, waited for, bundled, bounded, or collected to the end.
+"""What an answer gains, as it comes: taken to whoever uses it, bundled, bounded, or collected.
 
 Knows deltas only; neither where they come from nor how they are shown.
 """

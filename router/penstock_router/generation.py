@@ -2,9 +2,9 @@
 
     request = api.parse(body)                        # fields, types, bounds: `apis/`
     prepared = prepare_prompts(request, model)       # template, tokens: `prompts.py`
-    job = await make_job(request, model, prepared, drawn_seed)   # lengths, choices: `job.py`
+    job = await make_job(request, model, prepared, seed)  # lengths, seeds, choices: `job.py`
     async with Generation(job, fleet, metrics, record) as generation:
-        async for delta in generation: ...           # what a choice has gained, as it comes
+        await for_each(generation, use)              # what a choice has gained, as it comes
 
 A job has one `GenerationRequest` for each choice of each prompt. Entering a `Generation` submits
 them to the fleet; shards send token ids; each `Choice` turns its ids into text and ends itself at a
