@@ -174,26 +174,24 @@ class _Pump:
             self._error = None
 
     def _on_news(self) -> None:
+        """Take what can be taken at once, until the task has to wait for something, or to end."""
         if self._needed.done():
             return
         try:
-            is_needed = self._take_some()
+            for _ in range(_DELTAS_A_TURN):
+                delta = self._deltas.take()
+                if delta is None:
+                    if not self._deltas.ended:
+                        return
+                    break
+                self._wait = self._use(delta)
+                if self._wait is not None:
+                    break
+            else:
+                self._wait = _LET_OTHERS_RUN
         except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
-            self._error, is_needed = error, True
-        if is_needed:
-            self._needed.set_result(None)
-
-    def _take_some(self) -> bool:
-        """Take what can be taken at once; whether the task has to wait for something, or to end."""
-        for _ in range(_DELTAS_A_TURN):
-            delta = self._deltas.take()
-            if delta is None:
-                return self._deltas.ended
-            self._wait = self._use(delta)
-            if self._wait is not None:
-                return True
-        self._wait = _LET_OTHERS_RUN
-        return True
+            self._error = error
+        self._needed.set_result(None)
 
 
 def bound(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Deltas:
