@@ -44,11 +44,8 @@ class ResumePoint:
     @property
     def begun(self) -> frozenset[int]:
         """The choices of which the client has something, which must not be sent again."""
-        return frozenset(
-            index
-            for index, known in enumerate(self.choices)
-            if known.tokens or known.characters or known.finished
-        )
+        each = enumerate(self.choices)
+        return frozenset(i for i, has in each if has.tokens or has.characters or has.finished)
 
 
 BEGINNING = ResumePoint()

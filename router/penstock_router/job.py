@@ -11,12 +11,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 
-from penstock_client.types import (
-    GenerationRequest,
-    Objective,
-    SamplingParams,
-    ThinkingBudget,
-)
+from penstock_client.types import GenerationRequest, Objective, SamplingParams, ThinkingBudget
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared, Prompt

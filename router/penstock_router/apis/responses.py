@@ -24,10 +24,7 @@ from penstock_router.apis.openai import (
 from penstock_router.apis.responses_answers import ResponseAnswer, ResponseEvent, ResponseShape
 from penstock_router.apis.responses_items import INPUT, check_outputs, messages_of
 from penstock_router.apis.responses_request import Repeated, ResponsesRequest, TextFormat
-from penstock_router.apis.structured import (
-    constraint_of_format,
-    only_constraint,
-)
+from penstock_router.apis.structured import constraint_of_format, only_constraint
 from penstock_router.apis.tools import (
     FLAT_CHOICE,
     FLAT_TOOLS,

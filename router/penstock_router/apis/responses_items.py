@@ -11,12 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict
 
-from penstock_router.apis.chat_messages import (
-    Called,
-    assistant_message,
-    check_size,
-    tool_message,
-)
+from penstock_router.apis.chat_messages import Called, assistant_message, check_size, tool_message
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
     STRING,

@@ -23,15 +23,7 @@ from penstock_router.admission import Ticket, TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.bodies import LONG_BYTES, Body
 from penstock_router.delivered import BEGINNING, ResumePoint
-from penstock_router.deltas import (
-    LOGPROB_BYTES,
-    Deltas,
-    Hold,
-    Usage,
-    bound,
-    bundle,
-    collect,
-)
+from penstock_router.deltas import LOGPROB_BYTES, Deltas, Hold, Usage, bound, bundle, collect
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, string, table
 from penstock_router.generation import Generation

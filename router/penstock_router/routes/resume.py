@@ -21,13 +21,7 @@ from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, table
 from penstock_router.generation import Generation
 from penstock_router.job import Job
-from penstock_router.resumption import (
-    MAX_SEQUENCES,
-    Cursor,
-    Event,
-    LiveStream,
-    job_digest,
-)
+from penstock_router.resumption import MAX_SEQUENCES, Cursor, Event, LiveStream, job_digest
 from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, client_of, flag_header
 from penstock_router.routes.generate import (
     Call,
