@@ -55,14 +55,10 @@ class TimeLimit:
 
     def __init__(self, timeout_s: float | None) -> None:
         now = asyncio.get_running_loop().time()
-        self._at = None if timeout_s is None else now + timeout_s
+        # On the event loop's clock; None: no limit.
+        self.at_s = None if timeout_s is None else now + timeout_s
         self._timer: asyncio.Timeout | None = None
         self._ended: ApiError | None = None
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until the limit, negative once it has passed; None: no limit."""
-        return None if self._at is None else self._at - asyncio.get_running_loop().time()
 
     def check(self) -> None:
         """Raises the error that `end` was given, if it was called."""
@@ -80,9 +76,9 @@ class TimeLimit:
 
     def end(self, error: ApiError) -> None:
         """End the request now, with this error."""
-        self._at, self._ended = asyncio.get_running_loop().time(), error
+        self.at_s, self._ended = asyncio.get_running_loop().time(), error
         if self._timer is not None and not self._timer.expired():
-            self._timer.reschedule(self._at)
+            self._timer.reschedule(self.at_s)
 
 
 class _Scope:
@@ -95,7 +91,7 @@ class _Scope:
 
     async def __aenter__(self) -> None:
         self._limit.check()
-        self._timer = self._limit._timer = asyncio.timeout_at(self._limit._at)
+        self._timer = self._limit._timer = asyncio.timeout_at(self._limit.at_s)
         await self._timer.__aenter__()
 
     async def __aexit__(

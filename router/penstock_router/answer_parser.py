@@ -19,7 +19,7 @@ from penstock_router.request import ChatRequest
 from penstock_router.tool_calls.base import ToolParser
 
 
-def told_apart(job: Job) -> Conventions:
+def choose_conventions(job: Job) -> Conventions:
     """The conventions by which this job's answers are parsed: its model's, without tool calls if
     the request has no tools.
     """
@@ -29,9 +29,9 @@ def told_apart(job: Job) -> Conventions:
     return conventions if tools_of(asked) else dataclasses.replace(conventions, tool_format=None)
 
 
-def reader_of(job: Job) -> AnswerReader | None:
+def make_reader(job: Job) -> AnswerReader | None:
     """A parser for one of the job's answers; None where answers are plain text only."""
-    conventions = told_apart(job)
+    conventions = choose_conventions(job)
     return None if conventions == Conventions() else AnswerReader(job, conventions)
 
 

@@ -31,10 +31,10 @@ from penstock_router.errors import (
     MethodNotAllowed,
     NotFound,
     Unauthorized,
-    noted,
+    log_error,
 )
 from penstock_router.exposition import Exposition
-from penstock_router.fields import short
+from penstock_router.fields import shorten
 from penstock_router.fleet_metrics import FleetCollector
 from penstock_router.keys import Keys
 from penstock_router.loop_lag import watch_loop
@@ -58,8 +58,8 @@ from penstock_router.routes.base import (
     Route,
     Router,
     json_response,
+    read_api_key,
     send,
-    shown_key,
     usable_request_id,
 )
 from penstock_router.routes.table import ROUTES
@@ -297,7 +297,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         # The client disconnected during a write; there is nobody to answer.
         raise
     except Exception as error:  # noqa: BLE001 - the process's edge
-        return _error_response(request, noted(error, request[REQUEST_ID]))
+        return _error_response(request, log_error(error, request[REQUEST_ID]))
 
 
 def _refusal_of_head(request: web.Request) -> BadRequest | None:
@@ -309,7 +309,7 @@ def _refusal_of_head(request: web.Request) -> BadRequest | None:
     if coding is None:
         return None
     if coding.lower() != "chunked":
-        return BadRequest(f"Transfer-Encoding: {short(coding)} must be chunked")
+        return BadRequest(f"Transfer-Encoding: {shorten(coding)} must be chunked")
     if version == HttpVersion10:
         return BadRequest("Transfer-Encoding: HTTP/1.0 has none; send Content-Length")
     return None
@@ -343,7 +343,7 @@ def _route_of(request: web.Request) -> Route | None:
 @web.middleware
 async def _require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     keys, route = request.app[ROUTER].keys, _route_of(request)
-    shown = shown_key(request)
+    shown = read_api_key(request)
     key = keys.find(shown) if shown else None
     if key is not None:
         request[KEY] = key

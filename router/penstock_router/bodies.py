@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock_router import programs
-from penstock_router.apis.responses_stored import Page, shown
+from penstock_router.apis.responses_stored import Page, show_stored
 from penstock_router.errors import ApiError, TooManyRequests
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
@@ -206,12 +206,12 @@ class Bodies:
     async def show(
         self, client: str, response: bytes, messages: bytes, page: Page | None = None
     ) -> bytes | bytearray:
-        """`shown` of a stored response, here or in a text process. Raises what `shown` raises, and
+        """`show_stored`, here or in a text process. Raises what `show_stored` raises, and
         the errors of `read`.
         """
         num_bytes = len(response) + len(messages)
         if num_bytes <= LONG_BYTES:
-            return shown(response, messages, page)
+            return show_stored(response, messages, page)
         with self.incoming(client) as incoming:
             incoming.enqueue(num_bytes)
             lease = await self.pool.lease(num_bytes, asyncio.get_running_loop().time())

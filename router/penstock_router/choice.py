@@ -13,11 +13,11 @@ from typing import Literal
 
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
-from penstock_router.answer_parser import reader_of
+from penstock_router.answer_parser import make_reader
 from penstock_router.backend import GenerationStream
 from penstock_router.detokenizer import REPLACEMENT
 from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, content_of, joined
+from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
 from penstock_router.stop import StopMatcher
 
 # With this many tokens in an output, a notification costs little beside processing them.
@@ -85,7 +85,7 @@ class Gathered:
         """All of it; called once, at the end."""
         self._delta.text = "".join(self._texts)
         if self._pieces is not None:
-            self._delta.pieces = joined(self._pieces)
+            self._delta.pieces = join_pieces(self._pieces)
         return self._delta
 
 
@@ -103,9 +103,8 @@ class Choice:
         self.has_news = False
         # `stream.progress` at the last check, and how many checks in a row found no progress.
         self._seen_progress, self._silent_looks = -1, 0
-        delivered = job.delivered_of(index)
         # The first attempt's: later ones find what it cached.
-        self.cached_tokens = delivered.cached_tokens
+        self.cached_tokens: int | None = None
         self.last_arrival_s: float | None = None
         # Tokens received, shown or not.
         self.num_tokens = 0
@@ -114,7 +113,7 @@ class Choice:
         self._options = options
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
         # None where the answer can only be text.
-        self._reader = reader_of(job)
+        self._reader = make_reader(job)
         self._detokenizer = job.model.tokenizer.detokenizers.start(
             prompt.token_ids,
             skip_special_tokens=options.skip_special_tokens,
@@ -129,10 +128,6 @@ class Choice:
         self.tokens_at_once = 1 if options.stream or options.stop else _TOKENS_AT_ONCE
         self._echo = self._echoed(prompt.text) if options.echo and prompt.text else ""
         self._prompt_logprobs: Logprobs | None = None
-        # What the client already has, and `_cut` takes off.
-        self._known_tokens, self._known_characters = delivered.tokens, delivered.characters
-        self._known_ids: list[int] = []
-        self._resumed = delivered.begun
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -163,11 +158,6 @@ class Choice:
         self._show(texts, delta)
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self.finished = delta.finish_reason is not None
-        if self._resumed:
-            self._cut(delta)
-            if not (delta.token_ids or delta.text or delta.pieces or self.finished):
-                return None
-            delta.known_token_ids, self._known_ids = self._known_ids, []
         return delta
 
     def _show(self, texts: list[str], delta: Delta) -> None:
@@ -183,7 +173,7 @@ class Choice:
         if echo:
             pieces = [Piece(PieceKind.CONTENT, echo), *pieces]
         # Nearly always there is one piece, and nothing to join.
-        delta.pieces = pieces if len(pieces) == 1 and pieces[0].text else joined(pieces)
+        delta.pieces = pieces if len(pieces) == 1 and pieces[0].text else join_pieces(pieces)
         delta.text = content_of(delta.pieces)
 
     def _echoed(self, prompt: str) -> str:
@@ -192,34 +182,6 @@ class Choice:
         """
         unfinished = REPLACEMENT * self._detokenizer.reopen_prompt()
         return prompt.removesuffix(unfinished)
-
-    def _cut(self, delta: Delta) -> None:
-        """Take off what the client already has."""
-        delta.prompt_logprobs = None
-        tokens = min(self._known_tokens, len(delta.token_ids))
-        self._known_ids += delta.token_ids[:tokens]
-        delta.token_ids = delta.token_ids[tokens:]
-        if delta.logprobs is not None:
-            delta.logprobs.drop_first(tokens)
-        self._known_tokens -= tokens
-        if delta.pieces is not None:
-            self._cut_pieces(delta, delta.pieces)
-            return
-        characters = min(self._known_characters, len(delta.text))
-        delta.text = delta.text[characters:]
-        self._known_characters -= characters
-
-    def _cut_pieces(self, delta: Delta, pieces: list[Piece]) -> None:
-        """As `_cut`; characters of reasoning and of calls count like those of content."""
-        rest = []
-        for piece in pieces:
-            known = min(self._known_characters, len(piece.text))
-            self._known_characters -= known
-            if known < len(piece.text):
-                # A call's name is sent in one piece, so a client never has just a part of it.
-                known = 0 if piece.kind is PieceKind.CALL else known
-                rest.append(Piece(piece.kind, piece.text[known:], piece.call))
-        delta.pieces, delta.text = rest, content_of(rest)
 
     def _note_prompt(self, output: Output) -> None:
         if self.cached_tokens is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock_router.errors import BadRequest
-from penstock_router.fields import short
+from penstock_router.fields import shorten
 
 DAMAGED = "the body is damaged: it does not decode or ends too early"
 _GZIP = ("gzip", "x-gzip")
@@ -26,7 +26,7 @@ def inflater_of(codings: Sequence[str]) -> Inflater | None:
     if coding in ("", "identity"):
         return None
     if coding not in (*_GZIP, "deflate"):
-        raise BadRequest(f"Content-Encoding: {short(coding)} must be gzip, deflate or identity")
+        raise BadRequest(f"Content-Encoding: {shorten(coding)} must be gzip, deflate or identity")
     return Inflater(is_gzip=coding in _GZIP)
 
 

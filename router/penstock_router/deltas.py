@@ -1,4 +1,4 @@
-"""What an answer gains, as it comes: taken, waited for, bundled, bounded, or collected to the end.
+"""What an answer gains, as it comes: taken to whoever uses it, bundled, bounded, or collected.
 
 Knows deltas only; neither where they come from nor how they are shown.
 """
@@ -6,8 +6,9 @@ Knows deltas only; neither where they come from nor how they are shown.
 from __future__ import annotations
 
 import asyncio
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -20,8 +21,14 @@ from penstock_router.request import Options
 LOGPROB_BYTES = 64
 # Counts bytes as held in memory, or raises.
 Hold = Callable[[int], None]
-# How many deltas are taken before the event loop gets a turn: those of many choices may be ready.
-_DELTAS_A_TURN = 32
+# Something to wait for.
+Wait = Callable[[], Awaitable[object]]
+# Uses a delta; returns what to wait for before the next one is taken, or None.
+Use = Callable[[Delta], Wait | None]
+# How many deltas are taken before the event loop gets a turn: those of many choices may be ready,
+# and an event of one takes some 30 us.
+_DELTAS_A_TURN = 16
+_LET_OTHERS_RUN: Wait = functools.partial(asyncio.sleep, 0)
 
 
 @dataclass(slots=True)
@@ -39,15 +46,16 @@ class Usage:
     approximate: bool = False
 
 
-def nobody() -> None:
+def ignore_news() -> None:
     """A listener that does nothing."""
 
 
 class Deltas(ABC):
-    """A source of deltas for one reader: one that iterates, or one that listens and takes.
+    """A source of deltas for one reader, which as a rule calls `for_each`.
 
-    Listening costs less: it wakes no task. A reader that is done listening calls `listen(nobody)`:
-    otherwise reader and source form a reference cycle.
+    A reader that is done listening calls `listen(ignore_news)`: otherwise reader and source form a
+    reference cycle. Iterating wakes a task for each delta; it is for whoever must know of the first
+    one before going on, as its error has a status of its own while no header is sent.
     """
 
     @property
@@ -76,7 +84,7 @@ class Deltas(ABC):
         return delta
 
 
-class _Wrapped(Deltas):
+class Wrapped(Deltas):
     """Another source's deltas, changed."""
 
     def __init__(self, source: Deltas) -> None:
@@ -93,13 +101,13 @@ class _Wrapped(Deltas):
 # ---- Fewer and larger ones ---------------------------------------------------------------------
 
 
-def spaced(deltas: Deltas, interval: int) -> Deltas:
+def bundle(deltas: Deltas, interval: int) -> Deltas:
     """Deltas of at least `interval` tokens; each choice's first one comes at once, and its last one
     has whatever is left."""
-    return deltas if interval == 1 else _Spaced(deltas, interval)
+    return deltas if interval == 1 else _Bundled(deltas, interval)
 
 
-class _Spaced(_Wrapped):
+class _Bundled(Wrapped):
     def __init__(self, source: Deltas, interval: int) -> None:
         super().__init__(source)
         self._interval = interval
@@ -125,65 +133,77 @@ class _Spaced(_Wrapped):
 # ---- All of them -------------------------------------------------------------------------------
 
 
-async def for_each(deltas: Deltas, use: Callable[[Delta], object]) -> None:
-    """Call `use` with each delta, as it arrives and without waking a task, to the end.
-
-    Raises what the source or `use` raises.
+async def for_each(deltas: Deltas, use: Use) -> None:
+    """Call `use` with each delta, to the end: in the very call that brings it, so that no task is
+    woken. If `use` returns something to wait for, that is awaited before the next delta is taken;
+    deltas gather where they arrive meanwhile. Raises what the source or `use` raises.
     """
-    taking = _Taking(deltas, use)
-    deltas.listen(taking.on_news)
-    taking.on_news()
-    try:
-        await taking.end
-    finally:
-        deltas.listen(nobody)
-    for error in taking.errors:
-        # Break a reference cycle: the error's traceback refers to `taking`.
-        taking.errors = []
-        raise error
+    await _Pump(deltas, use).run()
 
 
-class _Taking:
-    def __init__(self, deltas: Deltas, use: Callable[[Delta], object]) -> None:
+class _Pump:
+    """See `for_each`. The task that runs `run` does the waiting, and all else happens in `_on_news`
+    wherever that is called.
+    """
+
+    def __init__(self, deltas: Deltas, use: Use) -> None:
         self._deltas = deltas
         self._use = use
-        self._loop = asyncio.get_running_loop()
-        self.end: asyncio.Future[None] = self._loop.create_future()
-        self.errors: list[Exception] = []
+        # Done while the task is at work.
+        self._needed: asyncio.Future[None]
+        self._wait: Wait | None = None
+        self._error: Exception | None = None
 
-    def on_news(self) -> None:
-        if self.end.done():
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._deltas.listen(self._on_news)
+        try:
+            while True:
+                self._needed = loop.create_future()
+                self._on_news()
+                await self._needed
+                if self._error is not None:
+                    raise self._error
+                if self._wait is None:
+                    return
+                wait, self._wait = self._wait, None
+                await wait()
+        finally:
+            # Break reference cycles: the source, and the error's traceback, refer to this object.
+            self._deltas.listen(ignore_news)
+            self._error = None
+
+    def _on_news(self) -> None:
+        """Take what can be taken at once, until the task has to wait for something, or to end."""
+        if self._needed.done():
             return
         try:
-            has_more = self._take_some()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
-            self.errors.append(error)
-            has_more = False
-        if has_more:
-            self._loop.call_soon(self.on_news)
-        elif self.errors or self._deltas.ended:
-            self.end.set_result(None)
-
-    def _take_some(self) -> bool:
-        """Whether there may be more."""
-        for _ in range(_DELTAS_A_TURN):
-            delta = self._deltas.take()
-            if delta is None:
-                return False
-            self._use(delta)
-        return True
+            for _ in range(_DELTAS_A_TURN):
+                delta = self._deltas.take()
+                if delta is None:
+                    if not self._deltas.ended:
+                        return
+                    break
+                self._wait = self._use(delta)
+                if self._wait is not None:
+                    break
+            else:
+                self._wait = _LET_OTHERS_RUN
+        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
+            self._error = error
+        self._needed.set_result(None)
 
 
-def bounded(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Deltas:
+def bound(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Deltas:
     """The same deltas, for a reader that keeps them all. `hold` is called with the bytes that the
     log-probabilities of each take.
 
     Raises `BadRequest` once they take more than `max_bytes`, and what `hold` raises.
     """
-    return deltas if options.logprobs is None else _Bounded(deltas, options, max_bytes, hold)
+    return deltas if options.logprobs is None else _Bound(deltas, options, max_bytes, hold)
 
 
-class _Bounded(_Wrapped):
+class _Bound(Wrapped):
     def __init__(self, source: Deltas, options: Options, max_bytes: int, hold: Hold) -> None:
         super().__init__(source)
         self._hold = hold
@@ -210,7 +230,7 @@ class _Bounded(_Wrapped):
 async def collect(deltas: Deltas, job: Job, max_bytes: int, hold: Hold) -> list[Delta]:
     """All deltas of a job: one for each choice of the answer, in the answer's order.
 
-    Raises what `bounded` raises.
+    Raises what `bound` raises.
     """
     gathered: dict[int, Gathered] = {}
 
@@ -220,11 +240,11 @@ async def collect(deltas: Deltas, job: Job, max_bytes: int, hold: Hold) -> list[
         else:
             gathered[delta.index] = Gathered(delta)
 
-    await for_each(bounded(deltas, job.options, max_bytes, hold), add)
-    return _best(job, [gathered[index].whole() for index in sorted(gathered)])
+    await for_each(bound(deltas, job.options, max_bytes, hold), add)
+    return _pick_best(job, [gathered[index].whole() for index in sorted(gathered)])
 
 
-def _best(job: Job, deltas: list[Delta]) -> list[Delta]:
+def _pick_best(job: Job, deltas: list[Delta]) -> list[Delta]:
     """The n most likely of each prompt's choices, by log-probability a token."""
     n, candidates = job.options.n, job.choices_per_prompt
     if n == candidates:

@@ -160,6 +160,11 @@ class Unavailable(ApiError):
     retry_after_s = _RETRY_AFTER_S
 
 
+def unavailable_model(name: str) -> Unavailable:
+    """The error for a model, or an adapter, whose shards are away."""
+    return Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
+
+
 class TimedOut(ApiError):
     """The request's time is up."""
 
@@ -171,7 +176,7 @@ class SlowReader(ConnectionError):
     """The client took nothing, or next to nothing, for --write-timeout-s; it was cut off."""
 
 
-def noted(error: Exception, request_id: str) -> ApiError:
+def log_error(error: Exception, request_id: str) -> ApiError:
     """The error as the client sees it. Errors that are not the client's fault are logged."""
     answer = as_api_error(error)
     server_side = isinstance(error, client_errors.PenstockError) and answer.status >= 500

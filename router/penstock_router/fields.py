@@ -104,7 +104,7 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
                 text = f"{name}: not served by this server; leave it out"
                 raise BadRequest(text, param=name)
     if logger.isEnabledFor(logging.DEBUG) and (unknown := body.keys() - fields.keys()):
-        logger.debug("ignored unknown fields: %s", ", ".join(map(short, sorted(unknown)[:20])))
+        logger.debug("ignored unknown fields: %s", ", ".join(map(shorten, sorted(unknown)[:20])))
     for name, entry in fields.items():
         if entry.required and name not in values:
             raise BadRequest(f"{name}: required", param=name)
@@ -158,7 +158,7 @@ def json_type(value: object) -> str:
     return "an array" if isinstance(value, list) else "an object"
 
 
-def short(value: object) -> str:
+def shorten(value: object) -> str:
     """A value as a message may quote it."""
     if isinstance(value, list | dict):
         # It may be huge, or nested deeper than `repr` can go.
@@ -169,7 +169,7 @@ def short(value: object) -> str:
 
 def refusal(name: str, wanted: str, value: object) -> BadRequest:
     """A value that is not what it must be."""
-    given = json_type(value) if value is None else short(value)
+    given = json_type(value) if value is None else shorten(value)
     return BadRequest(f"{name}: must be {wanted}; given: {given}", param=name)
 
 

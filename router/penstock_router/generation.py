@@ -2,9 +2,9 @@
 
     request = api.parse(body)                        # fields, types, bounds: `apis/`
     prepared = prepare_prompts(request, model)       # template, tokens: `prompts.py`
-    job = await make_job(request, model, prepared)   # lengths, seeds, choices: `job.py`
+    job = await make_job(request, model, prepared, seed)  # lengths, seeds, choices: `job.py`
     async with Generation(job, fleet, metrics, record) as generation:
-        async for delta in generation: ...           # what a choice has gained, as it comes
+        await for_each(generation, use)              # what a choice has gained, as it comes
 
 A job has one `GenerationRequest` for each choice of each prompt. Entering a `Generation` submits
 them to the fleet; shards send token ids; each `Choice` turns its ids into text and ends itself at a
@@ -15,6 +15,7 @@ aborts unfinished choices. Knows no HTTP and no answer shapes.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import math
 import time
@@ -27,7 +28,8 @@ from penstock_client.errors import Overloaded, RequestRefused, ShardFailed
 from penstock_client.types import ConstraintKind, GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
-from penstock_router.deltas import Deltas, Usage, nobody
+from penstock_router.delivered import BEGINNING, ResumePoint
+from penstock_router.deltas import Deltas, Usage, ignore_news
 from penstock_router.errors import (
     BadRequest,
     SlowReader,
@@ -35,16 +37,20 @@ from penstock_router.errors import (
     TooManyRequests,
     Unavailable,
     as_api_error,
+    unavailable_model,
     unknown_model,
 )
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
 from penstock_router.records import RequestRecord, outcome_of
+from penstock_router.request import MAX_TIMEOUT_S
 
 # A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides, as much as
 # copying 2,000 ids. After about half a millisecond of submitting the event loop gets a turn.
 _TOKENS_A_TURN = 50_000
 _SUBMISSION_TOKENS = 2_000
+# The router ends a request at its deadline; shards do so a little later, in case it has died.
+_SHARDS_WAIT_S = 0.1
 # How often each choice is checked for progress within `silence_timeout_s`.
 _LOOKS = 4
 _CONSTRAINTS = frozenset(kind.value for kind in ConstraintKind)
@@ -60,23 +66,28 @@ class Generation(Deltas):
         metrics: Metrics,
         record: RequestRecord,
         *,
+        point: ResumePoint = BEGINNING,
+        ends_at_s: float | None = None,
         silence_timeout_s: float = math.inf,
     ) -> None:
-        """`record` receives usage, attempts and outcome. When nothing arrives for a choice for
+        """`record` receives usage, attempts and outcome. What was delivered up to `point` counts in
+        the usage, and is made again except for choices that are finished. Shards are told to end at
+        `ends_at_s`, on the event loop's clock. When nothing arrives for a choice for
         `silence_timeout_s`, the generation fails with `TimedOut`.
         """
         self.job = job
+        self.point = point
         self.usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in job.prompts),
-            completion_tokens=sum(delivered.tokens for delivered in job.delivered),
+            completion_tokens=sum(known.tokens for known in point.choices),
         )
-        for delivered in job.delivered:
+        for known in point.choices:
             # None of those that are unfinished: their tokens come again.
-            if delivered.reasoning_tokens is not None:
-                self._count_reasoning(delivered.reasoning_tokens)
+            if known.reasoning_tokens is not None:
+                self._count_reasoning(known.reasoning_tokens)
         self._counts = [
-            (delivered.cached_tokens, delivered.reasoning_tokens)
-            for delivered in map(job.delivered_of, range(len(job.requests)))
+            (known.cached_tokens, known.reasoning_tokens)
+            for known in map(point.of, range(len(job.requests)))
         ]
         self._record = record
         record.usage = self.usage
@@ -86,12 +97,13 @@ class Generation(Deltas):
         self._meter = metrics.tokens_of(self._model)
         self._choices: list[Choice] = []
         self._unfinished = 0
+        self._ends_at_s = ends_at_s
         self._silence_timeout_s = silence_timeout_s
         self._next_look: asyncio.TimerHandle | None = None
         self._failure: TimedOut | None = None
         # Choices with outputs that were not taken yet, in the order of arrival.
         self._with_news: deque[Choice] = deque()
-        self._on_news: Callable[[], None] = nobody
+        self._on_news: Callable[[], None] = ignore_news
 
     async def __aenter__(self) -> Self:
         try:
@@ -112,12 +124,14 @@ class Generation(Deltas):
             # Made before submitting: nothing that can fail may come between submitting a request
             # and having the choice that can abort it.
             choice = Choice(self.job, index)
-            if self.job.delivered_of(index).finished:
+            known = self.point.of(index)
+            choice.cached_tokens = known.cached_tokens
+            if known.finished:
                 choice.finished = True
                 self._choices.append(choice)
                 continue
             try:
-                choice.stream = self._fleet.submit(request)
+                choice.stream = self._fleet.submit(self._complete(request))
             except RequestRefused as error:
                 raise self._refused(error) from None
             self._record.follow(choice.stream.attempts)
@@ -131,6 +145,17 @@ class Generation(Deltas):
             if since_turn >= _TOKENS_A_TURN:
                 since_turn = 0
                 await asyncio.sleep(0)
+
+    def _complete(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with what is known now: its numerics, and how much of its time is left."""
+        if self.point.numerics:
+            request = dataclasses.replace(request, numerics=self.point.numerics)
+        if self._ends_at_s is None:
+            return request
+        left_s = max(self._ends_at_s - asyncio.get_running_loop().time(), 0.0)
+        deadline_s = min(left_s + _SHARDS_WAIT_S, MAX_TIMEOUT_S)
+        objective = dataclasses.replace(request.objective, deadline_s=deadline_s)
+        return dataclasses.replace(request, objective=objective)
 
     async def __aexit__(
         self,
@@ -149,7 +174,7 @@ class Generation(Deltas):
             self._next_look.cancel()
         # Break the reference cycle: otherwise prompts stay in memory until the garbage collector
         # runs over all of the process's objects.
-        self._on_news = nobody
+        self._on_news = ignore_news
         cause = _abort_cause(error)
         if self._unfinished and cause == "error" and isinstance(error, Exception):
             # Not every error counts as a failure: a shard may have refused the request.
@@ -174,7 +199,7 @@ class Generation(Deltas):
         self._meter.write_out(time.perf_counter())
         self._unfinished -= 1
         self._record.made_tokens += choice.stream.num_tokens
-        choice.stream.listen(nobody)
+        choice.stream.listen(ignore_news)
         # A stream that the shard refused or ended has nothing to abort.
         if abort_cause is not None and not choice.stream.ended:
             self._count_cut(choice, abort_cause)
@@ -213,9 +238,9 @@ class Generation(Deltas):
         """The numerics fingerprint of the shards that made all tokens so far; "" where there is
         none, or several differ.
         """
-        found = {self.job.options.numerics} - {""}
+        found = {self.point.numerics} - {""}
         for choice in self._choices:
-            if not self.job.delivered_of(choice.index).finished:
+            if not self.point.of(choice.index).finished:
                 found.update(choice.stream.fingerprints)
         return found.pop() if len(found) == 1 else ""
 
@@ -288,6 +313,9 @@ class Generation(Deltas):
         if error.field == "adapter":
             # The client named the adapter as `model`.
             return unknown_model(self.job.model.adapter)
+        if error.field == "model":
+            # Its last shard has left since the model was looked up.
+            return unavailable_model(self._model)
         if error.field not in _CONSTRAINTS:
             return error
         field = self.job.options.constraint_field or "tools"

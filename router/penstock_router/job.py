@@ -7,17 +7,11 @@ the latest, before any shard gets a part of it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
-from penstock_client.types import (
-    Constraint,
-    GenerationRequest,
-    Objective,
-    SamplingParams,
-    ThinkingBudget,
-    random_seed,
-)
+from penstock_client.types import GenerationRequest, Objective, SamplingParams, ThinkingBudget
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared, Prompt
@@ -29,38 +23,13 @@ SEQUENCES_A_TURN = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
-    """How much of one choice a client already has, from a stream that was cut off."""
-
-    tokens: int = 0
-    characters: int = 0
-    finished: bool = False
-    # As the answer's first attempt found it; None: not known yet.
-    cached_tokens: int | None = None
-    # Of a finished one; None if reasoning is not separated from content.
-    reasoning_tokens: int | None = None
-
-    @property
-    def begun(self) -> bool:
-        """The client has something of this choice, which must not be sent again."""
-        return bool(self.tokens or self.characters or self.finished)
-
-
-NOTHING_DELIVERED = Delivered()
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
-    """A request that can run: choice `i` is `requests[i]`, of prompt `i // choices_per_prompt`.
-
-    `delivered` says what a resumed stream's client has of each choice; empty for a new answer.
-    """
+    """A request that can run: choice `i` is `requests[i]`, of prompt `i // choices_per_prompt`."""
 
     model: ServedModel
     options: Options
     prepared: Prepared
     requests: tuple[GenerationRequest, ...]
-    delivered: tuple[Delivered, ...] = ()
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -73,56 +42,41 @@ class Job:
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.choices_per_prompt]
 
-    def delivered_of(self, index: int) -> Delivered:
-        return self.delivered[index] if self.delivered else NOTHING_DELIVERED
 
-
-async def make_job(options: Options, model: ServedModel, prepared: Prepared) -> Job:
+async def make_job(
+    options: Options, model: ServedModel, prepared: Prepared, drawn_seed: int
+) -> Job:
     """The job of a request whose text is prepared. One invalid prompt refuses the whole request.
 
-    Yields to the event loop every `SEQUENCES_A_TURN` sequences.
+    `drawn_seed` is what seeds are made of if the request has none. Yields to the event loop every
+    `SEQUENCES_A_TURN` sequences.
     """
     choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     requests: list[GenerationRequest] = []
-    budget = _thinking_budget(options, model, prepared.reasoning_begun)
     for number, prompt in enumerate(prepared.prompts):
-        max_tokens = max(_max_tokens(model, options, prompt), 1)
-        _check_min_tokens(options, max_tokens)
-        seed = _seed(options, number)
+        request = _make_request(options, model, prepared, prompt)
         for choice in range(choices):
-            sampling = _sampling(options, choice_seed(seed, choice), prepared)
-            requests.append(
-                _sequence(
-                    options,
-                    model,
-                    prompt,
-                    sampling,
-                    max_tokens=max_tokens,
-                    constraint=prepared.constraint,
-                    thinking_budget=budget,
-                )
-            )
+            seed = sequence_seed(options.seed, drawn_seed, number, choice)
+            sampling = dataclasses.replace(request.sampling, seed=seed)
+            requests.append(dataclasses.replace(request, sampling=sampling))
             if len(requests) % SEQUENCES_A_TURN == 0:
                 await asyncio.sleep(0)
     return Job(model, options, prepared, tuple(requests))
 
 
-def _sequence(
-    options: Options,
-    model: ServedModel,
-    prompt: Prompt,
-    sampling: SamplingParams,
-    *,
-    max_tokens: int,
-    constraint: Constraint | None,
-    thinking_budget: ThinkingBudget | None,
+def _make_request(
+    options: Options, model: ServedModel, prepared: Prepared, prompt: Prompt
 ) -> GenerationRequest:
+    """What a prompt's choices have in common: all but their seeds."""
+    thinking_budget = _thinking_budget(options, model, prepared.reasoning_begun)
     # Scoring a prompt still takes a step that samples: `max_tokens` is 1 there, and that token is
     # not shown. `best_of` ranks its sequences by their tokens' log-probabilities.
+    max_tokens = max(_max_tokens(model, options, prompt), 1)
     several = isinstance(options, CompletionRequest) and options.best_of > options.n
+    _check_min_tokens(options, max_tokens)
     return GenerationRequest(
         prompt_token_ids=prompt.token_ids,
-        sampling=sampling,
+        sampling=_sampling(options, prepared),
         max_tokens=max_tokens,
         min_tokens=options.min_tokens,
         stop_token_ids=options.stop_token_ids,
@@ -130,14 +84,13 @@ def _sequence(
         logprobs=0 if several and options.logprobs is None else options.logprobs,
         prompt_logprobs=_prompt_logprobs(options),
         logprob_token_ids=options.logprob_token_ids,
-        constraint=constraint,
+        constraint=prepared.constraint,
         thinking_budget=thinking_budget,
         model=model.info.model,
         tokenizer_hash=model.info.tokenizer_hash,
         adapter=model.adapter,
         cache_salt=options.cache_salt,
         exact=options.exact,
-        numerics=options.numerics,
         session=options.session,
         shard=options.shard,
         label=options.request_id or "",
@@ -211,7 +164,7 @@ def _prompt_logprobs(options: Options) -> int | None:
     return max(wanted, default=None)
 
 
-def _sampling(options: Options, seed: int, prepared: Prepared) -> SamplingParams:
+def _sampling(options: Options, prepared: Prepared) -> SamplingParams:
     return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -224,17 +177,15 @@ def _sampling(options: Options, seed: int, prepared: Prepared) -> SamplingParams
         logit_bias=options.logit_bias,
         bad_words=prepared.bad_words,
         allowed_token_ids=prepared.allowed_token_ids,
-        seed=seed,
     )
 
 
-def _seed(options: Options, number: int) -> int:
-    """The seed of a prompt's first choice. If the request has none, each prompt has its own."""
-    if options.seed is not None:
-        return options.seed
-    if options.drawn_seed is None:
-        return random_seed()
-    return choice_seed(options.drawn_seed, number << 32)
+def sequence_seed(given: int | None, drawn: int, prompt: int, choice: int) -> int:
+    """The seed of choice number `choice` of prompt number `prompt`. All prompts have the `given`
+    one; where the request has none, each has its own, derived from the `drawn` one.
+    """
+    first = choice_seed(drawn, prompt << 32) if given is None else given
+    return choice_seed(first, choice)
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -23,12 +23,12 @@ _TURN_BYTES = 256 * 1024
 _TURN_S = 1e-6
 
 
-def encoded(value: object) -> bytes:
+def encode(value: object) -> bytes:
     """The value's JSON, as msgspec encodes it."""
-    return joined(json_pieces(value))
+    return join(json_pieces(value))
 
 
-def joined(pieces: Iterable[bytes]) -> bytes:
+def join(pieces: Iterable[bytes]) -> bytes:
     """The pieces as one; for a long one Python's `join` releases the lock."""
     taken: list[bytes] = []
     num_bytes = 0
@@ -44,24 +44,24 @@ def joined(pieces: Iterable[bytes]) -> bytes:
 def json_pieces(value: object) -> Iterator[bytes]:
     """The JSON of a value made of JSON's types, with strings as keys, and `Raw`."""
     if isinstance(value, dict):
-        yield from _framed(b"{", (_member(*member) for member in value.items()), b"}")
+        yield from _frame(b"{", (_member(*member) for member in value.items()), b"}")
     elif isinstance(value, msgspec.Raw):
-        yield from sliced(memoryview(value))
+        yield from cut(memoryview(value))
     elif isinstance(value, str) and len(value) > PIECE_BYTES:
         starts = range(0, len(value), PIECE_BYTES)
         pieces = (_encode(value[start : start + PIECE_BYTES])[1:-1] for start in starts)
         yield from (b'"', *pieces, b'"')
     elif isinstance(value, list) and value and isinstance(value[0], dict | list | str):
-        yield from _framed(b"[", map(json_pieces, value), b"]")
+        yield from _frame(b"[", map(json_pieces, value), b"]")
     elif isinstance(value, list):
         starts = range(0, len(value), _PIECE_ITEMS)
         runs = (_encode(value[start : start + _PIECE_ITEMS])[1:-1] for start in starts)
-        yield from _framed(b"[", ((run,) for run in runs), b"]")
+        yield from _frame(b"[", ((run,) for run in runs), b"]")
     else:
         yield _encode(value)
 
 
-def sliced(data: memoryview) -> Iterator[bytes]:
+def cut(data: memoryview) -> Iterator[bytes]:
     """Bytes in pieces."""
     for start in range(0, len(data), PIECE_BYTES):
         yield bytes(data[start : start + PIECE_BYTES])
@@ -72,7 +72,7 @@ def _member(key: str, value: object) -> Iterator[bytes]:
     yield from json_pieces(value)
 
 
-def _framed(opens: bytes, parts: Iterable[Iterable[bytes]], closes: bytes) -> Iterator[bytes]:
+def _frame(opens: bytes, parts: Iterable[Iterable[bytes]], closes: bytes) -> Iterator[bytes]:
     yield opens
     for index, part in enumerate(parts):
         if index:

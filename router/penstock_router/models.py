@@ -20,7 +20,7 @@ from penstock_router.backend import Fleet, state_of
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
 from penstock_router.config import RouterConfig
 from penstock_router.conventions import Conventions, conventions_of
-from penstock_router.errors import BadRequest, Unavailable, unknown_model
+from penstock_router.errors import BadRequest, Unavailable, unavailable_model, unknown_model
 from penstock_router.prompts import TextModel
 from penstock_router.threads import Threads
 from penstock_router.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
@@ -205,7 +205,7 @@ class Models:
         if not infos:
             raise Unavailable(f"{self.none_serves()}; try again shortly")
         if name in self._names or self._is_away(name):
-            raise Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
+            raise unavailable_model(name)
         if name in _ANY_MODEL:
             if len(infos) > 1:
                 text = "model: needed, as several are served; see /v1/models"

@@ -30,7 +30,7 @@ class Piece:
     call: int = 0
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """The same with neighbours of one kind as one piece, and without empty ones."""
     result: list[Piece] = []
     texts: list[str] = []

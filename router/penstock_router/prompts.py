@@ -81,8 +81,8 @@ def prepare_prompts(request: Options, model: TextModel) -> Prepared:
     """The prompts of a request of either kind. One invalid prompt refuses the whole request."""
     begun, style = False, model.conventions.reasoning
     if isinstance(request, ChatRequest):
-        text = rendered(request, model)
-        prompts = [_tokenized(request, model, text, model.max_model_len)]
+        text = render(request, model)
+        prompts = [_tokenize(request, model, text, model.max_model_len)]
         if style is not None:
             continued = _last_message(request) if request.continue_final_message else ""
             begun = reasoning_begun(text, style, continued)
@@ -212,11 +212,11 @@ def chat_prompt(request: ChatRequest, model: TextModel, max_tokens: int | None =
     """A chat's messages, rendered by a template and tokenized; refused where they have more than
     `max_tokens`, or else than the model's context.
     """
-    text = rendered(request, model)
-    return _tokenized(request, model, text, max_tokens or model.max_model_len)
+    text = render(request, model)
+    return _tokenize(request, model, text, max_tokens or model.max_model_len)
 
 
-def _tokenized(request: ChatRequest, model: TextModel, text: str, max_tokens: int) -> Prompt:
+def _tokenize(request: ChatRequest, model: TextModel, text: str, max_tokens: int) -> Prompt:
     [token_ids] = model.tokenizer.encode(
         [text],
         add_special_tokens=request.add_special_tokens,
@@ -226,7 +226,7 @@ def _tokenized(request: ChatRequest, model: TextModel, text: str, max_tokens: in
     return Prompt(token_ids, _last_message(request) if request.echo else None)
 
 
-def rendered(request: ChatRequest, model: TextModel) -> str:
+def render(request: ChatRequest, model: TextModel) -> str:
     """The prompt's text, by the model's template or, where those are trusted, the request's."""
     template = model.chat_template
     if request.chat_template is not None:
@@ -242,7 +242,7 @@ def rendered(request: ChatRequest, model: TextModel) -> str:
         # The template would silently drop calls and their results, or fail on them.
         messages = in_words(messages)
     if tools and not template.takes_tools:
-        messages = _with_system_text(messages, instructions(tools))
+        messages = _add_system_text(messages, instructions(tools))
     return template.render(
         messages,
         tools=[tool.shown for tool in tools] or None,
@@ -253,7 +253,7 @@ def rendered(request: ChatRequest, model: TextModel) -> str:
     )
 
 
-def _with_system_text(messages: list[Message], text: str) -> list[Message]:
+def _add_system_text(messages: list[Message], text: str) -> list[Message]:
     """Put the text first: many templates take only one system message, as the first one."""
     first = messages[0] if messages else {}
     if first.get("role") != "system":

@@ -121,10 +121,6 @@ class Options:
     exact: bool = False
     session: str = ""
     shard: str = ""
-    # For a resumable answer: the random seed that was drawn if the request has none, and the
-    # fingerprint of the numerics that its tokens must come from.
-    drawn_seed: int | None = None
-    numerics: str = ""
 
     @property
     def places(self) -> tuple[int, str]:

@@ -27,11 +27,11 @@ from typing import Self
 
 import msgspec
 
-from penstock_router.answer_parser import told_apart
-from penstock_router.choice import Delta
+from penstock_router.answer_parser import choose_conventions
 from penstock_router.conventions import Conventions
+from penstock_router.delivered import Delivered, ResumePoint
 from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
-from penstock_router.job import NOTHING_DELIVERED, Delivered, Job
+from penstock_router.job import Job
 from penstock_router.prompts import pack_ids
 from penstock_router.shared_budget import Holding, SharedBudget
 
@@ -51,7 +51,7 @@ RESERVED_BYTES = 64 * 1024
 _EVENT_BYTES = 256
 _CHOICE_BYTES = 16
 # How many events are made, or sent, before the event loop gets a turn: each takes some 30 us.
-EVENTS_A_TURN = 16
+_EVENTS_A_TURN = 16
 
 
 class Cursor(msgspec.Struct, frozen=True, array_like=True):
@@ -77,10 +77,12 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
         return self.body, self.request_id, self.created, self.seed
 
     @property
-    def delivered(self) -> tuple[Delivered, ...]:
+    def point(self) -> ResumePoint:
+        """Where the answer goes on."""
         counts = self.counts or ((None, None),) * len(self.choices)
         pairs = zip(self.choices, counts, strict=True)
-        return tuple(Delivered(*choice, *known) for choice, known in pairs)
+        known = tuple(Delivered(*choice, *counted) for choice, counted in pairs)
+        return ResumePoint(known, self.numerics)
 
 
 def body_digest(body: object) -> bytes:
@@ -98,7 +100,7 @@ def job_digest(job: Job) -> bytes:
     and tokenizer made of it, the model's and adapter's defaults and content, and how reasoning and
     calls are found in its text.
     """
-    info, conventions = job.model.info, told_apart(job)
+    info, conventions = job.model.info, choose_conventions(job)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{info.tokenizer_hash} {info.eos_token_ids} {info.default_sampling}".encode())
     if conventions != Conventions():
@@ -140,36 +142,6 @@ class CursorCodec:
 
     def _mac(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, digest_size=_MAC_BYTES, key=self._key).digest()
-
-
-class Progress:
-    """How much of each choice was sent."""
-
-    def __init__(self, delivered: tuple[Delivered, ...]) -> None:
-        self._choices = [(d.tokens, d.characters, d.finished) for d in delivered]
-
-    @classmethod
-    def of(cls, delivered: tuple[Delivered, ...], num_choices: int) -> Progress:
-        return cls(delivered or (NOTHING_DELIVERED,) * num_choices)
-
-    @property
-    def choices(self) -> tuple[tuple[int, int, bool], ...]:
-        return tuple(self._choices)
-
-    def add(self, delta: Delta) -> None:
-        tokens, characters, _ = self._choices[delta.index]
-        self._choices[delta.index] = (
-            tokens + len(delta.token_ids),
-            characters + _num_characters(delta),
-            delta.finish_reason is not None,
-        )
-
-
-def _num_characters(delta: Delta) -> int:
-    """All text that was sent: a function's name counts, hidden reasoning does not."""
-    if delta.pieces is None:
-        return len(delta.text)
-    return sum(len(piece.text) for piece in delta.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +322,7 @@ class Reader:
 
     async def next(self) -> Event | None:
         """The next event; None after the last. Raises the error that ended the answer."""
-        if self.position % EVENTS_A_TURN == EVENTS_A_TURN - 1:
+        if self.position % _EVENTS_A_TURN == _EVENTS_A_TURN - 1:
             await asyncio.sleep(0)
         # Whoever asks for the next is done with those before.
         self.sent = self.position

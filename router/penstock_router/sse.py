@@ -22,10 +22,10 @@ from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
-from penstock_router.deltas import Deltas, nobody
-from penstock_router.errors import ApiError, noted
+from penstock_router.deltas import Deltas, Wait, for_each
+from penstock_router.errors import ApiError, log_error
 from penstock_router.generation import Generation
-from penstock_router.resumption import EVENTS_A_TURN, Cursor, Reader
+from penstock_router.resumption import Cursor, Reader
 from penstock_router.threads import Threads
 from penstock_router.write_timeout import write_timeout_of
 
@@ -104,7 +104,7 @@ class EventStream:
             await self._send_rest()
         if not frames:
             return
-        await self.drained()
+        await self.drain()
         if len(frames) <= PIECE_BYTES:
             self.send_now(frames)
             return
@@ -115,7 +115,7 @@ class EventStream:
 
     async def _send_rest(self) -> None:
         while self._rest:
-            await self.drained()
+            await self.drain()
             self.send_now(bytes(self._rest.popleft()))
             if self._rest:
                 await asyncio.sleep(0)
@@ -124,7 +124,7 @@ class EventStream:
         """Send a frame with an id, after which a client can resume."""
         await self.send(b"id: %b\n%b" % (event_id.encode(), frame))
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Wait until the socket has taken everything. Raises `ConnectionError` if the client left,
         or was cut off because it reads too slowly.
         """
@@ -134,9 +134,9 @@ class EventStream:
     async def end(self) -> None:
         """End the body."""
         self._stop_comments()
-        await self.drained()
+        await self.drain()
         await self.response.write_eof()
-        await self.drained()
+        await self.drain()
 
     def _tick(self) -> None:
         wait_s = self._written_at + self._keep_alive_s - self._loop.time()
@@ -169,37 +169,37 @@ async def stream(
     config: RouterConfig,
     limit: TimeLimit,
     threads: Threads,
-    make_edge: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
+    run_work: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
     """Answer with `deltas` of a generation as they come; `before_end` is awaited before the closing
-    frames. `make_edge` runs what makes the frames at both ends, where those may be long.
+    frames. `run_work` runs what makes the frames at both ends, where those may be long.
     """
 
-    async def failed(error: ApiError) -> bytes:
-        return await edge(lambda: (shape.failed(error),))
+    async def show_error(error: ApiError) -> bytes:
+        return await make_edge(lambda: (shape.failed(error),))
 
-    async def edge(make_frames: Callable[[], Sequence[bytes]]) -> bytes:
+    async def make_edge(make_frames: Callable[[], Sequence[bytes]]) -> bytes:
         def work() -> bytes:
             return b"".join(make_frames())
 
-        return work() if make_edge is None else await make_edge(work)
+        return work() if run_work is None else await run_work(work)
 
     async def send_all(events: EventStream) -> None:
         try:
             async with limit.scope():
                 delta = await first
-                opening = await edge(shape.opening)
+                opening = await make_edge(shape.opening)
                 if len(opening) > PIECE_BYTES:
                     await events.send(opening)
                     opening = b""
                 if delta is not None:
-                    opening += await frame_of(shape, delta, threads) or b""
+                    opening += await make_frame(shape, delta, threads) or b""
                 await events.send(opening)
-                await _Sender(events, deltas, shape, threads).run()
+                await send_each(events, deltas, shape, threads)
                 if before_end is not None:
                     await before_end()
-                await events.send(await edge(shape.closing))
+                await events.send(await make_edge(shape.closing))
         except Exception as error:
             generation.abandon(error)
             raise
@@ -212,7 +212,7 @@ async def stream(
             first.result()
         # In a task of its own: each wake-up resumes the whole chain of awaiting coroutines, and a
         # handler is at the end of a dozen.
-        answering = _answer(request, send_all, failed, request_id, config)
+        answering = _answer(request, send_all, show_error, request_id, config)
         return await asyncio.create_task(answering)
     finally:
         first.cancel()
@@ -222,15 +222,15 @@ async def follow(
     request: web.Request,
     reader: Reader,
     write_id: Callable[[Cursor], str],
-    failed: Callable[[ApiError], bytes],
+    frames_of: Callable[[ApiError], bytes],
     *,
     request_id: str,
     config: RouterConfig,
 ) -> web.StreamResponse:
     """Answer with a live stream's events from the reader's position on, each with an id."""
 
-    async def shown(error: ApiError) -> bytes:
-        return failed(error)
+    async def show_error(error: ApiError) -> bytes:
+        return frames_of(error)
 
     async def send_all(events: EventStream) -> None:
         event = await first
@@ -246,7 +246,7 @@ async def follow(
         await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        return await _answer(request, send_all, shown, request_id, config)
+        return await _answer(request, send_all, show_error, request_id, config)
     finally:
         first.cancel()
 
@@ -254,7 +254,7 @@ async def follow(
 async def _answer(
     request: web.Request,
     send_all: Callable[[EventStream], Awaitable[None]],
-    failed: Callable[[ApiError], Awaitable[bytes]],
+    show_error: Callable[[ApiError], Awaitable[bytes]],
     request_id: str,
     config: RouterConfig,
 ) -> web.StreamResponse:
@@ -265,89 +265,48 @@ async def _answer(
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the status is sent: this is the last resort
-            await events.send(await failed(noted(error, request_id)))
+            await events.send(await show_error(log_error(error, request_id)))
         await events.end()
         return events.response
 
 
-async def frame_of(shape: Shape, delta: Delta, threads: Threads) -> bytes | None:
+async def make_frame(shape: Shape, delta: Delta, threads: Threads) -> bytes | None:
     """A delta as a frame, made in a thread if its log-probabilities take long to encode."""
-    if _is_quick(delta):
+    if is_quick(delta):
         return shape.chunk(delta)
     return await threads.run(functools.partial(shape.chunk, delta))
 
 
-def _is_quick(delta: Delta) -> bool:
+def is_quick(delta: Delta) -> bool:
+    """Whether its frame may be made on the event loop."""
     if delta.logprobs is None and delta.prompt_logprobs is None:
         return True
     columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
     return sum(len(one.chosen) * (1 + one.top_n) for one in columns) <= _INLINE_LOGPROBS
 
 
-class _Sender:
-    """Sends deltas as events in the very call that received them.
-
-    Waiting, for a slow reader or for a thread, is done by the task that runs `run`.
+async def send_each(events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:
+    """Send deltas as events, in the very call that brings them where neither the reader is slow nor
+    the frame is made in a thread.
     """
 
-    def __init__(self, events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:
-        self._events = events
-        self._deltas = deltas
-        self._shape = shape
-        self._threads = threads
-        # Set while the task waits until it is needed.
-        self._needed: asyncio.Future[None] | None = None
-        self._unsent: Delta | None = None
-        self._error: Exception | None = None
+    def send(delta: Delta) -> Wait | None:
+        if events.busy or not is_quick(delta):
+            return functools.partial(send_later, delta)
+        frame = shape.chunk(delta)
+        # An empty chunk would end the body.
+        if frame:
+            events.send_now(frame)
+        return drain if events.busy else None
 
-    async def run(self) -> None:
-        """Return when all deltas are sent. Raises what taking or sending them raises."""
-        self._deltas.listen(self._on_news)
-        try:
-            await self._run()
-        finally:
-            self._deltas.listen(nobody)
+    async def send_later(delta: Delta) -> None:
+        await events.send(await make_frame(shape, delta, threads) or b"")
+        await drain()
 
-    async def _run(self) -> None:
-        while True:
-            self._needed = asyncio.get_running_loop().create_future()
-            self._on_news()
-            await self._needed
-            self._needed = None
-            if self._error is not None:
-                raise self._error
-            delta, self._unsent = self._unsent, None
-            if delta is not None:
-                await self._events.send(await frame_of(self._shape, delta, self._threads) or b"")
-            if self._deltas.ended:
-                return
-            await self._events.drained()
-            # With many choices there may be much to send, so yield to the event loop.
-            await asyncio.sleep(0)
+    async def drain() -> None:
+        # What comes after the last delta need not wait for it to be read.
+        if not deltas.ended:
+            await events.drain()
 
-    def _on_news(self) -> None:
-        if self._needed is None or self._needed.done():
-            return
-        try:
-            is_needed = self._send_all()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
-            self._error, is_needed = error, True
-        if is_needed:
-            self._needed.set_result(None)
-
-    def _send_all(self) -> bool:
-        """Send what can be sent at once; returns whether the task has to handle the rest."""
-        for _ in range(EVENTS_A_TURN):
-            if self._events.busy:
-                return True
-            delta = self._deltas.take()
-            if delta is None:
-                return self._deltas.ended
-            if not _is_quick(delta):
-                self._unsent = delta
-                return True
-            frame = self._shape.chunk(delta)
-            # An empty chunk would end the body.
-            if frame:
-                self._events.send_now(frame)
-        return True
+    await drain()
+    await for_each(deltas, send)

@@ -68,7 +68,7 @@ class Files(msgspec.Struct, tag=True, frozen=True):
 
 
 class Show(msgspec.Struct, tag=True, frozen=True):
-    """Show a stored response, which follows, then its conversation; `page` is as `shown` has it."""
+    """Show a stored response, which follows, then its conversation; `page` is `show_stored`'s."""
 
     page: Page | None
     response_bytes: int

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock_proto.logs import set_up_logging
-from penstock_router.apis.responses_stored import shown
+from penstock_router.apis.responses_stored import show_stored
 from penstock_router.chat_template import ChatTemplate, load_chat_template
 from penstock_router.conventions import conventions_named
 from penstock_router.errors import ApiError, as_api_error
@@ -90,7 +90,7 @@ class TextWorker:
                 case Show():
                     sizes = task.response_bytes, task.messages_bytes
                     response, messages = split(after, sizes)
-                    return WasAnswered(), (shown(response, messages, task.page),)
+                    return WasAnswered(), (show_stored(response, messages, task.page),)
             kind = task.kind
             return self._work(task, after)
         except MemoryError:

@@ -29,9 +29,9 @@ from penstock_router.prompts import (
     is_short,
     is_small,
     prepare_prompts,
-    rendered,
+    render,
 )
-from penstock_router.request import ChatRequest, Options
+from penstock_router.request import ChatRequest
 from penstock_router.resumption import body_digest
 
 # The most tokens shown with their places in a text: each takes some 500 bytes meanwhile.
@@ -98,10 +98,6 @@ def read(kind: AnyKind, data: bytes | memoryview, *, with_digest: bool) -> Readi
 # ---- What asks for tokens, or for vectors ------------------------------------------------------
 
 
-def _prepared(asked: Options, model: TextModel, earlier: bytes) -> Prepared:
-    return prepare_prompts(asked, model)
-
-
 def _generate(asked: tgi_answers.GenerateRequest, model: TextModel, earlier: bytes) -> Prepared:
     prepared = prepare_prompts(asked, model)
     [inputs] = asked.prompts
@@ -119,7 +115,10 @@ def _respond(asked: ResponsesRequest, model: TextModel, earlier: bytes) -> Prepa
     )
 
 
-def _of(api: Api[Any], work: Callable[..., Prepared] = _prepared) -> BodyKind:
+def _of(
+    api: Api[Any],
+    work: Callable[..., Prepared] = lambda asked, model, earlier: prepare_prompts(asked, model),
+) -> BodyKind:
     return BodyKind(
         name=api.name,
         request_type=api.request_type,
@@ -203,7 +202,7 @@ def _tokenize_inputs(asked: TokensRequest, model: TextModel, earlier: bytes) -> 
 
 def _chat_tokenize(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes:
     chat = tokens.chat_to_tokenize(asked.values)
-    text = rendered(chat, model)
+    text = render(chat, model)
     answer: tokens.ChatTokens = {
         "tokenize_response": _placed(text, model, chat.add_special_tokens),
         "templated_text": text,

@@ -24,6 +24,24 @@ FAULTS = [
         caught_by="test_the_seeds_of_choices_never_change",
     ),
     Fault(
+        "All prompts of a request without a seed draw alike",
+        "sequence_seed",
+        becomes("prompt << 32", "0"),
+        caught_by="test_without_a_seed_answers_differ_also_within_a_batch",
+    ),
+    Fault(
+        "Deltas are sent on while the one before is waited for",
+        "_Pump._on_news",
+        never("self._wait is not None"),
+        caught_by="test_deltas_gather_while_the_use_of_one_is_waited_for",
+    ),
+    Fault(
+        "A sequence is told a deadline that counts from when it is submitted",
+        "Generation._complete",
+        becomes("self._ends_at_s - asyncio.get_running_loop().time()", "100.0"),
+        caught_by="test_what_a_stream_s_deadline_is_does_not_depend_on_when_its_sequences_are_sent",
+    ),
+    Fault(
         "A field that does not work yet is ignored",
         "read_fields",
         never("parsed not in entry.neutral"),
@@ -43,8 +61,8 @@ FAULTS = [
     ),
     Fault(
         "Text that the client has is shown again",
-        "Choice._cut",
-        left_out("delta.text = delta.text[characters:]"),
+        "_Known.cut",
+        left_out("delta.text = delta.text[self._skip(delta.text):]"),
         caught_by="test_from_every_event_on_the_rest_is_the_rest",
     ),
     Fault(

@@ -12,7 +12,7 @@ from penstock_router.apis.base import Envelope
 from penstock_router.choice import Delta, EndReason
 from penstock_router.deltas import Usage
 from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, content_of, joined
+from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
 from penstock_router.request import ChatRequest
 
 TEXTS = ("Hello", " world", "\n\n", '"', "\\", "日本", "😀", "{", "</think>", "\x7f")
@@ -32,7 +32,6 @@ def job_of(choices: int = 1, **options: Any) -> Job:
             ),
             requests=[None] * choices,
             prompts=[SimpleNamespace(token_ids=[1, 2, 3])],
-            delivered=(),
         ),
     )
 
@@ -57,7 +56,7 @@ def random_pieces(rng: random.Random) -> list[Piece]:
         text = json.dumps(arguments, ensure_ascii=rng.random() < 0.5)
         pieces.append(Piece(PieceKind.ARGUMENTS, text, call))
         call += 1
-    return joined(pieces)
+    return join_pieces(pieces)
 
 
 def _text(rng: random.Random) -> str:

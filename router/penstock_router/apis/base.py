@@ -40,6 +40,8 @@ class Envelope:
     # When the request arrived, on the clock of `time.perf_counter`.
     received_s: float
     usage: Usage
+    # The choices of which the client has something, from a stream that was cut off.
+    begun: frozenset[int] = frozenset()
 
 
 class Shape(Protocol):

@@ -22,7 +22,7 @@ from penstock_router.fields import (
     read_array,
     read_object,
     refusal,
-    short,
+    shorten,
 )
 from penstock_router.request import Message
 
@@ -81,7 +81,7 @@ def _message(name: str, value: Any) -> JsonObject:
     if calls:
         message["tool_calls"] = calls
     elif content is None and role != "assistant":
-        raise BadRequest(f"{name}: a message of role {short(role)} needs content", param=name)
+        raise BadRequest(f"{name}: a message of role {shorten(role)} needs content", param=name)
     return message
 
 
@@ -90,7 +90,7 @@ def _joined_parts(name: str, parts: list[Any]) -> str:
     for index, part in enumerate(parts):
         kind = read_object(f"{name}[{index}]", part).get("type")
         if kind not in _TEXT_PARTS:
-            text = f"{name}[{index}]: parts of type {short(kind)} are not served, only text"
+            text = f"{name}[{index}]: parts of type {shorten(kind)} are not served, only text"
             raise BadRequest(text, param=name)
         key = "refusal" if kind == "refusal" else "text"
         texts.append(STRING.read(f"{name}[{index}].{key}", part.get(key)))

@@ -16,7 +16,7 @@ from penstock_router.choice import Delta
 from penstock_router.errors import ApiError
 from penstock_router.fields import JsonObject, decode_json
 from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, joined
+from penstock_router.pieces import Piece, PieceKind, join_pieces
 
 # The key under which a whole answer shows arguments that are not a JSON object, as of a call that
 # was cut off. This API's documentation asks clients to send such arguments back under it.
@@ -189,9 +189,11 @@ class MessageShape:
     def _blocks(self, pieces: Sequence[Piece]) -> list[Block]:
         blocks: list[Block] = []
         arguments = {
-            piece.call: piece.text for piece in joined(pieces) if piece.kind is PieceKind.ARGUMENTS
+            piece.call: piece.text
+            for piece in join_pieces(pieces)
+            if piece.kind is PieceKind.ARGUMENTS
         }
-        for piece in joined(pieces):
+        for piece in join_pieces(pieces):
             if piece.kind is PieceKind.REASONING:
                 blocks.append({"type": "thinking", "thinking": piece.text, "signature": ""})
             elif piece.kind is PieceKind.CONTENT:

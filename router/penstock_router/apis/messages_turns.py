@@ -28,7 +28,7 @@ from penstock_router.fields import (
     read_array,
     read_object,
     refusal,
-    short,
+    shorten,
     string,
 )
 from penstock_router.request import Message
@@ -170,7 +170,7 @@ _OF_ASSISTANT: dict[str, Callable[[str, JsonObject, _Said], None]] = {
 
 
 def _not_served(name: str, kind: object, served: str) -> BadRequest:
-    text = f"{name}: blocks of type {short(kind)} are not served here, only {served}"
+    text = f"{name}: blocks of type {shorten(kind)} are not served here, only {served}"
     return BadRequest(text, param=name)
 
 

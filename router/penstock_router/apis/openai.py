@@ -48,7 +48,7 @@ from penstock_router.fields import (
     read_fields,
     read_object,
     refusal,
-    short,
+    shorten,
     string,
     table,
     token_ids,
@@ -144,7 +144,7 @@ def _prompt_ids(name: str, given: list[Any]) -> list[int]:
     ids = whole_numbers(name, given)
     if min(ids) < 0 or max(ids) > UINT32_MAX:
         wrong = next(item for item in ids if not 0 <= item <= UINT32_MAX)
-        raise BadRequest(f"{name}: Token id {short(wrong)} is out of vocabulary", param=name)
+        raise BadRequest(f"{name}: Token id {shorten(wrong)} is out of vocabulary", param=name)
     return ids
 
 

@@ -315,7 +315,7 @@ class CompletionShape(_OpenAIShape):
             for _ in job.requests
         ]
         # Choices that have shown something, be it before the stream was resumed.
-        self._begun = {index for index, known in enumerate(job.delivered) if known.begun}
+        self._begun = set(envelope.begun)
         for index in self._begun if options.echo else ():
             self._logprobs[index].skip(job.prompt_of(index).token_ids)
 

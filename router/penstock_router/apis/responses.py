@@ -24,10 +24,7 @@ from penstock_router.apis.openai import (
 from penstock_router.apis.responses_answers import ResponseAnswer, ResponseEvent, ResponseShape
 from penstock_router.apis.responses_items import INPUT, check_outputs, messages_of
 from penstock_router.apis.responses_request import Repeated, ResponsesRequest, TextFormat
-from penstock_router.apis.structured import (
-    constraint_of_format,
-    only_constraint,
-)
+from penstock_router.apis.structured import constraint_of_format, only_constraint
 from penstock_router.apis.tools import (
     FLAT_CHOICE,
     FLAT_TOOLS,
@@ -291,7 +288,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         "truncation_side": "left",
     }
     common = common_options({**values, **renamed})
-    repeated = _repeated(values, body)
+    repeated = _repeat_fields(values, body)
     request = ResponsesRequest(
         messages=messages_of(repeated["instructions"], values["input"]),
         items=values["input"],
@@ -351,7 +348,7 @@ def _check_background(request: ResponsesRequest) -> None:
         raise BadRequest("background: not in streams on this server", param="background")
 
 
-def _repeated(values: JsonObject, body: JsonObject) -> Repeated:
+def _repeat_fields(values: JsonObject, body: JsonObject) -> Repeated:
     reasoning, text = values.get("reasoning", {}), values.get("text", {})
     asked = values.get("tool_choice") or AskedChoice(ToolChoice("auto"))
     return {

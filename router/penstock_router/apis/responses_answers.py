@@ -313,13 +313,13 @@ class ResponseShape:
 
     def stored(self) -> tuple[bytes, bytes]:
         """As JSON: the answer, and the conversation including it, for later responses."""
-        return long_json.encoded(self.answer), long_json.joined(self._all_items())
+        return long_json.encode(self.answer), long_json.join(self._all_items())
 
     def _all_items(self) -> Iterator[bytes]:
         answered = [_without_logprobs(item) for item in self.answer["output"]]
         before = memoryview(self._conversation)[1:-1]
         yield b"["
-        yield from long_json.sliced(before)
+        yield from long_json.cut(before)
         yield b"," if before and answered else b""
         for index, item in enumerate(answered):
             yield b"," if index else b""
@@ -364,7 +364,7 @@ class ResponseShape:
         event = {"type": name, **more, "sequence_number": self._number}
         self._number += 1
         begun = b"event: %b\ndata: " % name.encode()
-        return long_json.joined((begun, *long_json.json_pieces(event), b"\n\n"))
+        return long_json.join((begun, *long_json.json_pieces(event), b"\n\n"))
 
 
 def _without_logprobs(item: Item) -> Item:
@@ -378,7 +378,7 @@ def _first_of(given: float | None, default: float | None) -> float:
     return next((value for value in (given, default) if value is not None), 1.0)
 
 
-def lost(answer: dict[str, Any]) -> None:
+def mark_lost(answer: dict[str, Any]) -> None:
     """Mark a stored response failed: the process that made it is gone."""
     answer["status"] = FAILED
     answer["error"] = {

@@ -11,12 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict
 
-from penstock_router.apis.chat_messages import (
-    Called,
-    assistant_message,
-    check_size,
-    tool_message,
-)
+from penstock_router.apis.chat_messages import Called, assistant_message, check_size, tool_message
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
     STRING,
@@ -27,7 +22,7 @@ from penstock_router.fields import (
     read_array,
     read_object,
     refusal,
-    short,
+    shorten,
     string,
 )
 from penstock_router.request import Message
@@ -146,7 +141,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[Message
         if _is_given(item):
             messages += said.message()
             said = _Said()
-            messages.append(_given(item, names))
+            messages.append(_read_given(item, names))
             continue
         if not said.takes(item):
             messages += said.message()
@@ -164,7 +159,7 @@ def _is_given(item: Item) -> bool:
     return item["type"] == "function_call_output"
 
 
-def _given(item: Item, names: dict[str, str]) -> Message:
+def _read_given(item: Item, names: dict[str, str]) -> Message:
     if item["type"] != "function_call_output":
         assert item["type"] == "message"
         return {"role": item["role"], "content": _text_of(item["content"])}
@@ -186,7 +181,9 @@ def check_outputs(items: Sequence[Item], num_earlier: int = 0) -> None:
             called.add(item["call_id"])
         elif item["type"] == "function_call_output" and item["call_id"] not in called:
             name = f"input[{index - num_earlier}].call_id"
-            text = f"{name}: no function call with the id {short(item['call_id'])} comes before it"
+            text = (
+                f"{name}: no function call with the id {shorten(item['call_id'])} comes before it"
+            )
             raise BadRequest(text, param="input")
 
 
@@ -236,7 +233,7 @@ def _item(name: str, stem: str, value: Any) -> Item:
         return _call(name, f"fc_{stem}", item)
     if kind == "function_call_output":
         return _call_output(name, f"fco_{stem}", item)
-    text = f"{name}: items of type {short(kind)} are not served, only messages, reasoning, "
+    text = f"{name}: items of type {shorten(kind)} are not served, only messages, reasoning, "
     raise BadRequest(f"{text}function calls and their outputs", param="input")
 
 
@@ -296,7 +293,7 @@ def _part(name: str, role: str, part: JsonObject) -> Part:
     if kind == "refusal":
         return {"type": kind, "refusal": STRING.read(f"{name}.refusal", part.get("refusal"))}
     if kind not in _TEXT_TYPES:
-        text = f"{name}: parts of type {short(kind)} are not served, only text"
+        text = f"{name}: parts of type {shorten(kind)} are not served, only text"
         raise BadRequest(text, param="input")
     text = STRING.read(f"{name}.text", part.get("text"))
     if role == "assistant":

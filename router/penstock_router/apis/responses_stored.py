@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock_router.apis.responses_answers import FAILED, ItemList, lost
+from penstock_router.apis.responses_answers import FAILED, ItemList, mark_lost
 from penstock_router.errors import BadRequest
-from penstock_router.fields import short
+from penstock_router.fields import shorten
 
 _decode, _encode = msgspec.json.decode, msgspec.json.encode
 
@@ -27,7 +27,9 @@ class Page:
     after: str | None
 
 
-def shown(response: bytes | memoryview, messages: bytes | memoryview, page: Page | None) -> bytes:
+def show_stored(
+    response: bytes | memoryview, messages: bytes | memoryview, page: Page | None
+) -> bytes:
     """A page of the conversation that the response answers. Without `page` the response itself,
     which the store lists as failed: if its JSON does not, the process that made it is gone. Raises
     `BadRequest`.
@@ -36,19 +38,19 @@ def shown(response: bytes | memoryview, messages: bytes | memoryview, page: Page
     if page is not None:
         answered = {item["id"] for item in answer["output"]}
         items = [item for item in _decode(messages) if item["id"] not in answered]
-        return _encode(_listed(items, page))
+        return _encode(_list_items(items, page))
     if answer["status"] != FAILED:
-        lost(answer)
+        mark_lost(answer)
     return _encode(answer)
 
 
-def _listed(items: list[Any], page: Page) -> ItemList:
+def _list_items(items: list[Any], page: Page) -> ItemList:
     if page.order == "desc":
         items.reverse()
     if page.after is not None:
         ids = [item["id"] for item in items]
         if page.after not in ids:
-            raise BadRequest(f"after: no item has the id {short(page.after)}", param="after")
+            raise BadRequest(f"after: no item has the id {shorten(page.after)}", param="after")
         items = items[ids.index(page.after) + 1 :]
     listed = items[: page.limit]
     return {

@@ -111,7 +111,7 @@ def _constraint_of_tag(name: str, value: Any) -> Constraint:
 # ---- How JSON is formatted ---------------------------------------------------------------------
 
 
-def _written(name: str, constraint: Constraint, how: JsonObject) -> Constraint:
+def _add_format(name: str, constraint: Constraint, how: JsonObject) -> Constraint:
     """The constraint with formatting rules added to its schema."""
     if constraint.kind is ConstraintKind.JSON_OBJECT:
         schema: JsonObject = {"type": "object"}
@@ -257,15 +257,15 @@ def constraint_of_outputs(name: str, value: Any) -> Constraint | None:
     flags = {key for key in _FLAGS if key in given and BOOLEAN.read(f"{name}.{key}", given[key])}
     [language] = languages
     constraint = _LANGUAGES[language](f"{name}.{language}", given[language])
-    how, asking = _how_written(name, given, flags)
+    how, asking = _read_format(name, given, flags)
     if constraint is None:
         return None
     if "disable_additional_properties" in flags:
-        constraint = _closed(f"{name}.disable_additional_properties", constraint)
-    return _written(f"{name}.{asking}", constraint, how) if how else constraint
+        constraint = _close_schema(f"{name}.disable_additional_properties", constraint)
+    return _add_format(f"{name}.{asking}", constraint, how) if how else constraint
 
 
-def _closed(name: str, constraint: Constraint) -> Constraint:
+def _close_schema(name: str, constraint: Constraint) -> Constraint:
     if constraint.kind is not ConstraintKind.JSON_SCHEMA:
         raise BadRequest(f"{name}: only beside json", param=name)
     schema = decode_json(constraint.value)
@@ -273,7 +273,7 @@ def _closed(name: str, constraint: Constraint) -> Constraint:
     return Constraint(ConstraintKind.JSON_SCHEMA, _json(schema))
 
 
-def _how_written(name: str, given: JsonObject, flags: set[str]) -> tuple[JsonObject, str]:
+def _read_format(name: str, given: JsonObject, flags: set[str]) -> tuple[JsonObject, str]:
     """The white space rules of JSON, and the key that asks for them."""
     compact = "disable_any_whitespace" in flags
     if "whitespace_pattern" in given:
@@ -316,7 +316,7 @@ def constraint_options(values: JsonObject) -> JsonObject:
         if not options:
             raise BadRequest(f"{name}: needs guided_json", param=name)
         how = {"whitespace_pattern": pattern}
-        options["constraint"] = _written(name, options["constraint"], how)
+        options["constraint"] = _add_format(name, options["constraint"], how)
     return options
 
 

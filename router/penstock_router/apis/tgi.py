@@ -53,7 +53,7 @@ UINT64_MAX = 2**64 - 1
 # ---- Fields ------------------------------------------------------------------------------------
 
 
-def _worded(any_kind: Kind, kind: Kind, text: str) -> Kind:
+def _reword(any_kind: Kind, kind: Kind, text: str) -> Kind:
     """`kind` with `text` as the error for values out of bounds; `any_kind` has no bounds."""
 
     def read(name: str, value: Any) -> Any:
@@ -70,15 +70,15 @@ _ANY_INTEGER = integer(-(2**127), 2**127)
 
 
 def _integer(low: int, high: int, text: str) -> Kind:
-    return _worded(_ANY_INTEGER, integer(low, high), text)
+    return _reword(_ANY_INTEGER, integer(low, high), text)
 
 
 def _positive_number(text: str) -> Kind:
-    return _worded(ANY_NUMBER, number(0, FLOAT_MAX, above_low=True), text)
+    return _reword(ANY_NUMBER, number(0, FLOAT_MAX, above_low=True), text)
 
 
 def _proportion(text: str) -> Kind:
-    return _worded(ANY_NUMBER, number(0, 1, above_low=True, below_high=True), text)
+    return _reword(ANY_NUMBER, number(0, 1, above_low=True, below_high=True), text)
 
 
 _GRAMMARS = ("json", "json_object", "regex", "json_schema")
@@ -151,7 +151,7 @@ PARAMETERS = table(
         ),
         Field(
             "frequency_penalty",
-            _worded(ANY_NUMBER, number(-2, 2), "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+            _reword(ANY_NUMBER, number(-2, 2), "`frequency_penalty` must be >= -2.0 and <= 2.0"),
             "For each time that the answer has a token already.",
         ),
         Field(
@@ -219,7 +219,7 @@ def _read_parameters(name: str, value: Any) -> JsonObject:
     return read_fields(PARAMETERS, read_object(name, value))
 
 
-INPUTS = _worded(STRING, string(1), "`inputs` cannot be empty")
+INPUTS = _reword(STRING, string(1), "`inputs` cannot be empty")
 FIELDS = table(
     [
         Field("inputs", INPUTS, "The text to go on after.", required=True),

@@ -22,7 +22,7 @@ from penstock_router.fields import (
     read_array,
     read_object,
     refusal,
-    short,
+    shorten,
 )
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 
@@ -107,7 +107,7 @@ def _message_tool(where: str, value: Any) -> Tool:
 
 def _check_type(where: str, given: object, served: str) -> None:
     if given != served:
-        text = f"{where}.type: tools of type {short(given)} are not served, only {served}"
+        text = f"{where}.type: tools of type {shorten(given)} are not served, only {served}"
         raise BadRequest(text, param=f"{where}.type")
 
 
@@ -171,13 +171,15 @@ def _openai_choice(name: str, value: Any, named: Callable[[str, JsonObject], str
         case {"type": "function"}:
             return AskedChoice(ToolChoice("named", named(name, value)))
         case {"type": "allowed_tools"}:
-            return _allowed(name, value, named)
+            return _read_allowed(name, value, named)
         case {"type": other}:
             raise refusal(f"{name}.type", "function or allowed_tools", other)
     raise refusal(name, words, value)
 
 
-def _allowed(name: str, value: JsonObject, named: Callable[[str, JsonObject], str]) -> AskedChoice:
+def _read_allowed(
+    name: str, value: JsonObject, named: Callable[[str, JsonObject], str]
+) -> AskedChoice:
     """The allowed tools: in chats nested under "allowed_tools", in responses flat."""
     key = "allowed_tools"
     held = value
@@ -254,7 +256,7 @@ def check_one_form(request: ChatRequest) -> None:
 # ---- Kinds -------------------------------------------------------------------------------------
 
 
-def _described(**forms: JsonObject) -> JsonObject:
+def _describe(**forms: JsonObject) -> JsonObject:
     properties = {
         "name": {"type": "string", "pattern": _NAME_PATTERN},
         "description": or_null({"type": "string"}),
@@ -264,7 +266,7 @@ def _described(**forms: JsonObject) -> JsonObject:
     return {"type": "object", "properties": properties, "required": ["name"]}
 
 
-def _several(tool: JsonObject, at_least: int) -> JsonObject:
+def _array_form(tool: JsonObject, at_least: int) -> JsonObject:
     return {"type": "array", "items": tool, "minItems": at_least, "maxItems": MAX_TOOLS}
 
 
@@ -276,12 +278,12 @@ _MAYBE: JsonObject = or_null(_PARAMETERS)
 _FUNCTION: JsonObject = {"enum": ["function"]}
 _CHAT_TOOL: JsonObject = {
     "type": "object",
-    "properties": {"type": _FUNCTION, "function": _described(parameters=_MAYBE)},
+    "properties": {"type": _FUNCTION, "function": _describe(parameters=_MAYBE)},
     "required": ["type", "function"],
 }
-_FLAT_TOOL = _described(type=_FUNCTION, parameters=_MAYBE)
+_FLAT_TOOL = _describe(type=_FUNCTION, parameters=_MAYBE)
 _FLAT_TOOL["required"] = ["type", "name"]
-_MESSAGE_TOOL = _described(type={"enum": ["custom", None]}, input_schema=_PARAMETERS)
+_MESSAGE_TOOL = _describe(type={"enum": ["custom", None]}, input_schema=_PARAMETERS)
 _MESSAGE_TOOL["required"] = ["name", "input_schema"]
 _NAMED: JsonObject = {
     "type": "object",
@@ -295,40 +297,40 @@ def _choices(*forms: JsonObject) -> JsonObject:
     return {"anyOf": [words, *forms]}
 
 
-def _allowing(tool: JsonObject) -> JsonObject:
-    properties = {"mode": {"enum": ["auto", "required"]}, "tools": _several(tool, 1)}
+def _allowed_form(tool: JsonObject) -> JsonObject:
+    properties = {"mode": {"enum": ["auto", "required"]}, "tools": _array_form(tool, 1)}
     return {"type": "object", "properties": properties, "required": ["mode", "tools"]}
 
 
-def _typed(kind: str, form: JsonObject) -> JsonObject:
+def _add_type(kind: str, form: JsonObject) -> JsonObject:
     properties = {**form["properties"], "type": {"enum": [kind]}}
     return {**form, "properties": properties, "required": ["type", *form["required"]]}
 
 
-def _holding(key: str, form: JsonObject) -> JsonObject:
+def _nest(key: str, form: JsonObject) -> JsonObject:
     return {"type": "object", "properties": {key: form}, "required": [key]}
 
 
-_ONE = _typed("function", _holding("function", _NAMED))
-_FLAT_ONE = _typed("function", _NAMED)
+_ONE = _add_type("function", _nest("function", _NAMED))
+_FLAT_ONE = _add_type("function", _NAMED)
 
 
 def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
-    allowing = _allowing(tool)
+    allowing = _allowed_form(tool)
     return [
-        _typed("allowed_tools", allowing),
-        _typed("allowed_tools", _holding("allowed_tools", allowing)),
+        _add_type("allowed_tools", allowing),
+        _add_type("allowed_tools", _nest("allowed_tools", allowing)),
     ]
 
 
 # Chats: {"type": "function", "function": {"name": ...}}.
-TOOLS = Kind(_reader(_chat_tool, 1), _several(_CHAT_TOOL, 1))
+TOOLS = Kind(_reader(_chat_tool, 1), _array_form(_CHAT_TOOL, 1))
 CHOICE = Kind(_chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE)))
 # Responses: {"type": "function", "name": ...}.
-FLAT_TOOLS = Kind(_reader(_flat_tool, 0), _several(_FLAT_TOOL, 0))
+FLAT_TOOLS = Kind(_reader(_flat_tool, 0), _array_form(_FLAT_TOOL, 0))
 FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))
 # Messages: {"name": ..., "input_schema": ...}.
-MESSAGE_TOOLS = Kind(_reader(_message_tool, 0), _several(_MESSAGE_TOOL, 0))
+MESSAGE_TOOLS = Kind(_reader(_message_tool, 0), _array_form(_MESSAGE_TOOL, 0))
 MESSAGE_CHOICE = Kind(
     _message_choice,
     {
@@ -341,7 +343,7 @@ MESSAGE_CHOICE = Kind(
                 },
                 "required": ["type"],
             },
-            _typed("tool", _NAMED),
+            _add_type("tool", _NAMED),
         ]
     },
 )

@@ -62,11 +62,11 @@ async def unload_adapter(request: web.Request) -> web.Response:
     check_admin(request)
     asked = read_fields(UNLOAD_FIELDS, await read_object(request))
     router, name = request.app[ROUTER], asked["lora_name"]
-    model = router.models.info(asked.get("base_model_name", "")).model
-    if name not in router.models.adapters_of(router.models.info(model)):
+    info = router.models.info(asked.get("base_model_name", ""))
+    if name not in router.models.adapters_of(info):
         raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
     try:
-        await router.fleet.unload_adapter(name, model)
+        await router.fleet.unload_adapter(name, info.model)
     except PenstockError as error:
         raise _for_operator(error) from None
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")

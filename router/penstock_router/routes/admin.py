@@ -104,7 +104,7 @@ async def list_shards(request: web.Request) -> web.Response:
     """GET /admin/shards"""
     check_admin(request)
     shards = request.app[ROUTER].fleet.shards
-    return json_response({"shards": [_shown(shard) for shard in shards]})
+    return json_response({"shards": [_show_shard(shard) for shard in shards]})
 
 
 async def add_shard(request: web.Request) -> web.Response:
@@ -113,7 +113,7 @@ async def add_shard(request: web.Request) -> web.Response:
     given = (await read_object(request)).get("address")
     if not isinstance(given, str):
         raise BadRequest("address: must be a string, HOST:PORT", param="address")
-    address = _checked(given)
+    address = _check_address(given)
     try:
         ips = await locate(address, request.app[ROUTER].config.shard_networks)
     except ValueError as error:
@@ -146,21 +146,21 @@ async def drain_shard(request: web.Request) -> web.Response:
 
 def _member(request: web.Request) -> ShardState:
     check_admin(request)
-    address = _checked(request.match_info["address"])
+    address = _check_address(request.match_info["address"])
     for shard in request.app[ROUTER].fleet.shards:
         if shard.address == address:
             return shard
     raise NotFound(f"{address} is not in this fleet")
 
 
-def _checked(address: str) -> str:
+def _check_address(address: str) -> str:
     try:
         return check_address(address)
     except ValueError as error:
         raise BadRequest(f"address: {error}", param="address") from None
 
 
-def _shown(shard: ShardState) -> dict[str, Any]:
+def _show_shard(shard: ShardState) -> dict[str, Any]:
     info = shard.info
     return {
         **shown_shard(shard),

@@ -34,7 +34,7 @@ from penstock_router.errors import (
     Unauthorized,
 )
 from penstock_router.exposition import Exposition
-from penstock_router.fields import Field, JsonObject, Table, decode_object, short, table
+from penstock_router.fields import Field, JsonObject, Table, decode_object, shorten, table
 from penstock_router.keys import Key, Keys
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
@@ -138,7 +138,7 @@ class Route:
 
 
 @contextmanager
-def let_in(
+def admit_request(
     request: web.Request, sequences: int, param: str = "n", timeout_s: float | None = None
 ) -> Iterator[Ticket]:
     """`Admission.enter` with the limits of the request's API key; its time counts from the
@@ -196,7 +196,7 @@ def usable_request_id(given: str | None) -> str | None:
     return None
 
 
-def shown_key(request: web.Request) -> bytes:
+def read_api_key(request: web.Request) -> bytes:
     """The API key of the request, as a Bearer or as an x-api-key; empty without one."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer":
@@ -304,7 +304,7 @@ def _check_type(request: web.Request) -> None:
     given = request.headers.get("Content-Type")
     if given is not None and not _is_json(request.content_type):
         raise BadRequest(
-            f"Content-Type must be application/json, not {short(given)}; with curl: "
+            f"Content-Type must be application/json, not {shorten(given)}; with curl: "
             "-H 'Content-Type: application/json'"
         )
 

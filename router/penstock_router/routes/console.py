@@ -18,7 +18,7 @@ from aiohttp import web
 from penstock_router.console import Console
 from penstock_router.errors import NotFound
 from penstock_router.routes import info
-from penstock_router.routes.base import ROUTER, check_admin, shown_key
+from penstock_router.routes.base import ROUTER, check_admin, read_api_key
 from penstock_router.sse import EventStream
 
 CONSOLE = web.AppKey("console", Console)
@@ -102,7 +102,7 @@ async def feed(request: web.Request) -> web.StreamResponse:
     with request.app[CONSOLE].watched() as frames:
         async with EventStream(request, keep_alive_s=config.keep_alive_s) as events:
             while (frame := await frames.get()) is not None:
-                key = keys.find(shown_key(request)) if is_closed else None
+                key = keys.find(read_api_key(request)) if is_closed else None
                 if is_closed and (key is None or not key.is_admin):
                     # The key was revoked or has expired.
                     break

@@ -20,8 +20,8 @@ from penstock_router.routes.base import (
     REQUEST_ID,
     ROUTER,
     Router,
+    admit_request,
     encoded_response,
-    let_in,
     send,
 )
 
@@ -33,7 +33,7 @@ async def embed(request: web.Request, body: Body) -> web.Response:
     """POST /v1/embeddings"""
     asked: EmbedRequest = body.asked
     router, record = request.app[ROUTER], request[RECORD]
-    with let_in(request, len(asked.prompts), "input", asked.timeout_s) as ticket:
+    with admit_request(request, len(asked.prompts), "input", asked.timeout_s) as ticket:
         async with ticket.limit.scope():
             model = await router.models.get(asked.model)
             if model.adapter:
@@ -50,7 +50,7 @@ async def embed(request: web.Request, body: Body) -> web.Response:
         await ticket.start(num_tokens)
         record.placed_s = time.perf_counter()
         async with ticket.limit.scope():
-            response = await _embedded(request, asked, model, prepared)
+            response = await _compute(request, asked, model, prepared)
         # Only the answer's bytes are held while they are sent.
         del prepared
         ticket.charge.settle()
@@ -58,7 +58,7 @@ async def embed(request: web.Request, body: Body) -> web.Response:
     return response
 
 
-async def _embedded(
+async def _compute(
     request: web.Request, asked: EmbedRequest, model: ServedModel, prepared: Prepared
 ) -> web.Response:
     router, name = request.app[ROUTER], model.info.model
@@ -79,7 +79,7 @@ async def _embedded(
 
     def encode() -> bytes:
         whole = embeddings.answer(name, vectors, num_tokens, as_base64=asked.as_base64)
-        return long_json.encoded(whole)
+        return long_json.encode(whole)
 
     return encoded_response(await router.threads.run(encode))
 

@@ -6,49 +6,42 @@ one has no text work and no policy.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 
 from penstock_client.membership import check_address
-from penstock_client.types import GenerationRequest, ShardInfo
+from penstock_client.types import ShardInfo, random_seed
 from penstock_router import long_json, sse
-from penstock_router.admission import Ticket
+from penstock_router.admission import Ticket, TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.bodies import LONG_BYTES, Body
-from penstock_router.deltas import (
-    LOGPROB_BYTES,
-    Deltas,
-    Hold,
-    Usage,
-    bounded,
-    collect,
-    spaced,
-)
+from penstock_router.delivered import BEGINNING, ResumePoint
+from penstock_router.deltas import LOGPROB_BYTES, Deltas, Hold, Usage, bound, bundle, collect
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, string, table
 from penstock_router.generation import Generation
 from penstock_router.job import SEQUENCES_A_TURN, Job, make_job
+from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared
-from penstock_router.request import MAX_SESSION_CHARS, MAX_TIMEOUT_S, Options
+from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes import base
 from penstock_router.routes.base import (
     RECORD,
     REQUEST_ID,
     ROUTER,
     Handler,
+    admit_request,
     caller_of,
     client_of,
     encoded_response,
     flag_header,
-    let_in,
     send,
     too_much_unread,
     usable_request_id,
@@ -58,8 +51,6 @@ from penstock_router.text_work import BodyKind
 
 _Result = TypeVar("_Result")
 
-# The router ends a request at its deadline; shards do so a little later, in case it has died.
-_SHARDS_WAIT_S = 0.1
 # What a log-probability takes in objects, while an answer is made, for each byte in the answer.
 _OBJECT_BYTES = 3
 # Answers of at most so many tokens are rendered on the event loop: some tens of microseconds.
@@ -89,20 +80,22 @@ class Call(Generic[AnyRequest]):
     """One HTTP request for tokens: what was sent, what it asks for, and how to answer."""
 
     request: web.Request
-    api: Api[AnyRequest]
     body: Body
     asked: AnyRequest
+    api: Api[AnyRequest]
     # Whether the client chose the request's id.
     named: bool
     response_id: str
+    # What the answer's seeds are made of if the request has none.
+    drawn_seed: int
     # The conversation before this request, as JSON.
     earlier: bytes = b""
 
     @classmethod
     def read(cls, request: web.Request, body: Body) -> Call[AnyRequest]:
         """Combine a body with the options in headers; raises `BadRequest`."""
-        api = body.kind.api
-        assert api is not None
+        assert body.kind.api is not None
+        api: Api[AnyRequest] = body.kind.api
         if flag_header(request, "x-penstock-resumable") and not api.resumable:
             raise BadRequest("x-penstock-resumable: not on this route")
         named = _name_request(request, body.asked)
@@ -113,41 +106,33 @@ class Call(Generic[AnyRequest]):
             request_id=request[REQUEST_ID],
             traceparent=record.traceparent,
             caller=caller_of(request),
-            **_wishes(request),
+            exact=flag_header(request, "x-penstock-exact"),
+            shard=_pinned_shard(request),
+            session=_session(request, body.asked),
         )
         response_id = api.name_answer(request[REQUEST_ID], named)
-        return cls(request, api, body, asked, named, response_id)
+        return cls(request, body, asked, api, named, response_id, random_seed())
 
 
-# May answer a call in another way; None: it does not.
-Detour = Callable[[Call[Any]], Awaitable[web.StreamResponse | None]]
+Answerer = Callable[[Call[Any]], Awaitable[web.StreamResponse]]
 # Called with the whole answer before its end is sent.
 BeforeEnd = Callable[[Shape], Awaitable[None]]
 
 
-def generates(kind: BodyKind, detour: Detour | None = None) -> Handler:
+def make_handler(kind: BodyKind, answer_call: Answerer) -> Handler:
     """A handler of bodies that ask for tokens."""
-    return with_body(kind, functools.partial(dispatch, detour=detour))
-
-
-async def dispatch(
-    request: web.Request, body: Body, detour: Detour | None = None
-) -> web.StreamResponse:
-    """Answer a body as its API does."""
-    call: Call[Any] = Call.read(request, body)
-    taken = None if detour is None else await detour(call)
-    return await answer(call) if taken is None else taken
+    return with_body(kind, lambda request, body: answer_call(Call.read(request, body)))
 
 
 async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) -> web.StreamResponse:
     """Generate and answer; `before_end` is called with the whole answer before its end is sent."""
-    with entered(call) as ticket:
-        job = await prepared(call, call.asked, ticket)
-        with scores_held(call, job) as hold:
-            job = await started(call, job, ticket)
+    with admit(call) as ticket:
+        job = await prepare_job(call, ticket)
+        with hold_scores(call, job) as hold:
+            await take_places(call, job, ticket)
             if call.asked.stream:
-                return await _streamed(call, job, ticket, before_end, hold)
-            response = await _whole(call, job, ticket, before_end, hold)
+                return await _stream(call, job, ticket, before_end, hold)
+            response = await _make_whole(call, job, ticket, before_end, hold)
         # Its places are given back once the client has it, and all but its bytes is gone by then.
         del job
         ticket.charge.settle()
@@ -155,11 +140,11 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
         return response
 
 
-async def _streamed(
+async def _stream(
     call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None, hold: Hold
 ) -> web.StreamResponse:
     router = call.request.app[ROUTER]
-    async with generation_of(call, job) as generation:
+    async with make_generation(call, job, ticket.limit) as generation:
         shape = make_shape(call, job, generation, int(time.time()))
         return await sse.stream(
             call.request,
@@ -170,26 +155,26 @@ async def _streamed(
             config=router.config,
             limit=ticket.limit,
             threads=router.threads,
-            make_edge=functools.partial(worked_out, call, generation.usage)
+            run_work=functools.partial(run_work, call, generation.usage)
             if call.api.repeats_answer
             else None,
             before_end=None if before_end is None else lambda: before_end(shape),
         )
 
 
-async def _whole(
+async def _make_whole(
     call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None, hold: Hold
 ) -> web.Response:
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
-    async with generation_of(call, job) as generation:
+    async with make_generation(call, job, ticket.limit) as generation:
         shape = make_shape(call, job, generation, int(time.time()))
         usage = generation.usage
         async with ticket.limit.scope():
             deltas = await collect(generation, job, max_bytes, hold)
-            body = await worked_out(call, usage, functools.partial(shape.whole, deltas))
+            body = await run_work(call, usage, functools.partial(shape.whole, deltas))
             if before_end is not None:
                 await before_end(shape)
-            data = await worked_out(call, usage, functools.partial(long_json.encoded, body))
+            data = await run_work(call, usage, functools.partial(long_json.encode, body))
     response = encoded_response(data)
     response.headers.update(shape.headers())
     if usage.approximate:
@@ -197,25 +182,32 @@ async def _whole(
     return response
 
 
-def generation_of(call: Call[Any], job: Job) -> Generation:
+def make_generation(
+    call: Call[Any], job: Job, limit: TimeLimit, point: ResumePoint = BEGINNING
+) -> Generation:
     """The generation of the job, not submitted yet."""
     router, record = call.request.app[ROUTER], call.request[RECORD]
-    silence_timeout_s = router.config.silence_timeout_s
     return Generation(
-        job, router.fleet, router.metrics, record, silence_timeout_s=silence_timeout_s
+        job,
+        router.fleet,
+        router.metrics,
+        record,
+        point=point,
+        ends_at_s=limit.at_s,
+        silence_timeout_s=router.config.silence_timeout_s,
     )
 
 
 def _deltas(call: Call[Any], generation: Generation, hold: Hold) -> Deltas:
-    deltas = spaced(generation, call.asked.stream_interval)
+    deltas = bundle(generation, call.asked.stream_interval)
     if not call.api.repeats_answer:
         return deltas
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
-    return bounded(deltas, call.asked, max_bytes, hold)
+    return bound(deltas, call.asked, max_bytes, hold)
 
 
 @contextmanager
-def scores_held(call: Call[Any], job: Job) -> Iterator[Hold]:
+def hold_scores(call: Call[Any], job: Job) -> Iterator[Hold]:
     """Count the log-probabilities of an answer that is being made as memory of its client: those of
     the prompts at once, others by what is yielded.
 
@@ -235,7 +227,7 @@ def scores_held(call: Call[Any], job: Job) -> Iterator[Hold]:
         yield hold
 
 
-async def worked_out(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -> _Result:
+async def run_work(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -> _Result:
     """The result of `work` on an answer: run here, or in a thread if it may take long."""
     has_scores = call.asked.logprobs is not None or call.asked.prompt_logprobs is not None
     is_long = call.body.is_long or len(call.earlier) > LONG_BYTES
@@ -249,44 +241,43 @@ async def worked_out(call: Call[Any], usage: Usage, work: Callable[[], _Result])
 def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created: int) -> Shape:
     """The shape of this call's answer."""
     received_s = call.request[RECORD].arrived_s
-    envelope = Envelope(call.response_id, created, received_s, generation.usage)
+    envelope = Envelope(
+        call.response_id, created, received_s, generation.usage, generation.point.begun
+    )
     return call.api.make_shape(job, envelope)
 
 
-def entered(call: Call[Any]) -> AbstractContextManager[Ticket]:
+def admit(call: Call[Any]) -> AbstractContextManager[Ticket]:
     """Admit the call: its ticket; raises the error that refuses it."""
     sequences, param = call.asked.places
-    return let_in(call.request, sequences, param, call.asked.timeout_s)
+    return admit_request(call.request, sequences, param, call.asked.timeout_s)
 
 
-async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) -> Job:
+async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
     """The call's job, its prompts tokenized; raises if the call's time is up before."""
-    router = call.request.app[ROUTER]
+    router, asked = call.request.app[ROUTER], call.asked
     async with ticket.limit.scope():
         model = await router.models.get(asked.model)
         made = await call.body.work(model, call.earlier)
         assert isinstance(made, Prepared)
-        job = await make_job(asked, model, made)
+        job = await make_job(asked, model, made, call.drawn_seed)
     _check_size(job, router.config.max_answer_bytes)
-    # The model's last shard may have left meanwhile: `info` says so, while the fleet would call the
-    # model unknown.
-    name = router.models.info(job.model.info.model).model
     for shard in router.fleet.shards:
         if shard.address == asked.shard and shard.info is not None:
-            _check_pinned(shard.address, shard.info, name, job.model.adapter)
+            _check_pinned(shard.info, job.model, f"x-penstock-shard: {shard.address}")
     return job
 
 
-def _check_pinned(address: str, info: ShardInfo, model: str, adapter: str) -> None:
+def _check_pinned(info: ShardInfo, model: ServedModel, what: str) -> None:
     """Raises `BadRequest` if this shard has not got the model or adapter."""
-    if info.model != model:
-        raise BadRequest(f"x-penstock-shard: {address} does not serve {model}")
-    if not info.has_adapter(adapter):
-        raise BadRequest(f"x-penstock-shard: {address} does not have the adapter {adapter}")
+    if info.model != model.info.model:
+        raise BadRequest(f"{what} does not serve {model.info.model}")
+    if not info.has_adapter(model.adapter):
+        raise BadRequest(f"{what} does not have the adapter {model.adapter}")
 
 
-async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
-    """The job, once its sequences have places; with a deadline at which shards end them."""
+async def take_places(call: Call[Any], job: Job, ticket: Ticket) -> None:
+    """Return when the job's sequences have places; raises as `Ticket.start` does."""
     record = call.request[RECORD]
     record.model, record.prepared_s = job.model.info.model, time.perf_counter()
     record.adapter = job.model.adapter
@@ -296,17 +287,6 @@ async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
         sum(request.max_tokens or 0 for request in job.requests),
     )
     record.placed_s = time.perf_counter()
-    left_s = ticket.limit.left_s
-    if left_s is None:
-        return job
-    deadline_s = min(max(left_s, 0.0) + _SHARDS_WAIT_S, MAX_TIMEOUT_S)
-    requests: list[GenerationRequest] = []
-    for request in job.requests:
-        objective = dataclasses.replace(request.objective, deadline_s=deadline_s)
-        requests.append(dataclasses.replace(request, objective=objective))
-        if len(requests) % SEQUENCES_A_TURN == 0:
-            await asyncio.sleep(0)
-    return dataclasses.replace(job, requests=tuple(requests))
 
 
 def _prompt_scores_bytes(job: Job) -> int:
@@ -345,24 +325,13 @@ def _name_request(request: web.Request, asked: Options) -> bool:
     return True
 
 
-class _Wishes(TypedDict, total=False):
-    """What headers ask for, on every route that generates."""
-
-    exact: bool
-    session: str
-    shard: str
-
-
-def _wishes(request: web.Request) -> _Wishes:
-    wishes = _Wishes(exact=flag_header(request, "x-penstock-exact"), shard=_pinned_shard(request))
-    session = request.headers.get("x-penstock-session")
-    if session is not None:
-        if len(session) > MAX_SESSION_CHARS:
-            raise BadRequest(
-                f"x-penstock-session: {len(session)} characters; at most {MAX_SESSION_CHARS}"
-            )
-        wishes["session"] = session
-    return wishes
+def _session(request: web.Request, asked: Options) -> str:
+    session = request.headers.get("x-penstock-session", asked.session)
+    if len(session) > MAX_SESSION_CHARS:
+        raise BadRequest(
+            f"x-penstock-session: {len(session)} characters; at most {MAX_SESSION_CHARS}"
+        )
+    return session
 
 
 def _pinned_shard(request: web.Request) -> str:

@@ -6,13 +6,12 @@ from aiohttp import web
 
 from penstock_router.bodies import Body
 from penstock_router.routes.embeddings import embed
-from penstock_router.routes.generate import dispatch
-from penstock_router.routes.resume import resumable
+from penstock_router.routes.generate import Call
+from penstock_router.routes.resume import answer_resumable
 
 
 async def invoke(request: web.Request, body: Body) -> web.StreamResponse:
     """POST /invocations"""
-    api = body.kind.api
-    if api is None:
+    if body.kind.api is None:
         return await embed(request, body)
-    return await dispatch(request, body, resumable if api.resumable else None)
+    return await answer_resumable(Call.read(request, body))

@@ -30,9 +30,9 @@ from penstock_router.apis.responses_answers import (
 )
 from penstock_router.apis.responses_request import ResponsesRequest
 from penstock_router.apis.responses_stored import Page
-from penstock_router.deltas import Hold, bounded, for_each
-from penstock_router.errors import BadRequest, NotFound, Unavailable, noted
-from penstock_router.fields import STRING, Field, integer, one_of, short, table
+from penstock_router.deltas import Hold, bound, for_each
+from penstock_router.errors import BadRequest, NotFound, Unavailable, log_error
+from penstock_router.fields import STRING, Field, integer, one_of, shorten, table
 from penstock_router.generation import Generation
 from penstock_router.response_store import (
     FAILED,
@@ -51,14 +51,14 @@ from penstock_router.routes.base import (
 )
 from penstock_router.routes.generate import (
     Call,
+    admit,
     answer,
-    entered,
-    generation_of,
+    hold_scores,
+    make_generation,
     make_shape,
-    prepared,
-    scores_held,
-    started,
-    worked_out,
+    prepare_job,
+    run_work,
+    take_places,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ async def respond(call: Call[ResponsesRequest]) -> web.StreamResponse:
     """Answer, continuing the previous response if one is named, and store the answer."""
     asked = call.asked
     if asked.previous_response_id is not None:
-        earlier = await _conversation(call.request, asked.previous_response_id)
+        earlier = await _find_conversation(call.request, asked.previous_response_id)
         call = dataclasses.replace(call, earlier=earlier)
     if asked.background:
         # Not cancelled when the client leaves: a response that is in the store must reach an end.
@@ -95,10 +95,10 @@ async def respond(call: Call[ResponsesRequest]) -> web.StreamResponse:
     return await answer(call, functools.partial(_keep, call) if asked.store else None)
 
 
-async def _conversation(request: web.Request, previous: str) -> bytes:
+async def _find_conversation(request: web.Request, previous: str) -> bytes:
     stored = await _find(request, previous)
     if stored is None:
-        text = f"Previous response with id {short(previous)} not found."
+        text = f"Previous response with id {shorten(previous)} not found."
         raise NotFound(text, param="previous_response_id")
     if stored.status not in (COMPLETED, INCOMPLETE):
         text = f"previous_response_id: that response is {stored.status}; nothing can follow it"
@@ -119,7 +119,7 @@ async def _keep(call: Call[ResponsesRequest], shape: Shape) -> None:
 async def _put(call: Call[ResponsesRequest], shape: ResponseShape) -> bytes:
     """Store the response as it is now; returns its answer as JSON."""
     key, status = call.request.get(KEY), shape.answer["status"]
-    response, messages = await worked_out(call, shape.usage, shape.stored)
+    response, messages = await run_work(call, shape.usage, shape.stored)
     await call.request.app[ROUTER].responses.put(
         call.response_id,
         response,
@@ -136,14 +136,15 @@ async def _put(call: Call[ResponsesRequest], shape: ResponseShape) -> bytes:
 async def _begin(call: Call[ResponsesRequest]) -> web.Response:
     """Start the generation and answer at once; a bad request is refused before."""
     router = call.request.app[ROUTER]
+    # As for a stream: the output so far is available even if the generation ends early.
+    call = dataclasses.replace(call, asked=dataclasses.replace(call.asked, stream=True))
     async with AsyncExitStack() as scope:
-        ticket = scope.enter_context(entered(call))
-        # As for a stream: the output so far is available even if the generation ends early.
-        asked = dataclasses.replace(call.asked, stream=True)
-        job = await prepared(call, asked, ticket)
-        hold = scope.enter_context(scores_held(call, job))
-        job = await started(call, job, ticket)
-        generation = await scope.enter_async_context(generation_of(call, job))
+        ticket = scope.enter_context(admit(call))
+        job = await prepare_job(call, ticket)
+        hold = scope.enter_context(hold_scores(call, job))
+        await take_places(call, job, ticket)
+        made = make_generation(call, job, ticket.limit)
+        generation = await scope.enter_async_context(made)
         shape = make_shape(call, job, generation, int(time.time()))
         assert isinstance(shape, ResponseShape)
         with _store_errors():
@@ -162,7 +163,7 @@ async def _make(
 ) -> None:
     try:
         async with limit.scope():
-            deltas = bounded(generation, generation.job.options, max_bytes, hold)
+            deltas = bound(generation, generation.job.options, max_bytes, hold)
             await for_each(deltas, shape.take)
     except asyncio.CancelledError:
         generation.abandon(None)
@@ -177,7 +178,7 @@ async def _keep_end(
     call: Call[ResponsesRequest], shape: ResponseShape, ended: BaseException | None
 ) -> None:
     if isinstance(ended, Exception):
-        shape.fail(noted(ended, call.request[REQUEST_ID]))
+        shape.fail(log_error(ended, call.request[REQUEST_ID]))
     elif ended is not None:
         shape.cancel()
     try:
@@ -199,7 +200,7 @@ async def retrieve(request: web.Request) -> web.Response:
     if request.query.get("stream", "false") != "false":
         text = "stream: stored responses are not streamed; ask again until it is finished"
         raise BadRequest(text, param="stream")
-    return await _shown(request, await _get(request))
+    return await _show(request, await _get(request))
 
 
 async def delete(request: web.Request) -> web.Response:
@@ -217,7 +218,7 @@ async def cancel(request: web.Request) -> web.Response:
     router, response_id = request.app[ROUTER], request.match_info["id"]
     stored = await _get(request)
     if stored.status == CANCELLED:
-        return await _shown(request, stored)
+        return await _show(request, stored)
     if stored.status not in UNFINISHED:
         raise BadRequest(
             f"Cannot cancel a response that is {stored.status}: only one that is still made in the "
@@ -230,12 +231,12 @@ async def cancel(request: web.Request) -> web.Response:
     while stored.status in UNFINISHED and time.monotonic() < until_s:
         await asyncio.sleep(_CANCEL_POLL_S)
         stored = await _get(request)
-    return await _shown(request, stored)
+    return await _show(request, stored)
 
 
 async def input_items(request: web.Request) -> web.Response:
     """GET /v1/responses/{id}/input_items: the conversation that the response answers."""
-    limit = _limit(request.query.get("limit"))
+    limit = _read_limit(request.query.get("limit"))
     order = _ORDER.read("order", request.query.get("order", "desc"))
     page = Page(limit, order, request.query.get("after"))
     stored = await _get(request)
@@ -245,7 +246,7 @@ async def input_items(request: web.Request) -> web.Response:
     return encoded_response(listed)
 
 
-def _limit(given: str | None) -> int:
+def _read_limit(given: str | None) -> int:
     if given is None:
         return _PAGE_ITEMS
     is_number = given.isascii() and given.isdecimal() and len(given) < 10
@@ -275,10 +276,10 @@ def _reader(request: web.Request) -> str | None:
 
 
 def _not_found(response_id: str) -> NotFound:
-    return NotFound(f"Response with id {short(response_id)} not found.")
+    return NotFound(f"Response with id {shorten(response_id)} not found.")
 
 
-async def _shown(request: web.Request, stored: Stored) -> web.Response:
+async def _show(request: web.Request, stored: Stored) -> web.Response:
     """The stored JSON, not decoded, except of a failed response: its process may be gone."""
     if stored.status != FAILED:
         return encoded_response(stored.response)

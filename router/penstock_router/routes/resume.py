@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from penstock_client.types import random_seed
 from penstock_router import sse
 from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
-from penstock_router.deltas import spaced
+from penstock_router.choice import Delta
+from penstock_router.delivered import Progress, skip_delivered
+from penstock_router.deltas import Wait, bundle, for_each
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, table
 from penstock_router.generation import Generation
 from penstock_router.job import Job
-from penstock_router.resumption import (
-    EVENTS_A_TURN,
-    MAX_SEQUENCES,
-    Cursor,
-    Event,
-    LiveStream,
-    Progress,
-    job_digest,
-)
+from penstock_router.resumption import MAX_SEQUENCES, Cursor, Event, LiveStream, job_digest
 from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, client_of, flag_header
 from penstock_router.routes.generate import (
     Call,
-    entered,
-    generation_of,
+    admit,
+    answer,
+    make_generation,
     make_shape,
-    prepared,
-    started,
+    prepare_job,
+    take_places,
 )
 from penstock_router.threads import Threads
 
@@ -56,22 +50,22 @@ HEADERS = table(
 )
 
 
-async def resumable(call: Call[Any]) -> web.StreamResponse | None:
-    """Answer a call for a resumable stream; None: it asks for none."""
+async def answer_resumable(call: Call[Any]) -> web.StreamResponse:
+    """Answer a call: by a resumable stream, if it asks for one."""
     request = call.request
     if not flag_header(request, "x-penstock-resumable"):
-        return None
+        return await answer(call)
     router = request.app[ROUTER]
     _check(call)
     last_id = request.headers.get("Last-Event-ID")
-    cursor = _cursor(call, last_id)
+    cursor = _read_cursor(call, last_id)
     request[REQUEST_ID] = request[RECORD].request_id = cursor.request_id
     reader = router.live_streams.join(cursor) if last_id else None
     if last_id:
         router.metrics.resumed_streams.labels("again" if reader is None else "live").inc()
     if reader is None:
         reader = router.live_streams.begin(
-            cursor, functools.partial(_make, _again(call, cursor), cursor), client_of(request)
+            cursor, functools.partial(_make, _resume(call, cursor), cursor), client_of(request)
         )
     with reader:
         return await sse.follow(
@@ -98,28 +92,23 @@ def _check(call: Call[Any]) -> None:
         )
 
 
-def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
+def _read_cursor(call: Call[Any], last_id: str | None) -> Cursor:
     """The client's position: after an event, or before the first event of a new answer."""
     body = call.body.digest
     if not last_id:
         request_id = call.request[REQUEST_ID]
-        return Cursor(body, request_id, created=int(time.time()), seed=random_seed())
+        return Cursor(body, request_id, created=int(time.time()), seed=call.drawn_seed)
     cursor = call.request.app[ROUTER].cursors.read(last_id)
     if cursor.body != body:
         raise BadRequest("Last-Event-ID: is of the answer to another request")
     return cursor
 
 
-def _again(call: Call[Any], cursor: Cursor) -> Call[Any]:
-    """The call for which the cursor's answer was begun: its id, seed and numerics."""
-    asked = dataclasses.replace(
-        call.asked,
-        request_id=cursor.request_id,
-        drawn_seed=cursor.seed,
-        numerics=cursor.numerics,
-    )
+def _resume(call: Call[Any], cursor: Cursor) -> Call[Any]:
+    """The call for which the cursor's answer was begun: its id and seed."""
+    asked = dataclasses.replace(call.asked, request_id=cursor.request_id)
     response_id = call.api.name_answer(cursor.request_id, call.named)
-    return dataclasses.replace(call, asked=asked, response_id=response_id)
+    return dataclasses.replace(call, asked=asked, response_id=response_id, drawn_seed=cursor.seed)
 
 
 async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
@@ -131,8 +120,8 @@ async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
             "Last-Event-ID: the answer comes from shards with several numerics, so it cannot be "
             "made again; send the request without an id"
         )
-    with entered(call) as ticket:
-        job = await prepared(call, call.asked, ticket)
+    with admit(call) as ticket:
+        job = await prepare_job(call, ticket)
         made_of = job_digest(job)
         if cursor.job not in (b"", made_of):
             raise BadRequest(
@@ -144,25 +133,13 @@ async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
                 "x-penstock-resumable: what this model gives depends on what runs beside it, so "
                 "that no answer of it can be made again"
             )
-        job = dataclasses.replace(job, delivered=cursor.delivered)
-        job = await started(call, job, ticket)
+        await take_places(call, job, ticket)
         after: Cursor | None = msgspec.structs.replace(cursor, job=made_of)
         while after is not None:
-            after = await _make_some(call, _job_after(job, after), after, live, ticket.limit)
+            after = await _make_some(call, job, after, live, ticket.limit)
             async with ticket.limit.scope():
                 # What was made keeps its places until it is sent, as any stream does.
                 await live.wait_read(by_nobody=after is None)
-
-
-def _job_after(job: Job, cursor: Cursor) -> Job:
-    """The job for what follows the cursor."""
-    numerics = cursor.numerics
-    return dataclasses.replace(
-        job,
-        options=dataclasses.replace(job.options, numerics=numerics),
-        requests=tuple(dataclasses.replace(request, numerics=numerics) for request in job.requests),
-        delivered=cursor.delivered,
-    )
 
 
 async def _make_some(
@@ -171,52 +148,76 @@ async def _make_some(
     """Put the events after the cursor until the stream is full, and return the cursor to go on
     from; None at the answer's end.
     """
-    async with generation_of(call, job) as generation, limit.scope():
+    async with make_generation(call, job, limit, cursor.point) as generation, limit.scope():
         shape = make_shape(call, job, generation, cursor.created)
         threads = call.request.app[ROUTER].threads
-        after = await _put_events(live, generation, shape, cursor, threads)
-        if after is not None:
-            generation.put_down()
-        return after
+        return await EventMaker(live, generation, shape, cursor, threads).run()
 
 
-async def _put_events(
-    live: LiveStream, generation: Generation, shape: Shape, cursor: Cursor, threads: Threads
-) -> Cursor | None:
-    job = generation.job
-    progress = Progress.of(job.delivered, len(job.requests))
-    opening = [] if cursor.choices else shape.opening()
+@dataclass
+class EventMaker:
+    """Puts a generation's deltas into a live stream, as events that say where to go on."""
 
-    def here() -> Cursor:
-        return msgspec.structs.replace(
-            cursor,
-            numerics=generation.numerics,
-            choices=progress.choices,
-            counts=generation.counts,
-        )
+    live: LiveStream
+    generation: Generation
+    shape: Shape
+    cursor: Cursor
+    threads: Threads
+    # Where to go on, as the stream was full.
+    after: Cursor | None = None
 
-    num_deltas = 0
-    async for delta in spaced(generation, job.options.stream_interval):
-        num_deltas += 1
-        if num_deltas % EVENTS_A_TURN == 0:
-            await asyncio.sleep(0)
+    def __post_init__(self) -> None:
+        self._progress = Progress(self.generation.point, len(self.generation.job.requests))
+        self._opening = [] if self.cursor.choices else self.shape.opening()
+
+    async def run(self) -> Cursor | None:
+        """As `_make_some`."""
+        generation = self.generation
+        rest = skip_delivered(generation, generation.point, generation.usage)
+        await for_each(bundle(rest, generation.job.options.stream_interval), self._put)
+        if self.after is None:
+            for frame in self.shape.closing():
+                self.live.put(Event(frame))
+        return self.after
+
+    def _put(self, delta: Delta) -> Wait | None:
+        self._open()
+        self._progress.add(delta)
+        if not sse.is_quick(delta):
+            return functools.partial(self._put_later, delta)
+        return self._put_frame(self.shape.chunk(delta))
+
+    async def _put_later(self, delta: Delta) -> None:
+        wait = self._put_frame(await sse.make_frame(self.shape, delta, self.threads))
+        if wait is not None:
+            await wait()
+
+    def _open(self) -> None:
+        opening, self._opening = self._opening, ()
         for frame in opening[:-1]:
-            live.put(Event(frame))
+            self.live.put(Event(frame))
         for frame in opening[-1:]:
             # Only the last opening event has a cursor: a client with all of them can resume here.
-            live.put(Event(frame, here()))
-        opening = []
-        progress.add(delta)
-        chunk = await sse.frame_of(shape, delta, threads)
-        if chunk is None:
-            continue
-        live.put(Event(chunk, here()))
-        if live.is_full and not generation.ended:
-            if generation.numerics:
-                return here()
+            self.live.put(Event(frame, self._here()))
+
+    def _put_frame(self, frame: bytes | None) -> Wait | None:
+        if frame is None:
+            return None
+        self.live.put(Event(frame, self._here()))
+        if not self.live.is_full or self.generation.ended:
+            return None
+        if not self.generation.numerics:
             # Tokens of several numerics cannot be made again. Those that come now wait where they
             # arrive, without events.
-            await live.wait_read()
-    for frame in shape.closing():
-        live.put(Event(frame))
-    return None
+            return self.live.wait_read
+        self.after = self._here()
+        self.generation.put_down()
+        return None
+
+    def _here(self) -> Cursor:
+        return msgspec.structs.replace(
+            self.cursor,
+            numerics=self.generation.numerics,
+            choices=self._progress.choices,
+            counts=self.generation.counts,
+        )

@@ -21,18 +21,20 @@ from penstock_router.routes import (
 from penstock_router.routes import tokens as token_routes
 from penstock_router.routes.base import HEADERS, Route, with_body
 from penstock_router.routes.embeddings import embed
-from penstock_router.routes.generate import Detour, generates
-from penstock_router.routes.resume import resumable
+from penstock_router.routes.generate import Answerer, make_handler
+from penstock_router.routes.resume import answer_resumable
 from penstock_router.text_work import BodyKind
 
 
-def _generation(path: str, kind: BodyKind, summary: str, detour: Detour | None = None) -> Route:
+def _generation(
+    path: str, kind: BodyKind, summary: str, answer_call: Answerer = answer_resumable
+) -> Route:
     api = kind.api
     assert api is not None
     return Route(
         method="POST",
         path=path,
-        handler=generates(kind, detour),
+        handler=make_handler(kind, answer_call),
         summary=summary,
         fields=api.fields,
         headers={**generate.HEADERS, **(resume.HEADERS if api.resumable else {})},
@@ -43,8 +45,8 @@ def _generation(path: str, kind: BodyKind, summary: str, detour: Detour | None =
 
 
 ROUTES: tuple[Route, ...] = (
-    _generation("/v1/completions", text_work.COMPLETIONS, "Complete a prompt.", resumable),
-    _generation("/v1/chat/completions", text_work.CHATS, "Answer a chat.", resumable),
+    _generation("/v1/completions", text_work.COMPLETIONS, "Complete a prompt."),
+    _generation("/v1/chat/completions", text_work.CHATS, "Answer a chat."),
     _generation("/v1/messages", text_work.MESSAGES, "Answer a chat, as Anthropic has it."),
     Route(
         method="POST",

@@ -8,13 +8,13 @@ from aiohttp import web
 
 from penstock_router.bodies import Body
 from penstock_router.prompts import Prepared
-from penstock_router.routes.base import ROUTER, encoded_response, json_response, let_in, send
+from penstock_router.routes.base import ROUTER, admit_request, encoded_response, json_response, send
 
 
 async def answer(request: web.Request, body: Body) -> web.Response:
     """POST /tokenize, /chat_tokenize, /detokenize and /v1/messages/count_tokens"""
     # Its time is limited, but it takes no place: no shard works on it.
-    with let_in(request, 1) as ticket:
+    with admit_request(request, 1) as ticket:
         async with ticket.limit.scope():
             data = await body.work(await request.app[ROUTER].models.get(body.asked.model))
         assert not isinstance(data, Prepared)
@@ -27,7 +27,7 @@ async def answer(request: web.Request, body: Body) -> web.Response:
 async def tokenizer_info(request: web.Request) -> web.Response:
     """GET /tokenizer_info"""
     # Also while it waits for a shard that serves the model.
-    with let_in(request, 1) as ticket:
+    with admit_request(request, 1) as ticket:
         async with ticket.limit.scope():
             model = await request.app[ROUTER].models.get(request.query.get("model", ""))
     template = model.text.chat_template

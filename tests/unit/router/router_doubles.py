@@ -28,7 +28,7 @@ from tokenizers import (
     trainers,
 )
 
-from penstock_client.errors import NoShardAvailable, NotServed, PenstockError
+from penstock_client.errors import InvalidRequest, NoShardAvailable, NotServed, PenstockError
 from penstock_client.networks import Ip
 from penstock_client.stream import GenerationStream
 from penstock_client.types import (
@@ -265,10 +265,13 @@ class FakeFleet:
         return [(each.address, each.ready, each.leaving, id(each.info)) for each in self.shards]
 
     def info(self, model: str = "") -> ShardInfo:
-        for shard in self.shards:
-            if shard.ready and shard.info is not None:
-                return shard.info
-        raise NoShardAvailable("no shard is ready")
+        infos = [shard.info for shard in self.shards if shard.ready and shard.info is not None]
+        if not infos:
+            raise NoShardAvailable("no shard is ready")
+        for info in infos:
+            if model in ("", info.model):
+                return info
+        raise InvalidRequest(f"model {model!r} is not served", field="model", value=model)
 
     async def tokenizer_files(self, model: str = "", tokenizer_hash: str = "") -> dict[str, bytes]:
         return dict(self.files)

@@ -408,12 +408,12 @@ async def test_a_request_s_time_counts_from_its_arrival_and_ends_its_waiting(who
         assert isinstance(them.tasks["waits"].exception(), TimedOut)
 
 
-async def test_what_is_left_of_a_request_s_time_is_known() -> None:
-    doors = admission(1)
+async def test_the_end_of_a_request_s_time_is_known() -> None:
+    doors, loop = admission(1), asyncio.get_running_loop()
     with doors.enter("", 1, timeout_s=10.0, waited_s=4.0) as ticket:
-        assert 5.9 < (ticket.limit.left_s or 0) <= 6.0
+        assert 5.9 < (ticket.limit.at_s or 0) - loop.time() <= 6.0
     with doors.enter("", 1) as ticket:
-        assert ticket.limit.left_s is None
+        assert ticket.limit.at_s is None
 
 
 async def test_stopping_refuses_what_comes_and_ends_what_waits_and_runs_at_the_limit() -> None:

@@ -18,7 +18,7 @@ from penstock_router.conventions import Conventions, conventions_named, conventi
 from penstock_router.errors import BadRequest
 from penstock_router.job import make_job
 from penstock_router.models import ServedModel
-from penstock_router.prompts import Prepared, TextModel, is_short, prepare_prompts, rendered
+from penstock_router.prompts import Prepared, TextModel, is_short, prepare_prompts, render
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.text_messages import (
     HEADER,
@@ -106,25 +106,25 @@ def test_a_text_process_has_them_by_name() -> None:
 
 def test_a_template_that_takes_tools_is_given_them(tokenizer: Tokenizer) -> None:
     model = model_of(tokenizer, QWEN)
-    text = rendered(chat(**WITH_TOOLS), model)
+    text = render(chat(**WITH_TOOLS), model)
     assert f"<tools>\n{json.dumps(ADD.shown)}\n</tools>" in text
-    assert rendered(chat(**WITH_TOOLS | {"tool_choice": ToolChoice("none")}), model) == rendered(
+    assert render(chat(**WITH_TOOLS | {"tool_choice": ToolChoice("none")}), model) == render(
         chat(), model
     )
 
 
 def test_where_a_template_takes_none_a_system_message_tells_of_them(tokenizer: Tokenizer) -> None:
     model = model_of(tokenizer, CHATML)
-    text = rendered(chat(**WITH_TOOLS), model)
+    text = render(chat(**WITH_TOOLS), model)
     begin = "<|im_start|>system\nYou can call these functions."
     assert text.startswith(begin)
     assert '"name": "add", "description": "Adds."' in text
-    assert text.endswith(rendered(chat(), model))
+    assert text.endswith(render(chat(), model))
     system = {"role": "system", "content": "Be brief."}
-    text = rendered(chat(messages=[system, USER], **WITH_TOOLS), model)
+    text = render(chat(messages=[system, USER], **WITH_TOOLS), model)
     assert text.startswith("<|im_start|>system\nBe brief.\n\nYou can call these functions.")
     assert text.count("<|im_start|>system") == 1
-    assert rendered(chat(**WITH_TOOLS | {"tool_choice": ToolChoice("none")}), model) == rendered(
+    assert render(chat(**WITH_TOOLS | {"tool_choice": ToolChoice("none")}), model) == render(
         chat(), model
     )
 
@@ -160,19 +160,19 @@ def test_a_template_that_knows_no_tools_is_told_of_calls_and_results_in_words(
     ]
     for source in (CHATML, TEMPLATES["gemma"], TEMPLATES["phi"]):
         model = model_of(tokenizer, source)
-        assert rendered(chat(messages=asked), model) == rendered(chat(messages=told), model)
+        assert render(chat(messages=asked), model) == render(chat(messages=told), model)
     knows = (
         CHATML + "{% if messages[1].tool_calls %}{{ messages[1].tool_calls | length }}{% endif %}"
     )
-    assert rendered(chat(messages=asked), model_of(tokenizer, knows)).endswith("2")
+    assert render(chat(messages=asked), model_of(tokenizer, knows)).endswith("2")
 
 
 def test_of_two_templates_the_one_for_tools_is_used_where_there_are_some(
     tokenizer: Tokenizer,
 ) -> None:
     model = model_of(tokenizer, CHATML, "tools: {{ tools | length }}")
-    assert rendered(chat(**WITH_TOOLS), model) == "tools: 1"
-    assert rendered(chat(), model).startswith("<|im_start|>user")
+    assert render(chat(**WITH_TOOLS), model) == "tools: 1"
+    assert render(chat(), model).startswith("<|im_start|>user")
 
 
 def test_a_request_with_long_tools_is_not_short() -> None:
@@ -239,7 +239,7 @@ def _values(constraint: Constraint | None) -> object:
 async def sent(text: TextModel, **fields: Any) -> Any:
     model = ServedModel(INFO, text)
     asked = chat(**fields)
-    job = await make_job(asked, model, prepare_prompts(asked, text))
+    job = await make_job(asked, model, prepare_prompts(asked, text), drawn_seed=1)
     assert all(request.constraint == job.requests[0].constraint for request in job.requests)
     return job
 

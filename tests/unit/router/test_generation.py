@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -25,7 +25,7 @@ from penstock_router.detokenizer import ByteDetokenizer
 from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable
 from penstock_router.exposition import Exposition
 from penstock_router.generation import Generation, _num_ids
-from penstock_router.job import Job, choice_seed, make_job
+from penstock_router.job import Job, choice_seed, make_job, sequence_seed
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.prompts import is_small, prepare_prompts
@@ -50,7 +50,7 @@ def record() -> RequestRecord:
 
 async def job_of(models: Models, **fields: object) -> Job:
     request, model = parse_completion({"prompt": "fox", **fields}), await models.get("")
-    return await make_job(request, model, prepare_prompts(request, model.text))
+    return await make_job(request, model, prepare_prompts(request, model.text), drawn_seed=3)
 
 
 class _Ready(Deltas):
@@ -105,6 +105,17 @@ def test_the_seeds_of_choices_never_change() -> None:
     assert choice_seed(7, 2) == 0x3E839419DA5EB9E3
     assert choice_seed(-1, 0) == 2**64 - 1
     assert len({choice_seed(seed, choice) for seed in range(50) for choice in range(50)}) == 2500
+
+
+def test_a_seed_that_is_given_is_every_prompt_s_and_one_that_is_drawn_none_s_but_the_first() -> (
+    None
+):
+    for choice in range(3):
+        assert sequence_seed(7, 9, 0, choice) == sequence_seed(7, 9, 1, choice)
+        assert sequence_seed(7, 9, 1, choice) == choice_seed(7, choice)
+        assert sequence_seed(None, 9, 0, choice) == choice_seed(9, choice)
+    places = [(prompt, choice) for prompt in range(50) for choice in range(50)]
+    assert len({sequence_seed(None, 9, *place) for place in places}) == 2500
 
 
 async def test_leaving_early_aborts_exactly_what_is_unfinished(
@@ -303,6 +314,16 @@ async def test_an_adapter_that_is_unloaded_while_a_request_runs_is_an_unknown_mo
         await answered()
 
 
+async def test_a_model_whose_last_shard_leaves_before_its_request_is_submitted_is_away(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models)
+    fleet.refusal = InvalidRequest("model 'x' is not served; served: y", field="model")
+    fleet.accepts = 0
+    with pytest.raises(Unavailable, match="no shard serves fake-model at present"):
+        await Generation(job, fleet, Metrics(), record()).__aenter__()
+
+
 async def test_texts_of_a_replaced_tokenizer_are_dropped(fleet: FakeFleet, models: Models) -> None:
     await models.get("")
     fleet.shards[0].info = replace(INFO, tokenizer_hash="new")
@@ -448,6 +469,40 @@ async def test_who_is_told_of_deltas_needs_no_task_for_each(
         feeder = fleet.running["r1"]
         await for_each(generation, lambda delta: callers.add(asyncio.current_task()))
     assert callers == {feeder}
+
+
+async def test_deltas_gather_while_the_use_of_one_is_waited_for(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models, max_tokens=30, stream=True)
+    begun: list[int] = []
+    done: list[int] = []
+
+    def use(delta: Delta) -> Callable[[], Awaitable[None]]:
+        begun.append(len(delta.token_ids))
+        return wait
+
+    async def wait() -> None:
+        await until_over(fleet)
+        done.append(begun[-1])
+        assert done == begun
+
+    async with Generation(job, fleet, Metrics(), record()) as generation:
+        await for_each(generation, use)
+    assert done == [1, 29]
+
+
+async def test_what_fails_while_a_delta_s_use_is_waited_for_ends_the_taking(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models, max_tokens=30, stream=True)
+
+    async def fail() -> None:
+        raise RuntimeError("cannot send it")
+
+    async with Generation(job, fleet, Metrics(), record()) as generation:
+        with pytest.raises(RuntimeError, match="cannot send it"):
+            await for_each(generation, lambda delta: fail)
 
 
 async def test_what_fails_where_deltas_are_used_ends_nobody_elses(

@@ -193,8 +193,7 @@ async def outcome(bodies: Bodies, kind: str, data: bytes, earlier: bytes = b"") 
         made = await body.work(model, earlier)
         asked = body.asked.without_text()
         if isinstance(made, Prepared) and body.kind.api is not None:
-            # Seeds are drawn where none was given.
-            job = await make_job(dataclasses.replace(asked, drawn_seed=1), model, made)
+            job = await make_job(asked, model, made, drawn_seed=1)
             return body.kind.name, body.digest, plain(asked), plain(job)
         return body.kind.name, body.digest, plain(asked), plain(made)
     except ApiError as error:
@@ -396,7 +395,7 @@ async def test_what_a_job_is_made_of_does_not_depend_on_where_its_text_was_worke
     model, ids = await models.get(""), [5, 6, 499]
     request = parse_completion({"prompt": ids})
     here, there = [
-        await make_job(request, model, Prepared((Prompt(given), Prompt([7]))))
+        await make_job(request, model, Prepared((Prompt(given), Prompt([7]))), drawn_seed=1)
         for given in (ids, array("I", ids))
     ]
     info = model.info

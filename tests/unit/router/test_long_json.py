@@ -10,7 +10,7 @@ import pytest
 from support.budget import budget, seeded
 
 from penstock_router import long_json
-from penstock_router.long_json import PIECE_BYTES, encoded, json_pieces, sliced
+from penstock_router.long_json import PIECE_BYTES, cut, encode, json_pieces
 
 CHARACTERS = 'abc "\\/\n\x00\x7fäß€漢字🦊'
 
@@ -38,7 +38,7 @@ def test_a_value_in_pieces_is_what_msgspec_makes_of_it(monkeypatch: pytest.Monke
     rng = seeded("long json")
     for _ in range(budget(60, 20_000)):
         value = random_value(rng)
-        assert encoded(value) == msgspec.json.encode(value)
+        assert encode(value) == msgspec.json.encode(value)
 
 
 def test_no_piece_of_something_long_is_long() -> None:
@@ -53,4 +53,4 @@ def test_no_piece_of_something_long_is_long() -> None:
     assert max(map(len, json_pieces(value))) < 4 * PIECE_BYTES
     assert b"".join(json_pieces(value)) == msgspec.json.encode(value)
     data = bytes(3 * PIECE_BYTES + 1)
-    assert [len(piece) for piece in sliced(memoryview(data))] == [PIECE_BYTES] * 3 + [1]
+    assert [len(piece) for piece in cut(memoryview(data))] == [PIECE_BYTES] * 3 + [1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,13 +24,14 @@ from unit.router.router_doubles import (
 from penstock_client.types import FinishReason, GenerationRequest, Output
 from penstock_router.choice import Choice, Delta, Gathered
 from penstock_router.conventions import Conventions
-from penstock_router.job import Delivered, Job
+from penstock_router.delivered import BEGINNING, Delivered, Progress, ResumePoint, skip_delivered
+from penstock_router.deltas import Deltas, Usage
+from penstock_router.job import Job
 from penstock_router.models import ServedModel
 from penstock_router.pieces import PieceKind
 from penstock_router.prompts import Prepared, Prompt, TextModel
 from penstock_router.reasoning import STYLES
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
-from penstock_router.resumption import Progress
 from penstock_router.routes.base import ROUTER
 from penstock_router.tokenizer import load_tokenizer
 from penstock_router.tool_calls.hermes import HermesFormat
@@ -74,7 +75,6 @@ def with_conventions(model: ServedModel, **fields: Any) -> ServedModel:
 def choice_of(
     model: ServedModel,
     begun: bool = False,
-    delivered: Delivered | None = None,
     prompt: Prompt | None = None,
     **options: Any,
 ) -> Choice:
@@ -82,8 +82,7 @@ def choice_of(
     asked = ChatRequest(messages=[], **options)
     request = GenerationRequest(prompt_token_ids=prompt.token_ids)
     prepared = Prepared((prompt,), reasoning_begun=begun)
-    known = () if delivered is None else (delivered,)
-    return Choice(Job(model, asked, prepared, (request,), known), 0)
+    return Choice(Job(model, asked, prepared, (request,)), 0)
 
 
 def outputs_of(ids: Sequence[int], bundle: int, reason: FinishReason) -> Iterator[Output]:
@@ -340,8 +339,36 @@ def test_no_tokens_are_counted_where_no_style_is_in_force(
 # ---- Taken up again ----------------------------------------------------------------------------
 
 
+class _Listed(Deltas):
+    """Deltas that are there already."""
+
+    def __init__(self, deltas: Sequence[Delta]) -> None:
+        self._left = list(deltas)
+
+    @property
+    def ended(self) -> bool:
+        return not self._left
+
+    def take(self) -> Delta | None:
+        return self._left.pop(0) if self._left else None
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """There is nothing to wait for."""
+
+
+async def rest_of(deltas: Sequence[Delta], *delivered: Delivered) -> list[Delta]:
+    """What is left, with the usage checked against it."""
+    usage = Usage(0, sum(known.tokens for known in delivered))
+    usage.completion_tokens += sum(len(delta.token_ids) for delta in deltas)
+    rest = skip_delivered(_Listed(deltas), ResumePoint(delivered), usage)
+    left = [delta async for delta in rest]
+    known = sum(known.tokens for known in delivered)
+    assert usage.completion_tokens == known + sum(len(delta.token_ids) for delta in left)
+    return left
+
+
 @pytest.mark.parametrize("options", [{}, {"include_reasoning": False}, {"stop": ("nothing",)}])
-def test_an_answer_that_is_taken_up_again_goes_on_where_it_was(
+async def test_an_answer_that_is_taken_up_again_goes_on_where_it_was(
     tokenizer: Tokenizer, model: ServedModel, options: dict[str, Any]
 ) -> None:
     rng = seeded("taken up again")
@@ -351,24 +378,26 @@ def test_an_answer_that_is_taken_up_again_goes_on_where_it_was(
     for _ in range(budget(60, 3000)):
         first = deltas_of(choice_of(model, **CALLS, **options), ids, rng.randrange(1, 6))
         cut = rng.randrange(len(first))
-        progress = Progress.of((), 1)
+        progress = Progress(BEGINNING, 1)
         for delta in first[:cut]:
             progress.add(delta)
         [delivered] = [Delivered(*choice) for choice in progress.choices]
-        again = choice_of(model, delivered=delivered, **CALLS, **options)
-        total = whole([*first[:cut], *deltas_of(again, ids, rng.randrange(1, 9))])
+        again = deltas_of(choice_of(model, **CALLS, **options), ids, rng.randrange(1, 9))
+        rest = await rest_of(again, delivered)
+        assert list(rest[0].known_token_ids) == ids[: delivered.tokens]
+        total = whole([*first[:cut], *rest])
         assert shown(total) == shown(complete), (cut, delivered)
         assert total.token_ids == ids
         assert total.finish_reason == "tool_calls"
 
 
-def test_the_name_of_a_call_is_never_shown_in_part(
+async def test_the_name_of_a_call_is_never_shown_in_part(
     tokenizer: Tokenizer, model: ServedModel
 ) -> None:
     ids = encoded(tokenizer, CALL)
     for characters in (1, 2):
-        choice = choice_of(model, delivered=Delivered(1, characters), **CALLS)
-        assert shown(whole(deltas_of(choice, ids)))[0] == ("call", "add", 0)
+        rest = await rest_of(deltas_of(choice_of(model, **CALLS), ids), Delivered(1, characters))
+        assert shown(whole(rest))[0] == ("call", "add", 0)
 
 
 # ---- Of a whole request ------------------------------------------------------------------------

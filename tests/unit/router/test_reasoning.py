@@ -8,7 +8,7 @@ import pytest
 from support.budget import budget, seeded
 from unit.router.chat_template_styles import STYLES as TEMPLATES
 
-from penstock_router.pieces import Piece, PieceKind, joined
+from penstock_router.pieces import Piece, PieceKind, join_pieces
 from penstock_router.reasoning import (
     STYLES,
     ReasoningSplitter,
@@ -31,7 +31,7 @@ def split(
 
 
 def shown(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    return [(_KINDS[piece.kind], piece.text) for piece in joined(pieces)]
+    return [(_KINDS[piece.kind], piece.text) for piece in join_pieces(pieces)]
 
 
 ANSWERS = [

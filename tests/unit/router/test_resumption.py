@@ -26,7 +26,8 @@ from penstock_client.stream import GenerationStream
 from penstock_client.types import GenerationRequest
 from penstock_router import resumption
 from penstock_router.choice import Delta
-from penstock_router.deltas import Deltas
+from penstock_router.delivered import BEGINNING, Delivered, ResumePoint
+from penstock_router.deltas import Deltas, Usage
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.resumption import (
     MAX_SEQUENCES,
@@ -40,9 +41,9 @@ from penstock_router.resumption import (
     body_digest,
 )
 from penstock_router.routes.base import ROUTER
-from penstock_router.routes.resume import _put_events
+from penstock_router.routes.resume import EventMaker
 from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
-from penstock_router.sse import _Sender
+from penstock_router.sse import send_each
 from penstock_router.threads import Threads
 
 CURSOR = Cursor(b"digest", "me", 1234, 2**64 - 1, "numerics", ((3, 14, False), (0, 0, True)))
@@ -84,6 +85,12 @@ def test_no_bit_of_an_id_can_be_changed_and_no_other_key_reads_it() -> None:
 def test_the_digest_of_a_body_does_not_depend_on_the_order_of_its_fields() -> None:
     assert body_digest({"a": 1, "b": [2]}) == body_digest({"b": [2], "a": 1})
     assert body_digest({"a": 1}) != body_digest({"a": 2})
+
+
+def test_a_choice_of_which_only_counts_are_known_has_not_begun() -> None:
+    point = ResumePoint((Delivered(cached_tokens=3), Delivered(1), Delivered(finished=True)))
+    assert point.begun == {1, 2}
+    assert BEGINNING.begun == set()
 
 
 async def test_whoever_joins_a_live_stream_gets_what_it_lacks_and_the_rest() -> None:
@@ -185,11 +192,12 @@ class _ManyAtOnce(Deltas):
     """A token of each of many choices, all there already."""
 
     numerics = "n"
+    point, usage = BEGINNING, Usage(1)
     counts = ((None, None),) * MAX_SEQUENCES
 
     def __init__(self) -> None:
         options = SimpleNamespace(stream_interval=1)
-        self.job = SimpleNamespace(delivered=(), requests=range(MAX_SEQUENCES), options=options)
+        self.job = SimpleNamespace(requests=range(MAX_SEQUENCES), options=options)
         self._left = list(range(MAX_SEQUENCES))
 
     @property
@@ -212,7 +220,7 @@ class _Quick:
         self.frames: list[bytes] = []
         self.send_now = self.frames.append
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         return
 
 
@@ -226,9 +234,9 @@ async def test_others_run_while_many_choices_gain_something_at_once(resumable: b
         threads = Threads(executor, 1)
         async with _Turns() as turns:
             if resumable:
-                await _put_events(live, generation, shape, START, threads)
+                await EventMaker(live, generation, shape, START, threads).run()
             else:
-                await _Sender(events, generation, shape, threads).run()
+                await send_each(events, generation, shape, threads)
     assert len(events.frames) == MAX_SEQUENCES
     assert turns.count >= 5
 

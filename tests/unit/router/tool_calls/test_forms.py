@@ -15,7 +15,7 @@ from support.budget import budget, seeded
 
 from penstock_router.errors import BadRequest
 from penstock_router.fields import JsonObject
-from penstock_router.pieces import PieceKind, content_of, joined
+from penstock_router.pieces import PieceKind, content_of, join_pieces
 from penstock_router.request import Tool
 from penstock_router.tool_calls.choose import FORMATS
 from penstock_shard.constraints.languages import grammar_of
@@ -97,7 +97,7 @@ def drawn(rng: random.Random, text: str, limit: int) -> str | None:
 def calls_of(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The content, and the calls."""
     parser = FORMATS[name].parser([tool.name for tool in TOOLS])
-    pieces = joined([*parser.feed(text), *parser.flush()])
+    pieces = join_pieces([*parser.feed(text), *parser.flush()])
     names = [piece.text for piece in pieces if piece.kind is PieceKind.CALL]
     arguments = [piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS]
     return content_of(pieces), list(zip(names, map(json.loads, arguments), strict=True))

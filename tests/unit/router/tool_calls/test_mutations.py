@@ -17,7 +17,7 @@ import pytest
 from support.budget import budget, seeded
 from support.recorded_tool_calls import RECORDED, TOOLS
 
-from penstock_router.pieces import Piece, PieceKind, content_of, joined
+from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
 from penstock_router.tool_calls.base import SPACE, CallReader
 from penstock_router.tool_calls.choose import FORMATS
 from penstock_router.tool_calls.json_scanner import JsonScanner
@@ -93,7 +93,7 @@ class Ledger:
         self.at += len(text)
 
     def read(self) -> list[Piece]:
-        return joined([*self._reader.feed(self._text), *self._reader.flush()])
+        return join_pieces([*self._reader.feed(self._text), *self._reader.flush()])
 
 
 def check(pieces: list[Piece], text: str) -> None:
@@ -118,7 +118,7 @@ def in_parts(family: str, parts: list[str]) -> list[Piece]:
     pieces = []
     for part in parts:
         pieces += parser.feed(part)
-    return joined([*pieces, *parser.flush()])
+    return join_pieces([*pieces, *parser.flush()])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

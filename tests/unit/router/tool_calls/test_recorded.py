@@ -9,7 +9,7 @@ import pytest
 from support.budget import budget, seeded
 from support.recorded_tool_calls import RECORDED, TOOLS, Recorded
 
-from penstock_router.pieces import Piece, PieceKind, content_of, joined
+from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
 from penstock_router.tool_calls.choose import FORMATS
 
 each_record = pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def pieces_of(family: str, parts: list[str]) -> list[Piece]:
     pieces = []
     for part in parts:
         pieces += parser.feed(part)
-    return joined([*pieces, *parser.flush()])
+    return join_pieces([*pieces, *parser.flush()])
 
 
 def calls_of(pieces: list[Piece]) -> list[tuple[str, str]]:
@@ -83,7 +83,7 @@ def test_every_family_has_a_dozen_records() -> None:
 
 def shown_early(family: str, text: str) -> list[Piece]:
     """What is shown of a text while more may follow."""
-    return joined(FORMATS[family].parser(TOOLS).feed(text))
+    return join_pieces(FORMATS[family].parser(TOOLS).feed(text))
 
 
 @pytest.mark.parametrize(
