@@ -6,7 +6,7 @@ Flags that mean the same as vLLM's have the same names, so that users' habits ca
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import fields
 
 from penstock_proto.flags import (
@@ -25,7 +25,7 @@ from penstock_shard.parallel_flags import add_parallel_flags, check_parallel_fla
 _MOST_DRAFTS = 64
 
 
-def parse_config(argv: Sequence[str]) -> ShardConfig:
+def parse_config(argv: abc.Sequence[str]) -> ShardConfig:
     """Parse the command line of a shard; exits with status 2 and one line on a bad value."""
     parser = build_parser()
     args = parser.parse_args(argv)

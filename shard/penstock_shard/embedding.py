@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import abc
 
 from penstock_shard.codes import Code
 from penstock_shard.engine_supervisor import EngineSupervisor
@@ -12,7 +12,7 @@ from penstock_shard.request import Request
 from penstock_shard.validation import Refusal
 
 
-async def embed(engine: EngineSupervisor, requests: Sequence[Request]) -> list[bytes]:
+async def embed(engine: EngineSupervisor, requests: abc.Sequence[Request]) -> list[bytes]:
     """The vectors of these requests, in their order. Cancellation aborts those that are live.
 
     Raises:

@@ -10,7 +10,8 @@ unknowns and a good start a few sweeps suffice).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock_shard.rows import Row
@@ -126,7 +127,7 @@ class StepTime:
             return int(min(2 * seconds / (per_token + root), _MOST_TOKENS))
         return int(min(seconds / per_token, _MOST_TOKENS)) if per_token > 0 else _MOST_TOKENS
 
-    def _dot(self, features: Sequence[float]) -> float:
+    def _dot(self, features: abc.Sequence[float]) -> float:
         fixed, decode, prompt_token, keys = self._seconds
         one, num_decodes, num_prompt_tokens, num_keys = features
         return (

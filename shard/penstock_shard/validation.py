@@ -6,7 +6,8 @@ Pure: an incoming request, `RunnerInfo` and configuration in, a `Request` or a `
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,7 +110,7 @@ class IncomingRequest:
     frequency_penalty: float | None = None
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: Sequence[TokenIds] = ()
+    bad_words: abc.Sequence[TokenIds] = ()
     allowed_token_ids: TokenIds = field(default_factory=_no_ids)
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -195,7 +196,7 @@ class IncomingEmbedding:
     """An EmbedRequest as it came: None where a field was absent."""
 
     request_id: str
-    inputs: Sequence[TokenIds]
+    inputs: abc.Sequence[TokenIds]
     pooling: Pooling | None = None
     dimensions: int | None = None
     normalize: bool = False
@@ -279,7 +280,7 @@ def _check_features(incoming: IncomingRequest, capabilities: frozenset[str]) -> 
             )
 
 
-def check_adapter(name: str, content_hash: str, loaded: Sequence[Adapter]) -> str:
+def check_adapter(name: str, content_hash: str, loaded: abc.Sequence[Adapter]) -> str:
     """The content hash of the loaded adapter `name`; "" for the name "".
 
     Raises `Refusal` if it is not loaded, or if its content is not `content_hash` ("" allows any).
@@ -380,10 +381,10 @@ def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> frozense
 
 
 def _check_something_is_left(
-    incoming: IncomingRequest, stop_token_ids: Sequence[int], vocab_size: int
+    incoming: IncomingRequest, stop_token_ids: abc.Sequence[int], vocab_size: int
 ) -> None:
     """Refuse a request whose bans leave none of its allowed ids at its next position."""
-    allowed: Sequence[int] = incoming.allowed_token_ids.tolist() or range(vocab_size)
+    allowed: abc.Sequence[int] = incoming.allowed_token_ids.tolist() or range(vocab_size)
     never = {int(word[0]) for word in incoming.bad_words if word.size == 1}
     if incoming.output.size < incoming.min_tokens:
         never.update(stop_token_ids)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +56,7 @@ class Compiler:
         self,
         tokenizer_json: bytes,
         vocab_size: int,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: abc.Sequence[int],
         limits: ConstraintLimits,
     ) -> None:
         """Takes up to a second with a large vocabulary."""
@@ -130,7 +129,7 @@ class Compiler:
                 oldest, _ = self._kept.popitem(last=False)
                 self._kept_bytes -= _size(oldest)
 
-    def _made(self, raw: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    def _made(self, raw: bytes, vocab_size: int, eos_token_ids: abc.Sequence[int]) -> LLTokenizer:
         try:
             tokenizer = json.loads(raw)
             self.special_tokens = _marks_apart(tokenizer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 # A schema is a dict or a bool; its values are any JSON.
@@ -66,7 +67,7 @@ def at(index: int, schema: Schema) -> Schema:
     return {"type": "array", "prefixItems": [True] * index + [schema], "minItems": index + 1}
 
 
-def without(names: Sequence[str]) -> Schema:
+def without(names: abc.Sequence[str]) -> Schema:
     return {"properties": dict.fromkeys(names, False)}
 
 

@@ -8,7 +8,7 @@ import torch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,14 +53,14 @@ class Batch:
     is given to another sequence (`admitted`) only after every step with a row of it was collected.
     """
 
-    slots: Sequence[int] = ()
-    starts: Sequence[int] = ()
-    counts: Sequence[int] = ()
-    samples: Sequence[bool] = ()
-    scored: Sequence[int] = ()
-    drafts: Sequence[Sequence[int]] = ()
-    new_blocks: Sequence[Sequence[int]] = ()
-    admitted: Sequence[Admission] = ()
+    slots: abc.Sequence[int] = ()
+    starts: abc.Sequence[int] = ()
+    counts: abc.Sequence[int] = ()
+    samples: abc.Sequence[bool] = ()
+    scored: abc.Sequence[int] = ()
+    drafts: abc.Sequence[abc.Sequence[int]] = ()
+    new_blocks: abc.Sequence[abc.Sequence[int]] = ()
+    admitted: abc.Sequence[Admission] = ()
 
     @property
     def num_rows(self) -> int:
@@ -146,7 +146,7 @@ class RowResult:
     is_callers: bool = False
     # The prompt's pooled final hidden states, neither cut nor normalized: float32, little-endian.
     embedding: bytes | None = None
-    more_token_ids: Sequence[int] = ()
+    more_token_ids: abc.Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class RunnerInfo:
     kv_dtype: str
     device: str
     attention_backend: str
-    # Sequence features this runner honours; see `penstock_shard.validation`.
+    # What requests may ask of this runner; see `penstock_shard.validation`.
     capabilities: frozenset[str]
     # Set if "embed" is among the capabilities.
     embedding: EmbeddingDefaults | None = None
@@ -252,7 +252,7 @@ class Runner(Protocol):
     def launch(self, batch: Batch) -> None:
         """Start a step. Returns before the step is over where the runner can."""
 
-    def collect(self) -> Sequence[RowResult]:
+    def collect(self) -> abc.Sequence[RowResult]:
         """Wait for the oldest launched step; one result a row, in the batch's order.
 
         Raises:

@@ -8,7 +8,8 @@ threads, and with any width of the window (the most likely tokens that are sorte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -85,7 +86,7 @@ class Rows:
     def has_floor(self) -> bool:
         return bool((self.columns.min_p > 0).any())
 
-    def index(self, rows: Sequence[int]) -> Tensor:
+    def index(self, rows: abc.Sequence[int]) -> Tensor:
         """Numbers of rows as int64, on the device."""
         return to_device(np.array(rows, dtype=np.int64), self.scaled.device)
 
@@ -156,7 +157,7 @@ def pick(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
     return place.clamp_(max=cumulative.shape[1] - 1)
 
 
-def most_likely(rows: Rows, chosen: Sequence[int]) -> Iterator[Kept]:
+def most_likely(rows: Rows, chosen: abc.Sequence[int]) -> Iterator[Kept]:
     """What top-k, then top-p (of what top-k left), then min-p keep in the chosen rows."""
     # A row with top-k starts with a window that holds all of it.
     first = {i: int(rows.columns.top_k[i]) for i in chosen}
@@ -201,7 +202,7 @@ def widen(
     keys: Tensor,
     first: dict[int, int],
     keep: Keep,
-    to_index: Callable[[Sequence[int]], Tensor],
+    to_index: Callable[[abc.Sequence[int]], Tensor],
 ) -> Iterator[Kept]:
     """What `keep` keeps of each row of keys [N, V], largest key first.
 
@@ -209,7 +210,7 @@ def widen(
     known: it is tried on the first window, then, where that is too small, on all.
     """
 
-    def kept(rows: Sequence[int], window: int) -> tuple[Kept, Tensor]:
+    def kept(rows: abc.Sequence[int], window: int) -> tuple[Kept, Tensor]:
         index = to_index(rows)
         return keep(index, ordered_topk(keys if len(rows) == len(keys) else keys[index], window))
 

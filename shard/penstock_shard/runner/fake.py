@@ -16,8 +16,8 @@ import os
 import struct
 import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -103,7 +103,7 @@ class FakeRunner:
     def __init__(
         self,
         info: RunnerInfo,
-        ordinary_ids: Sequence[int],
+        ordinary_ids: abc.Sequence[int],
         *,
         step_s: float,
         eos_rate: float = 0.0,
@@ -185,7 +185,9 @@ class FakeRunner:
             self._sample_after(sequence, batch.drafts[row], result)
         return result
 
-    def _sample_after(self, sequence: _Sequence, drafts: Sequence[int], result: RowResult) -> None:
+    def _sample_after(
+        self, sequence: _Sequence, drafts: abc.Sequence[int], result: RowResult
+    ) -> None:
         """Sample a token after each draft, as long as the sampled tokens equal the drafts."""
         more, token_id = list[int](), result.token_id
         for drafted in drafts:
@@ -263,7 +265,7 @@ class FakeRunner:
         constraint: ConstraintState,
         draw: bytes,
         banned: set[int],
-        only: Sequence[int],
+        only: abc.Sequence[int],
     ) -> int | None:
         """A token that the constraint allows, and among `only` if that is not empty. Ends the
         sequence at the usual rate, or if nothing else is allowed.
@@ -316,7 +318,7 @@ class FakeRunner:
             columns.top_logprobs.append(chosen - 0.25 * rank)
 
     def _add_requested(
-        self, columns: Logprobs, draw: bytes, token_id: int, requested: Sequence[int]
+        self, columns: Logprobs, draw: bytes, token_id: int, requested: abc.Sequence[int]
     ) -> None:
         """What `_add_logprobs` would give these ids, were its list long enough."""
         chosen_place = self._place(draw, token_id)

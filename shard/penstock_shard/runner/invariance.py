@@ -10,7 +10,8 @@ Knows the ways to cut a sequence. Knows nothing of how the model computes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -92,13 +93,13 @@ class _Watched:
         """Compute the sequence whole, and take its logits as the expected ones."""
         _, self._expected = self._run([self._piece(0, self._length)])
 
-    def is_as_expected(self, rows: Sequence[Row]) -> bool:
+    def is_as_expected(self, rows: abc.Sequence[Row]) -> bool:
         """Compute the rows; whether their compared tokens' logits have the expected bits."""
         positions, logits = self._run(rows)
         expected = self._expected[[self._index[position] for position in positions]]
         return torch.equal(_bits(logits), _bits(expected))
 
-    def _run(self, rows: Sequence[Row]) -> tuple[list[int], Tensor]:
+    def _run(self, rows: abc.Sequence[Row]) -> tuple[list[int], Tensor]:
         """Positions of the compared tokens in the rows, and their logits [n, V]."""
         positions, wanted, first = [], [], 0
         for sequence, start, count in rows:
@@ -124,7 +125,7 @@ class _Watched:
     def _piece(self, start: int, end: int) -> Row:
         return (self._sequence, start, end - start)
 
-    def _cut(self, starts: Sequence[int]) -> _Way:
+    def _cut(self, starts: abc.Sequence[int]) -> _Way:
         """The sequence in pieces that start at 0 and at these ascending positions."""
         bounds = [0, *(start for start in starts if start < self._length), self._length]
         return [[self._piece(*piece)] for piece in itertools.pairwise(bounds)]

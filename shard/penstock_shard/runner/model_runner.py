@@ -6,8 +6,8 @@ how the model was loaded.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +26,7 @@ from penstock_shard.runner.outputs.base import PendingOutput, RowOutput
 from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows
 from penstock_shard.runner.slots import Slots
 
-MakeOutputs = Callable[[Slots, Sampler], Sequence[RowOutput]]
+MakeOutputs = Callable[[Slots, Sampler], abc.Sequence[RowOutput]]
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Pass:
     logits: Tensor | None = None
     enqueued: Enqueued | None = None
     # What rows give besides sampled tokens.
-    outputs: Sequence[PendingOutput] = ()
+    outputs: abc.Sequence[PendingOutput] = ()
 
     @property
     def must_be_sampled(self) -> bool:
@@ -118,7 +118,7 @@ class ModelRunner:
         # Only now: a launch that raises leaves nothing to collect.
         self._launched.append(step)
 
-    def collect(self) -> Sequence[RowResult]:
+    def collect(self) -> abc.Sequence[RowResult]:
         step = self._launched[0]
         self._finish(step)
         self._launched.popleft()
@@ -264,7 +264,7 @@ class ModelRunner:
                     results[index] = result
 
 
-def _finish_all(outputs: Sequence[PendingOutput], results: list[RowResult]) -> None:
+def _finish_all(outputs: abc.Sequence[PendingOutput], results: list[RowResult]) -> None:
     for output in outputs:
         output.finish(results)
 

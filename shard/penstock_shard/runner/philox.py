@@ -7,7 +7,7 @@ restart. Knows nothing of tokens; numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import TypeAlias
 
 import numpy as np
@@ -24,7 +24,7 @@ Words = NDArray[np.uint64]
 Numbers: TypeAlias = NDArray[np.uint64] | NDArray[np.int64]
 
 
-def philox4x32(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, ...]:
+def philox4x32(counter: abc.Sequence[Words], key: abc.Sequence[Words]) -> tuple[Words, ...]:
     """Four words [n] of counter and two of key, each below 2**32 -> four random words [n]."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -43,7 +43,7 @@ def philox4x32(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, .
 
 
 def uniforms(
-    seeds: Sequence[int] | Numbers, positions: Sequence[int] | Numbers
+    seeds: abc.Sequence[int] | Numbers, positions: abc.Sequence[int] | Numbers
 ) -> NDArray[np.float64]:
     """One number in [0, 1) with 53 random bits for each (seed, position); both below 2**64.
 
