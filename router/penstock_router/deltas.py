@@ -113,8 +113,23 @@ class _Bundled(Wrapped):
         self._interval = interval
         # For each choice that has begun: what is held back.
         self._held: dict[int, Gathered | None] = {}
+        # What ended the source; it is raised once nothing is held back.
+        self._error: Exception | None = None
 
     def take(self) -> Delta | None:
+        if self._error is None:
+            try:
+                return self._take()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is raised below
+                self._error = error
+        for index, held in self._held.items():
+            if held is not None:
+                self._held[index] = None
+                return held.whole()
+        failure, self._error = self._error, None
+        raise failure
+
+    def _take(self) -> Delta | None:
         while (delta := self._source.take()) is not None:
             begins = delta.index not in self._held
             held = self._held.get(delta.index)

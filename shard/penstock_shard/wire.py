@@ -10,6 +10,7 @@ from itertools import chain, repeat
 from typing import Any, Final
 
 import grpc
+import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
@@ -215,7 +216,9 @@ def _is_one_token(output: Output) -> bool:
 
 
 def _pieces(output: Output) -> Iterator[Output]:
-    """The output in pieces of bounded size; the last has its finish or error."""
+    """The output in pieces of bounded size; the last has its finish or error. What an error was
+    merged with goes before it, as a reader of an error looks at nothing else.
+    """
     scores, prompt_scores = output.logprobs, output.prompt_logprobs
     while prompt_scores is not None and len(prompt_scores.chosen) > (rows := _rows(prompt_scores)):
         head = Output(output.request_id, output.attempt, output.first_position, [])
@@ -239,6 +242,10 @@ def _pieces(output: Output) -> Iterator[Output]:
         yield head
         output.token_ids = output.token_ids[rows:]
         output.first_position += rows
+    if output.error is not None and (output.token_ids or prompt_scores is not None):
+        yield msgspec.structs.replace(output, error=None)
+        position = output.first_position + len(output.token_ids)
+        output = Output(output.request_id, output.attempt, position, [], error=output.error)
     yield output
 
 

@@ -39,6 +39,7 @@ from penstock_shard.runner.base import Admission
 from penstock_shard.runner.block_count import KVShape, choose_num_blocks
 from penstock_shard.runner.create import create_runner
 from penstock_shard.runner.host_memory import extra_host_bytes
+from penstock_shard.runner.logits.shaping import LogitsShaping
 from penstock_shard.runner.prepare_memory import MemoryPreparation
 from penstock_shard.runner.sampler import SampleRows
 from penstock_shard.runner.trial import TrialSequence
@@ -322,7 +323,7 @@ def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
     drawn = list[SamplingParams]()
 
     class Draws:
-        def __init__(self) -> None:
+        def __init__(self, shaping: LogitsShaping) -> None:
             self._sampling: dict[int, SamplingParams] = {}
 
         def admit(self, admission: Admission) -> None:

@@ -223,7 +223,11 @@ _COMMON = (
     ),
     Field("include_stop_str_in_output", BOOLEAN, "Keep the stop string in the text."),
     Field("ignore_eos", BOOLEAN, "Continue after the model's end-of-sequence tokens."),
-    Field("min_tokens", integer(0, INT32_MAX), "Nothing ends a choice before so many tokens."),
+    Field(
+        "min_tokens",
+        integer(0, INT32_MAX),
+        "Nothing but a constraint that leaves no more ends a choice before so many tokens.",
+    ),
     Field("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text; default true."),
     Field("spaces_between_special_tokens", BOOLEAN, "If they are shown; default true."),
     Field("echo", BOOLEAN, "Begin with the prompt; a chat: with a last message of the assistant."),

@@ -21,6 +21,7 @@ from penstock_client import (
 from penstock_client import Output as ClientOutput
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, request, wire
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.runner.base import Logprobs
 from penstock_shard.validation import check
@@ -170,6 +171,21 @@ def test_requested_logprobs_come_back_however_they_are_merged_and_cut() -> None:
     assert whole.logprobs is not None
     assert whole.logprobs.chosen == [float(i) for i in range(2 * count)]
     assert whole.logprobs.requested == [float(i) for i in range(2 * count) for _ in (0, 1)]
+
+
+def test_an_error_comes_after_the_tokens_that_it_was_merged_with() -> None:
+    merged = link.Output("r", 3, 7, [1, 2], Logprobs([-1.0, -2.0], [1, 1]), cached_tokens=4)
+    merged.merge(link.Output("r", 3, 9, [], error=link.Error(Code.OUT_OF_RANGE, "no more")))
+    pieces = [each for response in wire.responses([merged]) for each in response.outputs]
+    assert [piece.attempt for piece in pieces] == [3, 3]
+    tokens, error = map(_wire.output, pieces)
+    assert isinstance(tokens, ClientOutput)
+    assert (tokens.token_ids, tokens.first_position, tokens.cached_tokens) == ([1, 2], 7, 4)
+    assert tokens.logprobs is not None
+    assert tokens.logprobs.chosen == [-1.0, -2.0]
+    assert "no more" in str(error)
+    alone = link.Output("r", 3, 9, [], error=link.Error(Code.OUT_OF_RANGE, "no more"))
+    assert sum(len(response.outputs) for response in wire.responses([alone])) == 1
 
 
 @pytest.mark.timeout(20)
