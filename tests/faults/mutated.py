@@ -32,6 +32,7 @@ TARGETS = {
             "test_out_of_memory",
             "test_urgency",
             "test_step_budget",
+            "test_scheduling_policy",
         ),
     ),
 }
