@@ -210,10 +210,12 @@ async def test_what_comes_while_the_caller_reads_nothing_is_merged() -> None:
     died = link.Error(Code.UNAVAILABLE, "it died", engine_died=True)
     given = [_tokens("a", 0, 0, 1), _tokens("a", 0, 1, 2, 3), _end("a")]
     response = await _give(calls, call, *given, _tokens("b", 0, 0, 4), _end("b", error=died))
-    ended, failed = response.outputs
+    ended, last, failed = response.outputs
     assert (list(ended.token_ids), ended.HasField("finish")) == ([1, 2, 3], True)
-    assert (list(failed.token_ids), failed.error.message) == ([4], "it died")
-    assert failed.error.engine_died
+    # Clients look at nothing but the error of an output that has one.
+    assert (last.request_id, list(last.token_ids), last.HasField("error")) == ("b", [4], False)
+    assert (failed.request_id, list(failed.token_ids)) == ("b", [])
+    assert (failed.error.message, failed.error.engine_died) == ("it died", True)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3])
