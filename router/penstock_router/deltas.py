@@ -127,7 +127,11 @@ class _Bundled(Wrapped):
                 self._held[index] = None
                 return held.whole()
         failure, self._error = self._error, None
-        raise failure
+        try:
+            raise failure
+        finally:
+            # Break a reference cycle: the error's traceback refers to this frame.
+            del failure
 
     def _take(self) -> Delta | None:
         while (delta := self._source.take()) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -47,3 +49,19 @@ async def test_what_is_held_back_for_a_bundle_comes_before_the_error_that_ends_i
         (0, "8 ", [8]),
         (1, "9 ", [9]),
     ]
+
+
+def test_an_error_that_was_held_back_leaves_no_reference_cycle() -> None:
+    def fail() -> None:
+        deltas = bundle(_Failing([Delta(0, "a", [1]), Delta(0, "b", [2])]), 3)
+        assert [deltas.take(), deltas.take()]
+        with contextlib.suppress(Unavailable):
+            deltas.take()
+
+    gc.collect()
+    gc.disable()
+    try:
+        fail()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
