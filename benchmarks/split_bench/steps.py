@@ -24,7 +24,8 @@ from penstock_shard.engine import Engine
 from penstock_shard.engine_loop import EngineLoop
 from penstock_shard.link import Inbox
 from penstock_shard.loading import LoadedRunner
-from penstock_shard.runner.base import AdapterStore, Batch, RowResult, Runner, RunnerInfo
+from penstock_shard.runner.base import AdapterStore, Batch, RowResult, Runner
+from penstock_shard.runner_info import RunnerInfo
 
 # Where the engine of a process writes its steps.
 STEPS_VARIABLE = "PENSTOCK_BENCH_STEPS"

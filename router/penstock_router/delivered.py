@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_router.choice import Delta
-from penstock_router.deltas import Deltas, Usage, Wrapped
+from penstock_router.deltas import Deltas, Wrapped
 from penstock_router.pieces import Piece, PieceKind, content_of
+from penstock_router.records import Usage
 
 
 @dataclass(frozen=True, slots=True)

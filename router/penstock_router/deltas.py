@@ -9,7 +9,6 @@ import asyncio
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Self
 
 from penstock_router.choice import Delta, Gathered
@@ -29,21 +28,6 @@ Use = Callable[[Delta], Wait | None]
 # and an event of one takes some 30 us.
 _DELTAS_A_TURN = 16
 _LET_OTHERS_RUN: Wait = functools.partial(asyncio.sleep, 0)
-
-
-@dataclass(slots=True)
-class Usage:
-    """Tokens of a whole request. A prompt counts once, however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: int | None = None
-    # How many completion tokens are reasoning; None if it is not separated from content.
-    reasoning_tokens: int | None = None
-    # From arrival at a shard to the first step there: the longest of all sequences.
-    queue_s: float | None = None
-    # A sequence went on at a shard with other numerics, whose tokens may differ at a near-tie.
-    approximate: bool = False
 
 
 def ignore_news() -> None:

@@ -29,7 +29,7 @@ from penstock_client.types import ConstraintKind, GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
 from penstock_router.delivered import BEGINNING, ResumePoint
-from penstock_router.deltas import Deltas, Usage, ignore_news
+from penstock_router.deltas import Deltas, ignore_news
 from penstock_router.errors import (
     BadRequest,
     SlowReader,
@@ -42,7 +42,7 @@ from penstock_router.errors import (
 )
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
-from penstock_router.records import RequestRecord, outcome_of
+from penstock_router.records import RequestRecord, Usage, outcome_of
 from penstock_router.request import MAX_TIMEOUT_S
 
 # A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides, as much as

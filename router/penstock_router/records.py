@@ -17,12 +17,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock_client.types import AttemptRecord
-from penstock_router.deltas import Usage
 
 logger = logging.getLogger(__name__)
 
 # How many of a request's sequences are recorded; there may be thousands.
 _NUM_SEQUENCES = 16
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a whole request. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    # How many completion tokens are reasoning; None if it is not separated from content.
+    reasoning_tokens: int | None = None
+    # From arrival at a shard to the first step there: the longest of all sequences.
+    queue_s: float | None = None
+    # A sequence went on at a shard with other numerics, whose tokens may differ at a near-tie.
+    approximate: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

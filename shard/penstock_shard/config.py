@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from penstock_proto.flags import SHARD_PORT
 from penstock_proto.trace_export import TracingConfig
-from penstock_shard.request import ConstraintLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintLimits:
+    """Processor time and memory that compiling one constraint may take."""
+
+    timeout_s: float
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

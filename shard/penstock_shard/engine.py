@@ -16,14 +16,9 @@ from typing import TYPE_CHECKING
 from penstock_shard.codes import Code
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output, Work
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.request import FinishReason, Request
-from penstock_shard.runner.base import (
-    Batch,
-    Logprobs,
-    RowResult,
-    Runner,
-    StepOutOfMemory,
-)
+from penstock_shard.runner.base import Batch, RowResult, Runner, StepOutOfMemory
 from penstock_shard.scheduler import Scheduler
 from penstock_shard.sequence import Sequence, SequenceState
 

@@ -17,7 +17,8 @@ from functools import partial
 from penstock_shard.codes import Code
 from penstock_shard.link import AdapterChange, AdapterChanged, Error
 from penstock_shard.models.errors import AdapterNotFound, ModelError
-from penstock_shard.runner.base import Adapter, AdapterStore, ReadAdapter
+from penstock_shard.runner.base import AdapterStore, ReadAdapter
+from penstock_shard.runner_info import Adapter
 
 logger = logging.getLogger(__name__)
 

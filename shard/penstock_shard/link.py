@@ -18,8 +18,9 @@ import msgspec
 
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.request import FinishReason, Request
-from penstock_shard.runner.base import Adapter, Logprobs, RunnerInfo
+from penstock_shard.runner_info import Adapter, RunnerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.source import resolve_adapter, resolve_model
 from penstock_shard.request import Pooling
-from penstock_shard.runner.base import EmbeddingDefaults, Runner, RunnerInfo
+from penstock_shard.runner.base import Runner
 from penstock_shard.runner.fake import EMBEDDING_SIZE, FAKE_CAPABILITIES, FakeAdapters, FakeRunner
+from penstock_shard.runner_info import EmbeddingDefaults, RunnerInfo
 from penstock_shard.tokenizer_files import read_tokenizer_files
 
 __all__ = ["LoadedRunner", "ModelError", "load_runner"]

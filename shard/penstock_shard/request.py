@@ -71,14 +71,6 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
-class ConstraintLimits:
-    """Processor time and memory that compiling one constraint may take."""
-
-    timeout_s: float
-    memory_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class ThinkingBudget:
     """At most `max_tokens` between the token that begins reasoning and the one that ends it; after
     that many the end token is forced. `begun`: the prompt ends within reasoning.

@@ -11,7 +11,7 @@ from penstock_shard.request import Pooling, Request
 
 if TYPE_CHECKING:
     from penstock_shard.constraints.state import ConstraintState
-    from penstock_shard.runner.base import Logprobs
+    from penstock_shard.logprobs import Logprobs
 
 
 class SequenceState(enum.Enum):

@@ -16,7 +16,7 @@ from penstock_shard.adapter_flags import name_refusal
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import AdapterChange, AdapterChanged, Error
-from penstock_shard.runner.base import Adapter
+from penstock_shard.runner_info import Adapter
 from penstock_shard.validation import Refusal
 
 # Most changes that the engine has not answered: it reads one adapter at a time.

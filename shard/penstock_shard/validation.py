@@ -25,7 +25,7 @@ from penstock_shard.request import (
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_shard.runner.base import Adapter, RunnerInfo
+from penstock_shard.runner_info import Adapter, RunnerInfo
 from penstock_shard.sampling_ranges import SAMPLING_RANGES, Range, out_of_bounds, short
 
 TokenIds = npt.NDArray[np.uint32]

@@ -19,8 +19,9 @@ from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Load, Output
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.request import Constraint, FinishReason, Pooling, ThinkingBudget
-from penstock_shard.runner.base import Adapter, EmbeddingDefaults, Logprobs, RunnerInfo
+from penstock_shard.runner_info import Adapter, EmbeddingDefaults, RunnerInfo
 from penstock_shard.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
 # What other modules need from the generated code, so that they need not import it.

@@ -52,7 +52,7 @@ FREE_OF_TENSORS = (
 # What these two may import of the rest of the shard.
 BELOW_THE_RUNNER = (
     *("penstock_shard.config", "penstock_shard.constraints.state", "penstock_shard.request"),
-    "penstock_shard.sampling_ranges",
+    *("penstock_shard.logprobs", "penstock_shard.runner_info", "penstock_shard.sampling_ranges"),
 )
 
 

@@ -21,9 +21,10 @@ from penstock_shard.link import Output
 from penstock_shard.models.attention.base import AttentionBatch
 from penstock_shard.models.base import Forwarded
 from penstock_shard.request import FinishReason, Request, SamplingParams
-from penstock_shard.runner.base import Admission, RunnerInfo
+from penstock_shard.runner.base import Admission
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.sampler import Sampler, SampleRows
+from penstock_shard.runner_info import RunnerInfo
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 
 VOCABULARY = 64

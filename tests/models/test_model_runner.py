@@ -14,12 +14,12 @@ from support.plans import batch_of
 from transformers import AutoModelForCausalLM
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.models.errors import ModelError
 from penstock_shard.request import SamplingParams
 from penstock_shard.rows import Row
-from penstock_shard.runner.base import Logprobs
 from penstock_shard.runner.create import create_runner
 from penstock_shard.runner.inputs import InputBuilder
 

@@ -10,8 +10,8 @@ import torch
 from models.drawer import Drawer, SampleRow
 from models.sampling_reference import sampling_request
 
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.runner import token_scores
-from penstock_shard.runner.base import Logprobs
 from penstock_shard.runner.token_scores import score_tokens
 
 SEED = 20_261_121

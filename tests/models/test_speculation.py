@@ -23,9 +23,10 @@ from penstock_shard.constraints.state import ConstraintState, MaskFiller
 from penstock_shard.create_engine import create_scheduler
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Constraint, SamplingParams, ThinkingBudget
-from penstock_shard.runner.base import Logprobs, RowResult
+from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.outputs.verification import DraftRow, Verification
 from penstock_shard.scheduler import SchedulerLimits

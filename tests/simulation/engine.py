@@ -28,8 +28,9 @@ from penstock_shard.link import (
     encode_frame,
 )
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.runner.base import Adapter, ReadAdapter, RunnerInfo
+from penstock_shard.runner.base import ReadAdapter
 from penstock_shard.runner.fake import FakeRunner
+from penstock_shard.runner_info import Adapter, RunnerInfo
 from penstock_shard.scheduler import SchedulerLimits
 from simulation.virtual_time import InlineExecutor, Process, VirtualLoop
 

@@ -9,11 +9,11 @@ from support.plans import batch_of
 
 from penstock_client import _wire
 from penstock_client.types import EmbeddingRequest, FinishReason, GenerationRequest, Logprobs
+from penstock_shard import logprobs as shard_logprobs
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.state import ConstraintState
 from penstock_shard.rows import Row
-from penstock_shard.runner import base
 from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.fake import FakeRunner
 from penstock_shard.sequence import Sequence
@@ -107,6 +107,6 @@ def _prompt_logprobs(runner: FakeRunner, sequence: Sequence) -> Logprobs | None:
     return _seen(result.prompt_logprobs)
 
 
-def _seen(logprobs: base.Logprobs) -> Logprobs:
+def _seen(logprobs: shard_logprobs.Logprobs) -> Logprobs:
     """As a client sees them."""
     return Logprobs(**{f.name: getattr(logprobs, f.name) for f in dataclasses.fields(logprobs)})

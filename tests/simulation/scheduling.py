@@ -15,7 +15,8 @@ from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.request import Request
-from penstock_shard.runner.base import AdapterStore, Batch, RowResult, RunnerInfo
+from penstock_shard.runner.base import AdapterStore, Batch, RowResult
+from penstock_shard.runner_info import RunnerInfo
 from penstock_shard.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
 

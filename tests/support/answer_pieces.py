@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from penstock_router.apis.base import Envelope
 from penstock_router.choice import Delta, EndReason
-from penstock_router.deltas import Usage
 from penstock_router.job import Job
 from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
+from penstock_router.records import Usage
 from penstock_router.request import ChatRequest
 
 TEXTS = ("Hello", " world", "\n\n", '"', "\\", "日本", "😀", "{", "</think>", "\x7f")

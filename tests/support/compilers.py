@@ -10,9 +10,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 import penstock_shard
-from penstock_shard.config import ShardConfig
+from penstock_shard.config import ConstraintLimits, ShardConfig
 from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.request import Constraint, ConstraintLimits
+from penstock_shard.request import Constraint
 
 BUILTIN = Path(penstock_shard.__file__).with_name("builtin_model")
 VOCAB_SIZE = 3072

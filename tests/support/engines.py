@@ -15,8 +15,8 @@ from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Pooling, Request, SamplingParams
-from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
 from penstock_shard.runner.fake import EMBEDDING_SIZE, FAKE_CAPABILITIES, FakeRunner
+from penstock_shard.runner_info import EmbeddingDefaults, RunnerInfo
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
 from support.shadow import Fails, ShadowRunner

@@ -26,10 +26,10 @@ from penstock_router.apis.logprobs import (
     token_text,
 )
 from penstock_router.choice import Delta, EndReason
-from penstock_router.deltas import Usage
 from penstock_router.errors import ApiError
 from penstock_router.job import Job
 from penstock_router.pieces import Piece, PieceKind, content_of
+from penstock_router.records import Usage
 
 _encode = msgspec.json.encode
 

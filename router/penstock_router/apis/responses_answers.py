@@ -25,10 +25,10 @@ from penstock_router.apis.responses_output import (
 )
 from penstock_router.apis.responses_request import Repeated, ResponsesRequest
 from penstock_router.choice import Delta, EndReason
-from penstock_router.deltas import Usage
 from penstock_router.errors import ApiError
 from penstock_router.job import Job
 from penstock_router.pieces import PieceKind
+from penstock_router.records import Usage
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"

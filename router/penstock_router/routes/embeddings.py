@@ -11,10 +11,10 @@ from penstock_router import long_json
 from penstock_router.apis import embeddings
 from penstock_router.apis.embeddings import EmbedRequest
 from penstock_router.bodies import Body
-from penstock_router.deltas import Usage
 from penstock_router.errors import BadRequest
 from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared
+from penstock_router.records import Usage
 from penstock_router.routes.base import (
     RECORD,
     REQUEST_ID,

@@ -23,13 +23,14 @@ from penstock_router.admission import Ticket, TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.bodies import LONG_BYTES, Body
 from penstock_router.delivered import BEGINNING, ResumePoint
-from penstock_router.deltas import LOGPROB_BYTES, Deltas, Hold, Usage, bound, bundle, collect
+from penstock_router.deltas import LOGPROB_BYTES, Deltas, Hold, bound, bundle, collect
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, string, table
 from penstock_router.generation import Generation
 from penstock_router.job import SEQUENCES_A_TURN, Job, make_job
 from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared
+from penstock_router.records import Usage
 from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes import base
 from penstock_router.routes.base import (

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from penstock_shard.request import Constraint, ConstraintLimits
+from penstock_shard.config import ConstraintLimits
+from penstock_shard.request import Constraint
 
 LENGTH = struct.Struct("<I")
 

@@ -22,6 +22,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from penstock_shard.config import ConstraintLimits
 from penstock_shard.constraints.check_link import (
     LENGTH,
     Check,
@@ -33,7 +34,7 @@ from penstock_shard.constraints.check_link import (
 )
 from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
 from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint, ConstraintLimits
+from penstock_shard.request import Constraint
 
 # Less than the engine's threads have: what fits in this does not overflow there.
 _STACK_BYTES = 1 << 20

@@ -24,6 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock_proto.child_environment import child_environment
+from penstock_shard.config import ConstraintLimits
 from penstock_shard.constraints.check_link import (
     LENGTH,
     Check,
@@ -34,7 +35,7 @@ from penstock_shard.constraints.check_link import (
     patience_s,
 )
 from penstock_shard.constraints.check_queue import CheckQueue, Pending, QueueFull
-from penstock_shard.request import Constraint, ConstraintLimits
+from penstock_shard.request import Constraint
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from penstock_shard.request import Pooling, Request
+from penstock_shard.logprobs import Logprobs
+from penstock_shard.request import Request
+from penstock_shard.runner_info import RunnerInfo
 
 if TYPE_CHECKING:
     from penstock_shard.constraints.state import ConstraintState
@@ -72,61 +74,6 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Logprobs:
-    """Log-probabilities of n tokens, in flat columns.
-
-    `top_*` hold `top_n` values for each token, best first; `requested` holds one for each of the
-    sequence's `logprob_token_ids` for each token.
-    """
-
-    chosen: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    top_n: int = 0
-    top_token_ids: list[int] = field(default_factory=list)
-    top_logprobs: list[float] = field(default_factory=list)
-    requested: list[float] = field(default_factory=list)
-
-    @property
-    def num_requested(self) -> int:
-        """Values in `requested` for each token."""
-        return len(self.requested) // max(1, len(self.chosen))
-
-    def first(self, count: int) -> Logprobs:
-        """The log-probabilities of the first `count` tokens."""
-        keep = count * self.top_n
-        keep_requested = count * self.num_requested
-        return Logprobs(
-            self.chosen[:count],
-            self.ranks[:count],
-            self.top_n,
-            self.top_token_ids[:keep],
-            self.top_logprobs[:keep],
-            self.requested[:keep_requested],
-        )
-
-    def without_first(self, count: int) -> Logprobs:
-        """The log-probabilities of all but the first `count` tokens."""
-        skip = count * self.top_n
-        skip_requested = count * self.num_requested
-        return Logprobs(
-            self.chosen[count:],
-            self.ranks[count:],
-            self.top_n,
-            self.top_token_ids[skip:],
-            self.top_logprobs[skip:],
-            self.requested[skip_requested:],
-        )
-
-    def extend(self, later: Logprobs) -> None:
-        """Append the log-probabilities of the tokens that follow."""
-        self.chosen += later.chosen
-        self.ranks += later.ranks
-        self.top_token_ids += later.top_token_ids
-        self.top_logprobs += later.top_logprobs
-        self.requested += later.requested
-
-
-@dataclass(slots=True)
 class RowResult:
     """What one row of a step gave.
 
@@ -147,25 +94,6 @@ class RowResult:
     # The prompt's pooled final hidden states, neither cut nor normalized: float32, little-endian.
     embedding: bytes | None = None
     more_token_ids: abc.Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingDefaults:
-    """How a model's embeddings are meant to be made; `size` is their number of dimensions."""
-
-    pooling: Pooling
-    normalize: bool
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A loaded LoRA adapter. `content_hash` is over its files; `source` is what the caller gave."""
-
-    name: str
-    content_hash: str
-    source: str
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,40 +120,6 @@ class AdapterStore(Protocol):
 
     def drop(self, index: int) -> None:
         """Remove the adapter of an index that no sequence uses any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerInfo:
-    """What the runner serves, for GetInfo and for checking sequences."""
-
-    architecture: str
-    weights_hash: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    # Defaults from the model's generation_config: SamplingParams field names to values.
-    default_sampling: dict[str, float]
-    block_size: int
-    num_blocks: int
-    dtype: str
-    kv_dtype: str
-    device: str
-    attention_backend: str
-    # What requests may ask of this runner; see `penstock_shard.validation`.
-    capabilities: frozenset[str]
-    # Set if "embed" is among the capabilities.
-    embedding: EmbeddingDefaults | None = None
-    batch_invariant: bool = False
-    numerics_fingerprint: str = ""
-    # How many steps may be launched beyond the oldest that is not collected: 1 keeps a device busy
-    # while results are handled, 0 collects each step before the next is scheduled.
-    max_steps_ahead: int = 0
-    # Prompt tokens of a step whose log-probabilities are wanted, over all rows.
-    max_scored_tokens: int = 2**31
-    # How long the largest step took in the trial at load; 0 if none was run.
-    worst_step_s: float = 0.0
-    # Loaded adapters, if "adapter" is among the capabilities.
-    adapters: tuple[Adapter, ...] = ()
 
 
 class StepOutOfMemory(Exception):

@@ -28,7 +28,6 @@ from penstock_shard.models.pooling_files import pooling_of
 from penstock_shard.models.transformers_loader import generation_defaults
 from penstock_shard.models.weights_hash import hash_weights
 from penstock_shard.runner.adapters import adapter_store
-from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
 from penstock_shard.runner.capabilities import CAPABILITIES
 from penstock_shard.runner.fingerprint import fingerprint
 from penstock_shard.runner.load import load_part, rank_device
@@ -36,6 +35,7 @@ from penstock_shard.runner.logits.order import every_processor
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.outputs.every import every_output
 from penstock_shard.runner.prepare import Prepared, prepare
+from penstock_shard.runner_info import EmbeddingDefaults, RunnerInfo
 from penstock_shard.sampling_ranges import usable_defaults
 
 # Logits that a step keeps for prompt log-probabilities: as many rows as fit into this, or a few.

@@ -25,19 +25,13 @@ import numpy as np
 
 from penstock_proto.clock import Clock
 from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.models.lora_files import read_adapter_files
 from penstock_shard.request import Pooling, Request
-from penstock_shard.runner.base import (
-    AdapterStore,
-    Admission,
-    Batch,
-    Logprobs,
-    ReadAdapter,
-    RowResult,
-    RunnerInfo,
-)
+from penstock_shard.runner.base import AdapterStore, Admission, Batch, ReadAdapter, RowResult
 from penstock_shard.runner.capabilities import CAPABILITIES
 from penstock_shard.runner.token_state import BadWords, Thinking
+from penstock_shard.runner_info import RunnerInfo
 
 FAKE_CAPABILITIES = CAPABILITIES | {"embed"}
 # Number of values of an embedding.

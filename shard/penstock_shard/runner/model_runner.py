@@ -18,13 +18,14 @@ from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.models.device_memory import empty_caches
 from penstock_shard.models.errors import first_line, is_out_of_memory
-from penstock_shard.runner.base import AdapterStore, Batch, RowResult, RunnerInfo, StepOutOfMemory
+from penstock_shard.runner.base import AdapterStore, Batch, RowResult, StepOutOfMemory
 from penstock_shard.runner.device import mark, to_device
 from penstock_shard.runner.inputs import Gaps, InputBuilder, Inputs, Sampled
 from penstock_shard.runner.logits.shaping import LogitsShaping
 from penstock_shard.runner.outputs.base import PendingOutput, RowOutput
 from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows
 from penstock_shard.runner.slots import Slots
+from penstock_shard.runner_info import RunnerInfo
 
 MakeOutputs = Callable[[Slots, Sampler], abc.Sequence[RowOutput]]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.runner.base import Logprobs
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.runner.device import is_host, to_device, to_host
 from penstock_shard.runner.draw_ranked import ordered_topk
 

@@ -15,11 +15,11 @@ from penstock_router.apis.tgi import GENERATE_STREAM
 from penstock_router.apis.tgi_answers import GenerateRequest
 from penstock_router.choice import Choice, Delta, Gathered, first_rows
 from penstock_router.conventions import Conventions
-from penstock_router.deltas import Usage
 from penstock_router.job import Job
 from penstock_router.models import ServedModel
 from penstock_router.pieces import Piece, PieceKind
 from penstock_router.prompts import Prepared, Prompt, TextModel
+from penstock_router.records import Usage
 from penstock_router.request import CompletionRequest
 from penstock_router.tokenizer import load_tokenizer
 

@@ -25,12 +25,13 @@ from penstock_client.types import FinishReason, GenerationRequest, Output
 from penstock_router.choice import Choice, Delta, Gathered
 from penstock_router.conventions import Conventions
 from penstock_router.delivered import BEGINNING, Delivered, Progress, ResumePoint, skip_delivered
-from penstock_router.deltas import Deltas, Usage
+from penstock_router.deltas import Deltas
 from penstock_router.job import Job
 from penstock_router.models import ServedModel
 from penstock_router.pieces import PieceKind
 from penstock_router.prompts import Prepared, Prompt, TextModel
 from penstock_router.reasoning import STYLES
+from penstock_router.records import Usage
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
 from penstock_router.routes.base import ROUTER
 from penstock_router.tokenizer import load_tokenizer

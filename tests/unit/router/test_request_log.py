@@ -18,8 +18,7 @@ from unit.router.router_doubles import FakeFleet, memory_router
 
 from penstock_client.types import Adapter, AttemptRecord
 from penstock_proto.logs import JsonFormatter, TextFormatter
-from penstock_router.deltas import Usage
-from penstock_router.records import RequestRecord
+from penstock_router.records import RequestRecord, Usage
 from penstock_router.request_log import fields_of, log_request
 
 # How long examples take says more of the machine than of the code.

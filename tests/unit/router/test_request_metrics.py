@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock_router.deltas import Usage
-from penstock_router.records import RequestRecord
+from penstock_router.records import RequestRecord, Usage
 from penstock_router.request_metrics import RequestMetrics
 
 MODEL = {"model": "m"}

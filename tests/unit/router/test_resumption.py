@@ -27,8 +27,9 @@ from penstock_client.types import GenerationRequest
 from penstock_router import resumption
 from penstock_router.choice import Delta
 from penstock_router.delivered import BEGINNING, Delivered, ResumePoint
-from penstock_router.deltas import Deltas, Usage
+from penstock_router.deltas import Deltas
 from penstock_router.errors import BadRequest, Unavailable
+from penstock_router.records import Usage
 from penstock_router.resumption import (
     MAX_SEQUENCES,
     RESERVED_BYTES,

@@ -20,7 +20,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.checker import CheckFailed, ConstraintChecker, NotChecked
 from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.request import Constraint, FinishReason
-from penstock_shard.runner.base import Adapter
+from penstock_shard.runner_info import Adapter
 from penstock_shard.servicer import ShardServicer
 
 GOOD, BAD = Constraint("regex", "good"), Constraint("regex", "bad")

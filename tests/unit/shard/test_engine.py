@@ -12,8 +12,9 @@ from support.shadow import ShadowRunner
 
 from penstock_shard.engine import Engine
 from penstock_shard.link import Output
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.request import FinishReason, Objective
-from penstock_shard.runner.base import Logprobs, RowResult
+from penstock_shard.runner.base import RowResult
 
 
 def _alone(prompt, **options) -> list[int]:

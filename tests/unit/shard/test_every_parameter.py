@@ -29,7 +29,7 @@ from penstock_proto import shard_pb2 as pb
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import Request
-from penstock_shard.runner.base import Adapter
+from penstock_shard.runner_info import Adapter
 from penstock_shard.validation import IncomingRequest, Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("one", "two"))

@@ -12,8 +12,8 @@ from support.engines import runner_info
 from penstock_shard import link
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.request import FinishReason, Objective, Request, SamplingParams
-from penstock_shard.runner.base import Logprobs
 
 REQUEST = Request(
     request_id="id",

@@ -9,7 +9,7 @@ import pytest
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import AdapterChange, AdapterChanged
-from penstock_shard.runner.base import Adapter
+from penstock_shard.runner_info import Adapter
 from penstock_shard.server_adapters import ServerAdapters
 from penstock_shard.validation import Refusal
 

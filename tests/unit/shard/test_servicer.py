@@ -20,8 +20,8 @@ from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.early_aborts import EarlyAborts
 from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.request import FinishReason, Request
-from penstock_shard.runner.base import Logprobs
 from penstock_shard.servicer import Outbox, ShardServicer
 
 

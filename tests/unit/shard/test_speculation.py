@@ -15,6 +15,7 @@ from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 from support.plans import Plan, plan_step
 
 from penstock_shard.link import Output
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import (
     Constraint,
@@ -24,7 +25,6 @@ from penstock_shard.request import (
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_shard.runner.base import Logprobs
 from penstock_shard.sequence import Sequence
 
 # Sixteen ids, so that drafts from a request's own tokens are right now and then.

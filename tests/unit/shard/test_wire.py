@@ -23,7 +23,7 @@ from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, request, wire
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.runner.base import Logprobs
+from penstock_shard.logprobs import Logprobs
 from penstock_shard.validation import check
 
 # Values that a float32 holds exactly, none of them neutral.
