@@ -1,0 +1,1 @@
+"""`penstock bench`: load on a server, measured as a user sees it."""

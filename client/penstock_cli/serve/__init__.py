@@ -1,0 +1,1 @@
+"""`penstock serve`: a router and its shards as child processes on this machine."""

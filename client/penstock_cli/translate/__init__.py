@@ -1,0 +1,1 @@
+"""`penstock translate`: command lines of other servers as those of penstock."""

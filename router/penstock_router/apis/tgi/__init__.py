@@ -1,0 +1,1 @@
+"""text-generation-inference's own API."""

@@ -1,0 +1,1 @@
+"""Metrics, logs, traces and profiles. Nothing here decides anything."""

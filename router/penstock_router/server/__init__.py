@@ -1,0 +1,1 @@
+"""HTTP below the handlers: connections, TLS, content codings, streams of events."""

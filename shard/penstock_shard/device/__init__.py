@@ -1,0 +1,1 @@
+"""What the machine has: memory, limits of containers, compilers for its device."""

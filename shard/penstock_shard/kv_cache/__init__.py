@@ -1,0 +1,1 @@
+"""Which KV blocks there are, and who holds them. Plain integers."""

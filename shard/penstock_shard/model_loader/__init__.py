@@ -1,0 +1,1 @@
+"""From --model to a runner that is ready."""

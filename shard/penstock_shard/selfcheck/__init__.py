@@ -1,0 +1,1 @@
+"""Tests at load that what this machine computes is right."""

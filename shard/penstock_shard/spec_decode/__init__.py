@@ -1,0 +1,1 @@
+"""Proposes draft tokens."""

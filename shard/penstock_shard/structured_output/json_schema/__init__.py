@@ -1,0 +1,1 @@
+"""JSON Schema -> the part of it that llguidance handles right."""
