@@ -62,8 +62,8 @@ lint: $(VENV)/.dev ## Check style and format
 	@$(BIN)/ruff format --check .
 
 type: $(VENV)/.dev ## Check types
-	@$(BIN)/mypy proto/penstock_proto client/penstock_client router/penstock_router \
-		shard/penstock_shard tests benchmarks training docs/generators examples/python deploy/pins.py
+	@$(BIN)/mypy proto/penstock_proto proto/penstock_common client/penstock_client \
+		client/penstock_cli router/penstock_router shard/penstock_shard tests benchmarks training docs/generators examples/python deploy/pins.py
 
 proto: $(VENV)/.dev ## Generate the stubs from shard.proto
 	@cd proto && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \

@@ -25,13 +25,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import StepOutputs, encode_frame
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import Runner
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.messages import StepOutputs, encode_frame
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.worker.base import Runner
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 def _fake_runner(args: argparse.Namespace, scratch: Path) -> Runner:
     from support.engines import EOS_ID, runner_info
 
-    from penstock_shard.runner.fake import FakeRunner
+    from penstock_shard.worker.fake_runner import FakeRunner
 
     info = runner_info(num_blocks=65_536, max_model_len=4096, max_steps_ahead=0)
     return FakeRunner(info, range(EOS_ID), step_s=0.0)
@@ -58,7 +58,7 @@ def _fake_runner(args: argparse.Namespace, scratch: Path) -> Runner:
 def _model_runner(args: argparse.Namespace, scratch: Path) -> Runner:
     from model_maker import make_model
 
-    from penstock_shard.runner.create import create_runner
+    from penstock_shard.model_loader.create_runner import create_runner
 
     directory = args.model or make_model(scratch / "model", "llama-3m")
     config = ShardConfig(device="cpu", threads=1, max_num_seqs=args.sequences)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from simulation.fleet_traces import chat, mixed
 from simulation.policies import SimulatedFleet, Summary
 
-from penstock_client.policies import POLICIES, make_policy
+from penstock_client.load_balancing.policies import POLICIES, make_policy
 
 _TRACES = {"chat": (chat, 0.6), "mixed": (mixed, 1.5)}
 _HEADINGS = (

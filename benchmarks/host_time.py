@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.engines import runner_info
 
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.base import Forwarded
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.logits.order import every_processor
-from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.worker.logits_processors.order import every_processor
+from penstock_shard.worker.model_runner import ModelRunner
 
 _VOCABULARY = 128
 _KINDS: Mapping[str, Mapping[str, Any]] = {

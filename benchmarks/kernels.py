@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.models.kernels.cpu import (
+from penstock_shard.kernels.cpu import (
     WEIGHT_KINDS,
     CpuKernels,
     KvCache,

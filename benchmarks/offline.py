@@ -29,12 +29,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import Runner
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.worker.base import Runner
 
 Prompts = list[list[int]]
 Contender = Callable[[Prompts], None]
@@ -69,8 +69,8 @@ def make_default_model(directory: Path) -> Path:
 
 
 def run(args: argparse.Namespace, directory: Path) -> None:
-    from penstock_shard.runner.create import create_runner
-    from penstock_shard.runner.load import default_threads
+    from penstock_shard.model_loader.create_runner import create_runner
+    from penstock_shard.model_loader.load_rank import default_threads
 
     threads = args.threads or default_threads()
     config = ShardConfig(

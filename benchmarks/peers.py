@@ -73,7 +73,7 @@ CASES = {
 }
 
 _PENSTOCK = (
-    f"{sys.executable} -m penstock_client.cli serve {{model}} --port {{port}} "
+    f"{sys.executable} -m penstock_cli.main serve {{model}} --port {{port}} "
     "--shard-port {port2} --threads {threads} --served-model-name bench"
 )
 _LLAMA = (
@@ -285,7 +285,7 @@ class RunningServer:
         case = self.bench.case
         values = self.bench.values()
         command = [
-            *(sys.executable, "-m", "penstock_client.cli", "bench", "--json", "--url", self.url),
+            *(sys.executable, "-m", "penstock_cli.main", "bench", "--json", "--url", self.url),
             *("--model", self.contender.model.format(**values), "--streams", str(streams)),
             *("--requests", str(requests), "--seed", str(seed)),
             *("--prompt-words", str(case.prompt_tokens)),

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.router_bench import attack, figures, steady, tokenizing, traffic
 from benchmarks.router_bench.figures import Row
 from benchmarks.router_bench.scenario import Scenario, positive
-from penstock_client.arguments import positive_int
+from penstock_cli.arguments import positive_int
 
 # Each with the step time, the seconds of a window and the rounds that suit it.
 _SCENARIOS: dict[str, tuple[Scenario, float, float, int]] = {

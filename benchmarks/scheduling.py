@@ -35,12 +35,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import msgspec
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.request import Objective, Request, SamplingParams
-from penstock_shard.runner.base import Runner
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.request import Objective, Request, SamplingParams
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.worker.base import Runner
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
             max_num_seqs=max(args.max_num_seqs, 80),
             kv_memory_bytes=4 * 2**30,
         )
-        from penstock_shard.runner.create import create_runner
+        from penstock_shard.model_loader.create_runner import create_runner
 
         runner = create_runner(config, directory, progress=lambda line: None)
         (objectives if args.what == "slo" else long_prompt)(runner, config, args)

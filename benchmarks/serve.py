@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from penstock_client.bench import main
+from penstock_cli.bench.bench import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -63,7 +63,7 @@ from benchmarks.router_bench.servers import Load
 from benchmarks.split_bench import chart, load
 from benchmarks.split_bench.steps import parts_of, read_moments
 from benchmarks.split_bench.ways import ONE, PAIR, TOKENS_ONLY, WAYS, Meter, Stack, serving
-from penstock_client.arguments import positive_int
+from penstock_cli.arguments import positive_int
 
 SATURATION, FIXED_RATE = "saturation", "fixed rate"
 # Numbers of streams that suit each model.

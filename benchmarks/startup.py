@@ -57,7 +57,7 @@ def _round(model: Path, scratch: Path) -> dict[str, float]:
     router = Router(scratch / "router.log", [shard.address])
     with running(shard, router):
         ready_s = time.monotonic() - started_s
-        bench = [sys.executable, "-m", "penstock_client.cli", "bench", "--url", router.url]
+        bench = [sys.executable, "-m", "penstock_cli.main", "bench", "--url", router.url]
         subprocess.run([*bench, "--requests", "32", "--output-tokens", "32"], check=True)
         stack = sum(_memory_mb(service.process.pid) for service in (shard, router))
         return {"ready": ready_s, "stack": stack, "router": _memory_mb(router.process.pid)}

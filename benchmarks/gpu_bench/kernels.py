@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_bench.shapes import Variant
 from benchmarks.gpu_bench.steps import Sequences, compute_prompt
-from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.worker.model_runner import ModelRunner
 
 _STEPS = 5
 # The most kernels in a row of figures.

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.processes import Router, Shard, running
 
 from benchmarks.gpu_bench.shapes import SHAPES, Variant
+from penstock_cli.bench.load import Lengths
 from penstock_client import GenerationRequest, SamplingParams, ShardClient
-from penstock_client.bench_load import Lengths
 from penstock_client.types import LoadReport
 
 # The lengths of `penstock bench --lengths sharegpt`.
@@ -155,7 +155,7 @@ def _bench(url: str, requests: int, *, chat: bool) -> dict[str, Any]:
     flags = ["--url", url, "--rate", "inf", "--requests", str(requests), "--lengths", "sharegpt"]
     flags += ["--seed", str(requests), "--json", *(["--chat"] if chat else [])]
     done = subprocess.run(
-        [sys.executable, "-m", "penstock_client.cli", "bench", *flags],
+        [sys.executable, "-m", "penstock_cli.main", "bench", *flags],
         capture_output=True,
         text=True,
         check=False,

@@ -29,10 +29,10 @@ from benchmarks.gpu_bench.machine import (
 )
 from benchmarks.gpu_bench.shapes import SHAPES, Shape, Variant
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.rows import Row, Rows
-from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.scheduler.rows import Row, Rows
 from penstock_shard.sequence import Sequence
+from penstock_shard.worker.model_runner import ModelRunner
 
 _GREEDY = SamplingParams(temperature=0.0)
 # The share of a copy's bytes per second at which weights are expected to be read.
@@ -45,7 +45,7 @@ def make_runner(variant: Variant, directory: Path) -> tuple[ModelRunner, dict[st
     """A runner with random weights, and a row with its progress lines: which kernels it has, and
     whether it captures graphs. The lines go to standard output too.
     """
-    from penstock_shard.runner.create import create_runner
+    from penstock_shard.model_loader.create_runner import create_runner
 
     said: list[str] = []
 

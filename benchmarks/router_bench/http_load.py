@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock_client import key_file
+from penstock_common import key_file
 
 # The name under which shards serve.
 MODEL = "bench"

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 
-from penstock_router import bodies, prompts
 from penstock_router.__main__ import main
+from penstock_router.offload import dispatch
+from penstock_router.text import prompts
 
 
 def _keep_all_text_here() -> None:
     for module, name in (
-        (bodies, "LONG_BYTES"),
-        (bodies, "INLINE_CHARS"),
+        (dispatch, "LONG_BYTES"),
+        (dispatch, "INLINE_CHARS"),
         (prompts, "INLINE_CHARS"),
     ):
         if not hasattr(module, name):

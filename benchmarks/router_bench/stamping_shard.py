@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import penstock_shard
-from penstock_shard import wire
 from penstock_shard.__main__ import main
-from penstock_shard.link import Output
+from penstock_shard.ipc.messages import Output
+from penstock_shard.server import proto_codec
 
 # A file; which shard this is, and of how many.
 STAMPS_VARIABLE = "PENSTOCK_BENCH_STAMPS"
@@ -76,7 +76,7 @@ class Stamps:
 
 def _stamp(path: str, index: int, count: int) -> None:
     """Have `wire.responses` stamp what goes through it."""
-    make_responses = wire.responses
+    make_responses = proto_codec.responses
     token_ids = list(stamp_tokens(index, count).values())
     # Written at once, so that it can be read while the shard runs.
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -94,7 +94,7 @@ def _stamp(path: str, index: int, count: int) -> None:
         os.write(log, _RECORD.pack(time.monotonic(), number, num_tokens))
         yield from messages
 
-    wire.responses = responses  # type: ignore[assignment]
+    proto_codec.responses = responses  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from benchmarks.router_bench.scenario import (
 )
 from benchmarks.router_bench.servers import Load, Meter, Servers, Usage, rss_bytes, serving
 from benchmarks.router_bench.stamping_shard import Stamps
+from penstock_cli.arguments import positive_int
 from penstock_client import ShardClient
-from penstock_client.arguments import positive_int
 
 # From when all streams have begun until the window opens.
 _SETTLE_S = 1.0

@@ -20,7 +20,7 @@ from benchmarks.router_bench.scenario import (
 from benchmarks.router_bench.servers import Load, Meter, serving
 from benchmarks.router_bench.stamping_shard import Stamps
 from benchmarks.split_bench import load as sharegpt
-from penstock_client.arguments import positive_int
+from penstock_cli.arguments import positive_int
 
 _ELSEWHERE, _INLINE = "as it is", "all on the loop"
 _MODULES = {_ELSEWHERE: "penstock_router", _INLINE: "benchmarks.router_bench.inline_router"}

@@ -29,7 +29,7 @@ from benchmarks.router_bench.scenario import (
     shard_flags,
 )
 from benchmarks.router_bench.servers import Load, Meter, Servers, rss_bytes, serving
-from penstock_client.arguments import positive_int
+from penstock_cli.arguments import positive_int
 
 _RESULT_TIMEOUT_S = 600.0
 # Beyond the length of an answer, until a request counts as hanging.

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.router_bench.figures import curve, percentile
 from benchmarks.router_bench.http_load import MODEL, Answer, Connection, post
 from benchmarks.router_bench.servers import Pipe
-from penstock_client import bench_load
-from penstock_client.bench_load import Lengths
+from penstock_cli.bench import load as bench_load
+from penstock_cli.bench.load import Lengths
 
 # Of `penstock bench --lengths sharegpt`.
 _LENGTHS = Lengths(64, 128, spread=True)

@@ -19,8 +19,8 @@ _start_process = asyncio.create_subprocess_exec
 
 
 async def _start_engine(program: str, *arguments: str, **options: Any) -> Process:
-    """The shard's supervisor starts `penstock_shard.engine_main`: here this module in its place."""
-    if arguments[1] != "penstock_shard.engine_main":
+    """The shard's supervisor starts `penstock_shard.engine.main`: here this module in its place."""
+    if arguments[1] != "penstock_shard.engine.main":
         return await _start_process(program, *arguments, **options)
     module = "benchmarks.split_bench.measured_shard"
     options["env"] |= {STEPS_VARIABLE: os.environ[STEPS_VARIABLE]}
@@ -28,7 +28,7 @@ async def _start_engine(program: str, *arguments: str, **options: Any) -> Proces
 
 
 def _run_engine() -> int:
-    from penstock_shard import engine_main
+    from penstock_shard.engine import main as engine_main
 
     measure_engine(os.environ[STEPS_VARIABLE])
     del sys.argv[1]

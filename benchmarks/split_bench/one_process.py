@@ -28,10 +28,11 @@ import uvloop
 
 from benchmarks.split_bench.load import lengths, sampling_fields
 from benchmarks.split_bench.steps import STEPS_VARIABLE, measure_engine
-from penstock_client import Fleet, _wire
+from penstock_client import Fleet
 from penstock_client.errors import NotServed, ShardFailed
-from penstock_client.shard_client import new_request_id
-from penstock_client.stream import GenerationStream
+from penstock_client.rpc import proto_codec
+from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_client.rpc.shard_client import new_request_id
 from penstock_client.types import (
     EmbeddingRequest,
     FinishReason,
@@ -42,16 +43,18 @@ from penstock_client.types import (
     ShardInfo,
 )
 from penstock_router import workers
-from penstock_router.command_line import parse_config as parse_router_config
-from penstock_shard import engine_main, link, wire
-from penstock_shard.command_line import parse_config as parse_shard_config
+from penstock_router.cli import parse_config as parse_router_config
+from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
+from penstock_shard.cli import parse_config as parse_shard_config
 from penstock_shard.config import ShardConfig
-from penstock_shard.create_engine import create_engine
-from penstock_shard.engine_adapters import EngineAdapters
-from penstock_shard.engine_loop import EngineLoop
-from penstock_shard.loading import LoadedRunner, load_runner
-from penstock_shard.tokenizer_files import tokenizer_hash
-from penstock_shard.validation import IncomingRequest, check
+from penstock_shard.engine import main as engine_main
+from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.engine.create_engine import create_engine
+from penstock_shard.engine.loop import EngineLoop
+from penstock_shard.ipc import messages
+from penstock_shard.model_loader.load_runner import LoadedRunner, load_runner
+from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.validation import IncomingRequest, check
 
 TOKENS_ONLY_VARIABLE = "PENSTOCK_BENCH_TOKENS_ONLY"
 
@@ -63,7 +66,7 @@ class EngineThread:
 
     def __init__(self, config: ShardConfig) -> None:
         self.config = config
-        self.inbox: queue.SimpleQueue[link.Inbox] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[messages.Inbox] = queue.SimpleQueue()
         self.outputs_go_to: InProcessFleet | None = None
         self.loaded: LoadedRunner | None = None
         self.ready = threading.Event()
@@ -85,14 +88,14 @@ class EngineThread:
             traceback.print_exc()
             os._exit(1)
 
-    def send(self, message: link.FromEngine) -> None:
+    def send(self, message: messages.FromEngine) -> None:
         """As `link.EngineEnd` has it."""
-        if isinstance(message, link.StepOutputs) and self.outputs_go_to is not None:
+        if isinstance(message, messages.StepOutputs) and self.outputs_go_to is not None:
             self.outputs_go_to.take_soon(message.outputs)
 
 
 class _Shard:
-    """The engine as the router sees a shard: `penstock_router.backend.ShardState`."""
+    """The engine as the router sees a shard: `penstock_router.fleet.ShardState`."""
 
     address = _ADDRESS
     load = LoadReport(serving=True)
@@ -104,7 +107,7 @@ class _Shard:
     def __init__(self, engine: EngineThread) -> None:
         assert engine.loaded is not None
         files = engine.loaded.tokenizer_files
-        message = wire.info_response(
+        message = shard_codec.info_response(
             engine.loaded.runner.info,
             engine.config,
             instance_id="one process",
@@ -112,14 +115,14 @@ class _Shard:
             tokenizer_hash=tokenizer_hash(files),
             version=version("penstock"),
         )
-        self.info: ShardInfo = _wire.shard_info(message, _ADDRESS)
+        self.info: ShardInfo = proto_codec.shard_info(message, _ADDRESS)
 
     async def drain(self) -> None:
         return
 
 
 class InProcessFleet:
-    """Implements `penstock_router.backend.Fleet` on an engine in this process.
+    """Implements `penstock_router.fleet.Fleet` on an engine in this process.
 
     Serves what the benchmark asks for: completions, without log-probabilities, masks or adapters.
     """
@@ -157,18 +160,18 @@ class InProcessFleet:
         return self._engine.loaded.tokenizer_files
 
     def submit(self, request: GenerationRequest) -> GenerationStream:
-        """Raises `penstock_shard.validation.Refusal`, which the router knows nothing of."""
+        """Raises `penstock_shard.server.validation.Refusal`, which the router knows nothing of."""
         assert self._engine.loaded is not None
         stream = GenerationStream(new_request_id(), 0, 0, self._cancel)
         incoming = _incoming(request, stream.request_id)
         submit = check(incoming, self._engine.loaded.runner.info, self._engine.config)
         self._streams[stream.request_id] = stream
-        self._engine.inbox.put(link.Inbox([submit], []))
+        self._engine.inbox.put(messages.Inbox([submit], []))
         return stream
 
     def _cancel(self, stream: GenerationStream) -> None:
         del self._streams[stream.request_id]
-        self._engine.inbox.put(link.Inbox([], [(stream.request_id, stream.attempt)]))
+        self._engine.inbox.put(messages.Inbox([], [(stream.request_id, stream.attempt)]))
 
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
         raise NotServed("embeddings are not measured")
@@ -181,11 +184,11 @@ class InProcessFleet:
 
     # ---- what the engine says ----
 
-    def take_soon(self, outputs: Sequence[link.Output]) -> None:
+    def take_soon(self, outputs: Sequence[messages.Output]) -> None:
         """From the engine's thread: once a step."""
         self._loop.call_soon_threadsafe(self._take, outputs)
 
-    def _take(self, outputs: Sequence[link.Output]) -> None:
+    def _take(self, outputs: Sequence[messages.Output]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -205,7 +208,7 @@ def _incoming(request: GenerationRequest, request_id: str) -> IncomingRequest:
         prompt=np.array(request.prompt_token_ids, dtype="<u4"),
         output=np.array(request.output_token_ids, dtype="<u4"),
         model=request.model,
-        **{name: getattr(request.sampling, name) for name in _wire._SAMPLING_SCALARS},
+        **{name: getattr(request.sampling, name) for name in proto_codec._SAMPLING_SCALARS},
         max_tokens=request.max_tokens,
         min_tokens=request.min_tokens or 0,
         stop_token_ids=np.array(request.stop_token_ids, dtype="<u4"),
@@ -213,7 +216,7 @@ def _incoming(request: GenerationRequest, request_id: str) -> IncomingRequest:
     )
 
 
-def _output(output: link.Output) -> Output:
+def _output(output: messages.Output) -> Output:
     finish = output.finish
     return Output(
         output.token_ids,

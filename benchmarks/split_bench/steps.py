@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from penstock_shard import engine_main
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.matchers import PendingMatchers
-from penstock_shard.create_engine import create_engine
-from penstock_shard.engine import Engine
-from penstock_shard.engine_loop import EngineLoop
-from penstock_shard.link import Inbox
-from penstock_shard.loading import LoadedRunner
-from penstock_shard.runner.base import AdapterStore, Batch, RowResult, Runner
-from penstock_shard.runner_info import RunnerInfo
+from penstock_shard.engine import main as engine_main
+from penstock_shard.engine.create_engine import create_engine
+from penstock_shard.engine.engine import Engine
+from penstock_shard.engine.loop import EngineLoop
+from penstock_shard.engine.matchers import PendingMatchers
+from penstock_shard.ipc.messages import Inbox
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.model_loader.load_runner import LoadedRunner
+from penstock_shard.worker.base import AdapterStore, Batch, RowResult, Runner
 
 # Where the engine of a process writes its steps.
 STEPS_VARIABLE = "PENSTOCK_BENCH_STEPS"

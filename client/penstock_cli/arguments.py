@@ -11,9 +11,9 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock_client.membership import check_address
-from penstock_proto.flags import OneLineParser, add_api_key
-from penstock_proto.tls import Tls, TlsFilesUnusable
+from penstock_client.fleet.discovery import check_address
+from penstock_common.flags import OneLineParser, add_api_key
+from penstock_common.tls import Tls, TlsFilesUnusable
 
 MODEL_HELP = "which model to ask (default: the only one that is served)"
 MAX_PORT = 65535

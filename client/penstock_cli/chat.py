@@ -14,8 +14,8 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from penstock_client.arguments import MODEL_HELP, add_url, parser_for, positive_int
-from penstock_client.router_errors import CUT_OFF, no_answer, one_line, refusal
+from penstock_cli.arguments import MODEL_HELP, add_url, parser_for, positive_int
+from penstock_cli.router_errors import CUT_OFF, no_answer, one_line, refusal
 
 _LIST_TIMEOUT_S = 10.0
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
-from penstock_proto.child_environment import child_environment
+from penstock_common.child_environment import child_environment
 
 _TIMEOUT_S = 10.0
 

@@ -7,7 +7,7 @@ import os
 import urllib.error
 from collections.abc import Sequence
 
-from penstock_client.arguments import (
+from penstock_cli.arguments import (
     add_shard_tls,
     http_url,
     open_directly,
@@ -16,8 +16,8 @@ from penstock_client.arguments import (
     shard_address,
     shard_tls,
 )
-from penstock_client.router_errors import message_of, no_answer
-from penstock_proto.tls import Tls
+from penstock_cli.router_errors import message_of, no_answer
+from penstock_common.tls import Tls
 
 # grpc.health.v1.Health/Check, by hand: an empty request asks for the whole server, and SERVING is
 # field 1 with value 1. Not worth a dependency in the router's image.

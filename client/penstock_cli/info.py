@@ -6,13 +6,13 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from penstock_client.arguments import add_shard_tls, parser_for, shard_address, shard_tls
+from penstock_cli.arguments import add_shard_tls, parser_for, shard_address, shard_tls
+from penstock_cli.router_errors import NEEDS_KEY
 from penstock_client.errors import PenstockError, Unauthenticated
-from penstock_client.router_errors import NEEDS_KEY
-from penstock_client.shard_client import ShardClient
+from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
-from penstock_proto.flags import SHARD_PORT, add_api_key
-from penstock_proto.tls import Tls
+from penstock_common.flags import SHARD_PORT, add_api_key
+from penstock_common.tls import Tls
 
 
 def main(arguments: Sequence[str]) -> int:

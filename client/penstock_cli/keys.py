@@ -15,10 +15,10 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from penstock_client import key_file
-from penstock_client.arguments import parser_for
-from penstock_client.key_file import KeyEntry, KeyFileError
-from penstock_proto.flags import OneLineParser
+from penstock_cli.arguments import parser_for
+from penstock_common import key_file
+from penstock_common.flags import OneLineParser
+from penstock_common.key_file import KeyEntry, KeyFileError
 
 PREFIX = "psk-"
 _KEY_BYTES = 32

@@ -36,14 +36,14 @@ use it
 
 _PROCESSES = {"router": "penstock_router", "shard": "penstock_shard"}
 _TOOLS = {
-    "serve": "penstock_client.serve",
-    "chat": "penstock_client.chat",
-    "info": "penstock_client.info",
-    "health": "penstock_client.health",
-    "bench": "penstock_client.bench",
-    "replay": "penstock_client.replay",
-    "translate": "penstock_client.translate",
-    "keys": "penstock_client.keys",
+    "serve": "penstock_cli.serve.serve",
+    "chat": "penstock_cli.chat",
+    "info": "penstock_cli.info",
+    "health": "penstock_cli.health",
+    "bench": "penstock_cli.bench.bench",
+    "replay": "penstock_cli.replay",
+    "translate": "penstock_cli.translate.translate",
+    "keys": "penstock_cli.keys",
 }
 
 
@@ -80,7 +80,7 @@ def _become(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _run_tool(module: str, arguments: Sequence[str]) -> int:
-    from penstock_proto.flags import quiet_grpc
+    from penstock_common.flags import quiet_grpc
 
     quiet_grpc()
     try:

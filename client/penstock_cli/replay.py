@@ -15,20 +15,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock_client.arguments import (
+from penstock_cli.arguments import (
     add_shard_tls,
     parser_for,
     positive_int,
     shard_address,
     shard_tls,
 )
-from penstock_client.audit import AuditRecord, read_audit, read_key
+from penstock_client.audit_log import AuditRecord, read_audit, read_key
 from penstock_client.errors import PenstockError
-from penstock_client.fleet import Fleet
-from penstock_client.shard_state import ShardState
+from penstock_client.fleet.fleet import Fleet
+from penstock_client.fleet.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective, ShardInfo
-from penstock_proto.bounds import GREEDY_TEMPERATURE
-from penstock_proto.flags import add_api_key
+from penstock_common.bounds import GREEDY_TEMPERATURE
+from penstock_common.flags import add_api_key
 
 _DESCRIPTION = """\
 Generate again what an audit log recorded, and compare token by token. Exit status: 0 when every

@@ -16,7 +16,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock_client.continuation import Patience
     from penstock_client.errors import (
         DeadlineExceeded,
         IncompatibleShard,
@@ -31,12 +30,13 @@ if TYPE_CHECKING:
         ShardUnavailable,
         Unauthenticated,
     )
-    from penstock_client.fleet import Fleet
-    from penstock_client.fleet_stream import FleetStream
-    from penstock_client.shard_client import ShardClient
-    from penstock_client.shard_state import ShardState
-    from penstock_client.stream import GenerationStream
-    from penstock_client.sync import SyncShardClient
+    from penstock_client.fleet.continuation import Patience
+    from penstock_client.fleet.fleet import Fleet
+    from penstock_client.fleet.fleet_stream import FleetStream
+    from penstock_client.fleet.shard_state import ShardState
+    from penstock_client.rpc.generation_stream import GenerationStream
+    from penstock_client.rpc.shard_client import ShardClient
+    from penstock_client.rpc.sync_client import SyncShardClient
     from penstock_client.types import (
         Adapter,
         Attempt,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         ThinkingBudget,
         random_seed,
     )
-    from penstock_proto.tls import Tls, TlsFilesUnusable
+    from penstock_common.tls import Tls, TlsFilesUnusable
 
 __all__ = [
     "Adapter",
@@ -102,15 +102,15 @@ __all__ = [
 ]
 
 _OTHER_HOMES = {
-    "Fleet": "penstock_client.fleet",
-    "FleetStream": "penstock_client.fleet_stream",
-    "Patience": "penstock_client.continuation",
-    "ShardState": "penstock_client.shard_state",
-    "ShardClient": "penstock_client.shard_client",
-    "GenerationStream": "penstock_client.stream",
-    "SyncShardClient": "penstock_client.sync",
-    "Tls": "penstock_proto.tls",
-    "TlsFilesUnusable": "penstock_proto.tls",
+    "Fleet": "penstock_client.fleet.fleet",
+    "FleetStream": "penstock_client.fleet.fleet_stream",
+    "Patience": "penstock_client.fleet.continuation",
+    "ShardState": "penstock_client.fleet.shard_state",
+    "ShardClient": "penstock_client.rpc.shard_client",
+    "GenerationStream": "penstock_client.rpc.generation_stream",
+    "SyncShardClient": "penstock_client.rpc.sync_client",
+    "Tls": "penstock_common.tls",
+    "TlsFilesUnusable": "penstock_common.tls",
 }
 
 

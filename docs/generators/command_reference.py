@@ -40,7 +40,7 @@ def _fenced(text: str) -> str:
 
 def _help(command: Sequence[str]) -> str:
     ended = subprocess.run(
-        [sys.executable, "-m", "penstock_client.cli", *command, "--help"],
+        [sys.executable, "-m", "penstock_cli.main", *command, "--help"],
         env={**os.environ, "COLUMNS": _COLUMNS},
         capture_output=True,
         text=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from penstock_router.openapi import describe
+from penstock_router.openapi.document import describe
 from penstock_router.routes.table import ROUTES
 
 Schema = dict[str, Any]

@@ -10,8 +10,8 @@ import functools
 import os
 from typing import Any, NoReturn
 
-from penstock_proto.logs import FORMATS
-from penstock_proto.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
+from penstock_common.logs import FORMATS
+from penstock_common.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 
 # The keys of `metric_names.SETS`, which is not imported here: that takes too long for a --help.
 METRIC_NAMES = ("vllm", "tgi")

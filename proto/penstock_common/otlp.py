@@ -22,8 +22,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
-from penstock_proto.tracing import Span
-from penstock_proto.version import VERSION
+from penstock_common.tracing import Span
+from penstock_common.version import VERSION
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import grpc
 
-from penstock_proto.tls import Renewed, Tls, check_server_files, read_file
+from penstock_common.tls import Renewed, Tls, check_server_files, read_file
 
 # A prompt of a million ids is 4 MB; the limit leaves room for log-probabilities beside it.
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024

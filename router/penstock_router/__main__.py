@@ -12,11 +12,11 @@ def main():  # type: () -> int
         found = ".".join(str(part) for part in sys.version_info[:3])
         print("penstock router: needs Python 3.11 to 3.13; this is " + found, file=sys.stderr)
         return 2
-    from penstock_proto.flags import quiet_grpc
+    from penstock_common.flags import quiet_grpc
 
     quiet_grpc()
     from penstock_router import workers
-    from penstock_router.command_line import parse_config
+    from penstock_router.cli import parse_config
 
     return workers.run(parse_config(sys.argv[1:]))
 

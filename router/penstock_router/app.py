@@ -14,17 +14,15 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web, web_urldispatcher
 
-from penstock_proto.tasks import lasting
-from penstock_proto.tracing import SpanSink
-from penstock_proto.version import VERSION
-from penstock_router import openapi
-from penstock_router.admission import Admission
+from penstock_common.tasks import lasting
+from penstock_common.tracing import SpanSink
+from penstock_common.version import VERSION
+from penstock_router.admission.admission import Admission
+from penstock_router.admission.api_keys import Keys
+from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.apis.base import ERRORS
-from penstock_router.backend import Fleet
-from penstock_router.background import Background
-from penstock_router.bodies import Bodies
 from penstock_router.config import RouterConfig
-from penstock_router.console import Console
+from penstock_router.console.feed import Console
 from penstock_router.errors import (
     ApiError,
     BadRequest,
@@ -33,19 +31,21 @@ from penstock_router.errors import (
     Unauthorized,
     log_error,
 )
-from penstock_router.exposition import Exposition
-from penstock_router.fields import shorten
-from penstock_router.fleet_metrics import FleetCollector
-from penstock_router.keys import Keys
-from penstock_router.loop_lag import watch_loop
-from penstock_router.metrics import Metrics
-from penstock_router.models import Models
-from penstock_router.programs import Programs
-from penstock_router.records import Records, RequestRecord
-from penstock_router.request_log import log_request
-from penstock_router.request_metrics import RequestMetrics
-from penstock_router.response_store import ResponseStore
-from penstock_router.resumption import CursorCodec, LiveStreams
+from penstock_router.fleet import Fleet
+from penstock_router.generation.resumption import CursorCodec, LiveStreams
+from penstock_router.json_fields import shorten
+from penstock_router.observe.exposition import Exposition
+from penstock_router.observe.fleet_metrics import FleetCollector
+from penstock_router.observe.loop_lag import watch_loop
+from penstock_router.observe.metrics import Metrics
+from penstock_router.observe.request_log import log_request
+from penstock_router.observe.request_metrics import RequestMetrics
+from penstock_router.observe.request_record import Records, RequestRecord
+from penstock_router.observe.tracing import RequestTraces
+from penstock_router.offload.dispatch import Bodies
+from penstock_router.offload.request_templates import Programs
+from penstock_router.offload.text_pool import TextPool
+from penstock_router.openapi import document as openapi
 from penstock_router.routes import admin, console, debug, docs, response_headers
 from penstock_router.routes.base import (
     ERROR_FORM,
@@ -63,10 +63,10 @@ from penstock_router.routes.base import (
     usable_request_id,
 )
 from penstock_router.routes.table import ROUTES
-from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
-from penstock_router.spans import RequestTraces
-from penstock_router.text_pool import TextPool
-from penstock_router.threads import Threads
+from penstock_router.served_models import Models
+from penstock_router.store.background_responses import Background
+from penstock_router.store.response_store import ResponseStore
+from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 

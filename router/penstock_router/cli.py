@@ -8,20 +8,20 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock_client import key_file
-from penstock_client.audit import read_key
-from penstock_client.key_file import KeyFileError
-from penstock_client.membership import parse_source
-from penstock_client.networks import PRIVATE_NETWORKS
-from penstock_client.policies import DEFAULT_POLICY, POLICIES
-from penstock_proto.flags import OneLineParser, add_observing_flags, tracing_of, usable_key
-from penstock_proto.tls import Tls, TlsFilesUnusable
+from penstock_client.audit_log import read_key
+from penstock_client.fleet.allowed_networks import PRIVATE_NETWORKS
+from penstock_client.fleet.discovery import parse_source
+from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES
+from penstock_common import key_file
+from penstock_common.flags import OneLineParser, add_observing_flags, tracing_of, usable_key
+from penstock_common.key_file import KeyFileError
+from penstock_common.tls import Tls, TlsFilesUnusable
 from penstock_router import flag_values as values
-from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.config import RouterConfig
-from penstock_router.https import HttpsFiles
-from penstock_router.reasoning import AUTO, STYLES
-from penstock_router.tool_calls.choose import FORMATS
+from penstock_router.server.https import HttpsFiles
+from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
+from penstock_router.text.reasoning import AUTO, STYLES
+from penstock_router.text.tool_calls.choose_format import FORMATS
 
 _REPORTS_EVERY_S = 1.0
 

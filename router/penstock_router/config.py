@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock_client.networks import PRIVATE_NETWORKS, Network
-from penstock_client.policies import DEFAULT_POLICY
-from penstock_proto.tls import Tls
-from penstock_proto.trace_export import TracingConfig
+from penstock_client.fleet.allowed_networks import PRIVATE_NETWORKS, Network
+from penstock_client.load_balancing.policies import DEFAULT_POLICY
+from penstock_common.tls import Tls
+from penstock_common.trace_export import TracingConfig
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """A router's whole configuration."""
 
-    # Addresses of shards, or their source, as `penstock_client.membership` reads it.
+    # Addresses of shards, or their source, as `penstock_client.fleet.discovery` reads it.
     shards: str
     host: str = "127.0.0.1"
     port: int = 8000
@@ -26,7 +26,7 @@ class RouterConfig:
 
     # The key that clients must show, if set, on all routes but probes and documentation.
     api_key: str | None = field(default=None, repr=False)
-    # A file of further keys, as `penstock_client.key_file` reads it; reloaded when it changes.
+    # A file of further keys, as `penstock_common.key_file` reads it; reloaded when it changes.
     api_keys_file: str | None = None
     # Origins whose pages may call the API from a browser; "*": all.
     cors_origins: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class RouterConfig:
     log_level: str = "info"
     # Servers under whose names metrics are exported too.
     metrics_names: tuple[str, ...] = ()
-    # One of `penstock_proto.logs.FORMATS`.
+    # One of `penstock_common.logs.FORMATS`.
     log_format: str = "auto"
     # Whether to log a line for each request.
     log_requests: bool = True

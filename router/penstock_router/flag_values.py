@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from penstock_client.networks import Network, parse_network
-from penstock_router.reasoning import AUTO, NONE, STYLES
+from penstock_client.fleet.allowed_networks import Network, parse_network
 from penstock_router.request import MAX_TIMEOUT_S
-from penstock_router.response_store import MIN_BYTES
-from penstock_router.tool_calls.choose import FORMATS
+from penstock_router.store.response_store import MIN_BYTES
+from penstock_router.text.reasoning import AUTO, NONE, STYLES
+from penstock_router.text.tool_calls.choose_format import FORMATS
 
 # The largest count, number of processes and number of seconds (a year): larger ones overflow
 # somewhere.

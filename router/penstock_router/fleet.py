@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from penstock_client.networks import Ip
+from penstock_client.fleet.allowed_networks import Ip
 from penstock_client.types import (
     AttemptRecord,
     EmbeddingRequest,

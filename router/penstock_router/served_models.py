@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 from penstock_client.errors import PenstockError, RequestRefused
 from penstock_client.types import ShardInfo
-from penstock_router.backend import Fleet, state_of
-from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
 from penstock_router.config import RouterConfig
-from penstock_router.conventions import Conventions, conventions_of
 from penstock_router.errors import BadRequest, Unavailable, unavailable_model, unknown_model
-from penstock_router.prompts import TextModel
-from penstock_router.threads import Threads
-from penstock_router.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
+from penstock_router.fleet import Fleet, state_of
+from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
+from penstock_router.text.model_conventions import Conventions, conventions_of
+from penstock_router.text.prompts import TextModel
+from penstock_router.text.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
+from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 

@@ -35,23 +35,23 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from penstock_client import Fleet, Patience
-from penstock_client.audit import AuditLog
-from penstock_client.listening import listen
-from penstock_client.membership import authority
-from penstock_proto.child_environment import TRACES, reduce_environment
-from penstock_proto.logs import set_up_logging
-from penstock_proto.port_holder import why_not
-from penstock_proto.tls import TlsFilesUnusable
-from penstock_proto.trace_export import open_sink
+from penstock_client.audit_log import AuditLog
+from penstock_client.fleet.discovery import authority
+from penstock_common.child_environment import TRACES, reduce_environment
+from penstock_common.listening import listen
+from penstock_common.logs import set_up_logging
+from penstock_common.port_holder import why_not
+from penstock_common.tls import TlsFilesUnusable
+from penstock_common.trace_export import open_sink
 from penstock_router.config import RouterConfig
-from penstock_router.connections import Runner
-from penstock_router.https import https_context
 from penstock_router.malloc import return_large_blocks
-from penstock_router.response_store import StoreUnusable, store_file
+from penstock_router.server.connections import Runner
+from penstock_router.server.https import https_context
+from penstock_router.store.response_store import StoreUnusable, store_file
 
 if TYPE_CHECKING:
-    from penstock_router.metrics import Metrics
-    from penstock_router.models import Models
+    from penstock_router.observe.metrics import Metrics
+    from penstock_router.served_models import Models
 
 logger = logging.getLogger("penstock.router")
 
@@ -162,7 +162,7 @@ async def serve(
     """
     # Imported here: metrics check at import whether this process is one of several.
     from penstock_router.app import build_app, error_of_http
-    from penstock_router.metrics import Metrics
+    from penstock_router.observe.metrics import Metrics
     from penstock_router.routes.base import ROUTER
 
     metrics = Metrics()

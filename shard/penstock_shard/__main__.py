@@ -6,10 +6,10 @@ import asyncio
 import signal
 import sys
 
-from penstock_proto.flags import quiet_grpc
-from penstock_proto.logs import set_up_logging
-from penstock_shard.command_line import parse_config
-from penstock_shard.node import serve_node
+from penstock_common.flags import quiet_grpc
+from penstock_common.logs import set_up_logging
+from penstock_shard.cli import parse_config
+from penstock_shard.distributed.node import serve_node
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
         return serve_node(config)
     quiet_grpc()
     # Imported after parsing, so that --help and bad flags answer at once.
-    from penstock_shard.server import serve
+    from penstock_shard.server.app import serve
 
     return asyncio.run(serve(config))
 

@@ -9,14 +9,14 @@ import argparse
 from collections import abc
 from dataclasses import fields
 
-from penstock_proto.flags import (
+from penstock_common.flags import (
     SHARD_PORT,
     OneLineParser,
     add_api_key,
     add_observing_flags,
     tracing_of,
 )
-from penstock_proto.tls import TlsFilesUnusable, check_server_files
+from penstock_common.tls import TlsFilesUnusable, check_server_files
 from penstock_shard.adapter_flags import add_adapter_flags, check_adapter_flags
 from penstock_shard.config import ShardConfig
 from penstock_shard.parallel_flags import add_parallel_flags, check_parallel_flags

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_proto.flags import SHARD_PORT
-from penstock_proto.trace_export import TracingConfig
+from penstock_common.flags import SHARD_PORT
+from penstock_common.trace_export import TracingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class ShardConfig:
     drain: str = "migrate"
     drain_timeout_s: float = 30.0
 
-    # `log_format` is one of penstock_proto.logs.FORMATS; `log_requests`: a line for each request.
+    # `log_format` is one of penstock_common.logs.FORMATS; `log_requests`: a line for each request.
     log_level: str = "info"
     log_format: str = "auto"
     log_requests: bool = False

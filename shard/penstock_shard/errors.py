@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock_shard.models.triton_here import is_installed
+from penstock_shard.device.triton_support import is_installed
 
 # Messages: of torch's allocator on cpu; of CUDA and Triton; of cuBLAS.
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")

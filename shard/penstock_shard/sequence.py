@@ -7,11 +7,11 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock_shard.request import Pooling, Request
+from penstock_shard.ipc.request import Pooling, Request
 
 if TYPE_CHECKING:
-    from penstock_shard.constraints.state import ConstraintState
-    from penstock_shard.logprobs import Logprobs
+    from penstock_shard.ipc.logprobs import Logprobs
+    from penstock_shard.structured_output.matcher_state import ConstraintState
 
 
 class SequenceState(enum.Enum):

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "router"))
 
 from support.answer_pieces import delta_of, envelope_of, job_of, random_deltas, random_pieces
 
-from penstock_router.apis.messages_answers import MessageShape
-from penstock_router.choice import Delta, EndReason
-from penstock_router.pieces import Piece, PieceKind
+from penstock_router.apis.messages.answers import MessageShape
+from penstock_router.generation.choice import Delta, EndReason
+from penstock_router.text.answer_pieces import Piece, PieceKind
 
 
 def shape_of() -> MessageShape:

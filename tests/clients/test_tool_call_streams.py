@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "router"))
 
 import unit.router.router_doubles as doubles
 
-from penstock_client.stream import GenerationStream
+from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import FinishReason, GenerationRequest, Output
-from penstock_router.tool_calls.choose import FORMATS
+from penstock_router.text.tool_calls.choose_format import FORMATS
 
 FAMILIES = sorted({each.name for each in FORMATS.values()})
 # Takes tools, and says nothing of them: the prompt is the user's text.

@@ -17,9 +17,9 @@ from llguidance import LLMatcher
 
 import penstock_shard
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / ".venv-clients" / "json-schema-test-suite"

@@ -15,14 +15,14 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from penstock_client.types import LoadReport
-from penstock_proto.metric_names import SETS
-from penstock_router.backend import ShardState
-from penstock_router.fleet_metrics import FleetCollector
-from penstock_router.metrics import Metrics
-from penstock_router.request_metrics import RequestMetrics
+from penstock_common.metric_aliases import SETS
+from penstock_router.fleet import ShardState
+from penstock_router.observe.fleet_metrics import FleetCollector
+from penstock_router.observe.metrics import Metrics
+from penstock_router.observe.request_metrics import RequestMetrics
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_supervisor import EngineSupervisor
-from penstock_shard.metrics import EngineCollector
+from penstock_shard.server.metrics import EngineCollector
+from penstock_shard.server.supervisor import EngineSupervisor
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 

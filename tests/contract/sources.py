@@ -14,7 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "penstock_proto": ROOT / "proto" / "penstock_proto",
+    "penstock_common": ROOT / "proto" / "penstock_common",
     "penstock_client": ROOT / "client" / "penstock_client",
+    "penstock_cli": ROOT / "client" / "penstock_cli",
     "penstock_router": ROOT / "router" / "penstock_router",
     "penstock_shard": ROOT / "shard" / "penstock_shard",
 }

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web, web_response, web_urldispatcher
 from contract.sources import product_modules
 
-from penstock_router.connections import Connection
+from penstock_router.server.connections import Connection
 
 # Of web_response, in routes/response_headers.py: the Server header of what aiohttp refuses itself.
 SERVER_HEADER = "SERVER_SOFTWARE"

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 from contract.sources import Module, Modules, doctored, product_modules
 
-from penstock_client.serve import _ROUTER_VARIABLES, _SHARD_VARIABLES
-from penstock_proto.child_environment import _NAMES
+from penstock_cli.serve.serve import _ROUTER_VARIABLES, _SHARD_VARIABLES
+from penstock_common.child_environment import _NAMES
 
 # What starts a process, by the last part of its name, and takes the argument `env`.
 STARTS = {
@@ -28,11 +28,11 @@ BARE = re.compile(
 )
 # Where one may stand, and why.
 BARE_ALLOWED = {
-    ("penstock_client.cli", "os.execv"): "the command that the user gave, in this process",
-    ("penstock_client.translate", "os.execve"): "the same, with what a translation adds",
-    ("penstock_client.with_parent", "os.execvp"): "a child that has its own environment already",
+    ("penstock_cli.main", "os.execv"): "the command that the user gave, in this process",
+    ("penstock_cli.translate.translate", "os.execve"): "the same, with what a translation adds",
+    ("penstock_cli.serve.with_parent", "os.execvp"): "a child that has its own environment already",
     ("penstock_router.workers", "self._context.Process"): "the environment was reduced before",
-    ("penstock_shard.constraints.check_process", "os.fork"): "of a process that has little",
+    ("penstock_shard.structured_output.check_process", "os.fork"): "of a process that has little",
 }
 
 
@@ -78,7 +78,7 @@ def test_serve_hands_on_each_of_our_variables_to_who_reads_it(
     read = {
         node.value
         for module in product_modules().values()
-        if module.package == package or module.name == "penstock_proto.flags"
+        if module.package == package or module.name == "penstock_common.flags"
         for node in ast.walk(module.tree())
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if re.fullmatch(r"PENSTOCK_[A-Z_]*[A-Z]", node.value)

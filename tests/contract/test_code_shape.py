@@ -18,14 +18,14 @@ MAX_MODULE_LINES = 600
 
 # Where an error of any kind is caught and goes no further, and why there.
 EDGES = {
-    "penstock_proto.tasks": "what lasts as long as the process outlives an error nobody foresaw",
-    "penstock_router.tokenizer": "the tokenizers library raises bare Exception",
-    "penstock_router.deltas": "what fails where deltas arrive is handed to who waits for them",
-    "penstock_router.records": "a defect of who tells of requests must not cost one",
-    "penstock_router.sse": "the status line is sent: an error event is the last resort",
-    "penstock_router.text_process": "a defect costs the body it shows on, not the process",
-    "penstock_shard.constraints.checker": "a defect costs the constraint it shows on",
-    "penstock_shard.request_record": "a defect of who tells of requests must not cost the shard",
+    "penstock_common.tasks": "what lasts as long as the process outlives an error nobody foresaw",
+    "penstock_router.text.tokenizer": "the tokenizers library raises bare Exception",
+    "penstock_router.generation.deltas": "what fails where deltas arrive goes to who waits",
+    "penstock_router.observe.request_record": "a defect of who tells of requests must not cost one",
+    "penstock_router.server.sse": "the status line is sent: an error event is the last resort",
+    "penstock_router.offload.text_process": "a defect costs the body it shows on, not the process",
+    "penstock_shard.structured_output.checker": "a defect costs the constraint it shows on",
+    "penstock_shard.server.request_record": "a defect of who tells of requests costs no shard",
     "penstock_router.app": "the edge of the process: a bug is answered with 500",
 }
 

@@ -9,50 +9,50 @@ from collections.abc import Iterator
 import pytest
 from contract.sources import Module, Modules, doctored, imports, product_modules
 
-OURS = ("penstock_proto", "penstock_client", "penstock_router", "penstock_shard")
 TENSORS = ("torch", "transformers")
 STUBS = "penstock_proto.shard_pb2"
-STUB_USERS = ("penstock_client._wire", "penstock_shard.wire")
+STUB_USERS = ("penstock_client.rpc.proto_codec", "penstock_shard.server.proto_codec")
 
 # Which of our own packages each may import, itself apart.
 ALLOWED_PACKAGES = {
-    "penstock_proto": (),
-    "penstock_client": ("penstock_proto",),
-    "penstock_router": ("penstock_client",),
-    "penstock_shard": ("penstock_proto",),
-}
-# And of what is not the wire, these modules.
-ALLOWED_MODULES = {
-    "penstock_router": (
-        *("penstock_proto.bounds", "penstock_proto.child_environment", "penstock_proto.flags"),
-        *("penstock_proto.logs", "penstock_proto.metric_names", "penstock_proto.port_holder"),
-        *("penstock_proto.tasks", "penstock_proto.tls", "penstock_proto.trace_export"),
-        *("penstock_proto.tracing", "penstock_proto.version"),
-    )
+    "penstock_common": (),
+    "penstock_proto": ("penstock_common",),
+    "penstock_client": ("penstock_proto", "penstock_common"),
+    "penstock_cli": ("penstock_client", "penstock_proto", "penstock_common"),
+    "penstock_router": ("penstock_client", "penstock_common"),
+    "penstock_shard": ("penstock_proto", "penstock_common"),
 }
 # Of the router, besides routes/.
 HTTP_USERS = (
-    *("penstock_router.app", "penstock_router.sse", "penstock_router.workers"),
-    "penstock_router.connections",
+    *("penstock_router.app", "penstock_router.workers"),
+    *("penstock_router.server.sse", "penstock_router.server.connections"),
 )
-# Below runner/ and models/ of the shard, these stay free of torch: what runs without it needs them.
+# Rooms of the shard that have tensors.
+TENSOR_ROOMS = tuple(
+    f"penstock_shard.{room}."
+    for room in (
+        *("attention", "checkpoint", "device", "distributed", "kernels", "lora", "model_loader"),
+        *("models", "ops", "selfcheck", "worker"),
+    )
+)
+# These of them stay free of torch: what runs without it needs them.
 FREE_OF_TENSORS = (
-    "penstock_shard.runner",
-    "penstock_shard.runner.base",
-    "penstock_shard.runner.fake",
-    "penstock_shard.models",
-    "penstock_shard.models.source",
-    "penstock_shard.models.errors",
-    "penstock_shard.models.triton_here",
-    "penstock_shard.models.parallel",
-    "penstock_shard.models.parallel.followers",
-    "penstock_shard.models.parallel.messages",
-    "penstock_shard.models.parallel.processes",
+    "penstock_shard.worker.base",
+    "penstock_shard.worker.capabilities",
+    "penstock_shard.worker.fake_runner",
+    "penstock_shard.worker.token_state",
+    "penstock_shard.model_loader.load_runner",
+    "penstock_shard.checkpoint.adapter_files",
+    "penstock_shard.checkpoint.model_source",
+    "penstock_shard.checkpoint.tokenizer_files",
+    "penstock_shard.device.triton_support",
+    "penstock_shard.distributed.messages",
+    "penstock_shard.distributed.rank_connections",
+    "penstock_shard.distributed.rank_processes",
 )
-# What these two may import of the rest of the shard.
-BELOW_THE_RUNNER = (
-    *("penstock_shard.config", "penstock_shard.constraints.state", "penstock_shard.request"),
-    *("penstock_shard.logprobs", "penstock_shard.runner_info", "penstock_shard.sampling_ranges"),
+# What these rooms know nothing of.
+ABOVE_TENSORS = tuple(
+    f"penstock_shard.{room}." for room in ("engine", "kv_cache", "scheduler", "server")
 )
 
 
@@ -89,13 +89,13 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     [
         ("penstock_router.app", "penstock_shard"),
         ("penstock_router.__main__", "penstock_shard"),
-        ("penstock_router.text_process", "aiohttp"),
+        ("penstock_router.offload.text_process", "aiohttp"),
         # It would write files of its own beside the workers'.
-        ("penstock_router.text_process", "prometheus_client"),
-        ("penstock_shard.server", "penstock_client"),
-        ("penstock_shard.engine_main", "penstock_client"),
-        ("penstock_client.cli", "penstock_router"),
-        ("penstock_client.health", "aiohttp"),
+        ("penstock_router.offload.text_process", "prometheus_client"),
+        ("penstock_shard.server.app", "penstock_client"),
+        ("penstock_shard.engine.main", "penstock_client"),
+        ("penstock_cli.main", "penstock_router"),
+        ("penstock_cli.health", "aiohttp"),
         ("penstock_client", "penstock_router"),
     ],
 )
@@ -126,11 +126,11 @@ print(*sorted(loaded & {{*{TENSORS}, "{absent}"}}))
 @pytest.mark.parametrize(
     "modules",
     [
-        doctored(penstock_router__app="import penstock_shard.engine"),
+        doctored(penstock_router__app="import penstock_shard.engine.engine"),
         doctored(penstock_router__app="from penstock_proto import SCHEMA_REVISION"),
-        doctored(penstock_router__app="from penstock_proto.otlp import OtlpSink"),
-        doctored(penstock_client__fleet="def late():\n    import penstock_router.app"),
-        doctored(penstock_shard__server="from penstock_client import Fleet"),
+        doctored(penstock_client__types="from penstock_cli.gpus import gpus"),
+        doctored(penstock_client__types="def late():\n    import penstock_router.app"),
+        doctored(penstock_shard__server__app="from penstock_client import Fleet"),
         doctored(penstock_proto__transport="import penstock_client"),
     ],
 )
@@ -141,9 +141,9 @@ def test_an_import_of_a_package_above_is_found(modules: Modules) -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        doctored(penstock_client__fleet="from penstock_proto import shard_pb2 as pb"),
-        doctored(penstock_client__fleet="import penstock_proto.shard_pb2_grpc"),
-        doctored(penstock_shard__servicer="from penstock_proto.shard_pb2_grpc import ShardStub"),
+        doctored(penstock_client__rpc__sync_client="from penstock_proto import shard_pb2 as pb"),
+        doctored(penstock_client__types="import penstock_proto.shard_pb2_grpc"),
+        doctored(penstock_shard__server__app="from penstock_proto.shard_pb2_grpc import ShardStub"),
         doctored(penstock_router__app="from penstock_proto.shard_pb2 import Output"),
     ],
 )
@@ -154,12 +154,12 @@ def test_a_second_user_of_the_stubs_is_found(modules: Modules) -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        doctored(penstock_router__tokenizer="from transformers import AutoTokenizer"),
-        doctored(penstock_shard__scheduler="import torch.nn"),
-        doctored(penstock_shard__runner__fake="import torch"),
-        doctored(penstock_shard__models__source="def late():\n    import transformers"),
+        doctored(penstock_router__text__tokenizer="from transformers import AutoTokenizer"),
+        doctored(penstock_shard__scheduler__scheduler="import torch.nn"),
+        doctored(penstock_shard__worker__fake_runner="import torch"),
+        doctored(penstock_shard__checkpoint__model_source="def late():\n    import transformers"),
         doctored(
-            penstock_shard__engine="from typing import TYPE_CHECKING\n"
+            penstock_shard__engine__engine="from typing import TYPE_CHECKING\n"
             "if TYPE_CHECKING:\n    from torch import Tensor"
         ),
     ],
@@ -168,9 +168,11 @@ def test_an_import_of_torch_elsewhere_is_found(modules: Modules) -> None:
     assert len(list(tensor_violations(modules))) == 1
 
 
-@pytest.mark.parametrize("module", ["runner__create", "models__parallel__group"])
+@pytest.mark.parametrize("module", ["model_loader__create_runner", "distributed__group"])
 def test_an_import_of_the_engine_where_tensors_live_is_found(module: str) -> None:
-    source = "from penstock_shard.config import ShardConfig\nimport penstock_shard.scheduler"
+    source = (
+        "from penstock_shard.config import ShardConfig\nimport penstock_shard.scheduler.scheduler"
+    )
     modules = doctored(**{f"penstock_shard__{module}": source})
     assert len(list(runner_violations(modules))) == 1
 
@@ -182,7 +184,7 @@ def test_an_import_of_grpc_in_the_router_is_found(source: str) -> None:
     assert len(list(grpc_violations(doctored(penstock_router__app=source)))) == 1
 
 
-@pytest.mark.parametrize("module", ["generation", "fields", "apis__openai"])
+@pytest.mark.parametrize("module", ["generation__job", "json_fields", "apis__openai__requests"])
 def test_an_import_of_aiohttp_elsewhere_in_the_router_is_found(module: str) -> None:
     modules = doctored(**{f"penstock_router__{module}": "from aiohttp import web"})
     assert len(list(http_violations(modules))) == 1
@@ -216,9 +218,7 @@ def package_violations(modules: Modules) -> Iterator[str]:
     for module, target in _edges(modules):
         package = target.partition(".")[0]
         allowed = (module.package, *ALLOWED_PACKAGES[module.package])
-        if target in ALLOWED_MODULES.get(module.package, ()):
-            continue
-        if package in OURS and package not in allowed:
+        if package in ALLOWED_PACKAGES and package not in allowed:
             yield f"{module.name} imports {target}"
 
 
@@ -230,17 +230,14 @@ def stub_violations(modules: Modules) -> Iterator[str]:
 
 def tensor_violations(modules: Modules) -> Iterator[str]:
     for module, target in _edges(modules):
-        inside = module.name.startswith(("penstock_shard.runner.", "penstock_shard.models."))
-        allowed = inside and module.name not in FREE_OF_TENSORS
+        allowed = module.name.startswith(TENSOR_ROOMS) and module.name not in FREE_OF_TENSORS
         if target.partition(".")[0] in TENSORS and not allowed:
             yield f"{module.name} imports {target}"
 
 
 def runner_violations(modules: Modules) -> Iterator[str]:
-    inside = ("penstock_shard.runner", "penstock_shard.models")
     for module, target in _edges(modules):
-        allowed = target.startswith(inside) or target in BELOW_THE_RUNNER
-        if module.name.startswith(inside) and target.startswith("penstock_shard") and not allowed:
+        if module.name.startswith(TENSOR_ROOMS) and target.startswith(ABOVE_TENSORS):
             yield f"{module.name} imports {target}"
 
 

@@ -65,7 +65,7 @@ def test_the_builtin_model_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
 
 def test_the_command_is_installed(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "penstock = penstock_client.cli:main" in wheel.read(name).decode()
+    assert "penstock = penstock_cli.main:main" in wheel.read(name).decode()
 
 
 def test_the_licence_is_in_the_wheel(wheel: zipfile.ZipFile, metadata: Message) -> None:
@@ -122,8 +122,8 @@ def test_a_file_that_does_not_belong_is_found(
     [
         "penstock_proto/shard.proto",
         "penstock_client/py.typed",
-        "penstock_shard/wire.py",
-        "penstock_shard/models/kernels/cpu.c",
+        "penstock_shard/server/proto_codec.py",
+        "penstock_shard/kernels/cpu.c",
         "penstock_router/static/docs.html",
     ],
 )
@@ -135,8 +135,8 @@ def content_problems(names: Iterable[str]) -> list[str]:
     names = list(names)
     required = ["penstock_proto/shard.proto", "penstock_proto/shard_pb2.pyi"]
     required += [f"{package}/py.typed" for package in PACKAGES]
-    required += ["penstock_client/_wire.py", "penstock_shard/wire.py"]
-    required += ["penstock_shard/models/kernels/cpu.c", "penstock_router/static/docs.html"]
+    required += ["penstock_client/rpc/proto_codec.py", "penstock_shard/server/proto_codec.py"]
+    required += ["penstock_shard/kernels/cpu.c", "penstock_router/static/docs.html"]
     problems = [f"{name} is missing" for name in required if name not in names]
     for name in names:
         top, _, rest = name.partition("/")

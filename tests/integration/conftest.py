@@ -40,7 +40,7 @@ class Served(Service):
         port, shard_port = free_port(), free_port()
         self.shard_address = f"127.0.0.1:{shard_port}"
         ports = ["--port", str(port), "--shard-port", str(shard_port)]
-        super().__init__("penstock_client.cli", ["serve", *ports, *flags], port, log_file)
+        super().__init__("penstock_cli.main", ["serve", *ports, *flags], port, log_file)
 
     def healthy(self) -> bool:
         try:

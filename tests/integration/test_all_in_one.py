@@ -54,7 +54,7 @@ class Started:
         environment = {**os.environ, **image.env, "HF_HOME": f"{folder}{home}", **variables}
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "penstock_client.cli", *words[1:], *flags],
+                [sys.executable, "-m", "penstock_cli.main", *words[1:], *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -69,7 +69,7 @@ class Started:
     def health(self) -> int:
         """The image's own HEALTHCHECK, in its environment."""
         check = DOCKERFILE.image("cpu", "/bin").healthcheck
-        command = [sys.executable, "-m", "penstock_client.cli", *check[1:]]
+        command = [sys.executable, "-m", "penstock_cli.main", *check[1:]]
         environment = {**os.environ, "PORT": str(self.port)}
         return subprocess.run(command, env=environment, capture_output=True, check=False).returncode
 

@@ -33,7 +33,7 @@ PLANTED = {
     "AWS_SECRET_ACCESS_KEY": "5ecret",
     "DATABASE_URL": "postgres://user:5ecret@127.0.0.1/db",
 }
-RANK = "penstock_shard.rank_main"
+RANK = "penstock_shard.model_loader.rank_main"
 OUTSIDE = {"OTEL_EXPORTER_OTLP_HEADERS", "https_proxy"}
 # By a part of its command line: which of them a process may have. Those of others: none.
 KINDS = {
@@ -41,11 +41,11 @@ KINDS = {
     "multiprocessing.resource_tracker": OUTSIDE,
     "multiprocessing.spawn": OUTSIDE,
     "penstock_shard": {"PENSTOCK_API_KEY", "HF_TOKEN"} | OUTSIDE,
-    "penstock_shard.engine_main": {"HF_TOKEN", "https_proxy"},
+    "penstock_shard.engine.main": {"HF_TOKEN", "https_proxy"},
     RANK: set[str](),
-    "penstock_shard.constraints.check_process": set[str](),
-    "penstock_router.text_process": set[str](),
-    "penstock_router.merged_metrics": set[str](),
+    "penstock_shard.structured_output.check_process": set[str](),
+    "penstock_router.offload.text_process": set[str](),
+    "penstock_router.observe.merged_metrics": set[str](),
 }
 SMALL = ("--kv-memory", "32M", "--max-model-len", "512", "--max-num-seqs", "4", "--threads", "1")
 # A model compiles its kernels where it finds none, and has another rank.
@@ -61,7 +61,7 @@ class _Everything(Service):
         shard_port = free_port()
         flags = ["serve", "--port", str(port), "--shard-port", str(shard_port), "--workers", "2"]
         flags += runner
-        super().__init__("penstock_client.cli", flags, port, folder / "log")
+        super().__init__("penstock_cli.main", flags, port, folder / "log")
 
     def environment(self, log_file: Path) -> dict[str, str]:
         # Nothing is compiled yet there.

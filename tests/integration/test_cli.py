@@ -16,7 +16,7 @@ import psutil
 import pytest
 from support.processes import Router, free_port, is_alive, wait_until
 
-PENSTOCK = [sys.executable, "-m", "penstock_client.cli"]
+PENSTOCK = [sys.executable, "-m", "penstock_cli.main"]
 
 
 def _run(

@@ -36,7 +36,7 @@ _TIMEOUT_S = 1.0
 _MEMORY_BYTES = 128 << 20
 # For machines that do much besides.
 _SLACK_S = 20.0
-_CHECK_PROCESS = "penstock_shard.constraints.check_process"
+_CHECK_PROCESS = "penstock_shard.structured_output.check_process"
 
 
 @pytest.fixture(scope="module")

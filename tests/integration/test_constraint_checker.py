@@ -18,16 +18,16 @@ import pytest
 from support.processes import is_alive, wait_until
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints import check_queue
-from penstock_shard.constraints import checker as checker_module
-from penstock_shard.constraints.check_link import Verdict
-from penstock_shard.constraints.checker import (
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output import check_queue
+from penstock_shard.structured_output import checker as checker_module
+from penstock_shard.structured_output.check_messages import Verdict
+from penstock_shard.structured_output.checker import (
     CheckFailed,
     ConstraintChecker,
     NotChecked,
     _CheckProcess,
 )
-from penstock_shard.request import Constraint
 
 TOKENIZER = Path(__file__).parents[2] / "shard/penstock_shard/builtin_model/tokenizer.json"
 VOCAB_SIZE = 3072
@@ -58,7 +58,7 @@ async def _checker(**settings: float) -> AsyncIterator[ConstraintChecker]:
 
 
 def _processes() -> list[psutil.Process]:
-    module = "penstock_shard.constraints.check_process"
+    module = "penstock_shard.structured_output.check_process"
     children = psutil.Process().children()
     return [child for child in children if is_alive(child) and module in child.cmdline()]
 
@@ -403,8 +403,8 @@ def test_the_process_ends_itself_when_its_server_is_gone(busy: bool) -> None:
     program = f"""
 import asyncio
 from pathlib import Path
-from penstock_shard.constraints.checker import ConstraintChecker
-from penstock_shard.request import Constraint, ConstraintLimits
+from penstock_shard.structured_output.checker import ConstraintChecker
+from penstock_shard.ipc.request import Constraint, ConstraintLimits
 
 async def main():
     checker = ConstraintChecker(ConstraintLimits(timeout_s=600.0, memory_bytes=2**28))
@@ -436,7 +436,7 @@ async def test_a_terminals_signals_do_not_reach_the_process() -> None:
 
 def test_the_process_imports_neither_torch_nor_grpc() -> None:
     program = (
-        "import sys, penstock_shard.constraints.check_process\n"
+        "import sys, penstock_shard.structured_output.check_process\n"
         "print(*{'torch', 'grpc', 'google.protobuf', 'asyncio'} & set(sys.modules))"
     )
     found = subprocess.run(

@@ -43,7 +43,7 @@ from integration.manifests import (
 from support.certificates import Authority
 from support.processes import wait_until
 
-from penstock_client import key_file
+from penstock_common import key_file
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -160,7 +160,7 @@ def test_the_cpu_image_has_kernels_and_needs_no_compiler(images: Mapping[str, Bu
     # The user of the image is not the one who made it.
     assert {path.stat().st_mode & 0o777 for path in (kernels, *kernels.iterdir())} == {0o755}
     code = """if True:
-        from penstock_shard.models.kernels.build import libraries, supported_levels
+        from penstock_shard.kernels.build_cpu import libraries, supported_levels
         print(*(next(libraries(level, print)) for level in supported_levels()))
     """
     found = subprocess.run(

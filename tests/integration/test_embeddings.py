@@ -13,6 +13,7 @@ import grpc
 import pytest
 from support.processes import Shard, running
 
+from penstock_cli.info import main as info
 from penstock_client import (
     EmbeddingRequest,
     Fleet,
@@ -25,7 +26,6 @@ from penstock_client import (
     ShardUnavailable,
     SyncShardClient,
 )
-from penstock_client.info import main as info
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardStub
 

@@ -36,9 +36,9 @@ from integration.charts import (
 from integration.dockerfile import parse
 from integration.manifests import CHART, Resource, find, pod_templates, render, render_notes
 
-from penstock_client.membership import DnsSource, UnionSource, parse_source
-from penstock_router import command_line as router_command_line
-from penstock_shard import command_line as shard_command_line
+from penstock_client.fleet.discovery import DnsSource, UnionSource, parse_source
+from penstock_router import cli as router_command_line
+from penstock_shard import cli as shard_command_line
 
 ROOT = Path(__file__).parents[2]
 CRDS = Path(__file__).parent / "crds"

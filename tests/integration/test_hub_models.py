@@ -38,8 +38,8 @@ FILES = {
 SCRIPT = """
 import os, sys
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.source import resolve_model
+from penstock_shard.errors import ModelError
+from penstock_shard.checkpoint.model_source import resolve_model
 if os.environ.get("TEST_DISK_FULL"):
     import errno, pathlib
     def full(self, mode="r", *args, opened=pathlib.Path.open, **kwargs):

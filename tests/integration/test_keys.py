@@ -12,8 +12,8 @@ import psutil
 import pytest
 from support.processes import Router, Service, Shard, free_port, running, wait_until
 
-from penstock_client import key_file
-from penstock_client.keys import main as keys_command
+from penstock_cli.keys import main as keys_command
+from penstock_common import key_file
 
 # Each is shown, or used, in what follows.
 SECRETS = {

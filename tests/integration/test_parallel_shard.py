@@ -45,7 +45,7 @@ class DividedShard(Shard):
             return [
                 child
                 for child in self.engine.children()
-                if "penstock_shard.rank_main" in child.cmdline()
+                if "penstock_shard.model_loader.rank_main" in child.cmdline()
             ]
 
         wait_until(lambda: bool(found()), timeout_s=30, what="another rank")

@@ -52,7 +52,7 @@ class Served:
         """The engine of the shard on each port."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            if "penstock_shard.engine_main" in child.cmdline():
+            if "penstock_shard.engine.main" in child.cmdline():
                 flags = psutil.Process(child.ppid()).cmdline()
                 found[int(flags[flags.index("--port") + 1])] = child.pid
         return found
@@ -130,7 +130,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     arguments += ["--step-ms", "10", "--", "--log-format", "text"]
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock_client.cli", *arguments],
+            [sys.executable, "-m", "penstock_cli.main", *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

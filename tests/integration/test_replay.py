@@ -21,7 +21,7 @@ from penstock_client import (
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_client.audit import AuditLog, AuditRecord
+from penstock_client.audit_log import AuditLog, AuditRecord
 from penstock_client.types import FinishReason
 
 REQUESTS = 12
@@ -94,7 +94,7 @@ def _log(path: Path, records: list[AuditRecord], *, prompts: bool = True) -> Pat
 
 def _replay(file: Path, *shards: Shard) -> subprocess.CompletedProcess[str]:
     addresses = ",".join(shard.address for shard in shards)
-    command = [sys.executable, "-m", "penstock_client.cli", "replay", str(file)]
+    command = [sys.executable, "-m", "penstock_cli.main", "replay", str(file)]
     return subprocess.run(
         [*command, "--shards", addresses], capture_output=True, text=True, timeout=60
     )

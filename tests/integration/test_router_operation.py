@@ -302,7 +302,7 @@ async def test_sigterm_waits_for_nobody_who_might_come_back(
 
 def _check_replay(folder: Path, shards: list[Shard], *, records: int) -> None:
     """What was cut short, by a stop string or an end, is the beginning of what it would be."""
-    command = [sys.executable, "-m", "penstock_client.cli", "replay"]
+    command = [sys.executable, "-m", "penstock_cli.main", "replay"]
     command += sorted(str(log) for log in folder.glob("audit*"))
     command += ["--shards", ",".join(shard.address for shard in shards)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -15,6 +15,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.processes import Shard, running, wait_until
 
+from penstock_cli.health import main as health
 from penstock_client import (
     DeadlineExceeded,
     FinishReason,
@@ -29,7 +30,6 @@ from penstock_client import (
     SyncShardClient,
     Unauthenticated,
 )
-from penstock_client.health import main as health
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardStub
 

@@ -510,7 +510,7 @@ def test_a_synchronous_stream_that_runs_keeps_its_connection_when_files_change(
 
 def _penstock(*arguments: str, **environment: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "penstock_client.cli", *arguments],
+        [sys.executable, "-m", "penstock_cli.main", *arguments],
         env={"PATH": "", "HF_HUB_OFFLINE": "1", **environment},
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ from support.processes import Shard, running
 from support.streams import run_whole
 
 from penstock_client import Fleet, GenerationRequest, SamplingParams
-from penstock_shard.models.source import BUILTIN_MODEL
+from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
 
 FAKE = ("--step-ms", "2")
 

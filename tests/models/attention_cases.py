@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBackend, AttentionBatch, LayerSpec
+from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 
 F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 SEED = 20

@@ -20,12 +20,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.models.attention.triton import TritonBackend
-from penstock_shard.models.kernels.triton_draw import draw_by_id, draw_unsettled
-from penstock_shard.models.kernels.triton_quantize import round_rows
-from penstock_shard.models.ops.base import HeadNorm, Rope, WeightKind
-from penstock_shard.models.ops.triton_ops import TritonOps
+from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.triton import TritonBackend
+from penstock_shard.kernels.triton_draw import draw_by_id, draw_unsettled
+from penstock_shard.kernels.triton_quantize import round_rows
+from penstock_shard.ops.base import HeadNorm, Rope, WeightKind
+from penstock_shard.ops.triton_ops import TritonOps
 
 _HOST = torch.device("cpu")
 _HEADS, _KV_HEADS, _DIM, _HIDDEN = 32, 8, 128, 4096

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from penstock_shard.constraints.state import MaskFiller
-from penstock_shard.rows import admission_of
-from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.logits.order import every_processor
-from penstock_shard.runner.sampler import Sampler, SampleRows
+from penstock_shard.scheduler.rows import admission_of
 from penstock_shard.sequence import Sequence
+from penstock_shard.structured_output.matcher_state import MaskFiller
+from penstock_shard.worker.base import RowResult
+from penstock_shard.worker.logits_processors.order import every_processor
+from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from support.engines import packed
 from support.plans import batch_of
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.rows import Row, admission_of
-from penstock_shard.runner.base import Batch, RowResult, Runner
-from penstock_shard.runner.create import create_runner
-from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.model_loader.create_runner import create_runner
+from penstock_shard.scheduler.rows import Row, admission_of
 from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import Batch, RowResult, Runner
+from penstock_shard.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -10,14 +10,14 @@ import msgspec
 from models.driver import make_sequence
 from models.sampling_reference import KINDS
 
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import Output
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import Runner
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.worker.base import Runner
 
 VOCABULARY = 384
 # So that some end before they are at their length.

@@ -9,8 +9,8 @@ from models.driver import load
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.trial import trial_steps
+from penstock_shard.selfcheck.random_steps import trial_steps
+from penstock_shard.worker.model_runner import ModelRunner
 
 _LENGTHS = (70, 33)
 

@@ -14,11 +14,8 @@ from unittest.mock import patch
 import torch
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.loaded_model import LoadedModel
-from penstock_shard.models.lora import LoraBank, LoraLimits, Shares
-from penstock_shard.models.ops.base import Ops
-from penstock_shard.models.parallel.messages import (
+from penstock_shard.distributed.collectives import Ranks, join
+from penstock_shard.distributed.messages import (
     REVISION,
     Failed,
     Hello,
@@ -27,10 +24,13 @@ from penstock_shard.models.parallel.messages import (
     Loaded,
     ToRank,
 )
-from penstock_shard.models.parallel.mirrored import follow
-from penstock_shard.models.parallel.ranks import Ranks, join
-from penstock_shard.runner import adapters
-from penstock_shard.runner.load import load_part
+from penstock_shard.distributed.parallel_model import follow
+from penstock_shard.errors import ModelError
+from penstock_shard.lora.lora import LoraBank, LoraLimits, Shares
+from penstock_shard.model_loader import adapters
+from penstock_shard.model_loader.load_rank import load_part
+from penstock_shard.models.loaded_model import LoadedModel
+from penstock_shard.ops.base import Ops
 
 # In the place of a port, which these ranks do not need: adapters as they are on devices.
 STACKED = 1

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import Output
-from penstock_shard.models.attention.base import AttentionBatch
+from penstock_shard.attention.base import AttentionBatch
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.base import Forwarded
-from penstock_shard.request import FinishReason, Request, SamplingParams
-from penstock_shard.runner.base import Admission
-from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.sampler import Sampler, SampleRows
-from penstock_shard.runner_info import RunnerInfo
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.worker.base import Admission
+from penstock_shard.worker.model_runner import ModelRunner
+from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
 VOCABULARY = 64
 BLOCK = 4

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from penstock_shard.constraints.state import MaskFiller
+from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
-from penstock_shard.runner.logits.order import every_processor
-from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.outputs.every import every_output
-from penstock_shard.runner_info import RunnerInfo
+from penstock_shard.structured_output.matcher_state import MaskFiller
+from penstock_shard.worker.logits_processors.order import every_processor
+from penstock_shard.worker.model_runner import ModelRunner
+from penstock_shard.worker.outputs.every import every_output
 
 
 def make_runner(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from support.engines import packed
 
-from penstock_shard.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.sequence import Sequence
 
 # For these and 24 ids, every kind of request draws otherwise than a plain one.

@@ -27,13 +27,19 @@ from support.drafters import FickleOracle, Oracle, named
 from support.engines import make_request, packed, runner_info
 from torch import Tensor
 
-from penstock_shard.codes import Code
-from penstock_shard.constraints.state import MaskFiller
-from penstock_shard.link import Output
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import (
+    Constraint,
+    FinishReason,
+    Request,
+    SamplingParams,
+    ThinkingBudget,
+)
 from penstock_shard.models.base import Forwarded
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Constraint, FinishReason, Request, SamplingParams, ThinkingBudget
-from penstock_shard.runner import sampler as sampler_module
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.structured_output.matcher_state import MaskFiller
+from penstock_shard.worker.sampling import sampler as sampler_module
 
 _ROWS = 509
 _PROMPTS = ([*range(5, 17)] * 3, [*range(20, 60)], [*range(8, 48)])

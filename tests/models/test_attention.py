@@ -13,13 +13,13 @@ from models.attention_cases import BF16, CASES, F8, F16, F32, Case, check_case, 
 from support.budget import in_soak
 from torch.overrides import TorchFunctionMode
 
-from penstock_shard.models.attention import sdpa
-from penstock_shard.models.attention.base import AttentionBackend, make_paged_pair, write_paged_pair
-from penstock_shard.models.attention.cpu import CpuBackend
-from penstock_shard.models.attention.flash_attn import FlashAttention2, FlashAttention3
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.attention.torch_varlen import TorchVarlen
-from penstock_shard.models.kernels.cpu import load_kernels
+from penstock_shard.attention import sdpa
+from penstock_shard.attention.base import AttentionBackend, make_paged_pair, write_paged_pair
+from penstock_shard.attention.cpu import CpuBackend
+from penstock_shard.attention.flash_attn import FlashAttention2, FlashAttention3
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.attention.torch_varlen import TorchVarlen
+from penstock_shard.kernels.cpu import load_kernels
 
 # Triton's interpreter takes about a second for a case: these always, the others in the soak.
 _INTERPRETED = {
@@ -50,7 +50,7 @@ def make_backend(name: str) -> AttentionBackend:
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton compiles for a device here and cannot take tensors on cpu")
-    from penstock_shard.models.attention.triton import TritonBackend
+    from penstock_shard.attention.triton import TritonBackend
 
     return TritonBackend(exact=name == "triton, exact")
 

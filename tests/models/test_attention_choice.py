@@ -16,25 +16,25 @@ from models import library_stand_ins
 from models.driver import load
 from torch import Tensor
 
-from penstock_shard.config import ShardConfig
-from penstock_shard.models.attention import (
+from penstock_shard.attention import flash_attn
+from penstock_shard.attention.backends import (
     RAN_ON_HARDWARE,
     Candidate,
     candidates,
-    choose,
     described,
-    flash_attn,
     make_backend,
 )
-from penstock_shard.models.attention.base import AttentionBackend, LayerSpec, NotHere, Unusable
-from penstock_shard.models.attention.choose import AttentionWish, choose_backend
-from penstock_shard.models.attention.flash_attn import make_flash_attention_3
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.attention.torch_varlen import make_torch_varlen
-from penstock_shard.models.dtypes import dtype_name
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.ops.torch_ops import TorchOps
-from penstock_shard.runner.create import create_runner
+from penstock_shard.attention.base import AttentionBackend, LayerSpec, NotHere, Unusable
+from penstock_shard.attention.flash_attn import make_flash_attention_3
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.attention.torch_varlen import make_torch_varlen
+from penstock_shard.config import ShardConfig
+from penstock_shard.device.dtypes import dtype_name
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader import choose_attention
+from penstock_shard.model_loader.choose_attention import AttentionWish, choose_backend
+from penstock_shard.model_loader.create_runner import create_runner
+from penstock_shard.ops.torch_ops import TorchOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -202,7 +202,7 @@ def choice(
         return make
 
     found = tuple(Candidate("any", maker(backend)) for backend in backends)
-    monkeypatch.setattr(choose, "candidates", lambda name, device: found)
+    monkeypatch.setattr(choose_attention, "candidates", lambda name, device: found)
     ops, lines = make_ops(dtype), list[str]()
     backend = choose_backend(ops, layers, AttentionWish(**wish), lines.append)
     return backend.name, lines
@@ -213,7 +213,7 @@ def choice(
 def test_a_right_backend_passes_without_a_line(
     dtype: torch.dtype, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "READS_ANY_CACHE", {"wrong"})
+    monkeypatch.setattr(choose_attention, "READS_ANY_CACHE", {"wrong"})
     layers = [PLAIN, WINDOW, SOFTCAP, SINKS]
     found = choice(layers, Wrong(), monkeypatch=monkeypatch, dtype=dtype, kv_dtype=kv_dtype)
     assert found == ("wrong", [])
@@ -346,7 +346,7 @@ def test_a_device_that_faults_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> 
     ops = exact_ops(Wrong())
     ops.device = CUDA
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(choose, "_difference", fails)
+    monkeypatch.setattr(choose_attention, "_difference", fails)
     with pytest.raises(ModelError, match=r"wrong fails .*; use another --attention-backend"):
         choose_backend(ops, [PLAIN], AttentionWish(), print)
 

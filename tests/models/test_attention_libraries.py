@@ -14,11 +14,11 @@ import torch
 from models import library_stand_ins
 from models.driver import Driver, load, make_sequence
 
-from penstock_shard.models.attention import torch_varlen
-from penstock_shard.models.attention.base import AttentionBackend, LayerSpec
-from penstock_shard.models.attention.flash_attn import FlashAttention2, FlashAttention3
-from penstock_shard.models.attention.torch_varlen import TorchVarlen
-from penstock_shard.models.errors import ModelError
+from penstock_shard.attention import torch_varlen
+from penstock_shard.attention.base import AttentionBackend, LayerSpec
+from penstock_shard.attention.flash_attn import FlashAttention2, FlashAttention3
+from penstock_shard.attention.torch_varlen import TorchVarlen
+from penstock_shard.errors import ModelError
 
 FLASH_2 = FlashAttention2(library_stand_ins.flash_attn_2())
 FLASH_3 = FlashAttention3(library_stand_ins.flash_attn_3())

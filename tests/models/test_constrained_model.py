@@ -20,13 +20,13 @@ from support.constrained_engines import ConstrainedEngine, constrained, text, to
 from support.engines import changed
 from support.random_schemas import random_schema
 
-from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids
-from penstock_shard.link import Output
-from penstock_shard.request import Constraint, FinishReason, ThinkingBudget
-from penstock_shard.runner.base import Runner
-from penstock_shard.runner.logits.constraint_mask import forbidden_bits, unpacked
-from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import Constraint, FinishReason, ThinkingBudget
 from penstock_shard.sequence import Sequence
+from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids
+from penstock_shard.worker.base import Runner
+from penstock_shard.worker.logits_processors.constraint_mask import forbidden_bits, unpacked
+from penstock_shard.worker.model_runner import ModelRunner
 
 OBJECT = Constraint(
     "json_schema",

@@ -20,8 +20,8 @@ from support.budget import budget, seeded
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.models.kernels import build
-from penstock_shard.models.kernels.cpu import (
+from penstock_shard.kernels import build_cpu
+from penstock_shard.kernels.cpu import (
     ACTIVATIONS,
     WEIGHT_KINDS,
     CpuKernels,
@@ -37,14 +37,14 @@ SHAPES = ((1, 1), (17, 33), (64, 128), (100, 300), (130, 515))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(scope="module", params=build.supported_levels())
+@pytest.fixture(scope="module", params=build_cpu.supported_levels())
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return load_kernels(request.param)
 
 
 @pytest.fixture(scope="module")
 def all_levels() -> list[CpuKernels]:
-    return [load_kernels(level) for level in build.supported_levels()]
+    return [load_kernels(level) for level in build_cpu.supported_levels()]
 
 
 def generator(name: str) -> torch.Generator:

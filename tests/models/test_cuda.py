@@ -22,20 +22,20 @@ from support.adapters import make_adapter
 from support.drafters import Oracle, named
 from torch import Tensor
 
-from penstock_shard.models.attention import READS_ANY_CACHE, candidates
-from penstock_shard.models.attention.base import AttentionBackend, Unusable
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.checkpoint import Checkpoint
+from penstock_shard.attention.backends import READS_ANY_CACHE, candidates
+from penstock_shard.attention.base import AttentionBackend, Unusable
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.checkpoint.safetensors import Checkpoint
+from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.cuda_graphs import GraphedModel
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_spec import decoder_spec, rope_tables
 from penstock_shard.models.decoder_weights import read_weights
-from penstock_shard.models.ops.base import Ops
-from penstock_shard.models.ops.torch_ops import TorchOps
-from penstock_shard.models.transformers_loader import load_config
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.trial import Row, trial_steps
+from penstock_shard.ops.base import Ops
+from penstock_shard.ops.torch_ops import TorchOps
+from penstock_shard.selfcheck.random_steps import Row, trial_steps
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.worker.model_runner import ModelRunner
 
 Directory = Callable[[str], Path]
 CUDA = torch.device("cuda")
@@ -169,7 +169,7 @@ def attention_backends(dtype: torch.dtype) -> dict[str, AttentionBackend]:
             print(f"{candidate.name}: {error}")
     if importlib.util.find_spec("triton") is not None:
         # Here and not above: needs Triton.
-        from penstock_shard.models.attention.triton import TritonBackend
+        from penstock_shard.attention.triton import TritonBackend
 
         made["triton, exact"] = TritonBackend(exact=True)
     return made
@@ -210,8 +210,8 @@ def logits_of(model: Decoder) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mixtral"])
 def test_logits_of_triton_ops_are_those_of_plain_torch(family: str, model_dir: Directory) -> None:
     pytest.importorskip("triton")
-    from penstock_shard.models.attention.triton import TritonBackend
-    from penstock_shard.models.ops.triton_ops import TritonOps
+    from penstock_shard.attention.triton import TritonBackend
+    from penstock_shard.ops.triton_ops import TritonOps
 
     plain = TorchOps(CUDA, F32, "float32", SdpaBackend())
     expected = logits_of(decoder(model_dir(family), plain))

@@ -27,8 +27,11 @@ from models.runners import make_runner
 from support.budget import seeded
 from torch import Tensor
 
+from penstock_shard.attention.base import AttentionBatch
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.attention.base import AttentionBatch
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader import load_rank
+from penstock_shard.model_loader.prepare_cuda_graphs import GraphPreparation
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import (
     CudaGraph,
@@ -36,11 +39,8 @@ from penstock_shard.models.cuda_graphs import (
     GraphShape,
 )
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.errors import ModelError
 from penstock_shard.models.step_inputs import InputLayout
-from penstock_shard.runner import load as loading
-from penstock_shard.runner.prepare_graphs import GraphPreparation
-from penstock_shard.runner.trial import TrialSteps
+from penstock_shard.selfcheck.random_steps import TrialSteps
 
 Directory = Callable[[str], Path]
 
@@ -196,7 +196,7 @@ def test_graphs_with_adapters_are_measured_for_themselves(
     def used(_: torch.device) -> int:
         return sum(7 << 20 if shape.has_adapters else 3 << 20 for shape in graphs._captured)
 
-    monkeypatch.setattr("penstock_shard.runner.prepare_graphs.used_bytes", used)
+    monkeypatch.setattr("penstock_shard.model_loader.prepare_cuda_graphs.used_bytes", used)
     expected = (7 << 20) * counts[True] + (3 << 20) * counts[False]
     assert _preparation(graphs, []).measure(16) == expected
 
@@ -367,13 +367,13 @@ def test_a_decoder_whose_layers_cannot_be_recorded_has_no_graphs(
     lines: list[str] = []
     for capturable in (True, False):
         monkeypatch.setattr(Decoder, "capturable", capturable)
-        found = loading._graphs(config, decoder, ops, 120, lines.append)
+        found = load_rank._graphs(config, decoder, ops, 120, lines.append)
         assert (found is not None) is capturable
     monkeypatch.setattr(Decoder, "capturable", True)
-    monkeypatch.setattr(loading, "captures_fp8", lambda device: False)
-    assert loading._graphs(config, decoder, ops, 120, lines.append) is not None
+    monkeypatch.setattr(load_rank, "captures_fp8", lambda device: False)
+    assert load_rank._graphs(config, decoder, ops, 120, lines.append) is not None
     ops.weights = "fp8"
-    assert loading._graphs(config, decoder, ops, 120, lines.append) is None
+    assert load_rank._graphs(config, decoder, ops, 120, lines.append) is None
     assert lines == [
         "CUDA graphs: none, experts are multiplied one after the other",
         "CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU",

@@ -15,9 +15,9 @@ from models.driver import Driver, load, make_sequence
 from models.model_steps import cut_logits, relative_errors
 from safetensors.torch import load_file, save_file
 
+from penstock_shard.errors import ModelError
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_spec import NotOurs, decoder_spec
-from penstock_shard.models.errors import ModelError
 from penstock_shard.models.transformers_model import TransformersModel
 
 Directory = Callable[[str], Path]

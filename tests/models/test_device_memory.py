@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock_shard.models.device_memory import PeakMemory, free_bytes, used_bytes
+from penstock_shard.device.gpu_memory import PeakMemory, free_bytes, used_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

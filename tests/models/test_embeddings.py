@@ -18,16 +18,16 @@ from support.engines import changed
 from torch import Tensor
 from transformers import AutoModel, GPT2LMHeadModel
 
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.request import Pooling
+from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.errors import ModelError
 from penstock_shard.models.transformers_model import TransformersModel
-from penstock_shard.request import Pooling
-from penstock_shard.runner.outputs.embeddings import Embeddings
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
+from penstock_shard.worker.outputs.embeddings import Embeddings
 
 Directory = Callable[[str], Path]
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "opt")

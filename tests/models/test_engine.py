@@ -13,10 +13,10 @@ from models.runners import make_runner
 from models.test_families import OUTPUT_TOKENS, VOCABULARY, reference
 from support.budget import in_soak
 
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
 
 FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2")
 

@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from support.budget import budget, seeded
 from support.engines import packed
 
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import Output
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import Runner
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.sequence import SequenceState
+from penstock_shard.worker.base import Runner
 
 _STOP = frozenset({1})
 _VOCABULARY = 1536

@@ -17,15 +17,15 @@ from support.budget import budget, seeded
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.errors import ModelError
+from penstock_shard.kernels.cpu import load_kernels
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.errors import ModelError
 from penstock_shard.models.feed_forward import Dense, FeedForwardScratch, Sparse
-from penstock_shard.models.kernels.cpu import load_kernels
-from penstock_shard.models.ops.base import Experts, Ops
-from penstock_shard.models.ops.cpu_ops import CpuOps
-from penstock_shard.models.ops.experts import ExpertList
-from penstock_shard.models.ops.torch_ops import TorchOps, packs_half
+from penstock_shard.ops.base import Experts, Ops
+from penstock_shard.ops.cpu_ops import CpuOps
+from penstock_shard.ops.experts import ExpertList
+from penstock_shard.ops.torch_ops import TorchOps, packs_half
 
 NO_SCRATCH = FeedForwardScratch(None, None, None)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from contract.sources import PACKAGES, Module, Modules, imports, product_modules
 
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.kernels import build
-from penstock_shard.models.ops.torch_ops import TorchOps
-from penstock_shard.runner import fingerprint
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.errors import ModelError
+from penstock_shard.kernels import build_cpu
+from penstock_shard.model_loader import fingerprint
+from penstock_shard.ops.torch_ops import TorchOps
 
 SHARD = PACKAGES["penstock_shard"]
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -94,7 +94,7 @@ def test_a_tree_without_sources_of_kernels_has_no_fingerprint(tmp_path: Path) ->
 
 
 def test_every_source_in_c_is_hashed() -> None:
-    sources = set(build.SOURCES)
+    sources = set(build_cpu.SOURCES)
     assert sources == {path for end in ("c", "h") for path in SHARD.rglob(f"*.{end}")}
     included = {
         path.parent / name for path in sources for name in _INCLUDE.findall(path.read_text())

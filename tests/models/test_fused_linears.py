@@ -15,16 +15,16 @@ from models.model_steps import cut_logits, relative_errors
 from support.budget import budget, in_soak, seeded
 from torch import Tensor, nn
 
-from penstock_shard.models import load as loading
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.kernels.cpu import load_kernels
+from penstock_shard.model_loader import load_model
 from penstock_shard.models import packed_weights
-from penstock_shard.models.attention.sdpa import SdpaBackend
 from penstock_shard.models.fused_linears import FusedPart, find_siblings, fuse_linears, probing
-from penstock_shard.models.kernels.cpu import load_kernels
-from penstock_shard.models.ops.base import Ops
-from penstock_shard.models.ops.cpu_ops import CpuMatrix, CpuOps
-from penstock_shard.models.ops.torch_ops import DenseMatrix, TorchOps
 from penstock_shard.models.transformers_model import TransformersModel
-from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.ops.base import Ops
+from penstock_shard.ops.cpu_ops import CpuMatrix, CpuOps
+from penstock_shard.ops.torch_ops import DenseMatrix, TorchOps
+from penstock_shard.worker.model_runner import ModelRunner
 
 Directory = Callable[[str], Path]
 # Sets of siblings in each of the three layers, of seven projections at most.
@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers(family: str, backend: str, model_dir: 
 
 def without_fusing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(packed_weights, "find_siblings", lambda module: iter(()))
-    patch.setattr(loading, "fuse_linears", lambda module, ops: None)
+    patch.setattr(load_model, "fuse_linears", lambda module, ops: None)
 
 
 @pytest.mark.parametrize(

@@ -26,26 +26,26 @@ from support.drafters import FickleOracle, named
 from support.plans import batch_of
 from torch import Tensor
 
-from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.distributed import parallel_model
+from penstock_shard.distributed.collectives import Ranks
+from penstock_shard.distributed.messages import ToRank
+from penstock_shard.distributed.parallel_model import MirroredModel
+from penstock_shard.ipc.request import SamplingParams
+from penstock_shard.lora.lora import LoraBank, LoraLimits
 from penstock_shard.models.cuda_graphs import (
     GraphedModel,
     StaticInputs,
 )
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.lora import LoraBank, LoraLimits
-from penstock_shard.models.lora_places import make_adaptable
-from penstock_shard.models.ops.torch_ops import TorchOps
-from penstock_shard.models.parallel import mirrored
-from penstock_shard.models.parallel.messages import ToRank
-from penstock_shard.models.parallel.mirrored import MirroredModel
-from penstock_shard.models.parallel.ranks import Ranks
+from penstock_shard.models.lora_targets import make_adaptable
 from penstock_shard.models.step_inputs import InputLayout
 from penstock_shard.models.transformers_model import TransformersModel
-from penstock_shard.request import SamplingParams
-from penstock_shard.rows import Row
-from penstock_shard.runner.inputs import InputBuilder, Inputs
-from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.outputs.verification import Drafts
+from penstock_shard.ops.torch_ops import TorchOps
+from penstock_shard.scheduler.rows import Row
+from penstock_shard.worker.input_batch import InputBuilder, Inputs
+from penstock_shard.worker.model_runner import ModelRunner
+from penstock_shard.worker.outputs.draft_verification import Drafts
 
 Directory = Callable[[str], Path]
 
@@ -189,7 +189,7 @@ def test_drafts_that_would_read_too_much_again_are_not_replayed(
     capture_all(graphs)
     # 33 and 34 keys of the first row with drafts, 40 of the other.
     for most, is_replayed in ((107, True), (106, False)):
-        monkeypatch.setattr("penstock_shard.runner.inputs._MOST_KEYS_AGAIN", most)
+        monkeypatch.setattr("penstock_shard.worker.input_batch._MOST_KEYS_AGAIN", most)
         assert (_drafted_batch(graphs).attention.num_decodes == 8) is is_replayed
 
 
@@ -289,6 +289,6 @@ def test_ranks_record_the_shapes_that_they_are_told() -> None:
     MirroredModel(recorded[0], Ranks(0, 2), followers).capture(shapes, 16, 33)
     body = msgspec.msgpack.decode(msgspec.msgpack.encode(told[0]), type=ToRank)
     block_size, pad_block, *numbers = body.arguments
-    mirrored._capture(recorded[1], numbers, block_size, pad_block)
+    parallel_model._capture(recorded[1], numbers, block_size, pad_block)
     for model in recorded:
         model.capture.assert_called_once_with(shapes, 16, 33)

@@ -16,11 +16,11 @@ from models.driver import load
 from models.model_steps import relative_errors
 from safetensors.torch import load_file, save_file
 
-from penstock_shard.models import gate
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader.transformers_loader import load_config
+from penstock_shard.models import supported
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_spec import NotOurs, decoder_spec
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.transformers_loader import load_config
 
 _LLAMA = {
     "attention_bias": False,
@@ -269,7 +269,7 @@ def write(directory: Path, config: dict[str, Any]) -> Path:
 def test_each_goes_to_our_decoder(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     read = load_config(write(tmp_path, config), trust_remote_code=False)
-    gate.check_config(read, config["max_position_embeddings"])
+    supported.check_config(read, config["max_position_embeddings"])
     spec = decoder_spec(read)
     assert len(spec.layers) == config["num_hidden_layers"]
     assert spec.layers[0].num_kv_heads == config["num_key_value_heads"]

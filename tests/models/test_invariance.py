@@ -19,15 +19,15 @@ from models.test_decoder import SERVED
 from support.budget import budget, in_soak, seeded
 from torch import Tensor
 
+from penstock_shard.attention.cpu import CpuBackend
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.attention.cpu import CpuBackend
-from penstock_shard.models.kernels.build import supported_levels
-from penstock_shard.models.kernels.cpu import load_kernels
-from penstock_shard.models.ops.cpu_ops import CpuMatrix, CpuOps
-from penstock_shard.runner import fingerprint
-from penstock_shard.runner.create import create_runner
-from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.trial import Row, trial_steps
+from penstock_shard.kernels.build_cpu import supported_levels
+from penstock_shard.kernels.cpu import load_kernels
+from penstock_shard.model_loader import fingerprint
+from penstock_shard.model_loader.create_runner import create_runner
+from penstock_shard.ops.cpu_ops import CpuMatrix, CpuOps
+from penstock_shard.selfcheck.random_steps import Row, trial_steps
+from penstock_shard.worker.model_runner import ModelRunner
 
 Directory = Callable[[str], Path]
 
@@ -251,7 +251,7 @@ def test_the_fingerprint_names_all_that_decides_about_bits(
     others.append(named())
     # Of torch, of what reads configurations and makes rotary tables, of our own Python.
     for name in ("transformers.__version__", "MODEL_REVISION", "SAMPLER_REVISION"):
-        monkeypatch.setattr(f"penstock_shard.runner.fingerprint.{name}", "5.99.0")
+        monkeypatch.setattr(f"penstock_shard.model_loader.fingerprint.{name}", "5.99.0")
         others.append(named())
     assert len({first, *others}) == 9
 
@@ -284,7 +284,7 @@ def test_other_instructions_of_torch_have_another_fingerprint() -> None:
     """Where torch's library is told to compute as on another processor, and its results differ."""
     code = (
         "import torch\n"
-        "from penstock_shard.runner.fingerprint import torch_bits\n"
+        "from penstock_shard.model_loader.fingerprint import torch_bits\n"
         "x = torch.linspace(-8, 8, 4099)\n"
         "print(torch_bits(), x.tanh().numpy().tobytes().hex() + x.exp().numpy().tobytes().hex())"
     )

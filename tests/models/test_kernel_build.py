@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock_shard.models.kernels import build, cpu
-from penstock_shard.models.kernels.cpu import load_kernels
+from penstock_shard.kernels import build_cpu, cpu
+from penstock_shard.kernels.cpu import load_kernels
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def small_source(tmp_path: Path, monkeypatch) -> None:
     """A source that takes no time to compile."""
     source = tmp_path / "small.c"
     source.write_text("int penstock_level = PENSTOCK_LEVEL;")
-    monkeypatch.setattr(build, "SOURCES", (source,))
+    monkeypatch.setattr(build_cpu, "SOURCES", (source,))
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def lines() -> list[str]:
 
 def first_library(level: str) -> Path:
     """What a shard loads; fails if it would say anything."""
-    return next(build.libraries(level, pytest.fail))
+    return next(build_cpu.libraries(level, pytest.fail))
 
 
 @pytest.mark.usefixtures("small_source")
@@ -50,7 +50,7 @@ def test_a_library_is_built_once(tmp_path: Path, monkeypatch) -> None:
     assert library.stat().st_mtime_ns == first.st_mtime_ns
     assert library.parent.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in library.parent.iterdir()] == [library.name]
-    build.SOURCES[0].write_text("int changed;")
+    build_cpu.SOURCES[0].write_text("int changed;")
     assert first_library("portable") != library
 
 
@@ -87,7 +87,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
-    library = next(build.libraries("portable", lines.append))
+    library = next(build_cpu.libraries("portable", lines.append))
     assert library.exists()
     assert tmp_path not in library.parents
     (line,) = lines
@@ -104,7 +104,7 @@ def test_what_others_can_write_to_is_not_loaded(
     cached = first_library("portable")
     refused = cached if what == "library" else cached.parent
     refused.chmod(mode)
-    library = next(build.libraries("portable", lines.append))
+    library = next(build_cpu.libraries("portable", lines.append))
     assert tmp_path not in library.parents
     assert library.parent.stat().st_mode & 0o777 == 0o700
     assert lines == [
@@ -123,7 +123,7 @@ def test_what_belongs_to_another_user_is_not_loaded(
     cached = first_library("portable")
     refused = cached if what == "library" else cached.parent
     os.chown(refused, 12345, -1)
-    library = next(build.libraries("portable", lines.append))
+    library = next(build_cpu.libraries("portable", lines.append))
     assert tmp_path not in library.parents
     assert lines == [
         f"the cache of compiled kernels is not used: {refused} belongs to user 12345; "
@@ -137,7 +137,7 @@ def test_an_image_does_not_go_without_its_cache(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
-    assert build.main() == 1
+    assert build_cpu.main() == 1
     assert capsys.readouterr().out == ""
 
 
@@ -146,23 +146,27 @@ def test_an_image_gets_every_level_the_compiler_can_build(
     tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    assert build.main() == 0
+    assert build_cpu.main() == 0
     lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
-    assert set(lines) >= set(build.supported_levels())
+    assert set(lines) >= set(build_cpu.supported_levels())
     assert sorted(lines.values()) == sorted(str(path) for path in (tmp_path / "cache").iterdir())
 
 
 def test_no_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", "/nonexistent/cc")
-    with pytest.raises(build.KernelBuildError, match=r"^no C compiler: CC is '/nonexistent/cc'"):
+    with pytest.raises(
+        build_cpu.KernelBuildError, match=r"^no C compiler: CC is '/nonexistent/cc'"
+    ):
         first_library("portable")
     monkeypatch.setenv("CC", "'cc")
-    with pytest.raises(build.KernelBuildError, match=r"^no C compiler: .*No closing quotation"):
+    with pytest.raises(build_cpu.KernelBuildError, match=r"^no C compiler: .*No closing quotation"):
         first_library("portable")
     monkeypatch.setenv("CC", " ")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(build.KernelBuildError, match=r"^no C compiler: neither cc, gcc nor clang"):
+    with pytest.raises(
+        build_cpu.KernelBuildError, match=r"^no C compiler: neither cc, gcc nor clang"
+    ):
         first_library("portable")
 
 
@@ -170,10 +174,10 @@ def test_no_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch) -> None:
 def test_a_compiler_that_would_reorder_sums_is_told_not_to(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CC", "cc -ffast-math")
-    build.SOURCES[0].write_text("#ifdef __FAST_MATH__\n#error fast\n#endif\nint level;")
+    build_cpu.SOURCES[0].write_text("#ifdef __FAST_MATH__\n#error fast\n#endif\nint level;")
     assert first_library("portable").exists()
-    monkeypatch.setattr(build, "_COMMON_FLAGS", ("-shared", "-fPIC"))
-    with pytest.raises(build.KernelBuildError, match="fast"):
+    monkeypatch.setattr(build_cpu, "_COMMON_FLAGS", ("-shared", "-fPIC"))
+    with pytest.raises(build_cpu.KernelBuildError, match="fast"):
         first_library("portable")
 
 
@@ -183,7 +187,9 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch) -> None:
     compiler.write_text("#!/bin/sh\n[ $1 = --version ] || { echo 'error: no disk' >&2; exit 1; }\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    with pytest.raises(build.KernelBuildError, match=r"could not compile cpu\.c: error: no disk$"):
+    with pytest.raises(
+        build_cpu.KernelBuildError, match=r"could not compile cpu\.c: error: no disk$"
+    ):
         first_library("portable")
     assert [path.name for path in tmp_path.iterdir()] == ["broken-cc"]
 
@@ -251,11 +257,11 @@ def test_a_library_that_does_not_load_is_named(
 
     def no_compiler(level: str, progress: object) -> Iterator[Path]:
         yield broken
-        raise build.KernelBuildError("no C compiler")
+        raise build_cpu.KernelBuildError("no C compiler")
 
     monkeypatch.setattr(cpu, "libraries", no_compiler)
     with pytest.raises(
-        build.KernelBuildError, match=r"^cannot load the .*/broken\.so: .*; no C compiler$"
+        build_cpu.KernelBuildError, match=r"^cannot load the .*/broken\.so: .*; no C compiler$"
     ):
         load_kernels("portable", lines.append)
 
@@ -263,11 +269,11 @@ def test_a_library_that_does_not_load_is_named(
 def test_a_compiler_that_lacks_the_best_level_serves_the_next(
     monkeypatch, lines: list[str]
 ) -> None:
-    known = build.libraries
+    known = build_cpu.libraries
 
     def known_libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
         if level == "avx1024":
-            raise build.KernelBuildError("-mavx1024 is not known")
+            raise build_cpu.KernelBuildError("-mavx1024 is not known")
         return known(level, progress)
 
     monkeypatch.setattr(cpu, "libraries", known_libraries)
@@ -275,7 +281,7 @@ def test_a_compiler_that_lacks_the_best_level_serves_the_next(
     assert load_kernels(progress=lines.append).level == "portable"
     assert lines == ["cpu kernels of level portable, not avx1024: -mavx1024 is not known"]
     monkeypatch.setattr(cpu, "wanted_levels", lambda: ("avx1024",))
-    with pytest.raises(build.KernelBuildError, match="-mavx1024 is not known"):
+    with pytest.raises(build_cpu.KernelBuildError, match="-mavx1024 is not known"):
         load_kernels()
 
 
@@ -288,12 +294,14 @@ def test_a_lower_level_can_be_asked_for(monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_CPU_LEVEL", "portable")
     assert load_kernels().level == "portable"
     monkeypatch.setenv("PENSTOCK_CPU_LEVEL", "avx1024")
-    with pytest.raises(build.KernelBuildError, match=r"'avx1024'; this machine runs .*portable"):
+    with pytest.raises(
+        build_cpu.KernelBuildError, match=r"'avx1024'; this machine runs .*portable"
+    ):
         load_kernels()
     monkeypatch.delenv("PENSTOCK_CPU_LEVEL")
-    assert load_kernels().level == build.supported_levels()[0]
+    assert load_kernels().level == build_cpu.supported_levels()[0]
 
 
 def test_the_kernel_hash_names_the_arithmetic() -> None:
-    assert len(build.kernel_hash()) == 16
-    assert build.kernel_hash() == build.kernel_hash()
+    assert len(build_cpu.kernel_hash()) == 16
+    assert build_cpu.kernel_hash() == build_cpu.kernel_hash()

@@ -21,28 +21,28 @@ from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak
 from torch import Tensor
 
-from penstock_shard import rank_main
+from penstock_shard.attention.cpu import CpuBackend
+from penstock_shard.checkpoint import safetensors as checkpoint_module
+from penstock_shard.checkpoint import weights_hash
+from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.config import ShardConfig
-from penstock_shard.models import checkpoint as checkpoint_module
-from penstock_shard.models import decoder_weights, weights_hash
-from penstock_shard.models.attention.cpu import CpuBackend
+from penstock_shard.device.host_memory import extra_host_bytes
+from penstock_shard.distributed.messages import Join
+from penstock_shard.distributed.rank_processes import RankPlace
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.request import SamplingParams
+from penstock_shard.model_loader import create_runner as create
+from penstock_shard.model_loader import load_rank, prepare_kv_memory, rank_main
+from penstock_shard.model_loader.block_count import KVShape, choose_num_blocks
+from penstock_shard.model_loader.create_runner import create_runner
+from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
+from penstock_shard.models import decoder_weights
 from penstock_shard.models.base import Forwarded
-from penstock_shard.models.checkpoint import Checkpoint
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.parallel.messages import Join
-from penstock_shard.models.parallel.processes import RankPlace
-from penstock_shard.request import SamplingParams
-from penstock_shard.runner import create, prepare_memory
-from penstock_shard.runner import load as loading
-from penstock_shard.runner.base import Admission
-from penstock_shard.runner.block_count import KVShape, choose_num_blocks
-from penstock_shard.runner.create import create_runner
-from penstock_shard.runner.host_memory import extra_host_bytes
-from penstock_shard.runner.logits.shaping import LogitsShaping
-from penstock_shard.runner.prepare_memory import MemoryPreparation
-from penstock_shard.runner.sampler import SampleRows
-from penstock_shard.runner.trial import TrialSequence
+from penstock_shard.selfcheck.random_steps import TrialSequence
+from penstock_shard.worker.base import Admission
+from penstock_shard.worker.logits_processors.shaping import LogitsShaping
+from penstock_shard.worker.sampling.sampler import SampleRows
 
 Directory = Callable[[str], Path]
 
@@ -67,9 +67,9 @@ from pathlib import Path
 import torch
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.load import ModelFiles, load_model
-from penstock_shard.models.transformers_loader import load_config
-from penstock_shard.models.ops.choose import choose_ops
+from penstock_shard.model_loader.load_model import ModelFiles, load_model
+from penstock_shard.model_loader.transformers_loader import load_config
+from penstock_shard.model_loader.choose_ops import choose_ops
 
 
 def status_bytes(name):
@@ -165,7 +165,7 @@ def test_a_failed_load_does_not_wait_for_the_hash(
 
     monkeypatch.setattr(weights_hash, "_READ_BYTES", 100)
     monkeypatch.setattr("hashlib.blake2b", lambda **options: SlowDigest())
-    monkeypatch.setattr(loading, "load_model", fail)
+    monkeypatch.setattr(load_rank, "load_model", fail)
     start_s = time.monotonic()
     with pytest.raises(ModelError, match="cannot be loaded"):
         load(directory)
@@ -249,13 +249,13 @@ def test_what_needs_kernels_is_refused_without_them(
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler."""
-    from penstock_shard.models.kernels.build import KernelBuildError
-    from penstock_shard.models.ops import choose
+    from penstock_shard.kernels.build_cpu import KernelBuildError
+    from penstock_shard.model_loader import choose_ops
 
     def fail(**_: object) -> None:
         raise KernelBuildError("no C compiler: none of cc, gcc, clang is there")
 
-    monkeypatch.setattr(choose, "load_kernels", fail)
+    monkeypatch.setattr(choose_ops, "load_kernels", fail)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
             assert len(rows.slots) == len(rows.positions) == len(logits)
             drawn.extend(self._sampling[slot] for slot in rows.slots.tolist())
 
-    monkeypatch.setattr(prepare_memory, "Sampler", Draws)
+    monkeypatch.setattr(prepare_kv_memory, "Sampler", Draws)
     sequence = TrialSequence([1], [0])
     steps: Any = SimpleNamespace(
         sequence=lambda length: sequence,
@@ -366,7 +366,7 @@ def test_memory_that_work_takes_for_a_while_is_seen() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_the_process_that_started_this_one_is_not_its_own() -> None:
     code = (
-        "from penstock_shard.runner.host_memory import extra_host_bytes\n"
+        "from penstock_shard.device.host_memory import extra_host_bytes\n"
         "print(extra_host_bytes(lambda: None))"
     )
     # Written to, so that it is the test's own memory while it starts the other.
@@ -396,7 +396,7 @@ def test_memory_that_ends_while_a_rank_loads_is_one_line(
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(loading, "rank_device", fail)
+    monkeypatch.setattr(load_rank, "rank_device", fail)
     join = Join(ShardConfig(device="cpu", tensor_parallel_size=2), str(tmp_path), 0)
     nobody: Any = None
     with pytest.raises(ModelError, match=r"^out of memory at load: Tried .*--max-num-seqs"):

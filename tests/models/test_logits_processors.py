@@ -11,13 +11,13 @@ import torch
 from models.driver import make_sequence
 from torch import Tensor
 
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.rows import admission_of
-from penstock_shard.runner.base import Admission, RowResult
-from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, ban
-from penstock_shard.runner.logits.order import every_processor
-from penstock_shard.runner.logits.shaping import LogitsShaping
-from penstock_shard.runner.sampler import Sampler, SampleRows
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.scheduler.rows import admission_of
+from penstock_shard.worker.base import Admission, RowResult
+from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, ban
+from penstock_shard.worker.logits_processors.order import every_processor
+from penstock_shard.worker.logits_processors.shaping import LogitsShaping
+from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
 GREEDY = SamplingParams(temperature=0.0)
 # The higher an id the likelier it is.

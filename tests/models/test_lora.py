@@ -16,10 +16,10 @@ from support.budget import in_soak
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.lora import (
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.checkpoint.adapter_files import read_adapter_files
+from penstock_shard.errors import ModelError
+from penstock_shard.lora.lora import (
     LoopedDelta,
     LoraBank,
     LoraLimits,
@@ -28,12 +28,12 @@ from penstock_shard.models.lora import (
     StackedDelta,
     TokenAdapters,
 )
-from penstock_shard.models.lora_files import read_adapter_files
-from penstock_shard.models.lora_places import make_adaptable
-from penstock_shard.models.ops.torch_ops import TorchOps
+from penstock_shard.model_loader.adapters import read_weights
+from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.lora_targets import make_adaptable
 from penstock_shard.models.transformers_model import TransformersModel
-from penstock_shard.runner.adapters import read_weights
-from penstock_shard.runner.trial import Row, trial_steps
+from penstock_shard.ops.torch_ops import TorchOps
+from penstock_shard.selfcheck.random_steps import Row, trial_steps
 from penstock_shard.sequence import Sequence
 
 Directory = Callable[[str], Path]

@@ -14,14 +14,14 @@ from support.plans import batch_of
 from transformers import AutoModelForCausalLM
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.logprobs import Logprobs
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.request import SamplingParams
+from penstock_shard.model_loader.create_runner import create_runner
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.embedding_table import Embedding
-from penstock_shard.models.errors import ModelError
-from penstock_shard.request import SamplingParams
-from penstock_shard.rows import Row
-from penstock_shard.runner.create import create_runner
-from penstock_shard.runner.inputs import InputBuilder
+from penstock_shard.scheduler.rows import Row
+from penstock_shard.worker.input_batch import InputBuilder
 
 Directory = Callable[[str], Path]
 PROMPT = [9, 200, 31, 77, 5, 160, 42, 42, 300, 11]

@@ -19,12 +19,12 @@ from models.runners import make_runner
 from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch
+from penstock_shard.attention.base import AttentionBatch
+from penstock_shard.ipc.request import Constraint, SamplingParams
 from penstock_shard.models.base import CausalModel, Forwarded
-from penstock_shard.request import Constraint, SamplingParams
-from penstock_shard.rows import Row
-from penstock_shard.runner.base import StepOutOfMemory
-from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.scheduler.rows import Row
+from penstock_shard.worker.base import StepOutOfMemory
+from penstock_shard.worker.model_runner import ModelRunner
 
 Directory = Callable[[str], Path]
 NUM_BLOCKS = 10
@@ -64,7 +64,7 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch, NoLooks():
         for module in ("draw", "draw_ranked", "sampler", "token_scores", "logits.constraint_mask"):
-            patch.setattr(f"penstock_shard.runner.{module}.is_host", lambda _: False)
+            patch.setattr(f"penstock_shard.worker.{module}.is_host", lambda _: False)
         for name in ("tolist", "item", "cpu"):
             patch.setattr(torch.Tensor, name, look)
         patch.setattr(torch.Tensor, "numpy", buffers_only)
@@ -240,7 +240,7 @@ def test_masks_that_are_being_filled_are_waited_for_without_memory(
     def short(_: Tensor) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("penstock_shard.runner.sampler._largest", short)
+    monkeypatch.setattr("penstock_shard.worker.sampling.sampler._largest", short)
     sequence = make_sequence([5, 6], constraint=Constraint("json_object"))
     sequence.constraint = Following()  # type: ignore[assignment]
     sampler = Drawer(Masks())  # type: ignore[arg-type]

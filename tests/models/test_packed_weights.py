@@ -15,13 +15,13 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from penstock_shard.models.errors import ModelError
+from penstock_shard.errors import ModelError
+from penstock_shard.kernels.cpu import load_kernels
 from penstock_shard.models.fused_linears import FusedPart
-from penstock_shard.models.kernels.cpu import load_kernels
-from penstock_shard.models.ops.base import Matrix
-from penstock_shard.models.ops.cpu_ops import CpuOps
 from penstock_shard.models.packed_weights import PackedWeight, _pack_matrix, pack_weights
 from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.ops.base import Matrix
+from penstock_shard.ops.cpu_ops import CpuOps
 
 Directory = Callable[[str], Path]
 FAMILIES = ("gpt2", "opt", "phi", "olmo", "olmoe", "gpt_oss", "deepseek_v2")

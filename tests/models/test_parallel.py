@@ -32,30 +32,30 @@ from transformers import (
     Qwen3Config,
 )
 
+from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.base import CausalModel, Forwarded
-from penstock_shard.models.checkpoint import Checkpoint
-from penstock_shard.models.decoder_spec import decoder_spec, tensor_shapes
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.loaded_model import LoadedModel
-from penstock_shard.models.parallel import module_division
-from penstock_shard.models.parallel.followers import Followers, await_ranks
-from penstock_shard.models.parallel.group import RankGroup
-from penstock_shard.models.parallel.messages import Join
-from penstock_shard.models.parallel.mirrored import MirroredModel
-from penstock_shard.models.parallel.ranks import MeetingPoint, Ranks
-from penstock_shard.models.parallel.slices import (
+from penstock_shard.distributed import module_slices
+from penstock_shard.distributed.collectives import MeetingPoint, Ranks
+from penstock_shard.distributed.decoder_slices import (
     EMBEDDING,
     HEAD,
     SlicedTensors,
     divided_by,
     local_spec,
 )
-from penstock_shard.models.transformers_loader import load_config
-from penstock_shard.runner.adapters import adapter_store
-from penstock_shard.runner.invariance import first_variance
-from penstock_shard.runner.load import load_part
-from penstock_shard.runner.trial import trial_steps
+from penstock_shard.distributed.group import RankGroup
+from penstock_shard.distributed.messages import Join
+from penstock_shard.distributed.parallel_model import MirroredModel
+from penstock_shard.distributed.rank_connections import Followers, await_ranks
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader.adapters import adapter_store
+from penstock_shard.model_loader.load_rank import load_part
+from penstock_shard.model_loader.transformers_loader import load_config
+from penstock_shard.models.base import CausalModel, Forwarded
+from penstock_shard.models.decoder_spec import decoder_spec, tensor_shapes
+from penstock_shard.models.loaded_model import LoadedModel
+from penstock_shard.selfcheck.batch_invariance import first_variance
+from penstock_shard.selfcheck.random_steps import trial_steps
 
 BLOCK, NUM_BLOCKS = 16, 32
 # Of a logit, in standard deviations of all.
@@ -411,16 +411,16 @@ def test_sizes_that_differ_from_layer_to_layer_are_looked_at_where_weights_are_c
     """A configuration has a list of them then, as Gemma 3n has."""
     text = SimpleNamespace(num_attention_heads=4, intermediate_size=[64, 128])
     module: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
-    module_division._check_sizes(module, 2)
+    module_slices._check_sizes(module, 2)
     with pytest.raises(ModelError, match="num_attention_heads is 4"):
-        module_division._check_sizes(module, 3)
+        module_slices._check_sizes(module, 3)
 
 
 def test_a_number_for_each_head_is_divided_like_the_heads() -> None:
     """As attention sinks are, where a plan names them."""
     module: Any = nn.Module()
     module.sinks = nn.Parameter(torch.arange(4.0), requires_grad=False)
-    module_division._divide("sinks", module, "colwise", Ranks(1, 2))
+    module_slices._divide("sinks", module, "colwise", Ranks(1, 2))
     assert module.sinks.tolist() == [2.0, 3.0]
 
 

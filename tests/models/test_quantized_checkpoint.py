@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.quantized_checkpoint import QuantizedCheckpoint, scheme_of
+from penstock_shard.checkpoint.quantized_checkpoint import QuantizedCheckpoint, scheme_of
+from penstock_shard.errors import ModelError
 
 Directory = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -266,7 +266,7 @@ def tokens_of(directory: Path, lines: list[str] | None = None) -> list[int | Non
     """Twelve greedy tokens after a fixed prompt."""
     if lines is not None:
         from penstock_shard.config import ShardConfig
-        from penstock_shard.runner.create import create_runner
+        from penstock_shard.model_loader.create_runner import create_runner
 
         config = ShardConfig(device="cpu", dtype="float32", threads=1, kv_blocks=64)
         runner = create_runner(config, directory, progress=lines.append)

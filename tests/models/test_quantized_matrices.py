@@ -19,14 +19,15 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock_shard.attention.base import LayerSpec, make_paged_pair, write_paged_pair
+from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.config import ShardConfig
-from penstock_shard.models import triton_here
-from penstock_shard.models.attention.base import LayerSpec, make_paged_pair, write_paged_pair
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.ops import choose, quantized, torch_ops
-from penstock_shard.models.ops.choose import choose_ops, choose_weights, kv_dtype
-from penstock_shard.models.ops.quantized import (
+from penstock_shard.device import triton_support
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader import choose_ops as choose
+from penstock_shard.model_loader.choose_ops import choose_ops, choose_weights, kv_dtype
+from penstock_shard.ops import quantized, torch_ops
+from penstock_shard.ops.quantized import (
     FP8,
     FP8_MAX,
     Fp8Experts,
@@ -36,9 +37,9 @@ from penstock_shard.models.ops.quantized import (
     round_activations,
     round_weight,
 )
-from penstock_shard.models.ops.torch_ops import DenseMatrix, TorchOps
-from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.trial import trial_steps
+from penstock_shard.ops.torch_ops import DenseMatrix, TorchOps
+from penstock_shard.selfcheck.random_steps import trial_steps
+from penstock_shard.worker.model_runner import ModelRunner
 
 Directory = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -121,7 +122,7 @@ def test_the_kernel_rounds_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("TRITON_INTERPRET is not 1")
-    from penstock_shard.models.kernels.triton_quantize import round_rows
+    from penstock_shard.kernels.triton_quantize import round_rows
 
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         # Numbers of fp8 and a factor: the interpreter casts wrongly what it has to round.
@@ -141,17 +142,17 @@ def test_the_kernel_rounds_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) 
 def test_activations_are_rounded_in_torch_where_kernels_were_found_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(triton_here, "is_installed", lambda: True)
+    monkeypatch.setattr(triton_support, "is_installed", lambda: True)
     monkeypatch.setattr(quantized, "_rounding_kernel", lambda: lambda x: ("a", "kernel"))
     x: Any = types.SimpleNamespace(device=CUDA)
     in_torch: Any = ("plain", "torch")
     monkeypatch.setattr(quantized, "round_in_torch", lambda x: in_torch)
     assert round_activations(x) != in_torch
     try:
-        triton_here.remember("cuda", "they are wrong")
+        triton_support.remember("cuda", "they are wrong")
         assert round_activations(x) == in_torch
     finally:
-        triton_here.remember("cuda", None)
+        triton_support.remember("cuda", None)
 
 
 def test_what_has_no_room_for_scales_stays_dense() -> None:

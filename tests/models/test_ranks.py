@@ -14,13 +14,10 @@ import torch
 import torch.distributed as dist
 from support.processes import wait_until
 
-from penstock_shard import rank_main
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.cuda_graphs import GraphedModel
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.parallel import group, mirrored, ranks
-from penstock_shard.models.parallel.followers import Followers
-from penstock_shard.models.parallel.messages import (
+from penstock_shard.distributed import collectives, group, parallel_model
+from penstock_shard.distributed.collectives import MeetingPoint, Ranks
+from penstock_shard.distributed.messages import (
     REVISION,
     Arrived,
     Failed,
@@ -31,9 +28,12 @@ from penstock_shard.models.parallel.messages import (
     Loaded,
     ToRank,
 )
-from penstock_shard.models.parallel.mirrored import MirroredModel, RankFailed
-from penstock_shard.models.parallel.processes import RankPlace
-from penstock_shard.models.parallel.ranks import MeetingPoint, Ranks
+from penstock_shard.distributed.parallel_model import MirroredModel, RankFailed
+from penstock_shard.distributed.rank_connections import Followers
+from penstock_shard.distributed.rank_processes import RankPlace
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader import rank_main
+from penstock_shard.models.cuda_graphs import GraphedModel
 
 
 def config_of_two() -> ShardConfig:
@@ -85,7 +85,7 @@ def test_a_rank_that_fails_in_a_step_does_not_look_as_if_it_could_not_load(
         raise RankFailed("rank 0 asks for what is not known here")
 
     monkeypatch.setattr(rank_main, "_load", lambda *_: (SimpleNamespace(), 0))
-    monkeypatch.setattr(mirrored, "follow", fail)
+    monkeypatch.setattr(parallel_model, "follow", fail)
     line: Line[ToRank] = Line(theirs, ToRank)
     join = Join(config_of_two(), str(tmp_path), 0)
     with pytest.raises(RankFailed):
@@ -115,7 +115,7 @@ def test_a_rank_that_cannot_go_on_says_why_and_shows_its_stack_only_for_a_defect
         raise error
 
     monkeypatch.setattr(rank_main, "_load", lambda *_: (SimpleNamespace(), 0))
-    monkeypatch.setattr(mirrored, "follow", fail)
+    monkeypatch.setattr(parallel_model, "follow", fail)
     join = Join(config_of_two(), str(tmp_path), 0)
     line: Any = SimpleNamespace(send=None)
     args = (line, queue.SimpleQueue[ToRank](), join, RankPlace(1, 2, 1, 2), "127.0.0.1")
@@ -161,7 +161,7 @@ def refused(*words: str) -> Any:
 
 
 def test_a_rank_that_never_comes_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_MEET_S", 0.1)
+    monkeypatch.setattr(collectives, "_MEET_S", 0.1)
     meeting_point = MeetingPoint(2, alone=True)
     with refused("rank 1 of 2 did not come", f"port {meeting_point.port}", "within 0.1 s"):
         meeting_point.await_others(lambda: None)
@@ -181,11 +181,11 @@ def test_a_rank_that_cannot_come_says_why_while_rank_0_waits_for_it() -> None:
 def test_a_rank_that_finds_nobody_where_ranks_meet_says_where_it_looked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks, "_FIND_S", timedelta(milliseconds=100))
+    monkeypatch.setattr(collectives, "_FIND_S", timedelta(milliseconds=100))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with refused("cannot reach where the 2 ranks meet", f"127.0.0.1:{port}", "--master-addr"):
-        ranks.join(torch.device("cpu"), 1, 2, "127.0.0.1", port)
+        collectives.join(torch.device("cpu"), 1, 2, "127.0.0.1", port)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_rank_that_came_first_waits_for_one_that_has_to_fetch_the_model(
 
     monkeypatch.setattr(dist, "init_process_group", meet)
     meeting_point = MeetingPoint(2, alone=True)
-    ranks.join(torch.device("cpu"), 1, 2, "127.0.0.1", meeting_point.port)
+    collectives.join(torch.device("cpu"), 1, 2, "127.0.0.1", meeting_point.port)
     meeting_point.join(torch.device("cpu"))
     assert waits == [timedelta(hours=2)] * 2
 

@@ -22,9 +22,9 @@ from models.sampling_reference import (
 from support.budget import budget, seeded
 from support.engines import changed
 
-from penstock_shard.runner.draw_ranked import ordered_topk, pick
-from penstock_shard.runner.philox import uniforms
 from penstock_shard.sequence import Sequence
+from penstock_shard.worker.sampling.draw_ranked import ordered_topk, pick
+from penstock_shard.worker.sampling.philox import uniforms
 
 SEED = 20_261_121
 VOCABULARY = 24
@@ -170,7 +170,7 @@ def test_the_ends_of_the_unit_interval_are_the_first_and_the_last_token(
     first, *_, last = distribution(logits[0].numpy(), sampling_request(**fields))
     for uniform, expected in ((0.0, first), (1 - 2.0**-53, last)):
         monkeypatch.setattr(
-            "penstock_shard.runner.sampler.uniforms",
+            "penstock_shard.worker.sampling.sampler.uniforms",
             lambda _, positions, u=uniform: np.full(len(positions), u),
         )
         assert _draw(logits, [sampling_request(**fields)]) == [expected]

@@ -10,9 +10,9 @@ import torch
 from models.drawer import Drawer, SampleRow
 from models.sampling_reference import sampling_request
 
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.runner import token_scores
-from penstock_shard.runner.token_scores import score_tokens
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.worker.sampling import token_scores
+from penstock_shard.worker.sampling.token_scores import score_tokens
 
 SEED = 20_261_121
 

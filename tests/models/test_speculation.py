@@ -19,18 +19,18 @@ from support.budget import budget, seeded
 from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
 
-from penstock_shard.constraints.state import ConstraintState, MaskFiller
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Constraint, SamplingParams, ThinkingBudget
-from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.model_runner import ModelRunner
-from penstock_shard.runner.outputs.verification import DraftRow, Verification
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.request import Constraint, SamplingParams, ThinkingBudget
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller
+from penstock_shard.worker.base import RowResult
+from penstock_shard.worker.model_runner import ModelRunner
+from penstock_shard.worker.outputs.draft_verification import DraftRow, Verification
 
 _LENGTH = 8
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from penstock_shard.runner import cgroup
-from penstock_shard.runner.load import default_threads
+from penstock_shard.device import cgroup
+from penstock_shard.model_loader.load_rank import default_threads
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from model_maker import make_config, write_tokenizer
 from tokenizers import Tokenizer
 
-from penstock_shard.models import tokenizer_conversion
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.tokenizer_conversion import convert_tokenizer
+from penstock_shard.checkpoint import tokenizer_conversion
+from penstock_shard.checkpoint.tokenizer_conversion import convert_tokenizer
+from penstock_shard.errors import ModelError
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from models.attention_cases import make_batch
 from support.budget import budget, seeded
 from torch import Tensor
 
-from penstock_shard.models.attention.base import LayerSpec
-from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.attention.base import LayerSpec
+from penstock_shard.attention.sdpa import SdpaBackend
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -24,15 +24,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock_shard.models.attention import triton as backend_module
-from penstock_shard.models.attention.triton import (
+from penstock_shard.attention import triton as backend_module
+from penstock_shard.attention.triton import (
     TritonBackend,
     _rows_tiling,
     _split_for,
     _split_tiling,
 )
-from penstock_shard.models.kernels import triton_attention, triton_layers, triton_matmul
-from penstock_shard.models.kernels.triton_attention import MOST_SPLITS, SPLIT
+from penstock_shard.kernels import triton_attention, triton_layers, triton_matmul
+from penstock_shard.kernels.triton_attention import MOST_SPLITS, SPLIT
 
 PAGE = 16
 # The interpreter takes seconds for each.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.budget import budget
 
-from penstock_shard.models import kernels
+from penstock_shard import kernels
 
 # Where nothing is kept of an earlier run, each takes half a minute for each kind of weights.
 CAPABILITIES = ("90", "80", "89", "100", "120")[: budget(1, 5)]

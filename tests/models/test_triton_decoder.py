@@ -17,36 +17,38 @@ import torch
 from support.budget import budget
 from torch import Tensor
 
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.config import ShardConfig
-from penstock_shard.models import triton_here
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.checkpoint import Checkpoint
+from penstock_shard.device import triton_support
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader import choose_ops as choose
+from penstock_shard.model_loader import fingerprint
+from penstock_shard.model_loader.choose_ops import choose_ops
+from penstock_shard.model_loader.load_model import ModelFiles, load_model
+from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_spec import decoder_spec, rope_tables
 from penstock_shard.models.decoder_weights import read_weights
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.load import ModelFiles, load_model
-from penstock_shard.models.ops import check, choose
-from penstock_shard.models.ops.base import Ops
-from penstock_shard.models.ops.choose import choose_ops
-from penstock_shard.models.ops.cpu_ops import CpuOps
-from penstock_shard.models.ops.quantized import round_in_torch
-from penstock_shard.models.ops.torch_ops import TorchOps
-from penstock_shard.models.transformers_loader import load_config
-from penstock_shard.runner import fingerprint, invariance
-from penstock_shard.runner.invariance import first_variance
-from penstock_shard.runner.trial import Row, trial_steps
+from penstock_shard.ops.base import Ops
+from penstock_shard.ops.cpu_ops import CpuOps
+from penstock_shard.ops.quantized import round_in_torch
+from penstock_shard.ops.torch_ops import TorchOps
+from penstock_shard.selfcheck import batch_invariance
+from penstock_shard.selfcheck import ops as check
+from penstock_shard.selfcheck.batch_invariance import first_variance
+from penstock_shard.selfcheck.random_steps import Row, trial_steps
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton compiles for a device here", allow_module_level=True)
 
-from penstock_shard.models.attention.triton import TritonBackend
-from penstock_shard.models.kernels import triton_layers, triton_quantize
-from penstock_shard.models.kernels.triton_draw import draw_by_id, draw_unsettled
-from penstock_shard.models.kernels.triton_layers import combine_rows
-from penstock_shard.models.kernels.triton_matmul import fixed_linear, grouped_linear
-from penstock_shard.models.ops.triton_ops import FixedMatrix, TritonOps
+from penstock_shard.attention.triton import TritonBackend
+from penstock_shard.kernels import triton_layers, triton_quantize
+from penstock_shard.kernels.triton_draw import draw_by_id, draw_unsettled
+from penstock_shard.kernels.triton_layers import combine_rows
+from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear
+from penstock_shard.ops.triton_ops import FixedMatrix, TritonOps
 
 Directory = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -107,13 +109,13 @@ def test_exact_ops_give_the_same_bits_in_any_step(family: str, model_dir: Direct
 def test_the_check_at_load_tells_exact_ops_from_others(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invariance, "_LENGTH", 5)
-    monkeypatch.setattr(invariance, "_CHUNK", 3)
-    monkeypatch.setattr(invariance, "_ROWS", (3,))
-    monkeypatch.setattr(invariance, "_LAST", 1)
-    monkeypatch.setattr(invariance, "_MAX_DECODES", 2)
-    monkeypatch.setattr(invariance, "_FILLER_CHUNK", 3)
-    monkeypatch.setattr(invariance, "_EDGE", range(3, 4))
+    monkeypatch.setattr(batch_invariance, "_LENGTH", 5)
+    monkeypatch.setattr(batch_invariance, "_CHUNK", 3)
+    monkeypatch.setattr(batch_invariance, "_ROWS", (3,))
+    monkeypatch.setattr(batch_invariance, "_LAST", 1)
+    monkeypatch.setattr(batch_invariance, "_MAX_DECODES", 2)
+    monkeypatch.setattr(batch_invariance, "_FILLER_CHUNK", 3)
+    monkeypatch.setattr(batch_invariance, "_EDGE", range(3, 4))
 
     def check(ops: TritonOps) -> str | None:
         model = make_decoder(model_dir("llama"), ops)
@@ -174,7 +176,7 @@ def without_gate(gate_up: Tensor, **options: Any) -> Tensor:
 def verdict() -> Iterator[None]:
     """What a test makes known of Triton here is forgotten after it."""
     yield
-    triton_here.remember("cpu", None)
+    triton_support.remember("cpu", None)
 
 
 @pytest.mark.usefixtures("verdict")
@@ -202,14 +204,14 @@ def test_kernels_that_do_not_work_here_are_left_out_with_one_line(
     assert len(lines) == 1
     assert re.fullmatch(rf"without Triton kernels \({reason}\): slower", lines[0])
     # From then on none is launched, attention's included, until a check finds them right.
-    assert re.fullmatch(reason, triton_here.fault_on("cpu") or "")
+    assert re.fullmatch(reason, triton_support.fault_on("cpu") or "")
     with pytest.raises(ModelError, match=f"--attention-backend triton: {reason}, or use sdpa"):
         chosen(directory, attention_backend="triton", dtype="float32")
     with pytest.raises(ModelError, match=f"--exact: {reason}"):
         chosen(directory, attention_backend="triton", dtype="float32", exact=True)
     monkeypatch.undo()
     chosen(directory, attention_backend="triton", dtype="float32")
-    assert triton_here.fault_on("cpu") is None
+    assert triton_support.fault_on("cpu") is None
 
 
 def product_wrong_in(heights: range) -> Callable[..., Tensor]:
@@ -303,7 +305,9 @@ def test_the_fingerprint_names_triton_and_its_kernels(monkeypatch: pytest.Monkey
     others = [fingerprint.fingerprint("w", TorchOps(CPU, F32, "float32", SdpaBackend()), F32)]
     for name, value in (("_triton_hash", "0"), ("importlib.metadata.version", "9")):
         with monkeypatch.context() as context:
-            context.setattr(f"penstock_shard.runner.fingerprint.{name}", lambda *a, v=value: v)
+            context.setattr(
+                f"penstock_shard.model_loader.fingerprint.{name}", lambda *a, v=value: v
+            )
             others.append(fingerprint.fingerprint("w", ops, F32))
     assert len({first, *others}) == 4
     assert fingerprint.fingerprint("w", ops, F32) == first

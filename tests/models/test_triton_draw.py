@@ -11,12 +11,12 @@ from support.triton_interpreter import use_interpreter
 if not use_interpreter():
     pytest.skip("there is no Triton here", allow_module_level=True)
 
-from penstock_shard.models import triton_here
-from penstock_shard.models.kernels import triton_draw
-from penstock_shard.runner import draw as drawing
-from penstock_shard.runner import draw_ranked
-from penstock_shard.runner.draw import draw
-from penstock_shard.runner.draw_ranked import Columns
+from penstock_shard.device import triton_support
+from penstock_shard.kernels import triton_draw
+from penstock_shard.worker.sampling import draw as drawing
+from penstock_shard.worker.sampling import draw_ranked
+from penstock_shard.worker.sampling.draw import draw
+from penstock_shard.worker.sampling.draw_ranked import Columns
 
 VOCABULARY = 300
 
@@ -49,7 +49,7 @@ def test_the_kernel_draws_what_sorting_draws(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_that_are_settled_are_left_alone() -> None:
-    from penstock_shard.models.kernels.triton_draw import draw_unsettled
+    from penstock_shard.kernels.triton_draw import draw_unsettled
 
     scaled = torch.zeros(2, 9)
     numbers = torch.full((2, 1), 9 * 7)
@@ -159,10 +159,10 @@ def test_nothing_is_launched_where_kernels_were_found_wrong(
     columns = Columns(one, 0 * one, top_p * one, 0 * one, one, 0.5 * one)
     logits = torch.zeros(1, VOCABULARY)
     try:
-        triton_here.remember("cpu", "they are wrong")
+        triton_support.remember("cpu", "they are wrong")
         draw(logits, logits.amax(dim=1), np.arange(1), columns)
         assert not launched
     finally:
-        triton_here.remember("cpu", None)
+        triton_support.remember("cpu", None)
     draw(logits, logits.amax(dim=1), np.arange(1), columns)
     assert launched

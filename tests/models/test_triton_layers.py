@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import LayerSpec, make_paged_pair
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.ops.base import HeadNorm, Rope
-from penstock_shard.models.ops.experts import route
-from penstock_shard.models.ops.torch_ops import TorchOps
+from penstock_shard.attention.base import LayerSpec, make_paged_pair
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.ops.base import HeadNorm, Rope
+from penstock_shard.ops.experts import route
+from penstock_shard.ops.torch_ops import TorchOps
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton compiles for a device here", allow_module_level=True)
 
-from penstock_shard.models.kernels.triton_layers import write_cache
-from penstock_shard.models.ops.triton_ops import TritonOps
+from penstock_shard.kernels.triton_layers import write_cache
+from penstock_shard.ops.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
 F32, BF16, F8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn

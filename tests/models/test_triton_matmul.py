@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton compiles for a device here", allow_module_level=True)
 
-from penstock_shard.models.kernels.triton_matmul import fixed_linear, grouped_linear, tiling
+from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear, tiling
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Of sums of products of numbers near 1, relative to their spread.

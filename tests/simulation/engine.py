@@ -12,13 +12,12 @@ import msgspec
 from support.compilers import EOS_IDS, VOCAB_SIZE, two_ended_compiler
 from support.engines import runner_info
 
-from penstock_shard.constraints.matchers import PendingMatchers
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.engine_adapters import EngineAdapters
-from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heartbeat
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import (
+from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
+from penstock_shard.engine.matchers import PendingMatchers
+from penstock_shard.ipc.messages import (
     FromEngine,
     Inbox,
     Ready,
@@ -27,11 +26,12 @@ from penstock_shard.link import (
     ToEngine,
     encode_frame,
 )
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.runner.base import ReadAdapter
-from penstock_shard.runner.fake import FakeRunner
-from penstock_shard.runner_info import Adapter, RunnerInfo
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.ipc.runner_info import Adapter, RunnerInfo
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.worker.base import ReadAdapter
+from penstock_shard.worker.fake_runner import FakeRunner
 from simulation.virtual_time import InlineExecutor, Process, VirtualLoop
 
 _HEADER_BYTES = struct.calcsize("<II")

@@ -7,17 +7,17 @@ import dataclasses
 from support.compilers import two_ended_compiler
 from support.plans import batch_of
 
-from penstock_client import _wire
+from penstock_client.rpc import proto_codec
 from penstock_client.types import EmbeddingRequest, FinishReason, GenerationRequest, Logprobs
-from penstock_shard import logprobs as shard_logprobs
-from penstock_shard import wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.state import ConstraintState
-from penstock_shard.rows import Row
-from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.fake import FakeRunner
+from penstock_shard.ipc import logprobs as shard_logprobs
+from penstock_shard.scheduler.rows import Row
 from penstock_shard.sequence import Sequence
-from penstock_shard.validation import check, check_embedding
+from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.validation import check, check_embedding
+from penstock_shard.structured_output.matcher_state import ConstraintState
+from penstock_shard.worker.base import RowResult
+from penstock_shard.worker.fake_runner import FakeRunner
 from simulation.engine import ORDINARY_IDS, EngineKind, adapter_of, info_of
 
 
@@ -56,16 +56,16 @@ def expected_vectors(
 ) -> list[list[float]]:
     """The vectors that every shard of this kind must give."""
     runner, info = _runner(kind), info_of(kind)
-    incoming = wire.incoming_embedding(_wire.embed_request(request, "expected", ""))
-    response = wire.embed_response()
+    incoming = shard_codec.incoming_embedding(proto_codec.embed_request(request, "expected", ""))
+    response = shard_codec.embed_response()
     for each in check_embedding(incoming, info, "expected"):
         sequence = Sequence.of(each)
         count = len(sequence.token_ids)
         vector = _run(runner, Row(sequence, 0, count, samples=True)).embedding
         assert vector is not None
         dimensions, normalize = incoming.dimensions, incoming.normalize
-        wire.add_embedding(response, vector, dimensions=dimensions, normalize=normalize)
-    return _wire.embeddings(response)
+        shard_codec.add_embedding(response, vector, dimensions=dimensions, normalize=normalize)
+    return proto_codec.embeddings(response)
 
 
 def _runner(kind: EngineKind) -> FakeRunner:
@@ -81,7 +81,7 @@ def _runner(kind: EngineKind) -> FakeRunner:
 def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> Sequence:
     adapters = tuple(adapter_of(name, source) for name, source in config.loras)
     info = dataclasses.replace(info_of(kind), adapters=adapters)
-    incoming = wire.incoming(_wire.generate_request(request, "expected"))
+    incoming = shard_codec.incoming(proto_codec.generate_request(request, "expected"))
     sequence = Sequence.of(check(incoming, info, config))
     if sequence.request.constraint is not None:
         matcher = two_ended_compiler().compile(sequence.request.constraint)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock_client import Fleet, Patience, ShardClient
-from penstock_client.audit import AuditRecord
+from penstock_client.audit_log import AuditRecord
 from penstock_client.errors import (
     DeadlineExceeded,
     NoShardAvailable,
@@ -24,9 +24,9 @@ from penstock_client.errors import (
     PoisonousRequest,
     ShardUnavailable,
 )
-from penstock_client.membership import DnsSource
-from penstock_client.stream import GenerationStream
-from penstock_client.suspects import POISON_DEATHS, SUSPECT_DEATHS
+from penstock_client.fleet.discovery import DnsSource
+from penstock_client.fleet.poison_requests import POISON_DEATHS, SUSPECT_DEATHS
+from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import (
     EmbeddingRequest,
     FinishReason,

@@ -17,11 +17,11 @@ from statistics import mean
 
 from support.engines import make_request
 
-from penstock_client.policies import Candidate, Policy, Reason
+from penstock_client.load_balancing.base import Candidate, Policy, Reason
 from penstock_client.types import GenerationRequest
-from penstock_shard.link import Output
-from penstock_shard.request import Request
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import Request
+from penstock_shard.scheduler.scheduler import SchedulerLimits
 from simulation.scheduling import Cost, Simulation, linear_cost
 
 # As shards send them, and what a network adds.

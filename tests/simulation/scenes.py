@@ -11,17 +11,18 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from penstock_client import Fleet, ShardClient, _wire
+from penstock_client import Fleet, ShardClient
 from penstock_client.errors import (
     DeadlineExceeded,
     PenstockError,
     PoisonousRequest,
     ShardUnavailable,
 )
-from penstock_client.fleet_stream import FleetStream
-from penstock_client.stream import GenerationStream
+from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.rpc import proto_codec
+from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import Attempt, GenerationRequest, Objective, Output, SamplingParams
-from penstock_proto.bounds import TRIAL_TOKENS
+from penstock_common.bounds import TRIAL_TOKENS
 from simulation.channel import MemoryConnector
 from simulation.engine import POISON_ID, EngineKind
 from simulation.expected import expected
@@ -271,13 +272,13 @@ class Scenes:
     async def write_no_more(self) -> None:
         """A caller that has written all that it will still gets all that it asked for."""
         channel = MemoryConnector(self._network).open_aio(self._shards[0].address, None)
-        call = _wire.stub(channel).Generate(metadata=())
-        await call.write(_wire.generate_request(_SHORT, "the last", Attempt(0)))
+        call = proto_codec.stub(channel).Generate(metadata=())
+        await call.write(proto_codec.generate_request(_SHORT, "the last", Attempt(0)))
         await call.done_writing()
         count = 0
         async for response in call:
             for message in response.outputs:
-                output = _wire.output(message)
+                output = proto_codec.output(message)
                 assert isinstance(output, Output)
                 count += len(output.token_ids)
         self._check(count == _SHORT.max_tokens, f"{count} tokens came before the call ended")

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 from support.engines import runner_info
 
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import Output
-from penstock_shard.request import Request
-from penstock_shard.runner.base import AdapterStore, Batch, RowResult
-from penstock_shard.runner_info import RunnerInfo
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import Request
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import AdapterStore, Batch, RowResult
 
 Cost = Callable[[Batch], float]
 

@@ -8,15 +8,15 @@ from collections.abc import Awaitable
 
 from support.compilers import LIMITS, two_ended_compiler
 
-from penstock_shard import wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.checker import ConstraintChecker
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.engine_process import EngineProcess
-from penstock_shard.engine_supervisor import EngineSupervisor
-from penstock_shard.request import Constraint
-from penstock_shard.server import drain
-from penstock_shard.servicer import ShardServicer
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.server import proto_codec
+from penstock_shard.server.app import drain
+from penstock_shard.server.engine_process import EngineProcess
+from penstock_shard.server.servicer import ShardServicer
+from penstock_shard.server.supervisor import EngineSupervisor
+from penstock_shard.structured_output.checker import ConstraintChecker
+from penstock_shard.structured_output.refusal import ConstraintRefused
 from simulation.channel import MemoryServer
 from simulation.engine import KILLED, EngineKind, SimulatedEngine
 from simulation.network import Network
@@ -83,7 +83,7 @@ class SimulatedShard:
         )
         servicer = ShardServicer(supervisor, self.config)
         server = MemoryServer(process)
-        wire.add_servicer(servicer, server)  # type: ignore[arg-type]
+        proto_codec.add_servicer(servicer, server)  # type: ignore[arg-type]
         self._servicer = servicer
         self._network.listen(self.address, server.listener)
         self._running = process.run(supervisor.run())

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from support.budget import budget, seeded
 
-from penstock_client import continuation
-from penstock_client.fleet_stream import FleetStream
-from penstock_client.shard_state import ShardState, ShardWatch
+from penstock_client.fleet import continuation
+from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.fleet.shard_state import ShardState, ShardWatch
 from penstock_client.types import GenerationRequest, LoadReport, SamplingParams
 from simulation import virtual_time
 from simulation.channel import MemoryConnector

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from penstock_router.apis.base import Envelope
-from penstock_router.choice import Delta, EndReason
-from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.records import Usage
+from penstock_router.generation.choice import Delta, EndReason
+from penstock_router.generation.job import Job
+from penstock_router.observe.request_record import Usage
 from penstock_router.request import ChatRequest
+from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
 
 TEXTS = ("Hello", " world", "\n\n", '"', "\\", "日本", "😀", "{", "</think>", "\x7f")
 

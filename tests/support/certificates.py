@@ -9,7 +9,7 @@ from pathlib import Path
 
 import trustme
 
-from penstock_proto.tls import Tls
+from penstock_common.tls import Tls
 
 _LONG_AGO = (datetime(2020, 1, 1, tzinfo=UTC), datetime(2021, 1, 1, tzinfo=UTC))
 SERVER_NAME = "shard.example"

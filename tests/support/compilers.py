@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 import penstock_shard
 from penstock_shard.config import ConstraintLimits, ShardConfig
-from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.compiler import Compiler
 
 BUILTIN = Path(penstock_shard.__file__).with_name("builtin_model")
 VOCAB_SIZE = 3072

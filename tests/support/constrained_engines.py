@@ -6,17 +6,17 @@ import dataclasses
 import queue
 from collections.abc import Callable, Sequence
 
-from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import Output
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Constraint, Request
-from penstock_shard.runner.base import Runner
-from penstock_shard.runner.fake import FakeRunner
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import Constraint, Request
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.worker.base import Runner
+from penstock_shard.worker.fake_runner import FakeRunner
 from support.compilers import EOS_IDS, VOCAB_SIZE, tokenizer, two_ended_compiler
 from support.engines import EngineUnderTest, make_request, runner_info
 

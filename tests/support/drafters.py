@@ -6,9 +6,9 @@ import random
 from collections import abc
 from collections.abc import Callable, Mapping
 
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
+from penstock_shard.spec_decode.prompt_lookup import Drafter
 from support.engines import EOS_ID
 
 # What a request's output will be, deliveries of earlier attempts included.

@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import Output
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Pooling, Request, SamplingParams
-from penstock_shard.runner.fake import EMBEDDING_SIZE, FAKE_CAPABILITIES, FakeRunner
-from penstock_shard.runner_info import EmbeddingDefaults, RunnerInfo
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import Pooling, Request, SamplingParams
+from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.worker.fake_runner import EMBEDDING_SIZE, FAKE_CAPABILITIES, FakeRunner
 from support.shadow import Fails, ShadowRunner
 
 VOCAB_SIZE = 1000

@@ -6,9 +6,9 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_shard.rows import Row, Rows
-from penstock_shard.runner.base import Batch, RowResult
-from penstock_shard.scheduler import Scheduler
+from penstock_shard.scheduler.rows import Row, Rows
+from penstock_shard.scheduler.scheduler import Scheduler
+from penstock_shard.worker.base import Batch, RowResult
 
 
 @dataclass

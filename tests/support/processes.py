@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock_proto.tls import Tls
+from penstock_common.tls import Tls
 
 START_TIMEOUT_S = 60.0
 
@@ -94,7 +94,7 @@ class Service(ABC):
     """A process with a port and a log file."""
 
     # What the engine process of a shard runs: a shard has other processes too.
-    engine_module = "penstock_shard.engine_main"
+    engine_module = "penstock_shard.engine.main"
 
     def __init__(
         self, module: str, flags: list[str], port: int, log_file: Path, python_path: str = ""
@@ -194,7 +194,7 @@ class Shard(Service):
         super().__init__("penstock_shard", arguments, port, log_file, python_path)
 
     def healthy(self) -> bool:
-        from penstock_client.health import shard_problem
+        from penstock_cli.health import shard_problem
 
         return not shard_problem(self.address, 1.0, self.tls)
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock_shard.request import Request
-from penstock_shard.runner.base import Batch, RowResult, Runner, StepOutOfMemory
+from penstock_shard.ipc.request import Request
+from penstock_shard.worker.base import Batch, RowResult, Runner, StepOutOfMemory
 
 # What a place holds: the token there and, as a number, all tokens before it.
 _Content = tuple[int, int] | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from penstock_shard.constraints.state import allowed_ids
+from penstock_shard.structured_output.matcher_state import allowed_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock_client.arguments import (
+from penstock_cli.arguments import (
     MODEL_HELP,
     add_url,
     parser_for,
@@ -27,9 +27,9 @@ from penstock_client.arguments import (
     seconds,
     whole_number,
 )
-from penstock_client.bench_load import Answer, Lengths, Load, Plan, Server, run
-from penstock_client.bench_report import Objective, plot, summarize, table
-from penstock_client.router_errors import one_line
+from penstock_cli.bench.load import Answer, Lengths, Load, Plan, Server, run
+from penstock_cli.bench.report import Objective, plot, summarize, table
+from penstock_cli.router_errors import one_line
 
 _DEFAULT_STREAMS = 16
 _DEFAULT_REQUESTS = 64

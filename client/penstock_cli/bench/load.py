@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from penstock_client.router_errors import CUT_OFF, NOT_HTTP, no_answer, one_line, refusal
+from penstock_cli.router_errors import CUT_OFF, NOT_HTTP, no_answer, one_line, refusal
 
 # Short, common and distinct, so that a prompt of n words is about n tokens for most tokenizers.
 _WORDS = (

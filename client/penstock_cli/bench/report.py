@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock_client.bench_load import Answer, Load
+from penstock_cli.bench.load import Answer, Load
 
 _LATENCIES = {
     "first token": "ttft_ms",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock_proto.child_environment import child_environment
+from penstock_common.child_environment import child_environment
 
 USAGE_STATUS = 2
 # The exit status of the check where the process would run; after --help it is 0.

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_client.arguments import (
+from penstock_cli.arguments import (
     MAX_PORT,
     open_directly,
     parser_for,
@@ -31,14 +31,14 @@ from penstock_client.arguments import (
     positive_int,
     seconds,
 )
-from penstock_client.gpus import visible_gpus
-from penstock_client.listening import listen
-from penstock_client.membership import authority
-from penstock_client.serve_flags import USAGE_STATUS, Typed, Unusable, check
-from penstock_client.with_parent import with_parent
-from penstock_proto.child_environment import HUB, TRACES, child_environment
-from penstock_proto.flags import SHARD_PORT, usable_key
-from penstock_proto.port_holder import holder_of, why_not
+from penstock_cli.gpus import visible_gpus
+from penstock_cli.serve.child_flags import USAGE_STATUS, Typed, Unusable, check
+from penstock_cli.serve.with_parent import with_parent
+from penstock_client.fleet.discovery import authority
+from penstock_common.child_environment import HUB, TRACES, child_environment
+from penstock_common.flags import SHARD_PORT, usable_key
+from penstock_common.listening import listen
+from penstock_common.port_holder import holder_of, why_not
 
 _POLL_S = 0.2
 # How long a router may take to stop beyond the time that requests may take to finish.

@@ -6,7 +6,7 @@ variables that are no flags.
 
 from __future__ import annotations
 
-from penstock_client.flag_rules import (
+from penstock_cli.translate.flag_rules import (
     HUB,
     Loss,
     NotTranslatable,

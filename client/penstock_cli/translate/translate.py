@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import NoReturn
 
-from penstock_client.arguments import parser_for
-from penstock_client.docker_run import ENGINES, DockerError
-from penstock_client.drop_root import drop_root
-from penstock_client.flag_rules import Loss
-from penstock_client.gpus import visible_gpus
-from penstock_client.translation import (
+from penstock_cli.arguments import parser_for
+from penstock_cli.gpus import visible_gpus
+from penstock_cli.translate.docker_run import ENGINES, DockerError
+from penstock_cli.translate.drop_root import drop_root
+from penstock_cli.translate.flag_rules import Loss
+from penstock_cli.translate.translation import (
     TGI,
     VLLM,
     Peer,
@@ -175,5 +175,5 @@ def _drop_root(folder: Path) -> bool:
 def _become(result: Translation) -> NoReturn:
     """Replace this process, so that signals and exit status need no passing on."""
     sys.stderr.flush()
-    command = [sys.executable, "-m", "penstock_client.cli", "serve", *result.arguments]
+    command = [sys.executable, "-m", "penstock_cli.main", "serve", *result.arguments]
     os.execve(sys.executable, command, {**os.environ, **result.environment})

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock_client import tgi_flags, vllm_environment, vllm_flags
-from penstock_client.docker_run import DockerError, DockerRun, is_path, parse_docker_run
-from penstock_client.flag_rules import Loss, NotTranslatable, Part, Rule, Table, Takes
+from penstock_cli.translate import tgi_flags, vllm_environment, vllm_flags
+from penstock_cli.translate.docker_run import DockerError, DockerRun, is_path, parse_docker_run
+from penstock_cli.translate.flag_rules import Loss, NotTranslatable, Part, Rule, Table, Takes
 
 _OFF = frozenset({"0", "false", "f", "n", "no", "off", ""})
 _EVERYWHERE = "0.0.0.0"

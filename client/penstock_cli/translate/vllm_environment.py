@@ -5,7 +5,7 @@ Data alone, beside the flags of `vllm_flags`.
 
 from __future__ import annotations
 
-from penstock_client.flag_rules import (
+from penstock_cli.translate.flag_rules import (
     HUB,
     NotTranslatable,
     Part,

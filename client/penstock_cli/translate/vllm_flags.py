@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from penstock_client.flag_rules import (
+from penstock_cli.translate.flag_rules import (
     Loss,
     NotTranslatable,
     Part,

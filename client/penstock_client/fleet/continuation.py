@@ -15,13 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock_client.compatibility import (
-    complete_request,
-    same_adapter,
-    same_model,
-    same_numerics,
-    sees_all,
-)
 from penstock_client.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -33,14 +26,21 @@ from penstock_client.errors import (
     ShardUnavailable,
     Unauthenticated,
 )
-from penstock_client.fleet_stream import FIRST_BACK_OFF_S, FleetStream
-from penstock_client.policies import Policy
-from penstock_client.shard_state import ShardState, check_served, known_infos, serving
-from penstock_client.stream import GenerationStream
-from penstock_client.suspects import (
+from penstock_client.fleet.compatibility import (
+    complete_request,
+    same_adapter,
+    same_model,
+    same_numerics,
+    sees_all,
+)
+from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
+from penstock_client.fleet.poison_requests import (
     POISON_DEATHS,
     RefusedRequests,
 )
+from penstock_client.fleet.shard_state import ShardState, check_served, known_infos, serving
+from penstock_client.load_balancing.base import Policy
+from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import (
     Attempt,
     AttemptRecord,
@@ -48,10 +48,10 @@ from penstock_client.types import (
     Output,
     random_seed,
 )
-from penstock_proto.bounds import TRIAL_TOKENS
-from penstock_proto.clock import Clock
-from penstock_proto.tasks import lasting
-from penstock_proto.tracing import SpanContext
+from penstock_common.bounds import TRIAL_TOKENS
+from penstock_common.clock import Clock
+from penstock_common.tasks import lasting
+from penstock_common.tracing import SpanContext
 
 _MAX_BACK_OFF_S = 1.0
 # After sending for this long, give the event loop a turn.

@@ -19,8 +19,8 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Protocol
 
-from penstock_client.networks import Resolve, check_unicast, system_resolve
-from penstock_proto.clock import Clock
+from penstock_client.fleet.allowed_networks import Resolve, check_unicast, system_resolve
+from penstock_common.clock import Clock
 
 logger = logging.getLogger(__name__)
 

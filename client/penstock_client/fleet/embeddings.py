@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from penstock_client.compatibility import same_model
 from penstock_client.errors import (
     InvalidRequest,
     NoShardAvailable,
@@ -21,10 +20,11 @@ from penstock_client.errors import (
     Overloaded,
     ShardUnavailable,
 )
-from penstock_client.policies.base import least_loaded
-from penstock_client.shard_state import ShardState, serving
+from penstock_client.fleet.compatibility import same_model
+from penstock_client.fleet.shard_state import ShardState, serving
+from penstock_client.load_balancing.base import least_loaded
 from penstock_client.types import EmbeddingRequest, ShardInfo
-from penstock_proto.clock import Clock
+from penstock_common.clock import Clock
 
 # The most inputs and tokens of one call; a single longer input is one call.
 _BATCH_INPUTS = 32

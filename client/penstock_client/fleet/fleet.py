@@ -13,25 +13,25 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from penstock_client.audit import AuditLog, AuditRecord
-from penstock_client.compatibility import complete_request
-from penstock_client.continuation import (
+from penstock_client.audit_log import AuditLog, AuditRecord
+from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
+from penstock_client.fleet.allowed_networks import Ip, is_loopback
+from penstock_client.fleet.compatibility import complete_request
+from penstock_client.fleet.continuation import (
     Continuations,
     Observe,
     Patience,
 )
-from penstock_client.embeddings import Embeddings
-from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
-from penstock_client.fleet_stream import FleetStream
-from penstock_client.membership import Source, StaticSource, check_address, parse_source
-from penstock_client.networks import Ip, is_loopback
-from penstock_client.policies import make_policy
-from penstock_client.shard_state import ShardState, ShardWatch, check_served, serving
+from penstock_client.fleet.discovery import Source, StaticSource, check_address, parse_source
+from penstock_client.fleet.embeddings import Embeddings
+from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.fleet.output_verification import Verification
+from penstock_client.fleet.shard_state import ShardState, ShardWatch, check_served, serving
+from penstock_client.load_balancing.policies import make_policy
 from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
-from penstock_client.verification import Verification
-from penstock_proto.clock import Clock
-from penstock_proto.tasks import lasting
-from penstock_proto.tls import Tls
+from penstock_common.clock import Clock
+from penstock_common.tasks import lasting
+from penstock_common.tls import Tls
 from penstock_proto.transport import Connector
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ import asyncio
 from typing import Protocol
 
 from penstock_client.errors import PenstockError
-from penstock_client.shard_client import new_request_id
-from penstock_client.shard_state import ShardState
-from penstock_client.stream import GenerationStream
-from penstock_client.suspects import SUSPECT_DEATHS, fingerprint
+from penstock_client.fleet.poison_requests import SUSPECT_DEATHS, fingerprint
+from penstock_client.fleet.shard_state import ShardState
+from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_client.rpc.shard_client import new_request_id
 from penstock_client.types import (
     FinishReason,
     GenerationRequest,

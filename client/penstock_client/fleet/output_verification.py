@@ -12,11 +12,11 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 
-from penstock_client.compatibility import complete_request, same_adapter
-from penstock_client.continuation import Observe
 from penstock_client.errors import PenstockError
-from penstock_client.fleet_stream import FleetStream
-from penstock_client.shard_state import ShardState
+from penstock_client.fleet.compatibility import complete_request, same_adapter
+from penstock_client.fleet.continuation import Observe
+from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.fleet.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective
 
 logger = logging.getLogger(__name__)

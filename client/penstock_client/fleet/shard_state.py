@@ -13,18 +13,18 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 
-from penstock_client.breaker import CircuitBreaker
 from penstock_client.errors import (
     IncompatibleShard,
     InvalidRequest,
     PenstockError,
     ShardUnavailable,
 )
-from penstock_client.policies import Candidate
-from penstock_client.shard_client import ShardClient
+from penstock_client.fleet.circuit_breaker import CircuitBreaker
+from penstock_client.load_balancing.base import Candidate
+from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
-from penstock_proto.clock import Clock
-from penstock_proto.tasks import lasting
+from penstock_common.clock import Clock
+from penstock_common.tasks import lasting
 from penstock_proto.transport import CONNECTION_REFUSED, Connector
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock_client.policies.base import Candidate, Decision, Policy, least_loaded
+from penstock_client.load_balancing.base import Candidate, Decision, Policy, least_loaded
 from penstock_client.types import GenerationRequest
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock_client.policies.base import Candidate, Decision, Policy, least_loaded
-from penstock_client.policies.prefix_memory import PIECE_TOKENS, PrefixMemory, prompt_pieces
+from penstock_client.load_balancing.base import Candidate, Decision, Policy, least_loaded
+from penstock_client.load_balancing.prefix_memory import PIECE_TOKENS, PrefixMemory, prompt_pieces
 from penstock_client.types import GenerationRequest
 
 # A cached token outweighs this many tokens of a shard's load: computing it anew delays all requests

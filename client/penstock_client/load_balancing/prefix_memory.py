@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock_client.policies.base import Candidate
+from penstock_client.load_balancing.base import Candidate
 from penstock_client.types import GenerationRequest
 from penstock_proto.prefix_hash import chain_hashes, root_hash
 

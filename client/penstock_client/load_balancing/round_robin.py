@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from penstock_client.policies.base import Candidate, Decision, Policy
+from penstock_client.load_balancing.base import Candidate, Decision, Policy
 from penstock_client.types import GenerationRequest
 
 # Addresses come and go; those not chosen for longest are forgotten.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from penstock_client.policies.base import Candidate, Decision, Policy, least_loaded
+from penstock_client.load_balancing.base import Candidate, Decision, Policy, least_loaded
 from penstock_client.types import GenerationRequest
 
 # A shard of a session may have so many times the mean load,

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 import grpc
 
-from penstock_client import _wire
 from penstock_client.errors import (
     InvalidRequest,
     NotServed,
@@ -28,8 +27,9 @@ from penstock_client.errors import (
     ShardUnavailable,
     Unauthenticated,
 )
-from penstock_client.stream import GenerationStream
-from penstock_client.tokenizer_files import FileAssembler
+from penstock_client.rpc import proto_codec
+from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_client.rpc.tokenizer_files import FileAssembler
 from penstock_client.types import (
     Adapter,
     Attempt,
@@ -40,8 +40,8 @@ from penstock_client.types import (
     Output,
     ShardInfo,
 )
-from penstock_proto.clock import Clock
-from penstock_proto.tls import Tls
+from penstock_common.clock import Clock
+from penstock_common.tls import Tls
 from penstock_proto.transport import MAX_MESSAGE_BYTES, Connector
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class ShardClient:
         self._credentials = self._connector.credentials()
         self._channel = self._connector.open_aio(address, self._credentials)
         self._old_channels: set[asyncio.Task[None]] = set()
-        self._newest_stub = _wire.stub(self._channel)
+        self._newest_stub = proto_codec.stub(self._channel)
         self._call: _SharedCall | None = None
         self._closed = False
         self._aborts: deque[tuple[str, int]] = deque()
@@ -157,7 +157,7 @@ class ShardClient:
             closing.add_done_callback(self._old_channels.discard)
             self._credentials = credentials
             self._channel = self._connector.open_aio(self.address, credentials)
-            self._newest_stub = _wire.stub(self._channel)
+            self._newest_stub = proto_codec.stub(self._channel)
         return self._newest_stub
 
     @property
@@ -188,7 +188,7 @@ class ShardClient:
     ) -> None:
         """Send a request whose outputs go to `stream` from now on. Raises as `submit` does."""
         self._require_open()
-        message = _wire.generate_request(request, stream.request_id, attempt)
+        message = proto_codec.generate_request(request, stream.request_id, attempt)
         num_bytes = message.ByteSize() + _NUMBER_BYTES
         if num_bytes > MAX_MESSAGE_BYTES:
             # gRPC would end the call for it, and all other streams with it.
@@ -224,13 +224,13 @@ class ShardClient:
         while self._aborts:
             count = min(len(self._aborts), _MAX_ABORTS_IN_RPC)
             ids, attempts = zip(*(self._aborts.popleft() for _ in range(count)), strict=True)
-            await self._abort(_wire.abort_request(ids, attempts))
+            await self._abort(proto_codec.abort_request(ids, attempts))
 
     async def abort(self, request_ids: list[str]) -> None:
         """Abort all attempts of these ids. An unknown id is no error, nor is a shard that is gone:
         it has nothing of ours to abort.
         """
-        await self._abort(_wire.abort_request(request_ids))
+        await self._abort(proto_codec.abort_request(request_ids))
 
     async def _abort(self, request: Any) -> None:
         try:
@@ -254,30 +254,30 @@ class ShardClient:
             ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
         """
         self._require_open()
-        message = _wire.embed_request(request, new_request_id(), instance_id)
-        with _wire.errors_of(self.address):
+        message = proto_codec.embed_request(request, new_request_id(), instance_id)
+        with proto_codec.errors_of(self.address):
             answer = await self._stub.Embed(message, metadata=self._metadata, timeout=timeout_s)
-        return _wire.embeddings(answer)
+        return proto_codec.embeddings(answer)
 
     # ---- the other calls ----
 
     async def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
         """What the shard serves. Raises `ShardUnavailable`, `IncompatibleShard` and others."""
         self._require_open()
-        with _wire.errors_of(self.address):
+        with proto_codec.errors_of(self.address):
             message = await self._stub.GetInfo(
-                _wire.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
+                proto_codec.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
             )
-        return _wire.shard_info(message, self.address)
+        return proto_codec.shard_info(message, self.address)
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
         self._require_open()
         assembler = FileAssembler()
         call = self._stub.GetTokenizer(
-            _wire.TOKENIZER_REQUEST, metadata=self._metadata, timeout=_TOKENIZER_TIMEOUT_S
+            proto_codec.TOKENIZER_REQUEST, metadata=self._metadata, timeout=_TOKENIZER_TIMEOUT_S
         )
-        with _wire.errors_of(self.address):
+        with proto_codec.errors_of(self.address):
             async for chunk in call:
                 assembler.add(chunk)
         return assembler.files
@@ -285,11 +285,11 @@ class ShardClient:
     async def watch_load(self) -> AsyncGenerator[LoadReport, None]:
         """Load reports, on change and at least one a second, until the shard goes away."""
         self._require_open()
-        call = self._stub.WatchLoad(_wire.WATCH_LOAD_REQUEST, metadata=self._metadata)
+        call = self._stub.WatchLoad(proto_codec.WATCH_LOAD_REQUEST, metadata=self._metadata)
         try:
-            with _wire.errors_of(self.address):
+            with proto_codec.errors_of(self.address):
                 async for message in call:
-                    yield _wire.load_report(message)
+                    yield proto_codec.load_report(message)
         finally:
             call.cancel()
 
@@ -304,20 +304,20 @@ class ShardClient:
             ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
         """
         self._require_open()
-        message = _wire.load_adapter_request(name, source)
-        with _wire.errors_of(self.address):
+        message = proto_codec.load_adapter_request(name, source)
+        with proto_codec.errors_of(self.address):
             answer = await self._stub.LoadAdapter(
                 message, metadata=self._metadata, timeout=timeout_s
             )
-        return _wire.adapter(answer.adapter)
+        return proto_codec.adapter(answer.adapter)
 
     async def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
         """No further request gets the adapter; those that run keep it. Raises `InvalidRequest` for
         one that is not loaded, and others as `errors` lists them.
         """
         self._require_open()
-        message = _wire.unload_adapter_request(name)
-        with _wire.errors_of(self.address):
+        message = proto_codec.unload_adapter_request(name)
+        with proto_codec.errors_of(self.address):
             await self._stub.UnloadAdapter(message, metadata=self._metadata, timeout=timeout_s)
 
     def give_up_call(self, reason: str) -> None:
@@ -332,11 +332,13 @@ class ShardClient:
         elsewhere; what is left, until nothing is.
         """
         self._require_open()
-        call = self._stub.Drain(_wire.drain_request(limit_s, hand_over), metadata=self._metadata)
+        call = self._stub.Drain(
+            proto_codec.drain_request(limit_s, hand_over), metadata=self._metadata
+        )
         try:
-            with _wire.errors_of(self.address):
+            with proto_codec.errors_of(self.address):
                 async for message in call:
-                    yield _wire.drain_progress(message)
+                    yield proto_codec.drain_progress(message)
         finally:
             call.cancel()
 
@@ -411,7 +413,7 @@ class _SharedCall:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 await self._dispatch(response)
         except grpc.RpcError as rpc_error:
-            error = _wire.call_error(rpc_error, self._address)
+            error = proto_codec.call_error(rpc_error, self._address)
             if not isinstance(error, Unauthenticated | NotServed):
                 # What broke is the call: INTERNAL where a connection is cut in a write,
                 # RESOURCE_EXHAUSTED where a peer calls itself flooded. That says nothing of the
@@ -426,10 +428,10 @@ class _SharedCall:
         for message in response.outputs:
             stream = self.streams.get(message.request_id)
             if stream is not None and stream.attempt == message.attempt:
-                self._take(stream, _wire.output(message))
+                self._take(stream, proto_codec.output(message))
             if self._clock() >= turn_ends_s:
                 turn_ends_s = await self._next_turn()
-        for number, output in _wire.tokens(response):
+        for number, output in proto_codec.tokens(response):
             stream = self._numbered.get(number)
             if stream is not None:
                 stream.feed(output)

@@ -9,12 +9,12 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self
 
-from penstock_client import _wire
 from penstock_client.errors import PenstockError, ShardUnavailable
-from penstock_client.shard_client import ADAPTER_TIMEOUT_S, call_metadata, new_request_id
-from penstock_client.tokenizer_files import FileAssembler
+from penstock_client.rpc import proto_codec
+from penstock_client.rpc.shard_client import ADAPTER_TIMEOUT_S, call_metadata, new_request_id
+from penstock_client.rpc.tokenizer_files import FileAssembler
 from penstock_client.types import Adapter, EmbeddingRequest, GenerationRequest, Output, ShardInfo
-from penstock_proto.tls import Tls
+from penstock_common.tls import Tls
 from penstock_proto.transport import Connector
 
 _UNARY_TIMEOUT_S = 10.0
@@ -30,7 +30,7 @@ class SyncShardClient:
         self._connector = Connector(tls)
         self._credentials = self._connector.credentials()
         self._channel = self._connector.open(address, self._credentials)
-        self._newest_stub = _wire.stub(self._channel)
+        self._newest_stub = proto_codec.stub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +53,7 @@ class SyncShardClient:
         if credentials is not self._credentials:
             self._credentials = credentials
             self._channel = self._connector.open(self.address, credentials)
-            self._newest_stub = _wire.stub(self._channel)
+            self._newest_stub = proto_codec.stub(self._channel)
         return self._newest_stub
 
     def generate(
@@ -68,13 +68,13 @@ class SyncShardClient:
         Raises:
             PenstockError: as `errors` lists them; `DeadlineExceeded` after `timeout_s`.
         """
-        message = _wire.generate_request(request, request_id or new_request_id())
+        message = proto_codec.generate_request(request, request_id or new_request_id())
         call = self._stub.Generate(iter([message]), metadata=self._metadata, timeout=timeout_s)
         try:
-            with _wire.errors_of(self.address):
+            with proto_codec.errors_of(self.address):
                 for response in call:
                     for item in response.outputs:
-                        result = _wire.output(item)
+                        result = proto_codec.output(item)
                         if isinstance(result, PenstockError):
                             raise result
                         yield result
@@ -88,47 +88,49 @@ class SyncShardClient:
         self, request: EmbeddingRequest, *, timeout_s: float | None = None
     ) -> list[list[float]]:
         """A vector for each of the inputs, as `ShardClient.embed` has it."""
-        message = _wire.embed_request(request, new_request_id())
-        with _wire.errors_of(self.address):
+        message = proto_codec.embed_request(request, new_request_id())
+        with proto_codec.errors_of(self.address):
             answer = self._stub.Embed(message, metadata=self._metadata, timeout=timeout_s)
-        return _wire.embeddings(answer)
+        return proto_codec.embeddings(answer)
 
     def load_adapter(
         self, name: str, source: str, *, timeout_s: float = ADAPTER_TIMEOUT_S
     ) -> Adapter:
         """Have the shard load a LoRA adapter, as `ShardClient.load_adapter` has it."""
-        message = _wire.load_adapter_request(name, source)
-        with _wire.errors_of(self.address):
+        message = proto_codec.load_adapter_request(name, source)
+        with proto_codec.errors_of(self.address):
             answer = self._stub.LoadAdapter(message, metadata=self._metadata, timeout=timeout_s)
-        return _wire.adapter(answer.adapter)
+        return proto_codec.adapter(answer.adapter)
 
     def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
         """No further request gets the adapter, as `ShardClient.unload_adapter` has it."""
-        message = _wire.unload_adapter_request(name)
-        with _wire.errors_of(self.address):
+        message = proto_codec.unload_adapter_request(name)
+        with proto_codec.errors_of(self.address):
             self._stub.UnloadAdapter(message, metadata=self._metadata, timeout=timeout_s)
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort by id; unknown ids are no error."""
-        with _wire.errors_of(self.address):
+        with proto_codec.errors_of(self.address):
             self._stub.Abort(
-                _wire.abort_request(request_ids),
+                proto_codec.abort_request(request_ids),
                 metadata=self._metadata,
                 timeout=_UNARY_TIMEOUT_S,
             )
 
     def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
         """What the shard serves."""
-        with _wire.errors_of(self.address):
+        with proto_codec.errors_of(self.address):
             message = self._stub.GetInfo(
-                _wire.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
+                proto_codec.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
             )
-        return _wire.shard_info(message, self.address)
+        return proto_codec.shard_info(message, self.address)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
         assembler = FileAssembler()
-        with _wire.errors_of(self.address):
-            for chunk in self._stub.GetTokenizer(_wire.TOKENIZER_REQUEST, metadata=self._metadata):
+        with proto_codec.errors_of(self.address):
+            for chunk in self._stub.GetTokenizer(
+                proto_codec.TOKENIZER_REQUEST, metadata=self._metadata
+            ):
                 assembler.add(chunk)
         return assembler.files

@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal
 
+from penstock_router.admission.fair_queue import FairQueue, Share, Waiting
+from penstock_router.admission.rate_limits import Charge, Rates
 from penstock_router.config import RouterConfig
 from penstock_router.errors import (
     TIME_IS_UP,
@@ -40,9 +42,7 @@ from penstock_router.errors import (
     TooManyRequests,
     Unavailable,
 )
-from penstock_router.fair_queue import FairQueue, Share, Waiting
-from penstock_router.metrics import Metrics
-from penstock_router.rate_limits import Charge, Rates
+from penstock_router.observe.metrics import Metrics
 
 _STOPPING = "the router is shutting down"
 _MAX_RETRY_AFTER_S = 60

@@ -22,10 +22,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_client import key_file
-from penstock_client.key_file import KeyEntry, KeyFileError
+from penstock_common import key_file
+from penstock_common.key_file import KeyEntry, KeyFileError
+from penstock_router.admission.rate_limits import Rates
 from penstock_router.config import RouterConfig
-from penstock_router.rate_limits import Rates
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ import math
 import time
 
 from penstock_router.errors import TooManyRequests
-from penstock_router.metrics import Metrics
-from penstock_router.records import RequestRecord
+from penstock_router.observe.metrics import Metrics
+from penstock_router.observe.request_record import RequestRecord
 
 _MINUTE_S = 60.0
 _OUTPUT_SHARE = 8

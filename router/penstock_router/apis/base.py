@@ -13,11 +13,11 @@ from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import msgspec
 
-from penstock_router.choice import Delta
 from penstock_router.errors import ApiError, ContextExceeded
-from penstock_router.fields import Field, JsonObject, Table, number
-from penstock_router.job import Job
-from penstock_router.records import Usage
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.job import Job
+from penstock_router.json_fields import Field, JsonObject, Table, number
+from penstock_router.observe.request_record import Usage
 from penstock_router.request import MAX_TIMEOUT_S, MIN_TIMEOUT_S, Options
 
 AnyRequest = TypeVar("AnyRequest", bound=Options)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock_router.errors import BadRequest
-from penstock_router.fields import (
+from penstock_router.json_fields import (
     STRING,
     JsonObject,
     Kind,

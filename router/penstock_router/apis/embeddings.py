@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from penstock_router.apis.base import TIMEOUT
-from penstock_router.apis.openai import COMPLETION_FIELDS, prompts
-from penstock_router.fields import (
+from penstock_router.apis.openai.requests import COMPLETION_FIELDS, prompts
+from penstock_router.json_fields import (
     BOOLEAN,
     POSITIVE,
     STRING,

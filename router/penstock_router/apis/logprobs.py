@@ -12,7 +12,7 @@ from typing import NotRequired, TypedDict, cast
 import msgspec
 
 from penstock_client.types import Logprobs
-from penstock_router.tokenizer import Tokenizer
+from penstock_router.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
 

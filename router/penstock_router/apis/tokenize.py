@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Self, TypedDict
 
 from penstock_router.apis.chat_messages import MESSAGES
-from penstock_router.apis.openai import CHAT_FIELDS, template_options
-from penstock_router.apis.tgi import INPUTS
+from penstock_router.apis.openai.requests import CHAT_FIELDS, template_options
+from penstock_router.apis.tgi.requests import INPUTS
 from penstock_router.apis.tools import tool_options
-from penstock_router.fields import (
+from penstock_router.json_fields import (
     BOOLEAN,
     OBJECT,
     STRING,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_router.apis.structured import check_nesting
+from penstock_router.apis.structured_output import check_nesting
 from penstock_router.errors import BadRequest
-from penstock_router.fields import (
+from penstock_router.json_fields import (
     BOOLEAN,
     STRING,
     JsonObject,

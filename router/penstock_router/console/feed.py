@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 
 from penstock_client.types import AttemptRecord
-from penstock_proto.tasks import lasting
-from penstock_router.admission import Admission
-from penstock_router.backend import Fleet, ShardState, shown_shard
+from penstock_common.tasks import lasting
+from penstock_router.admission.admission import Admission
 from penstock_router.errors import TooManyRequests
-from penstock_router.metrics import Metrics
-from penstock_router.records import Records, RequestRecord
+from penstock_router.fleet import Fleet, ShardState, shown_shard
+from penstock_router.observe.metrics import Metrics
+from penstock_router.observe.request_record import Records, RequestRecord
 
 MAX_WATCHERS = 16
 _LOOK_EVERY_S = 0.25

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from penstock_router.constraints import tools_of
-from penstock_router.conventions import Conventions
-from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind
-from penstock_router.reasoning import ReasoningSplitter
+from penstock_router.generation.job import Job
 from penstock_router.request import ChatRequest
-from penstock_router.tool_calls.base import ToolParser
+from penstock_router.text.answer_constraint import tools_of
+from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.model_conventions import Conventions
+from penstock_router.text.reasoning import ReasoningSplitter
+from penstock_router.text.tool_calls.base import ToolParser
 
 
 def choose_conventions(job: Job) -> Conventions:

@@ -13,12 +13,12 @@ from typing import Literal
 
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
-from penstock_router.answer_parser import make_reader
-from penstock_router.backend import GenerationStream
-from penstock_router.detokenizer import REPLACEMENT
-from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.stop import StopMatcher
+from penstock_router.fleet import GenerationStream
+from penstock_router.generation.answer_parser import make_reader
+from penstock_router.generation.job import Job
+from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
+from penstock_router.text.detokenizer import REPLACEMENT
+from penstock_router.text.stop_strings import StopMatcher
 
 # With this many tokens in an output, a notification costs little beside processing them.
 _TOKENS_AT_ONCE = 64

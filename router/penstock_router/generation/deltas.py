@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from penstock_router.choice import Delta, Gathered
 from penstock_router.errors import BadRequest
-from penstock_router.job import Job
+from penstock_router.generation.choice import Delta, Gathered
+from penstock_router.generation.job import Job
 from penstock_router.request import Options
 
 # What a log-probability takes in an answer, with its token's text.

@@ -26,10 +26,6 @@ from typing import Self
 
 from penstock_client.errors import Overloaded, RequestRefused, ShardFailed
 from penstock_client.types import ConstraintKind, GenerationRequest, Output
-from penstock_router.backend import Fleet
-from penstock_router.choice import Choice, Delta
-from penstock_router.delivered import BEGINNING, ResumePoint
-from penstock_router.deltas import Deltas, ignore_news
 from penstock_router.errors import (
     BadRequest,
     SlowReader,
@@ -40,9 +36,13 @@ from penstock_router.errors import (
     unavailable_model,
     unknown_model,
 )
-from penstock_router.job import Job
-from penstock_router.metrics import Metrics
-from penstock_router.records import RequestRecord, Usage, outcome_of
+from penstock_router.fleet import Fleet
+from penstock_router.generation.choice import Choice, Delta
+from penstock_router.generation.deltas import Deltas, ignore_news
+from penstock_router.generation.job import Job
+from penstock_router.generation.resume_point import BEGINNING, ResumePoint
+from penstock_router.observe.metrics import Metrics
+from penstock_router.observe.request_record import RequestRecord, Usage, outcome_of
 from penstock_router.request import MAX_TIMEOUT_S
 
 # A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides, as much as

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from penstock_client.types import GenerationRequest, Objective, SamplingParams, ThinkingBudget
 from penstock_router.errors import BadRequest, ContextExceeded
-from penstock_router.models import ServedModel
-from penstock_router.prompts import Prepared, Prompt
 from penstock_router.request import ChatRequest, CompletionRequest, Options
-from penstock_router.tokenizer import prompt_too_long
+from penstock_router.served_models import ServedModel
+from penstock_router.text.prompts import Prepared, Prompt
+from penstock_router.text.tokenizer import prompt_too_long
 
 # How many sequences are made, or changed, in one turn of the event loop: each takes some 6 us.
 SEQUENCES_A_TURN = 100

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_router.choice import Delta
-from penstock_router.deltas import Deltas, Wrapped
-from penstock_router.pieces import Piece, PieceKind, content_of
-from penstock_router.records import Usage
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.deltas import Deltas, Wrapped
+from penstock_router.observe.request_record import Usage
+from penstock_router.text.answer_pieces import Piece, PieceKind, content_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,13 @@ from typing import Self
 
 import msgspec
 
-from penstock_router.answer_parser import choose_conventions
-from penstock_router.conventions import Conventions
-from penstock_router.delivered import Delivered, ResumePoint
+from penstock_router.admission.shared_budget import Holding, SharedBudget
 from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
-from penstock_router.job import Job
-from penstock_router.prompts import pack_ids
-from penstock_router.shared_budget import Holding, SharedBudget
+from penstock_router.generation.answer_parser import choose_conventions
+from penstock_router.generation.job import Job
+from penstock_router.generation.resume_point import Delivered, ResumePoint
+from penstock_router.text.model_conventions import Conventions
+from penstock_router.text.prompts import pack_ids
 
 # An id says for each choice how much was sent, and has to fit into a header.
 MAX_SEQUENCES = 128

@@ -14,9 +14,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from penstock_proto.metric_names import translated
-from penstock_router.merged_metrics import MergedMetrics
-from penstock_router.metrics import Metrics
+from penstock_common.metric_aliases import translated
+from penstock_router.observe.merged_metrics import MergedMetrics
+from penstock_router.observe.metrics import Metrics
 
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock_client.types import LoadReport
-from penstock_router.backend import Fleet, ShardState, state_of
+from penstock_router.fleet import Fleet, ShardState, state_of
 
 _LABELS = ("shard", "model")
 _GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (

@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, multiprocess
 from prometheus_client.core import Metric
 
-from penstock_proto.child_environment import child_environment
+from penstock_common.child_environment import child_environment
 from penstock_router.errors import Unavailable
 
 _LENGTH = struct.Struct("<I")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from penstock_proto.logs import IN_WORDS
-from penstock_router.records import RequestRecord
+from penstock_common.logs import IN_WORDS
+from penstock_router.observe.request_record import RequestRecord
 
 logger = logging.getLogger("penstock.requests")
 

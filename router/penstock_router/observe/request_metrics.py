@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from penstock_router.metrics import BETWEEN_BUCKETS_S, WAIT_BUCKETS_S
-from penstock_router.records import RequestRecord, Usage
+from penstock_router.observe.metrics import BETWEEN_BUCKETS_S, WAIT_BUCKETS_S
+from penstock_router.observe.request_record import RequestRecord, Usage
 
 _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _TOKEN_BUCKETS = tuple(float(2**power) for power in range(18))

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from penstock_client.types import AttemptRecord
-from penstock_proto.tracing import Event, Span, SpanContext, SpanSink, Value, begin
-from penstock_router.records import RequestRecord
+from penstock_common.tracing import Event, Span, SpanContext, SpanSink, Value, begin
+from penstock_router.observe.request_record import RequestRecord
 
 METHOD = "penstock.v1.Shard/Generate"
 _HTTP_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")

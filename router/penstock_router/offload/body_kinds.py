@@ -14,13 +14,20 @@ from typing import Any
 
 import msgspec
 
-from penstock_router.apis import embeddings, messages, openai, responses, tgi, tgi_answers, tokens
+from penstock_router.apis import embeddings, tokenize
 from penstock_router.apis.base import ERRORS, Api, ErrorForm
-from penstock_router.apis.responses_request import ResponsesRequest
-from penstock_router.apis.tokens import TokensRequest
+from penstock_router.apis.messages import requests as messages
+from penstock_router.apis.openai import requests as openai
+from penstock_router.apis.responses import requests as responses
+from penstock_router.apis.responses.request_type import ResponsesRequest
+from penstock_router.apis.tgi import answers as tgi_answers
+from penstock_router.apis.tgi import requests as tgi
+from penstock_router.apis.tokenize import TokensRequest
 from penstock_router.errors import ApiError, BadRequest
-from penstock_router.fields import INT32_MAX, JsonObject, decode_object
-from penstock_router.prompts import (
+from penstock_router.generation.resumption import body_digest
+from penstock_router.json_fields import INT32_MAX, JsonObject, decode_object
+from penstock_router.request import ChatRequest
+from penstock_router.text.prompts import (
     INLINE_IDS,
     Prepared,
     TextModel,
@@ -31,8 +38,6 @@ from penstock_router.prompts import (
     prepare_prompts,
     render,
 )
-from penstock_router.request import ChatRequest
-from penstock_router.resumption import body_digest
 
 # The most tokens shown with their places in a text: each takes some 500 bytes meanwhile.
 MAX_PLACES = 1_000_000
@@ -173,7 +178,7 @@ def _count(asked: ChatRequest, model: TextModel, earlier: bytes) -> bytes:
 def _tokenize_prompt(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes:
     values = asked.values
     if "messages" in values:
-        prompt = chat_prompt(tokens.chat_to_tokenize(values), model, INT32_MAX)
+        prompt = chat_prompt(tokenize.chat_to_tokenize(values), model, INT32_MAX)
         token_ids = list(prompt.token_ids)
     elif "prompt" in values:
         [token_ids] = model.tokenizer.encode(
@@ -186,7 +191,7 @@ def _tokenize_prompt(asked: TokensRequest, model: TextModel, earlier: bytes) -> 
     texts = None
     if values.get("return_token_strs"):
         texts = [model.tokenizer.token_text(token_id) for token_id in token_ids]
-    answer: tokens.PromptTokens = {
+    answer: tokenize.PromptTokens = {
         "tokens": token_ids,
         "count": len(token_ids),
         "max_model_len": model.max_model_len,
@@ -201,22 +206,22 @@ def _tokenize_inputs(asked: TokensRequest, model: TextModel, earlier: bytes) -> 
 
 
 def _chat_tokenize(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes:
-    chat = tokens.chat_to_tokenize(asked.values)
+    chat = tokenize.chat_to_tokenize(asked.values)
     text = render(chat, model)
-    answer: tokens.ChatTokens = {
+    answer: tokenize.ChatTokens = {
         "tokenize_response": _placed(text, model, chat.add_special_tokens),
         "templated_text": text,
     }
     return _encode(answer)
 
 
-def _placed(text: str, model: TextModel, add_special_tokens: bool) -> list[tokens.TextToken]:
-    if len(text) > tokens.MAX_CHARS:
+def _placed(text: str, model: TextModel, add_special_tokens: bool) -> list[tokenize.TextToken]:
+    if len(text) > tokenize.MAX_CHARS:
         raise BadRequest(
-            f"the text has {len(text)} characters; at most {tokens.MAX_CHARS} are tokenized"
+            f"the text has {len(text)} characters; at most {tokenize.MAX_CHARS} are tokenized"
         )
     places = model.tokenizer.places(text, add_special_tokens=add_special_tokens, at_most=MAX_PLACES)
-    return tokens.text_tokens(text, places)
+    return tokenize.text_tokens(text, places)
 
 
 def _detokenize(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes:
@@ -225,7 +230,7 @@ def _detokenize(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes
     if largest >= model.vocab_size:
         raise BadRequest(f"Token id {largest} is out of vocabulary", param="tokens")
     text = model.tokenizer.decode(token_ids, skip_special_tokens=False)
-    answer: tokens.DetokenizeAnswer = {"prompt": text}
+    answer: tokenize.DetokenizeAnswer = {"prompt": text}
     return _encode(answer)
 
 
@@ -248,7 +253,7 @@ COUNT_TOKENS = BodyKind(
 _TOKENIZE_PROMPT = BodyKind(
     name="tokenize_prompt",
     request_type=TokensRequest,
-    parse=tokens.parse_with(tokens.TOKENIZE_FIELDS),
+    parse=tokenize.parse_with(tokenize.TOKENIZE_FIELDS),
     work=_tokenize_prompt,
     is_short=_has_little_text,
 )
@@ -265,7 +270,7 @@ TOKENIZE = SeveralKinds(
 CHAT_TOKENIZE = BodyKind(
     name="chat_tokenize",
     request_type=TokensRequest,
-    parse=tokens.parse_with(tokens.CHAT_TOKENIZE_FIELDS),
+    parse=tokenize.parse_with(tokenize.CHAT_TOKENIZE_FIELDS),
     work=_chat_tokenize,
     is_short=_has_little_text,
     errors=tgi_answers.ERRORS,
@@ -273,7 +278,7 @@ CHAT_TOKENIZE = BodyKind(
 DETOKENIZE = BodyKind(
     name="detokenize",
     request_type=TokensRequest,
-    parse=tokens.parse_with(tokens.DETOKENIZE_FIELDS),
+    parse=tokenize.parse_with(tokenize.DETOKENIZE_FIELDS),
     work=_detokenize,
     is_short=_has_few_ids,
 )

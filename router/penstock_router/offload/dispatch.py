@@ -14,15 +14,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from penstock_router import programs
-from penstock_router.apis.responses_stored import Page, show_stored
+from penstock_router.admission.shared_budget import SharedBudget
+from penstock_router.apis.responses.stored import Page, show_stored
 from penstock_router.errors import ApiError, TooManyRequests
-from penstock_router.metrics import Metrics
-from penstock_router.models import Models, ServedModel
-from penstock_router.programs import Programs
-from penstock_router.prompts import Prepared
-from penstock_router.shared_budget import SharedBudget
-from penstock_router.text_messages import (
+from penstock_router.observe.metrics import Metrics
+from penstock_router.offload import request_templates
+from penstock_router.offload.body_kinds import KINDS, AnyKind, BodyKind, Reading, read
+from penstock_router.offload.request_templates import Programs
+from penstock_router.offload.text_messages import (
     Failed,
     Files,
     ModelFacts,
@@ -38,10 +37,11 @@ from penstock_router.text_messages import (
     unpack_error,
     unpack_prepared,
 )
-from penstock_router.text_pool import Lease, Reply, TextPool
-from penstock_router.text_work import KINDS, AnyKind, BodyKind, Reading, read
-from penstock_router.threads import Threads
-from penstock_router.tokenizer import INLINE_CHARS
+from penstock_router.offload.text_pool import Lease, Reply, TextPool
+from penstock_router.served_models import Models, ServedModel
+from penstock_router.text.prompts import Prepared
+from penstock_router.text.tokenizer import INLINE_CHARS
+from penstock_router.thread_pool import Threads
 
 # Longer bodies go to a text process. JSON of this length is parsed in 15 us where it is text, in
 # 0.2 ms where it is ids, and in 1.4 ms where it is made of nothing but brackets; a thread tokenizes
@@ -279,7 +279,9 @@ class Body:
                 # The start of a process is not of the program's few seconds.
                 await self._send_files(lease, model)
             pieces = self._incoming.pieces
-            return await self._work_with(lease, model, pieces, earlier, programs.MAX_PROGRAM_S)
+            return await self._work_with(
+                lease, model, pieces, earlier, request_templates.MAX_PROGRAM_S
+            )
 
     async def _work_elsewhere(
         self, model: ServedModel, earlier: bytes

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from penstock_router.admission.shared_budget import SharedBudget
 from penstock_router.errors import TimedOut, TooManyRequests
-from penstock_router.metrics import Metrics
-from penstock_router.shared_budget import SharedBudget
-from penstock_router.text_pool import Lease, TextPool
+from penstock_router.observe.metrics import Metrics
+from penstock_router.offload.text_pool import Lease, TextPool
 
 # Rendering takes milliseconds, and tokenizing the longest text a second or two.
 MAX_PROGRAM_S = 5.0

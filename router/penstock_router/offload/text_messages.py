@@ -16,9 +16,9 @@ import msgspec
 
 from penstock_client.types import Constraint
 from penstock_router import errors
-from penstock_router.apis.responses_stored import Page
+from penstock_router.apis.responses.stored import Page
 from penstock_router.errors import ApiError, ContextExceeded
-from penstock_router.prompts import ID_BYTES, Prepared, Prompt, pack_ids, unpack_ids
+from penstock_router.text.prompts import ID_BYTES, Prepared, Prompt, pack_ids, unpack_ids
 
 # The lengths of the message and of the bytes after it.
 HEADER = struct.Struct("<IQ")

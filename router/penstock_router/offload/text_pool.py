@@ -18,9 +18,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from penstock_proto.child_environment import child_environment
+from penstock_common.child_environment import child_environment
 from penstock_router.errors import Unavailable
-from penstock_router.text_messages import HEADER, Report, Task, decode_report, framed
+from penstock_router.offload.text_messages import HEADER, Report, Task, decode_report, framed
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _started(log_level: str, log_format: str) -> tuple[subprocess.Popen[bytes], 
     """A process, and our end of the socket to it. Raises `OSError`."""
     # It imports from the same paths as this process, and nothing from its working directory.
     environment = {**child_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", "-m", "penstock_router.text_process"]
+    command = [sys.executable, "-P", "-m", "penstock_router.offload.text_process"]
     ours, theirs = socket.socketpair()
     with theirs:
         fd = theirs.fileno()

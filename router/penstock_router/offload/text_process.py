@@ -1,6 +1,6 @@
 """A text process: parses long bodies and does their text work, where it blocks no event loop.
 
-    python -m penstock_router.text_process FD LOG_LEVEL LOG_FORMAT
+    python -m penstock_router.offload.text_process FD LOG_LEVEL LOG_FORMAT
 
 Serves the router at the other end of the socket FD, one body at a time, until that end is closed
 or gone. Keeps the files of the models it has worked for, and the last body. Knows no network.
@@ -21,13 +21,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock_proto.logs import set_up_logging
-from penstock_router.apis.responses_stored import show_stored
-from penstock_router.chat_template import ChatTemplate, load_chat_template
-from penstock_router.conventions import conventions_named
+from penstock_common.logs import set_up_logging
+from penstock_router.apis.responses.stored import show_stored
 from penstock_router.errors import ApiError, as_api_error
-from penstock_router.prompts import TextModel
-from penstock_router.text_messages import (
+from penstock_router.offload.body_kinds import KINDS, Reading, read
+from penstock_router.offload.text_messages import (
     HEADER,
     Files,
     ModelFacts,
@@ -47,8 +45,10 @@ from penstock_router.text_messages import (
     pack_prepared,
     split,
 )
-from penstock_router.text_work import KINDS, Reading, read
-from penstock_router.tokenizer import Tokenizer, load_tokenizer
+from penstock_router.text.chat_template import ChatTemplate, load_chat_template
+from penstock_router.text.model_conventions import conventions_named
+from penstock_router.text.prompts import TextModel
+from penstock_router.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("penstock.text_process")
 

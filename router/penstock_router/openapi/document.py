@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from penstock_proto.version import VERSION
+from penstock_common.version import VERSION
 from penstock_router import errors
 from penstock_router.apis.base import ErrorForm
 from penstock_router.errors import ApiError
-from penstock_router.fields import STRING, Field, JsonObject, Table, body_schema, table
+from penstock_router.json_fields import STRING, Field, JsonObject, Table, body_schema, table
+from penstock_router.openapi.type_schemas import TypeSchemas
 from penstock_router.request import MAX_REQUEST_ID_CHARS
 from penstock_router.routes.base import Route
-from penstock_router.type_schemas import TypeSchemas
 
 _DESCRIPTION = """\
 Bodies are JSON objects. Fields that are not listed are ignored, and null is the same as not given.

@@ -18,7 +18,7 @@ from typing import (
     is_typeddict,
 )
 
-from penstock_router.fields import JsonObject
+from penstock_router.json_fields import JsonObject
 
 _SIMPLE: dict[Any, JsonObject] = {
     Any: {},

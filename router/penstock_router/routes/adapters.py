@@ -9,9 +9,17 @@ from __future__ import annotations
 from aiohttp import web
 
 from penstock_client.errors import PenstockError, RequestRefused
-from penstock_proto.bounds import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTER_SOURCE_CHARACTERS
+from penstock_common.bounds import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTER_SOURCE_CHARACTERS
 from penstock_router.errors import BadRequest, NotFound, Unavailable
-from penstock_router.fields import BOOLEAN, STRING, Field, not_served, read_fields, string, table
+from penstock_router.json_fields import (
+    BOOLEAN,
+    STRING,
+    Field,
+    not_served,
+    read_fields,
+    string,
+    table,
+)
 from penstock_router.routes.base import ROUTER, check_admin, read_object
 
 _NAME = Field(

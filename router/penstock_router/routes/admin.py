@@ -17,10 +17,10 @@ from typing import Any
 from aiohttp import web
 
 from penstock_client.errors import PenstockError
-from penstock_client.membership import check_address
-from penstock_client.networks import Ip, locate
-from penstock_router.backend import Fleet, ShardState, shown_shard
+from penstock_client.fleet.allowed_networks import Ip, locate
+from penstock_client.fleet.discovery import check_address
 from penstock_router.errors import BadRequest, NotFound, Unavailable
+from penstock_router.fleet import Fleet, ShardState, shown_shard
 from penstock_router.routes.base import ROUTER, check_admin, json_response, read_object
 
 _POLL_S = 0.25

@@ -17,14 +17,12 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion11, StreamReader, web
 
-from penstock_router.addresses import network_of
-from penstock_router.admission import Admission, Ticket
+from penstock_router.admission.admission import Admission, Ticket
+from penstock_router.admission.api_keys import Key, Keys
+from penstock_router.admission.rate_limits import Charge
+from penstock_router.admission.shared_budget import SharedBudget
 from penstock_router.apis.base import ERRORS, TIMEOUT, ErrorForm
-from penstock_router.backend import Fleet
-from penstock_router.background import Background
-from penstock_router.bodies import LONG_BYTES, Bodies, Body, Incoming
 from penstock_router.config import RouterConfig
-from penstock_router.content_coding import DAMAGED, Inflater, inflater_of
 from penstock_router.errors import (
     BadRequest,
     BodyTooLarge,
@@ -33,20 +31,22 @@ from penstock_router.errors import (
     TooManyRequests,
     Unauthorized,
 )
-from penstock_router.exposition import Exposition
-from penstock_router.fields import Field, JsonObject, Table, decode_object, shorten, table
-from penstock_router.keys import Key, Keys
-from penstock_router.metrics import Metrics
-from penstock_router.models import Models
-from penstock_router.rate_limits import Charge
-from penstock_router.records import Records, RequestRecord
+from penstock_router.fleet import Fleet
+from penstock_router.generation.resumption import CursorCodec, LiveStreams
+from penstock_router.json_fields import Field, JsonObject, Table, decode_object, shorten, table
+from penstock_router.observe.exposition import Exposition
+from penstock_router.observe.metrics import Metrics
+from penstock_router.observe.request_record import Records, RequestRecord
+from penstock_router.offload.body_kinds import AnyKind
+from penstock_router.offload.dispatch import LONG_BYTES, Bodies, Body, Incoming
 from penstock_router.request import MAX_REQUEST_ID_CHARS
-from penstock_router.response_store import ResponseStore
-from penstock_router.resumption import CursorCodec, LiveStreams
-from penstock_router.shared_budget import SharedBudget
-from penstock_router.text_work import AnyKind
-from penstock_router.threads import Threads
-from penstock_router.write_timeout import write_timeout_of
+from penstock_router.served_models import Models
+from penstock_router.server.client_address import network_of
+from penstock_router.server.content_coding import DAMAGED, Inflater, inflater_of
+from penstock_router.server.write_timeout import write_timeout_of
+from penstock_router.store.background_responses import Background
+from penstock_router.store.response_store import ResponseStore
+from penstock_router.thread_pool import Threads
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

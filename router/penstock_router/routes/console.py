@@ -15,11 +15,11 @@ from pathlib import PurePath
 
 from aiohttp import web
 
-from penstock_router.console import Console
+from penstock_router.console.feed import Console
 from penstock_router.errors import NotFound
 from penstock_router.routes import info
 from penstock_router.routes.base import ROUTER, check_admin, read_api_key
-from penstock_router.sse import EventStream
+from penstock_router.server.sse import EventStream
 
 CONSOLE = web.AppKey("console", Console)
 # The path of the page's files.

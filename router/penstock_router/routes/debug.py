@@ -9,9 +9,9 @@ import os
 
 from aiohttp import web
 
-from penstock_router import profiler
 from penstock_router.errors import TooManyRequests
-from penstock_router.fields import Kind, integer, refusal
+from penstock_router.json_fields import Kind, integer, refusal
+from penstock_router.observe import profiler
 from penstock_router.routes.base import ROUTER, check_admin
 
 _SECONDS = integer(1, 60)

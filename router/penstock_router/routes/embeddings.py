@@ -7,14 +7,11 @@ import time
 from aiohttp import web
 
 from penstock_client.types import EmbeddingRequest
-from penstock_router import long_json
-from penstock_router.apis import embeddings
+from penstock_router.apis import embeddings, long_json
 from penstock_router.apis.embeddings import EmbedRequest
-from penstock_router.bodies import Body
 from penstock_router.errors import BadRequest
-from penstock_router.models import ServedModel
-from penstock_router.prompts import Prepared
-from penstock_router.records import Usage
+from penstock_router.observe.request_record import Usage
+from penstock_router.offload.dispatch import Body
 from penstock_router.routes.base import (
     RECORD,
     REQUEST_ID,
@@ -24,6 +21,8 @@ from penstock_router.routes.base import (
     encoded_response,
     send,
 )
+from penstock_router.served_models import ServedModel
+from penstock_router.text.prompts import Prepared
 
 # Most bytes that one number of a vector takes in an answer.
 _FLOAT_BYTES = 24

@@ -16,21 +16,20 @@ from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 
-from penstock_client.membership import check_address
+from penstock_client.fleet.discovery import check_address
 from penstock_client.types import ShardInfo, random_seed
-from penstock_router import long_json, sse
-from penstock_router.admission import Ticket, TimeLimit
+from penstock_router.admission.admission import Ticket, TimeLimit
+from penstock_router.apis import long_json
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
-from penstock_router.bodies import LONG_BYTES, Body
-from penstock_router.delivered import BEGINNING, ResumePoint
-from penstock_router.deltas import LOGPROB_BYTES, Deltas, Hold, bound, bundle, collect
 from penstock_router.errors import BadRequest
-from penstock_router.fields import STRING, Field, one_of, string, table
-from penstock_router.generation import Generation
-from penstock_router.job import SEQUENCES_A_TURN, Job, make_job
-from penstock_router.models import ServedModel
-from penstock_router.prompts import Prepared
-from penstock_router.records import Usage
+from penstock_router.generation.deltas import LOGPROB_BYTES, Deltas, Hold, bound, bundle, collect
+from penstock_router.generation.generation import Generation
+from penstock_router.generation.job import SEQUENCES_A_TURN, Job, make_job
+from penstock_router.generation.resume_point import BEGINNING, ResumePoint
+from penstock_router.json_fields import STRING, Field, one_of, string, table
+from penstock_router.observe.request_record import Usage
+from penstock_router.offload.body_kinds import BodyKind
+from penstock_router.offload.dispatch import LONG_BYTES, Body
 from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes import base
 from penstock_router.routes.base import (
@@ -48,7 +47,9 @@ from penstock_router.routes.base import (
     usable_request_id,
     with_body,
 )
-from penstock_router.text_work import BodyKind
+from penstock_router.served_models import ServedModel
+from penstock_router.server import sse
+from penstock_router.text.prompts import Prepared
 
 _Result = TypeVar("_Result")
 

@@ -7,10 +7,11 @@ from typing import Literal, TypedDict
 from aiohttp import web
 
 from penstock_client.types import ShardInfo
-from penstock_proto.version import VERSION
-from penstock_router.apis import openai, tgi
+from penstock_common.version import VERSION
+from penstock_router.apis.openai import requests as openai
+from penstock_router.apis.tgi import requests as tgi
 from penstock_router.errors import Unavailable, unknown_model
-from penstock_router.exposition import CONTENT_TYPE
+from penstock_router.observe.exposition import CONTENT_TYPE
 from penstock_router.routes.base import ROUTER, json_response
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from penstock_router.bodies import Body
+from penstock_router.offload.dispatch import Body
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Call
 from penstock_router.routes.resume import answer_resumable

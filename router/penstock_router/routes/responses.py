@@ -19,28 +19,21 @@ from contextlib import AsyncExitStack
 
 from aiohttp import web
 
-from penstock_router.admission import TimeLimit
+from penstock_router.admission.admission import TimeLimit
 from penstock_router.apis.base import Shape
-from penstock_router.apis.responses_answers import (
+from penstock_router.apis.responses.answers import (
     CANCELLED,
     COMPLETED,
     INCOMPLETE,
     DeletedAnswer,
     ResponseShape,
 )
-from penstock_router.apis.responses_request import ResponsesRequest
-from penstock_router.apis.responses_stored import Page
-from penstock_router.deltas import Hold, bound, for_each
+from penstock_router.apis.responses.request_type import ResponsesRequest
+from penstock_router.apis.responses.stored import Page
 from penstock_router.errors import BadRequest, NotFound, Unavailable, log_error
-from penstock_router.fields import STRING, Field, integer, one_of, shorten, table
-from penstock_router.generation import Generation
-from penstock_router.response_store import (
-    FAILED,
-    UNFINISHED,
-    ResponseTooLarge,
-    Stored,
-    StoreUnavailable,
-)
+from penstock_router.generation.deltas import Hold, bound, for_each
+from penstock_router.generation.generation import Generation
+from penstock_router.json_fields import STRING, Field, integer, one_of, shorten, table
 from penstock_router.routes.base import (
     KEY,
     REQUEST_ID,
@@ -59,6 +52,13 @@ from penstock_router.routes.generate import (
     prepare_job,
     run_work,
     take_places,
+)
+from penstock_router.store.response_store import (
+    FAILED,
+    UNFINISHED,
+    ResponseTooLarge,
+    Stored,
+    StoreUnavailable,
 )
 
 logger = logging.getLogger(__name__)

@@ -11,17 +11,22 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from penstock_router import sse
-from penstock_router.admission import TimeLimit
+from penstock_router.admission.admission import TimeLimit
 from penstock_router.apis.base import Shape
-from penstock_router.choice import Delta
-from penstock_router.delivered import Progress, skip_delivered
-from penstock_router.deltas import Wait, bundle, for_each
 from penstock_router.errors import BadRequest
-from penstock_router.fields import STRING, Field, one_of, table
-from penstock_router.generation import Generation
-from penstock_router.job import Job
-from penstock_router.resumption import MAX_SEQUENCES, Cursor, Event, LiveStream, job_digest
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.deltas import Wait, bundle, for_each
+from penstock_router.generation.generation import Generation
+from penstock_router.generation.job import Job
+from penstock_router.generation.resume_point import Progress, skip_delivered
+from penstock_router.generation.resumption import (
+    MAX_SEQUENCES,
+    Cursor,
+    Event,
+    LiveStream,
+    job_digest,
+)
+from penstock_router.json_fields import STRING, Field, one_of, table
 from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, client_of, flag_header
 from penstock_router.routes.generate import (
     Call,
@@ -32,7 +37,8 @@ from penstock_router.routes.generate import (
     prepare_job,
     take_places,
 )
-from penstock_router.threads import Threads
+from penstock_router.server import sse
+from penstock_router.thread_pool import Threads
 
 HEADERS = table(
     [

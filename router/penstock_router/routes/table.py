@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_router import text_work
-from penstock_router.apis import embeddings, messages, tgi, tgi_answers, tokens
-from penstock_router.apis.openai import CHATS, COMPLETIONS
-from penstock_router.apis.responses_answers import DeletedAnswer, ItemList, ResponseAnswer
+from penstock_router.apis import embeddings, tokenize
+from penstock_router.apis.messages import requests as messages
+from penstock_router.apis.openai.requests import CHATS, COMPLETIONS
+from penstock_router.apis.responses.answers import DeletedAnswer, ItemList, ResponseAnswer
+from penstock_router.apis.tgi import answers as tgi_answers
+from penstock_router.apis.tgi import requests as tgi
+from penstock_router.offload import body_kinds
+from penstock_router.offload.body_kinds import BodyKind
 from penstock_router.routes import (
     adapters,
     console,
@@ -18,12 +22,11 @@ from penstock_router.routes import (
     responses,
     resume,
 )
-from penstock_router.routes import tokens as token_routes
+from penstock_router.routes import tokenize as token_routes
 from penstock_router.routes.base import HEADERS, Route, with_body
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Answerer, make_handler
 from penstock_router.routes.resume import answer_resumable
-from penstock_router.text_work import BodyKind
 
 
 def _generation(
@@ -45,13 +48,13 @@ def _generation(
 
 
 ROUTES: tuple[Route, ...] = (
-    _generation("/v1/completions", text_work.COMPLETIONS, "Complete a prompt."),
-    _generation("/v1/chat/completions", text_work.CHATS, "Answer a chat."),
-    _generation("/v1/messages", text_work.MESSAGES, "Answer a chat, as Anthropic has it."),
+    _generation("/v1/completions", body_kinds.COMPLETIONS, "Complete a prompt."),
+    _generation("/v1/chat/completions", body_kinds.CHATS, "Answer a chat."),
+    _generation("/v1/messages", body_kinds.MESSAGES, "Answer a chat, as Anthropic has it."),
     Route(
         method="POST",
         path="/v1/embeddings",
-        handler=with_body(text_work.EMBEDDINGS, embed),
+        handler=with_body(body_kinds.EMBEDDINGS, embed),
         summary="Vectors of texts.",
         fields=embeddings.FIELDS,
         headers=HEADERS,
@@ -60,7 +63,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/v1/messages/count_tokens",
-        handler=with_body(text_work.COUNT_TOKENS, token_routes.answer),
+        handler=with_body(body_kinds.COUNT_TOKENS, token_routes.answer),
         summary="How many tokens the prompt of such a chat has.",
         fields=messages.COUNT_FIELDS,
         headers=HEADERS,
@@ -68,7 +71,7 @@ ROUTES: tuple[Route, ...] = (
         errors=messages.MESSAGES_API.errors,
     ),
     _generation(
-        "/v1/responses", text_work.RESPONSES, "Answer, and keep the answer.", responses.respond
+        "/v1/responses", body_kinds.RESPONSES, "Answer, and keep the answer.", responses.respond
     ),
     Route(
         method="GET",
@@ -101,12 +104,12 @@ ROUTES: tuple[Route, ...] = (
         answer=ItemList,
     ),
     _generation(
-        "/generate", text_work.GENERATE, "Go on after a text, as text-generation-inference."
+        "/generate", body_kinds.GENERATE, "Go on after a text, as text-generation-inference."
     ),
     _generation(
-        "/generate_stream", text_work.GENERATE_STREAM, "The same, with events as tokens come."
+        "/generate_stream", body_kinds.GENERATE_STREAM, "The same, with events as tokens come."
     ),
-    _generation("/", text_work.COMPAT, "The same in an array, or with events."),
+    _generation("/", body_kinds.COMPAT, "The same in an array, or with events."),
     Route(
         method="GET",
         path="/",
@@ -127,17 +130,17 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/chat_tokenize",
-        handler=with_body(text_work.CHAT_TOKENIZE, token_routes.answer),
+        handler=with_body(body_kinds.CHAT_TOKENIZE, token_routes.answer),
         summary="The prompt of a chat and its tokens.",
-        fields=tokens.CHAT_TOKENIZE_FIELDS,
+        fields=tokenize.CHAT_TOKENIZE_FIELDS,
         headers=HEADERS,
-        answer=tokens.ChatTokens,
+        answer=tokenize.ChatTokens,
         errors=tgi_answers.ERRORS,
     ),
     Route(
         method="POST",
         path="/invocations",
-        handler=with_body(text_work.INVOCATIONS, invocations.invoke),
+        handler=with_body(body_kinds.INVOCATIONS, invocations.invoke),
         summary="As another route, by the body: one with messages, prompt, input or inputs.",
         bodies=(CHATS.fields, COMPLETIONS.fields, embeddings.FIELDS, tgi.COMPAT.fields),
         headers={**generate.HEADERS, **resume.HEADERS},
@@ -181,29 +184,29 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/tokenize",
-        handler=with_body(text_work.TOKENIZE, token_routes.answer),
+        handler=with_body(body_kinds.TOKENIZE, token_routes.answer),
         summary="The token ids of a prompt or a chat.",
-        fields=tokens.TOKENIZE_FIELDS,
+        fields=tokenize.TOKENIZE_FIELDS,
         headers=HEADERS,
         needs_one_of=("prompt", "messages", "inputs"),
-        answer=tokens.TokenizeAnswer,
+        answer=tokenize.TokenizeAnswer,
         other_errors=(tgi_answers.ERRORS,),
     ),
     Route(
         method="POST",
         path="/detokenize",
-        handler=with_body(text_work.DETOKENIZE, token_routes.answer),
+        handler=with_body(body_kinds.DETOKENIZE, token_routes.answer),
         summary="The text of token ids.",
-        fields=tokens.DETOKENIZE_FIELDS,
+        fields=tokenize.DETOKENIZE_FIELDS,
         headers=HEADERS,
-        answer=tokens.DetokenizeAnswer,
+        answer=tokenize.DetokenizeAnswer,
     ),
     Route(
         method="GET",
         path="/tokenizer_info",
         handler=token_routes.tokenizer_info,
         summary="The tokenizer's configuration and its chat template.",
-        query=tokens.TOKENIZER_INFO_QUERY,
+        query=tokenize.TOKENIZER_INFO_QUERY,
         headers=HEADERS,
         answer=dict[str, Any],
     ),

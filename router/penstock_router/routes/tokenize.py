@@ -6,9 +6,9 @@ from typing import Any
 
 from aiohttp import web
 
-from penstock_router.bodies import Body
-from penstock_router.prompts import Prepared
+from penstock_router.offload.dispatch import Body
 from penstock_router.routes.base import ROUTER, admit_request, encoded_response, json_response, send
+from penstock_router.text.prompts import Prepared
 
 
 async def answer(request: web.Request, body: Body) -> web.Response:

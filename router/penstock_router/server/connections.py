@@ -25,10 +25,10 @@ from weakref import WeakValueDictionary
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from penstock_client.listening import BACKLOG
-from penstock_router.addresses import network_of
-from penstock_router.shared_budget import Holding, SharedBudget
-from penstock_router.write_timeout import WriteTimeout
+from penstock_common.listening import BACKLOG
+from penstock_router.admission.shared_budget import Holding, SharedBudget
+from penstock_router.server.client_address import network_of
+from penstock_router.server.write_timeout import WriteTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock_router.errors import BadRequest
-from penstock_router.fields import shorten
+from penstock_router.json_fields import shorten
 
 DAMAGED = "the body is damaged: it does not decode or ends too early"
 _GZIP = ("gzip", "x-gzip")

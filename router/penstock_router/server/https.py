@@ -10,8 +10,8 @@ import contextlib
 import ssl
 from collections.abc import AsyncGenerator
 
-from penstock_proto.tasks import lasting
-from penstock_proto.tls import Renewed, load_pair
+from penstock_common.tasks import lasting
+from penstock_common.tls import Renewed, load_pair
 
 _LOOK_EVERY_S = 1.0
 

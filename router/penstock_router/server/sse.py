@@ -18,16 +18,16 @@ from typing import Self
 
 from aiohttp import web
 
-from penstock_router.admission import TimeLimit
+from penstock_router.admission.admission import TimeLimit
 from penstock_router.apis.base import Shape
-from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
-from penstock_router.deltas import Deltas, Wait, for_each
 from penstock_router.errors import ApiError, log_error
-from penstock_router.generation import Generation
-from penstock_router.resumption import Cursor, Reader
-from penstock_router.threads import Threads
-from penstock_router.write_timeout import write_timeout_of
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.deltas import Deltas, Wait, for_each
+from penstock_router.generation.generation import Generation
+from penstock_router.generation.resumption import Cursor, Reader
+from penstock_router.server.write_timeout import write_timeout_of
+from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 

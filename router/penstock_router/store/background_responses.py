@@ -11,8 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 
-from penstock_proto.tasks import lasting
-from penstock_router.response_store import ResponseStore, StoreUnavailable
+from penstock_common.tasks import lasting
+from penstock_router.store.response_store import ResponseStore, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 

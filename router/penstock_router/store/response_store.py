@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
-from penstock_proto.tasks import lasting
+from penstock_common.tasks import lasting
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import msgspec
 
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.errors import BadRequest
-from penstock_router.fields import JsonObject
-from penstock_router.reasoning import ReasoningStyle
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest, Options, Tool
-from penstock_router.structural_tag import (
+from penstock_router.text.reasoning import ReasoningStyle
+from penstock_router.text.structural_tag import (
     ANY_TEXT,
     either,
     json_format,
@@ -26,7 +26,7 @@ from penstock_router.structural_tag import (
     sequence,
     tag,
 )
-from penstock_router.tool_calls.base import ToolFormat
+from penstock_router.text.tool_calls.base import ToolFormat
 
 # The whitespace that models write after their reasoning; bounded, or a model might go on for ever.
 _SPACE = regex("[ \\n]{0,2}")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_router.chat_template import ChatTemplate
-from penstock_router.reasoning import AUTO, NONE, ReasoningStyle, style_of
-from penstock_router.tool_calls.base import ToolFormat
-from penstock_router.tool_calls.choose import tool_format_of
+from penstock_router.text.chat_template import ChatTemplate
+from penstock_router.text.reasoning import AUTO, NONE, ReasoningStyle, style_of
+from penstock_router.text.tool_calls.base import ToolFormat
+from penstock_router.text.tool_calls.choose_format import tool_format_of
 
 # The format of calls for models whose templates take no tools.
 _WITHOUT_TEMPLATE = "plain_json"

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock_client.types import Constraint
-from penstock_proto.bounds import MAX_BAD_WORD_TOKENS
-from penstock_router.chat_template import ChatTemplate, TemplateUnusable
-from penstock_router.constraints import answer_constraint, tools_of
-from penstock_router.conventions import Conventions
+from penstock_common.bounds import MAX_BAD_WORD_TOKENS
 from penstock_router.errors import BadRequest, ContextExceeded
-from penstock_router.fields import INT32_MAX
-from penstock_router.reasoning import reasoning_begun, reasoning_over
+from penstock_router.json_fields import INT32_MAX
 from penstock_router.request import ChatRequest, CompletionRequest, Message, Options, Tool
-from penstock_router.tokenizer import INLINE_CHARS, Tokenizer, Truncation, prompt_too_long
-from penstock_router.tool_calls.plain_json import in_words, instructions
+from penstock_router.text.answer_constraint import answer_constraint, tools_of
+from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
+from penstock_router.text.model_conventions import Conventions
+from penstock_router.text.reasoning import reasoning_begun, reasoning_over
+from penstock_router.text.tokenizer import INLINE_CHARS, Tokenizer, Truncation, prompt_too_long
+from penstock_router.text.tool_calls.plain_json import in_words, instructions
 
 # An item of a message costs a template as much as this many characters of text.
 _ITEM_CHARS = 10

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_router.pieces import Piece, PieceKind
-from penstock_router.stop import beginning
+from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.stop_strings import beginning
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock_router.fields import JsonObject
+from penstock_router.json_fields import JsonObject
 
 ANY_TEXT: JsonObject = {"type": "any_text"}
 

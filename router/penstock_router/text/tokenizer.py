@@ -16,8 +16,8 @@ import msgspec
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from penstock_router.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
 from penstock_router.errors import BadRequest, ContextExceeded
+from penstock_router.text.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
 
 # Up to this length encoding takes well under half a millisecond (about 0.15 us a character): less
 # than handing it to a thread may cost.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.models.dtypes import dtype_name
-from penstock_shard.models.kernels.cpu import KEY_TILE, CpuKernels, KvCache, make_cache
+from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.device.dtypes import dtype_name
+from penstock_shard.kernels.cpu import KEY_TILE, CpuKernels, KvCache, make_cache
 
 
 class CpuBackend:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, NotHere, Unusable
-from penstock_shard.models.attention.library import Attending, LibraryBackend, Pair, serves
-from penstock_shard.models.dtypes import dtype_name
-from penstock_shard.models.errors import first_line
+from penstock_shard.attention.base import AttentionBatch, LayerSpec, NotHere, Unusable
+from penstock_shard.attention.gpu_library import Attending, LibraryBackend, Pair, serves
+from penstock_shard.device.dtypes import dtype_name
+from penstock_shard.errors import first_line
 
 _OLDEST = (2, 8)
 _HOPPER = (9, 0)

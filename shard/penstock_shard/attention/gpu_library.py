@@ -13,12 +13,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import (
+from penstock_shard.attention.base import (
     AttentionBatch,
     LayerSpec,
     PairBackend,
 )
-from penstock_shard.models.dtypes import dtype_name
+from penstock_shard.device.dtypes import dtype_name
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.models.attention.base import (
+from penstock_shard.attention.base import (
     AttentionBatch,
     LayerSpec,
     PairBackend,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, NotHere
-from penstock_shard.models.attention.library import Attending, LibraryBackend, Pair, serves
-from penstock_shard.models.dtypes import dtype_name
+from penstock_shard.attention.base import AttentionBatch, LayerSpec, NotHere
+from penstock_shard.attention.gpu_library import Attending, LibraryBackend, Pair, serves
+from penstock_shard.device.dtypes import dtype_name
 
 _NEEDED = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table"}
 

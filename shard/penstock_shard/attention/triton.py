@@ -16,17 +16,17 @@ import torch
 import triton
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, PairBackend
-from penstock_shard.models.dtypes import dtype_name
-from penstock_shard.models.kernels.triton_attention import (
+from penstock_shard.attention.base import AttentionBatch, LayerSpec, PairBackend
+from penstock_shard.device.dtypes import dtype_name
+from penstock_shard.kernels.triton_attention import (
     MOST_SPLITS,
     SPLIT,
     combine_kernel,
     rows_kernel,
     split_kernel,
 )
-from penstock_shard.models.kernels.triton_device import shared_bytes
-from penstock_shard.models.kernels.triton_layers import write_cache
+from penstock_shard.kernels.triton_device import shared_bytes
+from penstock_shard.kernels.triton_layers import write_cache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Most memory for partial results of splits, until they are combined.

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock_shard.models.errors import AdapterNotFound, ModelError, first_line
-from penstock_shard.models.weight_files import read_object, stored_tensors
+from penstock_shard.checkpoint.weight_files import read_object, stored_tensors
+from penstock_shard.errors import AdapterNotFound, ModelError, first_line
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from penstock_shard.config import ShardConfig
-from penstock_shard.models.errors import AdapterNotFound, ModelError
-from penstock_shard.models.lora_files import CONFIG as ADAPTER_CONFIG
-from penstock_shard.models.lora_files import WEIGHTS as ADAPTER_WEIGHTS
-from penstock_shard.models.weight_files import (
+from penstock_shard.checkpoint.adapter_files import CONFIG as ADAPTER_CONFIG
+from penstock_shard.checkpoint.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from penstock_shard.checkpoint.weight_files import (
     INDEX,
     WEIGHTS,
     read_object,
     stored_tensors,
     weight_files,
 )
+from penstock_shard.config import ShardConfig
+from penstock_shard.errors import AdapterNotFound, ModelError
 
 BUILTIN_MODEL = Path(__file__).parent.parent / "builtin_model"
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.weight_files import read_object
-from penstock_shard.request import Pooling
+from penstock_shard.checkpoint.weight_files import read_object
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.request import Pooling
 
 _MODULES = "modules.json"
 _MODES = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN}

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from penstock_shard.models.checkpoint import Checkpoint
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.quantized_formats import (
+from penstock_shard.checkpoint.quantized_formats import (
     AwqMatrix,
     GptqMatrix,
     PackedMatrix,
     ScaledMatrix,
     StoredMatrix,
 )
+from penstock_shard.checkpoint.safetensors import Checkpoint
+from penstock_shard.errors import ModelError
 
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
 _FP8, _INT8 = "F8_E4M3", "I8"

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.weight_files import weight_files
+from penstock_shard.checkpoint.weight_files import weight_files
+from penstock_shard.errors import ModelError
 
 # Rows compared at once.
 _ROWS = 1024

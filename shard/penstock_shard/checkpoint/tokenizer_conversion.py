@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from penstock_shard.models.errors import ModelError, first_line
+from penstock_shard.errors import ModelError, first_line
 
 _SAMPLES = (
     "Hello, world!",

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from penstock_shard.models.errors import ModelError, first_line
+from penstock_shard.errors import ModelError, first_line
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

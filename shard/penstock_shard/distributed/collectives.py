@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock_shard.models.errors import ModelError, first_line, is_out_of_memory
+from penstock_shard.errors import ModelError, first_line, is_out_of_memory
 
 # Timeout for reaching the store, which a rank may need twice. Rank 0 waits longer, _MEET_S, so that
 # a rank that cannot join has time to say why.

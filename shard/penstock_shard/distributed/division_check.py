@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from penstock_shard.models import gate
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.ops.base import Ops
+from penstock_shard.errors import ModelError
+from penstock_shard.models import supported
 from penstock_shard.models.transformers_model import layer_stacks
+from penstock_shard.ops.base import Ops
 
 _NUM_TOKENS = 8
 
@@ -62,7 +62,7 @@ def check_division(module: PreTrainedModel, whole: WholeLogits, ops: Ops, size: 
     token_ids, logits = whole.token_ids.to(ops.device), whole.logits.to(ops.device)
     try:
         with _only(module, whole.layers):
-            gate.check_logits(module, token_ids, logits, precision)
+            supported.check_logits(module, token_ids, logits, precision)
     except ModelError as error:
         raise ModelError(
             f"--tensor-parallel-size {size}: {type(module).__name__} divided by its plan in "

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.errors import ModelError
+from penstock_shard.distributed.collectives import MeetingPoint, Ranks
+from penstock_shard.distributed.messages import Arrived, Call, Join, Loaded
+from penstock_shard.distributed.parallel_model import MirroredModel
+from penstock_shard.distributed.rank_connections import Followers, await_ranks
+from penstock_shard.distributed.rank_processes import listen, places_here, start_rank
+from penstock_shard.errors import ModelError
 from penstock_shard.models.loaded_model import LoadedModel
-from penstock_shard.models.parallel.followers import Followers, await_ranks
-from penstock_shard.models.parallel.messages import Arrived, Call, Join, Loaded
-from penstock_shard.models.parallel.mirrored import MirroredModel
-from penstock_shard.models.parallel.processes import listen, places_here, start_rank
-from penstock_shard.models.parallel.ranks import MeetingPoint, Ranks
 
 
 @dataclass(frozen=True, slots=True)

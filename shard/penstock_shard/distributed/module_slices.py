@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.lora import Share, Shares
-from penstock_shard.models.parallel.matrices import gathered
-from penstock_shard.models.parallel.ranks import Ranks
-from penstock_shard.models.parallel.slices import check_divisible, even_part, vocabulary_part
+from penstock_shard.distributed.collectives import Ranks
+from penstock_shard.distributed.decoder_slices import check_divisible, even_part, vocabulary_part
+from penstock_shard.distributed.parallel_linear import gathered
+from penstock_shard.errors import ModelError
+from penstock_shard.lora.lora import Share, Shares
 
 # Styles of transformers' plans. The names in _rep are those of releases before 5.10.
 _ROWS = {"colwise", "colwise_gather_output", "colwise_rep"}

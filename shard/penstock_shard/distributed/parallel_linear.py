@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock_shard.distributed.collectives import Ranks
+from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
 from penstock_shard.models.feed_forward import Dense, FeedForward, FeedForwardScratch, Linear
-from penstock_shard.models.lora import TokenAdapters
-from penstock_shard.models.ops.base import Matrix
-from penstock_shard.models.parallel.ranks import Ranks
+from penstock_shard.ops.base import Matrix
 
 
 class GatheredMatrix:

@@ -18,17 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.models.base import CausalModel, Forwarded
-from penstock_shard.models.cuda_graphs import GraphedModel, GraphShape, StaticInputs
-from penstock_shard.models.device_memory import PeakMemory, free_bytes
-from penstock_shard.models.dtypes import dtype_name
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.loaded_model import LoadedModel
-from penstock_shard.models.lora import AdapterWeights, LoraBank, LowRank
-from penstock_shard.models.parallel.division_check import own_logits
-from penstock_shard.models.parallel.followers import Followers
-from penstock_shard.models.parallel.messages import (
+from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.device.dtypes import dtype_name
+from penstock_shard.device.gpu_memory import PeakMemory, free_bytes
+from penstock_shard.distributed.collectives import Ranks
+from penstock_shard.distributed.division_check import own_logits
+from penstock_shard.distributed.messages import (
     Call,
     FreeMemory,
     PairShape,
@@ -37,7 +32,12 @@ from penstock_shard.models.parallel.messages import (
     TensorShape,
     ToRank,
 )
-from penstock_shard.models.parallel.ranks import Ranks
+from penstock_shard.distributed.rank_connections import Followers
+from penstock_shard.errors import ModelError
+from penstock_shard.lora.lora import AdapterWeights, LoraBank, LowRank
+from penstock_shard.models.base import CausalModel, Forwarded
+from penstock_shard.models.cuda_graphs import GraphedModel, GraphShape, StaticInputs
+from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.step_inputs import StepInputs
 from penstock_shard.models.transformers_model import TransformersModel
 

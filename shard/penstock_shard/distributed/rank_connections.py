@@ -20,8 +20,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.parallel.messages import (
+from penstock_shard.distributed.messages import (
     REVISION,
     Arrived,
     Failed,
@@ -32,6 +31,7 @@ from penstock_shard.models.parallel.messages import (
     Loaded,
     ToRank,
 )
+from penstock_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from penstock_proto.child_environment import HUB, child_environment
+from penstock_common.child_environment import HUB, child_environment
 from penstock_shard.config import ShardConfig
 
 
@@ -52,7 +52,13 @@ def start_rank(place: RankPlace, address: str, port: int) -> subprocess.Popen[by
     # A rank on another machine downloads the model there.
     needed = HUB if place.is_elsewhere else ()
     return subprocess.Popen(
-        [sys.executable, "-m", "penstock_shard.rank_main", address, *map(str, numbers)],
+        [
+            sys.executable,
+            "-m",
+            "penstock_shard.model_loader.rank_main",
+            address,
+            *map(str, numbers),
+        ],
         stdin=subprocess.DEVNULL,
         env={"OMP_WAIT_POLICY": "PASSIVE", **child_environment(*needed)},
     )

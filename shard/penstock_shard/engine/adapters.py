@@ -14,11 +14,11 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from penstock_shard.codes import Code
-from penstock_shard.link import AdapterChange, AdapterChanged, Error
-from penstock_shard.models.errors import AdapterNotFound, ModelError
-from penstock_shard.runner.base import AdapterStore, ReadAdapter
-from penstock_shard.runner_info import Adapter
+from penstock_shard.errors import AdapterNotFound, ModelError
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import AdapterChange, AdapterChanged, Error
+from penstock_shard.ipc.runner_info import Adapter
+from penstock_shard.worker.base import AdapterStore, ReadAdapter
 
 logger = logging.getLogger(__name__)
 

@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
-from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.loading import LoadedRunner
-from penstock_shard.objectives import Objectives
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
-from penstock_shard.speculation import Speculation
-from penstock_shard.step_time import StepTime
+from penstock_shard.engine.engine import Engine
+from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.model_loader.load_runner import LoadedRunner
+from penstock_shard.scheduler.objectives_policy import Objectives
+from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler.speculation import Speculation
+from penstock_shard.scheduler.step_time import StepTime
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from penstock_shard.codes import Code
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import Error, Load, Output, Work
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.request import FinishReason, Request
-from penstock_shard.runner.base import Batch, RowResult, Runner, StepOutOfMemory
-from penstock_shard.scheduler import Scheduler
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.messages import Error, Load, Output, Work
+from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence, SequenceState
+from penstock_shard.worker.base import Batch, RowResult, Runner, StepOutOfMemory
 
 if TYPE_CHECKING:
-    from penstock_shard.constraints.matchers import PendingMatchers
+    from penstock_shard.engine.matchers import PendingMatchers
 
 logger = logging.getLogger(__name__)
 

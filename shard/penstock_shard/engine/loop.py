@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock_proto.clock import Clock
-from penstock_shard.engine import Engine
-from penstock_shard.link import Beat, FromEngine, Inbox, Load, StepOutputs
+from penstock_common.clock import Clock
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.messages import Beat, FromEngine, Inbox, Load, StepOutputs
 
 if TYPE_CHECKING:
-    from penstock_shard.engine_adapters import EngineAdapters
+    from penstock_shard.engine.adapters import EngineAdapters
 
 BEAT_S = 0.25
 # A beat that is later than this means that the whole process was held up, its step included.

@@ -19,11 +19,12 @@ import threading
 import time
 from typing import NoReturn
 
-from penstock_proto.logs import set_up_logging
-from penstock_shard.create_engine import create_engine, create_matchers
-from penstock_shard.engine_adapters import EngineAdapters
-from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heartbeat
-from penstock_shard.link import (
+from penstock_common.logs import set_up_logging
+from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
+from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.engine.create_engine import create_engine, create_matchers
+from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
+from penstock_shard.ipc.messages import (
     EngineEnd,
     Inbox,
     LoadFailed,
@@ -32,9 +33,8 @@ from penstock_shard.link import (
     Start,
     Started,
 )
-from penstock_shard.loading import ModelError, load_runner
-from penstock_shard.request import CONSTRAINT_KINDS
-from penstock_shard.tokenizer_files import tokenizer_hash
+from penstock_shard.ipc.request import CONSTRAINT_KINDS
+from penstock_shard.model_loader.load_runner import ModelError, load_runner
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from queue import Empty, SimpleQueue
 
 from llguidance import LLMatcher
 
-from penstock_shard.codes import Code
-from penstock_shard.constraints.compiler import Compiler, is_worn_out
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.constraints.state import ConstraintState, failure_of
-from penstock_shard.link import Error
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Error
 from penstock_shard.sequence import Sequence
+from penstock_shard.structured_output.compiler import Compiler, is_worn_out
+from penstock_shard.structured_output.matcher_state import ConstraintState, failure_of
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.request import FinishReason, Request
-from penstock_shard.runner_info import Adapter, RunnerInfo
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.runner_info import Adapter, RunnerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ class SamplingParams:
 
     The defaults below change nothing. `temperature` 0 is greedy: `top_k`, `top_p`, `min_p`,
     `typical_p` and `seed` do not matter then. `seed` has 64 bits. What each field does, and in
-    which order, is said in `penstock_shard.runner.sampler`.
+    which order, is said in `penstock_shard.worker.sampling.sampler`.
     """
 
     temperature: float = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_shard.request import Pooling
+from penstock_shard.ipc.request import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RunnerInfo:
     kv_dtype: str
     device: str
     attention_backend: str
-    # What requests may ask of this runner; see `penstock_shard.validation`.
+    # What requests may ask of this runner; see `penstock_shard.server.validation`.
     capabilities: frozenset[str]
     # Set if "embed" is among the capabilities.
     embedding: EmbeddingDefaults | None = None

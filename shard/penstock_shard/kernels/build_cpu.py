@@ -1,6 +1,6 @@
 """Compiles cpu.c for an instruction set level of this machine and caches the library.
 
-    python -m penstock_shard.models.kernels.build
+    python -m penstock_shard.kernels.build_cpu
 
 builds every level that the compiler supports, for container images. A cached library needs no
 compiler. Knows compilers, levels and the cache directory. Knows nothing of what is in the library.
@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from penstock_proto.child_environment import child_environment
+from penstock_common.child_environment import child_environment
 
 # The first file is compiled; it includes the others.
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "threads.h", "vectors.h"))

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock_shard.models.kernels.build import KernelBuildError, libraries, wanted_levels
+from penstock_shard.kernels.build_cpu import KernelBuildError, libraries, wanted_levels
 
 WeightKind = Literal["float32", "float16", "int8"]
 Activation = Literal["silu", "gelu_tanh"]

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock_shard.models.kernels.triton_device import shared_bytes
+from penstock_shard.kernels.triton_device import shared_bytes
 
 # Tiles of rows in a group: the group's programs run near each other, so that they share weights in
 # the L2 cache.

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.lora_files import AdapterFiles
-from penstock_shard.models.ops.base import Matrix, Ops
+from penstock_shard.checkpoint.adapter_files import AdapterFiles
+from penstock_shard.errors import ModelError
+from penstock_shard.ops.base import Matrix, Ops
 
 # LoRA ranks are padded to a multiple of this, so that GPU products run on whole tiles.
 _RANK_MULTIPLE = 16
@@ -210,7 +210,7 @@ class StackedDelta:
         if not self._exact:
             return functional.linear(x, weight)
         # Imported here because it needs Triton.
-        from penstock_shard.models.kernels.triton_matmul import fixed_linear
+        from penstock_shard.kernels.triton_matmul import fixed_linear
 
         return fixed_linear(x, weight)
 

@@ -11,22 +11,22 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from penstock_shard.checkpoint.adapter_files import WEIGHTS, AdapterFiles, read_adapter_files
+from penstock_shard.checkpoint.model_source import resolve_adapter
 from penstock_shard.config import ShardConfig
+from penstock_shard.device.dtypes import dtype_name
+from penstock_shard.distributed.parallel_model import MirroredModel
+from penstock_shard.errors import ModelError
+from penstock_shard.lora.lora import LoraBank, LoraLimits, LowRank, check_fit
+from penstock_shard.model_loader.load_model import ModelPart
 from penstock_shard.models.base import CausalModel
-from penstock_shard.models.dtypes import dtype_name
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.load import ModelPart
-from penstock_shard.models.lora import LoraBank, LoraLimits, LowRank, check_fit
-from penstock_shard.models.lora_files import WEIGHTS, AdapterFiles, read_adapter_files
-from penstock_shard.models.lora_places import make_adaptable
-from penstock_shard.models.ops.base import Ops
-from penstock_shard.models.parallel.mirrored import MirroredModel
-from penstock_shard.models.source import resolve_adapter
-from penstock_shard.runner.base import ReadAdapter
+from penstock_shard.models.lora_targets import make_adaptable
+from penstock_shard.ops.base import Ops
+from penstock_shard.worker.base import ReadAdapter
 
 
 class ModelAdapters:
-    """An `AdapterStore`: see `penstock_shard.runner.base`."""
+    """An `AdapterStore`: see `penstock_shard.worker.base`."""
 
     def __init__(
         self, bank: LoraBank, find: Callable[[str], Path], whole: MirroredModel | None = None

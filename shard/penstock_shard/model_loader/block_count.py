@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.errors import ModelError
+from penstock_shard.errors import ModelError
 
 # Without flags a cpu shard takes this much for KV blocks, more only to hold one sequence of full
 # length, and never more than this share of free memory.

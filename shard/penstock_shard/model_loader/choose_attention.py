@@ -12,23 +12,23 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_shard.models.attention import READS_ANY_CACHE, candidates, title
-from penstock_shard.models.attention.base import (
+from penstock_shard.attention.backends import READS_ANY_CACHE, candidates, title
+from penstock_shard.attention.base import (
     AttentionBackend,
     LayerSpec,
     NotHere,
     Unusable,
 )
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.attention.trial import make_trial
-from penstock_shard.models.dtypes import dtype_name
-from penstock_shard.models.errors import (
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.device.dtypes import dtype_name
+from penstock_shard.errors import (
     ModelError,
     device_failures,
     first_line,
     is_out_of_memory,
 )
-from penstock_shard.models.ops.base import Ops
+from penstock_shard.ops.base import Ops
+from penstock_shard.selfcheck.attention import make_trial
 
 # Largest difference to float32 over the same rounded keys, values and queries, relative to
 # 1 + |expected|: so absolute near 0, as values are about 1.

@@ -12,26 +12,26 @@ from typing import Literal, cast
 import torch
 from transformers import PreTrainedConfig
 
+from penstock_shard.attention.backends import READS_ANY_CACHE, make_backend
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.checkpoint.quantized_checkpoint import scheme_of
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.attention import READS_ANY_CACHE, make_backend
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.dtypes import dtype_name
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.kernels.build import KernelBuildError
-from penstock_shard.models.kernels.cpu import CpuKernels, load_kernels
-from penstock_shard.models.ops.base import Ops, WeightKind
-from penstock_shard.models.ops.check import triton_fault
-from penstock_shard.models.ops.cpu_ops import CpuOps
-from penstock_shard.models.ops.quantized import (
+from penstock_shard.device.dtypes import dtype_name
+from penstock_shard.device.triton_support import fault_on, is_installed, remember
+from penstock_shard.errors import ModelError
+from penstock_shard.kernels.build_cpu import KernelBuildError
+from penstock_shard.kernels.cpu import CpuKernels, load_kernels
+from penstock_shard.model_loader.transformers_loader import resolve_dtype
+from penstock_shard.ops.base import Ops, WeightKind
+from penstock_shard.ops.cpu_ops import CpuOps
+from penstock_shard.ops.quantized import (
     FP8,
     has_torchao,
     multiplies_fp8,
     multiplies_int4,
 )
-from penstock_shard.models.ops.torch_ops import TorchOps, packs_half
-from penstock_shard.models.quantized_checkpoint import scheme_of
-from penstock_shard.models.transformers_loader import resolve_dtype
-from penstock_shard.models.triton_here import fault_on, is_installed, remember
+from penstock_shard.ops.torch_ops import TorchOps, packs_half
+from penstock_shard.selfcheck.ops import triton_fault
 
 _KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "fp8": FP8}
 # Values of --dtype with which weights on a GPU may be fp8 or int4: activations are bfloat16 then.
@@ -124,8 +124,8 @@ def _device_ops(
             raise ModelError(f"--exact: {fault}")
         progress(f"without Triton kernels ({fault}): slower")
         return TorchOps(device, dtype, weights, SdpaBackend())
-    from penstock_shard.models.attention.triton import TritonBackend
-    from penstock_shard.models.ops.triton_ops import TritonOps
+    from penstock_shard.attention.triton import TritonBackend
+    from penstock_shard.ops.triton_ops import TritonOps
 
     if config.exact:
         return TritonOps(device, dtype, weights, TritonBackend(exact=True), exact=True)

@@ -25,11 +25,11 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
+from penstock_shard.errors import ModelError
+from penstock_shard.kernels.build_cpu import kernel_hash
 from penstock_shard.models.base import MODEL_REVISION
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.kernels.build import kernel_hash
-from penstock_shard.models.ops.base import Ops
-from penstock_shard.runner.sampler import SAMPLER_REVISION
+from penstock_shard.ops.base import Ops
+from penstock_shard.worker.sampling.sampler import SAMPLER_REVISION
 
 _DIGEST_BYTES = 16
 # Longer than any vector register, and a multiple of none.

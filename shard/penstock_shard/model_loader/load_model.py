@@ -19,10 +19,23 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from penstock_shard.models import gate
-from penstock_shard.models.attention.base import LayerSpec
-from penstock_shard.models.attention.choose import AttentionWish, choose_backend
-from penstock_shard.models.checkpoint import Checkpoint
+from penstock_shard.attention.base import LayerSpec
+from penstock_shard.checkpoint.quantized_checkpoint import (
+    QuantizedCheckpoint,
+    plain_config,
+    scheme_of,
+)
+from penstock_shard.checkpoint.safetensors import Checkpoint
+from penstock_shard.distributed.collectives import Ranks
+from penstock_shard.distributed.decoder_slices import SlicedTensors, local_spec, rank_shares
+from penstock_shard.distributed.division_check import check_division, logits_of_whole
+from penstock_shard.distributed.module_slices import divide_module
+from penstock_shard.distributed.parallel_linear import parallel_weights
+from penstock_shard.errors import ModelError
+from penstock_shard.lora.lora import Shares
+from penstock_shard.model_loader.choose_attention import AttentionWish, choose_backend
+from penstock_shard.model_loader.transformers_loader import LoadOptions, load_module
+from penstock_shard.models import supported
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_spec import (
     DecoderSpec,
@@ -38,23 +51,10 @@ from penstock_shard.models.decoder_weights import (
     TensorSource,
     read_weights,
 )
-from penstock_shard.models.errors import ModelError
 from penstock_shard.models.fused_linears import fuse_linears, probing
-from penstock_shard.models.lora import Shares
-from penstock_shard.models.ops.base import Ops, Rope
 from penstock_shard.models.packed_weights import pack_weights
-from penstock_shard.models.parallel.division_check import check_division, logits_of_whole
-from penstock_shard.models.parallel.matrices import parallel_weights
-from penstock_shard.models.parallel.module_division import divide_module
-from penstock_shard.models.parallel.ranks import Ranks
-from penstock_shard.models.parallel.slices import SlicedTensors, local_spec, rank_shares
-from penstock_shard.models.quantized_checkpoint import (
-    QuantizedCheckpoint,
-    plain_config,
-    scheme_of,
-)
-from penstock_shard.models.transformers_loader import LoadOptions, load_module
 from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
+from penstock_shard.ops.base import Ops, Rope
 
 # Raised by configuration values that our decoder cannot interpret: transformers' code then either
 # knows them or reports them.
@@ -189,7 +189,7 @@ class _Loading:
     def transformers_model(self) -> ModelPart:
         ops, ranks = self.ops, self.ranks
         module = load_module(self.files.path, self.files.config, self._options())
-        gate.check_class(module)
+        supported.check_class(module)
         shares: Shares = {}
         check = _nothing
         if ranks is not None:
@@ -203,7 +203,7 @@ class _Loading:
         else:
             pack_weights(module, ops, self.progress)
         model = self._probed(module)
-        gate.check_layers(module, model.layers, self.files.max_model_len)
+        supported.check_layers(module, model.layers, self.files.max_model_len)
         self._choose_backend(model.layers)
         return ModelPart(model, shares, check)
 

@@ -15,21 +15,21 @@ import torch
 from transformers import PreTrainedConfig
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models import gate
-from penstock_shard.models.attention.choose import AttentionWish
+from penstock_shard.device import cgroup
+from penstock_shard.distributed.collectives import Ranks
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader.adapters import open_bank
+from penstock_shard.model_loader.choose_attention import AttentionWish
+from penstock_shard.model_loader.choose_ops import choose_ops, kv_dtype
+from penstock_shard.model_loader.load_model import ModelFiles, load_model
+from penstock_shard.model_loader.transformers_loader import load_config, resolve_device
+from penstock_shard.models import supported
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import GraphedModel
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.load import ModelFiles, load_model
 from penstock_shard.models.loaded_model import LoadedModel
-from penstock_shard.models.ops.base import Ops
-from penstock_shard.models.ops.choose import choose_ops, kv_dtype
-from penstock_shard.models.ops.quantized import captures_fp8
-from penstock_shard.models.parallel.ranks import Ranks
-from penstock_shard.models.transformers_loader import load_config, resolve_device
-from penstock_shard.runner import cgroup
-from penstock_shard.runner.adapters import open_bank
+from penstock_shard.ops.base import Ops
+from penstock_shard.ops.quantized import captures_fp8
 
 
 def load_part(
@@ -42,13 +42,13 @@ def load_part(
     device = resolve_device(config.device)
     hf_config = load_config(model_dir, trust_remote_code=config.trust_remote_code)
     max_model_len = _max_model_len(config, hf_config)
-    gate.check_config(hf_config, max_model_len)
+    supported.check_config(hf_config, max_model_len)
     ops = choose_ops(config, hf_config, device, progress)
     cached_as = kv_dtype(config, ops)
     num_beside = config.tensor_parallel_size // config.nnodes
     threads = config.threads or max(1, default_threads() // num_beside)
     ops.set_threads(threads)
-    name = gate.architecture_of(hf_config)
+    name = supported.architecture_of(hf_config)
     progress(f"loading {name}, weights in {ops.weights}, on {device}")
     dummy = config.load_format == "dummy"
     files = ModelFiles(model_dir, hf_config, max_model_len, config.trust_remote_code, dummy)
@@ -137,7 +137,8 @@ def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
     if config.max_model_len is None:
         if positions is None:
             raise ModelError(
-                f"{gate.architecture_of(hf_config)} states no longest context; give --max-model-len"
+                f"{supported.architecture_of(hf_config)} states no longest context; "
+                "give --max-model-len"
             )
         return int(positions)
     if positions is not None:

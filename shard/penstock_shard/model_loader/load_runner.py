@@ -10,14 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock_shard.checkpoint.model_source import resolve_adapter, resolve_model
+from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.source import resolve_adapter, resolve_model
-from penstock_shard.request import Pooling
-from penstock_shard.runner.base import Runner
-from penstock_shard.runner.fake import EMBEDDING_SIZE, FAKE_CAPABILITIES, FakeAdapters, FakeRunner
-from penstock_shard.runner_info import EmbeddingDefaults, RunnerInfo
-from penstock_shard.tokenizer_files import read_tokenizer_files
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.request import Pooling
+from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
+from penstock_shard.worker.base import Runner
+from penstock_shard.worker.fake_runner import (
+    EMBEDDING_SIZE,
+    FAKE_CAPABILITIES,
+    FakeAdapters,
+    FakeRunner,
+)
 
 __all__ = ["LoadedRunner", "ModelError", "load_runner"]
 
@@ -51,10 +56,10 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
         return LoadedRunner(_fake_runner(config, source.path, files), files, source.revision)
     # Imported here, because importing torch takes seconds and half a gigabyte.
     progress("importing torch, which takes some seconds")
-    from penstock_shard.runner.create import create_runner
+    from penstock_shard.model_loader.create_runner import create_runner
 
     if "tokenizer.json" not in files:
-        from penstock_shard.models.tokenizer_conversion import convert_tokenizer
+        from penstock_shard.checkpoint.tokenizer_conversion import convert_tokenizer
 
         files["tokenizer.json"] = convert_tokenizer(source.path, config.trust_remote_code)
     return LoadedRunner(

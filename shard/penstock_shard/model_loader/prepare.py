@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models import gate
-from penstock_shard.models.dtypes import dtype_name
-from penstock_shard.models.errors import ModelError
+from penstock_shard.device.dtypes import dtype_name
+from penstock_shard.distributed.parallel_model import MirroredModel
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader.prepare_cuda_graphs import GraphPreparation
+from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
+from penstock_shard.models import supported
 from penstock_shard.models.loaded_model import LoadedModel
-from penstock_shard.models.ops.base import Ops
-from penstock_shard.models.parallel.mirrored import MirroredModel
 from penstock_shard.models.transformers_model import TransformersModel
-from penstock_shard.runner.invariance import first_variance
-from penstock_shard.runner.prepare_graphs import GraphPreparation
-from penstock_shard.runner.prepare_memory import MemoryPreparation
-from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
+from penstock_shard.ops.base import Ops
+from penstock_shard.selfcheck.batch_invariance import first_variance
+from penstock_shard.selfcheck.random_steps import Row, TrialSteps, trial_steps
 
 _CHECK_TOKENS = 32
 
@@ -123,7 +123,9 @@ class _Checks:
         if isinstance(model, MirroredModel):
             model.compute_own(tokens)
         found_logits = torch.cat([torch.cat(chunks) for chunks in paged])
-        gate.check_logits(part.module, tokens.to(model.device), found_logits, self._precision())
+        supported.check_logits(
+            part.module, tokens.to(model.device), found_logits, self._precision()
+        )
 
     def _precision(self) -> str:
         """The type that decides the tolerance for logits."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock_shard.device.gpu_memory import empty_caches, used_bytes
+from penstock_shard.errors import ModelError, first_line, is_out_of_memory
 from penstock_shard.models.cuda_graphs import Graphs, GraphShape
-from penstock_shard.models.device_memory import empty_caches, used_bytes
-from penstock_shard.models.errors import ModelError, first_line, is_out_of_memory
-from penstock_shard.runner.trial import TrialSequence, TrialSteps
+from penstock_shard.selfcheck.random_steps import TrialSequence, TrialSteps
 
 # Least size assumed for a graph: those of small models take less than the driver can report.
 _LEAST_GRAPH_BYTES = 2 * 2**20

@@ -13,16 +13,22 @@ import numpy as np
 import torch
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.device_memory import PeakMemory, free_bytes
-from penstock_shard.models.errors import ModelError, is_out_of_memory
+from penstock_shard.device.gpu_memory import PeakMemory, free_bytes
+from penstock_shard.device.host_memory import extra_host_bytes, free_host_bytes
+from penstock_shard.distributed.parallel_model import MirroredModel
+from penstock_shard.errors import ModelError, is_out_of_memory
+from penstock_shard.ipc.request import SamplingParams
+from penstock_shard.model_loader.block_count import KVShape, choose_num_blocks, described, no_room
 from penstock_shard.models.loaded_model import LoadedModel
-from penstock_shard.models.parallel.mirrored import MirroredModel
-from penstock_shard.request import SamplingParams
-from penstock_shard.runner.block_count import KVShape, choose_num_blocks, described, no_room
-from penstock_shard.runner.host_memory import extra_host_bytes, free_host_bytes
-from penstock_shard.runner.logits.order import every_processor
-from penstock_shard.runner.sampler import Sampler, SampleRows
-from penstock_shard.runner.trial import Row, TrialSequence, TrialSteps, admission_of, trial_steps
+from penstock_shard.selfcheck.random_steps import (
+    Row,
+    TrialSequence,
+    TrialSteps,
+    admission_of,
+    trial_steps,
+)
+from penstock_shard.worker.logits_processors.order import every_processor
+from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
 _COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
 # Parameters that use our own kernels on a device, so that these are compiled at load: for the

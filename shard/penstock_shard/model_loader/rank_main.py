@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock_proto.logs import set_up_logging
-from penstock_shard.models.errors import ModelError, out_of_memory_told
-from penstock_shard.models.parallel.messages import (
+from penstock_common.logs import set_up_logging
+from penstock_shard.checkpoint.model_source import resolve_model
+from penstock_shard.distributed.messages import (
     REVISION,
     Arrived,
     Failed,
@@ -30,12 +30,12 @@ from penstock_shard.models.parallel.messages import (
     Loaded,
     ToRank,
 )
-from penstock_shard.models.parallel.processes import RankPlace
-from penstock_shard.models.source import resolve_model
+from penstock_shard.distributed.rank_processes import RankPlace
+from penstock_shard.errors import ModelError, out_of_memory_told
 
 if TYPE_CHECKING:
+    from penstock_shard.distributed.collectives import Ranks
     from penstock_shard.models.loaded_model import LoadedModel
-    from penstock_shard.models.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _serve(
     address: str,
 ) -> int:
     # Imported here, so that rank 0 hears of us before torch is imported.
-    from penstock_shard.models.parallel.mirrored import follow
+    from penstock_shard.distributed.parallel_model import follow
 
     try:
         loaded, ranks = _load(line, join, place, address)
@@ -112,9 +112,9 @@ def _load(
     line: Line[ToRank], join: Join, place: RankPlace, address: str
 ) -> tuple[LoadedModel, Ranks]:
     """Load this rank's part of the model, and report to rank 0."""
-    from penstock_shard.models.parallel.ranks import join as meet
-    from penstock_shard.models.weights_hash import hash_weights
-    from penstock_shard.runner.load import load_part, rank_device
+    from penstock_shard.checkpoint.weights_hash import hash_weights
+    from penstock_shard.distributed.collectives import join as meet
+    from penstock_shard.model_loader.load_rank import load_part, rank_device
 
     config = join.config
     model_dir = _model_dir(join)

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from penstock_shard.models.errors import ModelError, first_line
-from penstock_shard.models.weight_files import read_object
+from penstock_shard.checkpoint.weight_files import read_object
+from penstock_shard.errors import ModelError, first_line
 
 _DTYPES = {
     "float32": torch.float32,

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.base import AttentionBatch, LayerSpec
 
 # Part of the numerics fingerprint. Raise it when our Python code changes the logits of the same
 # weights; the kernels' source and the version of transformers are in the fingerprint already.

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.models.base import CausalModel, Forwarded
 from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batch
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.attention.base import AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import Forwarded
 from penstock_shard.models.decoder_spec import DecoderSpec
 from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
 from penstock_shard.models.feed_forward import FeedForwardScratch
-from penstock_shard.models.lora import TokenAdapters
-from penstock_shard.models.ops.base import Ops, Rope
+from penstock_shard.ops.base import Ops, Rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from penstock_shard.models.attention.base import LayerSpec
-from penstock_shard.models.ops.base import Activation, Rope
+from penstock_shard.attention.base import LayerSpec
+from penstock_shard.ops.base import Activation, Rope
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Rope types whose angles depend on the position alone.

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock_shard.errors import cannot_hold
 from penstock_shard.models.decoder_spec import (
     DecoderSpec,
     ExpertsSpec,
@@ -22,9 +23,8 @@ from penstock_shard.models.decoder_spec import (
     tensor_shapes,
 )
 from penstock_shard.models.embedding_table import Embedding
-from penstock_shard.models.errors import cannot_hold
 from penstock_shard.models.feed_forward import Dense, FeedForward, Linear, Sparse
-from penstock_shard.models.ops.base import Experts, HeadNorm, Matrix, Ops
+from penstock_shard.ops.base import Experts, HeadNorm, Matrix, Ops
 
 _REPORT_S = 3.0
 

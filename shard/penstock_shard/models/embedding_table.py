@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock_shard.models.checkpoint import give_back_pages
-from penstock_shard.models.ops.base import Ops
+from penstock_shard.checkpoint.safetensors import give_back_pages
+from penstock_shard.ops.base import Ops
 
 # Rows copied at once.
 _ROWS = 1024

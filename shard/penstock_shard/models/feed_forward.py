@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock_shard.models.lora import Delta, TokenAdapters
-from penstock_shard.models.ops.base import Activation, Experts, Matrix, Ops
+from penstock_shard.lora.lora import Delta, TokenAdapters
+from penstock_shard.ops.base import Activation, Experts, Matrix, Ops
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock_shard.models.ops.base import Matrix, Ops
 from penstock_shard.models.weight_proxies import WeightProxy, product
+from penstock_shard.ops.base import Matrix, Ops
 
 # Child modules that are fused where a module has all of them.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

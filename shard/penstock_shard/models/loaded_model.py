@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from penstock_shard.lora.lora import LoraBank
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
-from penstock_shard.models.lora import LoraBank
-from penstock_shard.models.ops.base import Ops
+from penstock_shard.ops.base import Ops
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from penstock_shard.errors import ModelError
+from penstock_shard.lora.lora import Delta, LoraBank
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_weights import LayerWeights
-from penstock_shard.models.errors import ModelError
 from penstock_shard.models.feed_forward import Dense, FeedForward, Linear
-from penstock_shard.models.lora import Delta, LoraBank
 from penstock_shard.models.transformers_model import TransformersModel
 
 # Modules of a layer without adapters: routers, and experts, which see only some of the tokens.

@@ -19,12 +19,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from penstock_shard.models.checkpoint import give_back_pages
+from penstock_shard.checkpoint.safetensors import give_back_pages
+from penstock_shard.errors import ModelError, cannot_hold
 from penstock_shard.models.embedding_table import Embedding
-from penstock_shard.models.errors import ModelError, cannot_hold
 from penstock_shard.models.fused_linears import Siblings, find_siblings, put_in_place
-from penstock_shard.models.ops.base import Matrix, Ops
 from penstock_shard.models.weight_proxies import WeightProxy, product
+from penstock_shard.ops.base import Matrix, Ops
 
 _REPORT_S = 3.0
 # Names of routers, the small products that choose experts: rounding would change the choice.

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch
+from penstock_shard.attention.base import AttentionBatch
 
 # Triton specializes kernels on whether an address is a multiple of 16.
 _ALIGNMENT = 64

@@ -23,8 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from penstock_shard.models.attention.base import LayerSpec
-from penstock_shard.models.errors import ModelError
+from penstock_shard.attention.base import LayerSpec
+from penstock_shard.errors import ModelError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rope types whose angles change for the whole batch once a position passes the original context.

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.attention.base import AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import Forwarded
-from penstock_shard.models.lora import TokenAdapters
-from penstock_shard.models.ops.base import Ops
+from penstock_shard.ops.base import Ops
 
 ATTENTION_NAME = "penstock"
 

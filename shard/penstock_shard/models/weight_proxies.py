@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from penstock_shard.models.ops.base import Matrix
+from penstock_shard.ops.base import Matrix
 
 
 class WeightProxy:

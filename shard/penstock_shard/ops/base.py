@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBackend, LayerCache, LayerSpec
+from penstock_shard.attention.base import AttentionBackend, LayerCache, LayerSpec
 
 Activation = Literal["silu", "gelu_tanh"]
 WeightKind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]

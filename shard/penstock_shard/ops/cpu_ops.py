@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBackend, LayerSpec
-from penstock_shard.models.attention.cpu import CpuBackend
-from penstock_shard.models.kernels.cpu import CpuKernels, KvCache, PackedWeight
-from penstock_shard.models.ops.base import (
+from penstock_shard.attention.base import AttentionBackend, LayerSpec
+from penstock_shard.attention.cpu import CpuBackend
+from penstock_shard.kernels.cpu import CpuKernels, KvCache, PackedWeight
+from penstock_shard.ops.base import (
     Activation,
     Experts,
     HeadNorm,
@@ -20,7 +20,7 @@ from penstock_shard.models.ops.base import (
     Routing,
     WeightKind,
 )
-from penstock_shard.models.ops.experts import ExpertList, combine, route
+from penstock_shard.ops.experts import ExpertList, combine, route
 
 
 class CpuMatrix:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.models.ops.base import Matrix, Routing
+from penstock_shard.ops.base import Matrix, Routing
 
 
 class ExpertList:

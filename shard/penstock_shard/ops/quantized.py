@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock_shard.models.triton_here import fault_on
+from penstock_shard.device.triton_support import fault_on
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -291,6 +291,6 @@ def _emulated_mm(
 def _rounding_kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """The Triton kernel: one launch in place of six in plain torch."""
     # Imported here because Triton may be missing, and takes long to import.
-    from penstock_shard.models.kernels.triton_quantize import round_rows
+    from penstock_shard.kernels.triton_quantize import round_rows
 
     return round_rows

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.models.attention.base import AttentionBackend, LayerCache, LayerSpec
-from penstock_shard.models.ops.base import (
+from penstock_shard.attention.base import AttentionBackend, LayerCache, LayerSpec
+from penstock_shard.ops.base import (
     Activation,
     Experts,
     HeadNorm,
@@ -23,14 +23,14 @@ from penstock_shard.models.ops.base import (
     Routing,
     WeightKind,
 )
-from penstock_shard.models.ops.experts import (
+from penstock_shard.ops.experts import (
     ExpertList,
     ExpertStack,
     combine,
     route,
     stack_experts,
 )
-from penstock_shard.models.ops.quantized import (
+from penstock_shard.ops.quantized import (
     FP8_MULTIPLE,
     INT4_GROUP,
     Fp8Experts,

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBackend, LayerCache, LayerSpec
-from penstock_shard.models.kernels import triton_layers
-from penstock_shard.models.kernels.triton_matmul import fixed_linear, grouped_linear
-from penstock_shard.models.ops.base import (
+from penstock_shard.attention.base import AttentionBackend, LayerCache, LayerSpec
+from penstock_shard.kernels import triton_layers
+from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear
+from penstock_shard.ops.base import (
     Activation,
     Experts,
     HeadNorm,
@@ -23,8 +23,8 @@ from penstock_shard.models.ops.base import (
     Routing,
     WeightKind,
 )
-from penstock_shard.models.ops.experts import ExpertStack, stack_experts
-from penstock_shard.models.ops.torch_ops import DenseMatrix, TorchOps
+from penstock_shard.ops.experts import ExpertStack, stack_experts
+from penstock_shard.ops.torch_ops import DenseMatrix, TorchOps
 
 
 class FixedMatrix(DenseMatrix):

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import abc, deque
 from dataclasses import dataclass
 
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.rows import Row
-from penstock_shard.scheduling_policy import SchedulingPolicy
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.policy import SchedulingPolicy
+from penstock_shard.scheduler.rows import Row
+from penstock_shard.scheduler.step_budget import UNBOUNDED_S, StepBudget
+from penstock_shard.scheduler.step_time import StepTime
+from penstock_shard.scheduler.urgency import Urgency, expendable, seconds_between_tokens, urgency
 from penstock_shard.sequence import Sequence, SequenceState
-from penstock_shard.step_budget import UNBOUNDED_S, StepBudget
-from penstock_shard.step_time import StepTime
-from penstock_shard.urgency import Urgency, expendable, seconds_between_tokens, urgency
 
 # The share of the time left to an objective that a step is planned to take: step times vary.
 _MARGIN = 0.95

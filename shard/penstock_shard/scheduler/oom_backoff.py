@@ -9,8 +9,8 @@ prompt which starts over at every failure still gets done.
 
 from __future__ import annotations
 
-from penstock_shard.runner.base import Batch
 from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import Batch
 
 # Chunks are not made smaller than this: memory that lacks room for so few lacks it for one.
 _LEAST_TOKENS = 16

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import abc
 
+from penstock_shard.scheduler.step_budget import StepBudget
 from penstock_shard.sequence import Sequence
-from penstock_shard.step_budget import StepBudget
 
 
 class SchedulingPolicy:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 
-from penstock_shard.runner.base import Admission, Batch
 from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import Admission, Batch
 
 
 @dataclass(slots=True)

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.rows import Row, Rows
-from penstock_shard.runner.base import Batch, RowResult
-from penstock_shard.scheduling_policy import SchedulingPolicy
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.oom_backoff import StepBounds
+from penstock_shard.scheduler.policy import SchedulingPolicy
+from penstock_shard.scheduler.rows import Row, Rows
+from penstock_shard.scheduler.slot_pool import SlotPool
+from penstock_shard.scheduler.step_budget import StepBudget
+from penstock_shard.scheduler.step_time import StepSize, StepTime, step_size
 from penstock_shard.sequence import Sequence, SequenceState
-from penstock_shard.slot_pool import SlotPool
-from penstock_shard.step_bounds import StepBounds
-from penstock_shard.step_budget import StepBudget
-from penstock_shard.step_time import StepSize, StepTime, step_size
+from penstock_shard.worker.base import Batch, RowResult
 
 if TYPE_CHECKING:
-    from penstock_shard.speculation import Speculation
+    from penstock_shard.scheduler.speculation import Speculation
 
 # Looking up a member of an enumeration takes as long as counting a token.
 _ENDED = SequenceState.ENDED

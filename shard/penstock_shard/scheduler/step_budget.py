@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_shard.rows import Row
+from penstock_shard.scheduler.rows import Row
+from penstock_shard.scheduler.step_time import StepSize, StepTime
 from penstock_shard.sequence import Sequence
-from penstock_shard.step_time import StepSize, StepTime
 
 # Time that long prompts may take beside decodes, relative to the time of the decodes alone.
 _LONG_SHARE = 0.8

@@ -14,7 +14,7 @@ from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock_shard.rows import Row
+from penstock_shard.scheduler.rows import Row
 
 # Weight of a step relative to the one after it.
 _DECAY = 0.98

@@ -9,7 +9,7 @@ and classes would mean nothing, so only every other sequence is admitted by age.
 
 from __future__ import annotations
 
-from penstock_shard.request import Objective
+from penstock_shard.ipc.request import Objective
 from penstock_shard.sequence import Sequence
 
 # What `latency_sensitive` means where the objective gives no seconds.

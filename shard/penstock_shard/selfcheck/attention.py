@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import (
+from penstock_shard.attention.base import (
     AttentionBackend,
     AttentionBatch,
     LayerSpec,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.models.base import CausalModel
-from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
+from penstock_shard.selfcheck.random_steps import Row, TrialSteps, trial_steps
 
 # Length of the tested sequence: more than the 256 keys that the attention kernel takes in one run,
 # and than small sliding windows.

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import LayerSpec, make_paged_pair
-from penstock_shard.models.attention.sdpa import SdpaBackend
-from penstock_shard.models.errors import device_failures, first_line
-from penstock_shard.models.ops.base import Experts, HeadNorm, Ops, Rope, WeightKind
-from penstock_shard.models.ops.quantized import multiplies_fp8, round_in_torch
-from penstock_shard.models.ops.torch_ops import TorchOps
+from penstock_shard.attention.base import LayerSpec, make_paged_pair
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.errors import device_failures, first_line
+from penstock_shard.ops.base import Experts, HeadNorm, Ops, Rope, WeightKind
+from penstock_shard.ops.quantized import multiplies_fp8, round_in_torch
+from penstock_shard.ops.torch_ops import TorchOps
 
 # Largest difference, relative to 1 + |expected|: so absolute near 0, as values are about 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -43,7 +43,7 @@ def triton_fault(
 ) -> str | None:
     """The fault of the kernels that such ops use on this device; None if they are right."""
     try:
-        from penstock_shard.models.ops.triton_ops import TritonOps
+        from penstock_shard.ops.triton_ops import TritonOps
 
         ops = TritonOps(device, dtype, weights, SdpaBackend(), exact=exact)
         ours = list(_results(ops, exact=exact, in_torch=False))
@@ -139,7 +139,7 @@ def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Te
 def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     if in_torch:
         return round_in_torch
-    from penstock_shard.models.kernels.triton_quantize import round_rows
+    from penstock_shard.kernels.triton_quantize import round_rows
 
     return round_rows
 
@@ -159,7 +159,7 @@ def _drawn(noise: _Noise, device: torch.device, in_torch: bool) -> Tensor:
     if in_torch:
         drawn = _drawn_by_sorting(scaled, weights, goal, floor, uniform)
         return torch.where(settled.squeeze(1), tokens, drawn)
-    from penstock_shard.models.kernels.triton_draw import draw_unsettled
+    from penstock_shard.kernels.triton_draw import draw_unsettled
 
     draw_unsettled(scaled, weights, goal, floor, uniform, settled, tokens)
     return tokens
@@ -180,7 +180,7 @@ def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
         device=ops.device,
     )
     if not in_torch:
-        from penstock_shard.models.kernels.triton_draw import draw_by_id
+        from penstock_shard.kernels.triton_draw import draw_by_id
 
         return draw_by_id(logits, best, settings, one)
     _, temperature, floor, share = settings.unsqueeze(2).unbind(1)

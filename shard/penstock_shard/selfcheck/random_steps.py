@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import Admission, Batch
-from penstock_shard.runner.inputs import InputBuilder
+from penstock_shard.worker.base import Admission, Batch
+from penstock_shard.worker.input_batch import InputBuilder
 
 _GREEDY = SamplingParams(temperature=0.0)
 

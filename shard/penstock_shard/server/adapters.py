@@ -11,13 +11,13 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from penstock_proto.bounds import MAX_ADAPTER_SOURCE_CHARACTERS
+from penstock_common.bounds import MAX_ADAPTER_SOURCE_CHARACTERS
 from penstock_shard.adapter_flags import name_refusal
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import AdapterChange, AdapterChanged, Error
-from penstock_shard.runner_info import Adapter
-from penstock_shard.validation import Refusal
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import AdapterChange, AdapterChanged, Error
+from penstock_shard.ipc.runner_info import Adapter
+from penstock_shard.server.validation import Refusal
 
 # Most changes that the engine has not answered: it reads one adapter at a time.
 _MAX_ASKED = 64

@@ -17,20 +17,20 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from penstock_proto.port_holder import holder_of, why_not
-from penstock_proto.tls import TlsFilesUnusable
-from penstock_proto.trace_export import open_sink
-from penstock_proto.tracing import SpanSink
+from penstock_common.port_holder import holder_of, why_not
+from penstock_common.tls import TlsFilesUnusable
+from penstock_common.trace_export import open_sink
+from penstock_common.tracing import SpanSink
 from penstock_proto.transport import server_credentials, server_options
-from penstock_shard import wire
-from penstock_shard.authorization import KeyCheck
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor, ModelRefused
-from penstock_shard.metrics import serve_metrics
-from penstock_shard.request_log import log_request
-from penstock_shard.request_record import Follower
-from penstock_shard.servicer import ShardServicer
-from penstock_shard.spans import trace_request
+from penstock_shard.server import proto_codec
+from penstock_shard.server.auth import KeyCheck
+from penstock_shard.server.metrics import serve_metrics
+from penstock_shard.server.request_log import log_request
+from penstock_shard.server.request_record import Follower
+from penstock_shard.server.servicer import ShardServicer
+from penstock_shard.server.supervisor import EngineFailed, EngineSupervisor, ModelRefused
+from penstock_shard.server.tracing import trace_request
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +123,9 @@ def _build_server(
     logging.getLogger("grpc._cython.cygrpc").addFilter(_FaultsOfCallers())
     checks = [] if api_key is None else [KeyCheck(api_key)]
     server = grpc.aio.server(interceptors=checks, options=server_options())
-    wire.add_servicer(servicer, server)
+    proto_codec.add_servicer(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names = (wire.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (proto_codec.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
 
@@ -161,7 +161,10 @@ class _FaultsOfCallers(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return type(error).__name__ not in ("ExecuteBatchError", wire.UnreadableMessage.__name__)
+        return type(error).__name__ not in (
+            "ExecuteBatchError",
+            proto_codec.UnreadableMessage.__name__,
+        )
 
 
 def _complain(text: str) -> None:
@@ -192,7 +195,7 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
                 else health_pb2.HealthCheckResponse.NOT_SERVING
             )
             await servicer.set("", status)
-            await servicer.set(wire.SERVICE_NAME, status)
+            await servicer.set(proto_codec.SERVICE_NAME, status)
             reported = serving
         # A hang sets no event, so check at intervals.
         with contextlib.suppress(TimeoutError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from penstock_shard.wire import UnreadableMessage
+from penstock_shard.server.proto_codec import UnreadableMessage
 
 _PROBE = "/grpc.health.v1.Health/Check"
 # A health check names a service, and comes in one packet with its call.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-from penstock_proto.clock import Clock
+from penstock_common.clock import Clock
 
 # How long after an abort its request may still arrive.
 _MEMORY_S = 30.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import abc
 
-from penstock_shard.codes import Code
-from penstock_shard.engine_supervisor import EngineSupervisor
-from penstock_shard.link import Error, Output
-from penstock_shard.request import Request
-from penstock_shard.validation import Refusal
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Error, Output
+from penstock_shard.ipc.request import Request
+from penstock_shard.server.supervisor import EngineSupervisor
+from penstock_shard.server.validation import Refusal
 
 
 async def embed(engine: EngineSupervisor, requests: abc.Sequence[Request]) -> list[bytes]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from penstock_proto.child_environment import HUB, child_environment
+from penstock_common.child_environment import HUB, child_environment
 
 
 class EngineProcess(Protocol):
@@ -70,7 +70,7 @@ async def _engine_main(its_end: socket.socket) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "penstock_shard.engine_main",
+        "penstock_shard.engine.main",
         str(its_end.fileno()),
         pass_fds=[its_end.fileno()],
         stdin=asyncio.subprocess.DEVNULL,

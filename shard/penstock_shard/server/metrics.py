@@ -17,12 +17,12 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock_proto.metric_names import translated
-from penstock_proto.version import VERSION
+from penstock_common.metric_aliases import translated
+from penstock_common.version import VERSION
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import Error, Load, Output, Ready
-from penstock_shard.metrics_port import serve_in_threads
-from penstock_shard.request import FinishReason
+from penstock_shard.ipc.messages import Error, Load, Output, Ready
+from penstock_shard.ipc.request import FinishReason
+from penstock_shard.server.metrics_port import serve_in_threads
 
 _STEP_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),

@@ -18,11 +18,11 @@ from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import Error, Load, Output
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.request import Constraint, FinishReason, Pooling, ThinkingBudget
-from penstock_shard.runner_info import Adapter, EmbeddingDefaults, RunnerInfo
-from penstock_shard.validation import IncomingEmbedding, IncomingRequest, TokenIds
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.messages import Error, Load, Output
+from penstock_shard.ipc.request import Constraint, FinishReason, Pooling, ThinkingBudget
+from penstock_shard.ipc.runner_info import Adapter, EmbeddingDefaults, RunnerInfo
+from penstock_shard.server.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
 # What other modules need from the generated code, so that they need not import it.
 Servicer = ShardServicer

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from penstock_proto.logs import IN_WORDS
-from penstock_shard import wire
-from penstock_shard.request_record import ShardRecord
+from penstock_common.logs import IN_WORDS
+from penstock_shard.server import proto_codec
+from penstock_shard.server.request_record import ShardRecord
 
 logger = logging.getLogger("penstock.requests")
 
@@ -53,7 +53,7 @@ def fields_of(record: ShardRecord) -> dict[str, str | int | float]:
 def _outcome(record: ShardRecord) -> str:
     """A finish reason, or a gRPC status."""
     if record.error is not None:
-        return wire.status(record.error).name
+        return proto_codec.status(record.error).name
     return "" if record.finish is None else record.finish.value
 
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock_proto.tracing import SpanContext, begin
-from penstock_shard.link import Error, Load, Output, Work
-from penstock_shard.request import FinishReason
-from penstock_shard.validation import MAX_ID_CHARACTERS, IncomingRequest
+from penstock_common.tracing import SpanContext, begin
+from penstock_shard.ipc.messages import Error, Load, Output, Work
+from penstock_shard.ipc.request import FinishReason
+from penstock_shard.server.validation import MAX_ID_CHARACTERS, IncomingRequest
 
 logger = logging.getLogger(__name__)
 

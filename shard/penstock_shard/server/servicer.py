@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
+from penstock_common.version import VERSION
 from penstock_proto.transport import FIELD_METADATA
-from penstock_proto.version import VERSION
-from penstock_shard import wire
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.embedding import embed
-from penstock_shard.engine_supervisor import EngineSupervisor
-from penstock_shard.link import Error, Output, Ready
-from penstock_shard.request_record import Follower
-from penstock_shard.validation import MAX_ID_CHARACTERS, Refusal, check, check_embedding
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Error, Output, Ready
+from penstock_shard.server import proto_codec
+from penstock_shard.server.embedding import embed
+from penstock_shard.server.request_record import Follower
+from penstock_shard.server.supervisor import EngineSupervisor
+from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check, check_embedding
 
 if TYPE_CHECKING:
     # The class is generic in its type stubs only.
@@ -119,7 +119,7 @@ def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
     error = None if reader.cancelled() else reader.exception()
     if error is None:
         outbox.close()
-    elif isinstance(error, wire.UnreadableMessage):
+    elif isinstance(error, proto_codec.UnreadableMessage):
         logger.warning("a call ends: %s", error)
         text = f"a message of this call cannot be read: {error}"
         outbox.close(Error(Code.INVALID_ARGUMENT, text))
@@ -128,7 +128,7 @@ def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
         outbox.close(Error(Code.INTERNAL, f"the shard failed: {type(error).__name__}"))
 
 
-class ShardServicer(wire.Servicer):
+class ShardServicer(proto_codec.Servicer):
     """Implements the service of shard.proto."""
 
     def __init__(
@@ -157,13 +157,13 @@ class ShardServicer(wire.Servicer):
         self._outboxes.add(outbox)
         try:
             while outputs := await outbox.take():
-                for response in wire.responses(outputs, outbox.live):
+                for response in proto_codec.responses(outputs, outbox.live):
                     yield response
             error = outbox.broken
             if error is None and outbox.requests_total == 1:
                 error = outbox.last_error
             if error is not None:
-                await context.abort(wire.status(error), error.message)
+                await context.abort(proto_codec.status(error), error.message)
         finally:
             self._outboxes.discard(outbox)
             reader.cancel()
@@ -178,7 +178,7 @@ class ShardServicer(wire.Servicer):
 
     def _submit(self, message: Any, outbox: Outbox) -> None:
         outbox.requests_total += 1
-        incoming = wire.incoming(message)
+        incoming = proto_codec.incoming(message)
         request_id, attempt = incoming.request_id[:MAX_ID_CHARACTERS], incoming.attempt
         if (request_id, attempt) in outbox.live:
             # Sent twice on one call: a refusal would read as the end of the running one.
@@ -224,24 +224,24 @@ class ShardServicer(wire.Servicer):
             message = f"request_ids: {count} ids in one call; at most {_MAX_ABORTS_IN_RPC}"
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
         namespace = _namespace(context)
-        for request_id, attempt in wire.aborts(request):
+        for request_id, attempt in proto_codec.aborts(request):
             self._engine.abort(namespace + request_id, attempt)
-        return wire.abort_response()
+        return proto_codec.abort_response()
 
     # ---- embeddings ----
 
     async def Embed(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
-        incoming = wire.incoming_embedding(request)
+        incoming = proto_codec.incoming_embedding(request)
         try:
             self._check_engine(incoming.instance_id)
             requests = check_embedding(incoming, ready.info, uuid.uuid4().hex)
             vectors = await embed(self._engine, requests)
         except Refusal as refusal:
-            await _abort(context, wire.status(refusal.error), refusal.error.message)
-        response = wire.embed_response()
+            await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
+        response = proto_codec.embed_response()
         for vector in vectors:
-            wire.add_embedding(
+            proto_codec.add_embedding(
                 response, vector, dimensions=incoming.dimensions, normalize=incoming.normalize
             )
             # Many long vectors take a tenth of a second; let other calls run in between.
@@ -252,7 +252,7 @@ class ShardServicer(wire.Servicer):
 
     async def GetInfo(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
-        return wire.info_response(
+        return proto_codec.info_response(
             ready.info,
             self._config,
             instance_id=self._engine.instance_id,
@@ -264,7 +264,7 @@ class ShardServicer(wire.Servicer):
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
         ready = await self._ready(context)
         # Hashing a large vocabulary takes many milliseconds.
-        for chunk in await asyncio.to_thread(list, wire.file_chunks(ready.tokenizer_files)):
+        for chunk in await asyncio.to_thread(list, proto_codec.file_chunks(ready.tokenizer_files)):
             yield chunk
 
     async def WatchLoad(self, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -284,7 +284,7 @@ class ShardServicer(wire.Servicer):
 
     def _load_report(self) -> Any:
         engine = self._engine
-        return wire.load_report(
+        return proto_codec.load_report(
             engine.load,
             waiting=engine.num_waiting,
             queued_tokens=engine.queued_tokens + engine.load.prefill_tokens_left,
@@ -304,7 +304,9 @@ class ShardServicer(wire.Servicer):
         end_s = loop.time() + request.limit_ms / 1000 if request.limit_ms else float("inf")
         while True:
             engine = self._engine
-            yield wire.drain_progress(engine.num_live - engine.num_waiting, engine.num_waiting)
+            yield proto_codec.drain_progress(
+                engine.num_live - engine.num_waiting, engine.num_waiting
+            )
             if engine.num_live == 0 or loop.time() >= end_s:
                 return
             await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
@@ -317,7 +319,7 @@ class ShardServicer(wire.Servicer):
             adapter = await self._engine.adapters.load(request.name, request.source)
         except Refusal as refusal:
             await _refuse(context, refusal)
-        return wire.load_adapter_response(adapter)
+        return proto_codec.load_adapter_response(adapter)
 
     async def UnloadAdapter(self, request: Any, context: Context) -> Any:
         await self._ready(context)
@@ -325,7 +327,7 @@ class ShardServicer(wire.Servicer):
             await self._engine.adapters.unload(request.name)
         except Refusal as refusal:
             await _refuse(context, refusal)
-        return wire.unload_adapter_response()
+        return proto_codec.unload_adapter_response()
 
     # ---- internals ----
 
@@ -357,7 +359,7 @@ def _namespace(context: Context) -> str:
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:
     """As `_abort`, with the field at fault in metadata: a gRPC status has no place for it."""
     error = refusal.error
-    await context.abort(wire.status(error), error.message, ((FIELD_METADATA, error.field),))
+    await context.abort(proto_codec.status(error), error.message, ((FIELD_METADATA, error.field),))
     raise AssertionError("abort raises")
 
 

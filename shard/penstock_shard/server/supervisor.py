@@ -17,18 +17,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock_proto.bounds import TRIAL_TOKENS
-from penstock_proto.clock import Clock
-from penstock_shard import link
-from penstock_shard.codes import Code
+from penstock_common.bounds import TRIAL_TOKENS
+from penstock_common.clock import Clock
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.checker import CheckFailed, ConstraintChecker, NotChecked
-from penstock_shard.early_aborts import EarlyAborts
-from penstock_shard.engine_process import EngineProcess, StartProcess, start_engine_process
-from penstock_shard.metrics import ShardMetrics
-from penstock_shard.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
-from penstock_shard.server_adapters import Loaded, ServerAdapters
-from penstock_shard.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
+from penstock_shard.ipc import messages
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
+from penstock_shard.server.adapters import Loaded, ServerAdapters
+from penstock_shard.server.early_aborts import EarlyAborts
+from penstock_shard.server.engine_process import EngineProcess, StartProcess, start_engine_process
+from penstock_shard.server.metrics import ShardMetrics
+from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
+from penstock_shard.structured_output.checker import CheckFailed, ConstraintChecker, NotChecked
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _STOPPED_S = 0.5
 # A step that takes this many times the expected duration hangs.
 _HUNG_STEPS = 10
 
-Deliver = Callable[[link.Output], None]
+Deliver = Callable[[messages.Output], None]
 
 
 class EngineFailed(Exception):
@@ -88,19 +88,19 @@ class EngineSupervisor:
         self._clock = clock
         self.metrics = ShardMetrics()
         self._checker = checker or ConstraintChecker(config.constraint_limits)
-        self._ready: link.Ready | None = None
+        self._ready: messages.Ready | None = None
         self._process: EngineProcess | None = None
         self._routes: dict[str, _Route] = {}
         self._live_tokens = 0
         self._early_aborts = EarlyAborts(clock)
         self._requests: list[Request] = []
         self._aborts: list[tuple[str, int]] = []
-        self._adapter_changes: list[link.AdapterChange] = []
+        self._adapter_changes: list[messages.AdapterChange] = []
         self.adapters = ServerAdapters(config, self._change_adapter, self._adapters_changed)
         self._flush_scheduled = False
         # A set in the order in which they came.
         self._listeners: dict[asyncio.Event, None] = {}
-        self._beat = link.Beat(0.0, 0.0)
+        self._beat = messages.Beat(0.0, 0.0)
         self._beat_at_s = self._clock()
         # Whether the engine gave any output: if so, its death is not a failed start.
         self._worked = False
@@ -108,7 +108,7 @@ class EngineSupervisor:
         self._refusal = ""
         # Id of the last engine that became ready; empty before the first.
         self.instance_id = ""
-        self.load = link.Load()
+        self.load = messages.Load()
         self.draining = False
         # Draining, and clients should move their requests to other shards now.
         self.handing_over = False
@@ -116,7 +116,7 @@ class EngineSupervisor:
     # ---- state ----
 
     @property
-    def ready(self) -> link.Ready | None:
+    def ready(self) -> messages.Ready | None:
         """The engine's Ready message; None while no engine is ready."""
         return self._ready
 
@@ -234,18 +234,18 @@ class EngineSupervisor:
             verdict = await self._checker.check(constraint, caller)
         except NotChecked as error:
             route.checking = None
-            full = link.Error(Code.RESOURCE_EXHAUSTED, str(error), field=constraint.kind)
+            full = messages.Error(Code.RESOURCE_EXHAUSTED, str(error), field=constraint.kind)
             self._end_route(route, error=full)
         except CheckFailed as error:
             route.checking = None
-            self._end_route(route, error=link.Error(Code.INTERNAL, str(error)))
+            self._end_route(route, error=messages.Error(Code.INTERNAL, str(error)))
         else:
             route.checking = None
             self._judge(route, request, constraint, verdict)
 
     def _judge(self, route: _Route, request: Request, constraint: Constraint, verdict: str) -> None:
         if verdict:
-            error = link.Error(Code.INVALID_ARGUMENT, verdict, field=constraint.kind)
+            error = messages.Error(Code.INVALID_ARGUMENT, verdict, field=constraint.kind)
             self._end_route(route, error=error)
             return
         try:
@@ -256,30 +256,30 @@ class EngineSupervisor:
         else:
             self._hand_over(request)
 
-    def _refusal_of(self, request: Request, suspect: bool) -> link.Error | None:
+    def _refusal_of(self, request: Request, suspect: bool) -> messages.Error | None:
         """Why the request is not accepted; None when it is."""
         if self.draining:
-            return link.Error(Code.UNAVAILABLE, "the shard is draining")
+            return messages.Error(Code.UNAVAILABLE, "the shard is draining")
         # A hung engine reads nothing from the socket: what is sent to it would pile up here.
         if not self.serving:
-            return link.Error(Code.UNAVAILABLE, "the shard's engine is not serving")
+            return messages.Error(Code.UNAVAILABLE, "the shard's engine is not serving")
         routes = self._routes.values()
         others = (route for route in routes if route.request_id != request.request_id)
         if suspect and any(route.suspect for route in others):
             reason = "another request that engines died of is being tried"
-            return link.Error(Code.RESOURCE_EXHAUSTED, reason)
+            return messages.Error(Code.RESOURCE_EXHAUSTED, reason)
         config = self._config
         # A higher attempt takes the place of the one it ends.
         num_others = self.num_live - (request.request_id in self._routes)
         if num_others >= config.max_num_seqs + config.max_queued_requests:
-            return link.Error(
+            return messages.Error(
                 Code.RESOURCE_EXHAUSTED,
                 f"{num_others} requests run or wait; --max-num-seqs is {config.max_num_seqs}, "
                 f"--max-queued-requests {config.max_queued_requests}",
             )
         # A request is always accepted while none waits: the context length bounds its tokens.
         if self.num_waiting and self.queued_tokens + request.num_tokens > config.max_queued_tokens:
-            return link.Error(
+            return messages.Error(
                 Code.RESOURCE_EXHAUSTED,
                 f"{self.queued_tokens} prompt tokens wait; --max-queued-tokens is "
                 f"{config.max_queued_tokens}",
@@ -308,7 +308,7 @@ class EngineSupervisor:
     def end_all(self, reason: str) -> None:
         """End every live request as retryable."""
         for route in list(self._routes.values()):
-            self._end_route(route, error=link.Error(Code.UNAVAILABLE, reason))
+            self._end_route(route, error=messages.Error(Code.UNAVAILABLE, reason))
 
     def _abort_in_engine(self, route: _Route) -> None:
         self._aborts.append((route.request_id, route.attempt))
@@ -317,7 +317,7 @@ class EngineSupervisor:
     def _overdue(self, route: _Route) -> None:
         if route.checking is None:
             self._abort_in_engine(route)
-        error = link.Error(Code.DEADLINE_EXCEEDED, "the request's deadline passed")
+        error = messages.Error(Code.DEADLINE_EXCEEDED, "the request's deadline passed")
         self._end_route(route, error=error)
 
     def _end_route(
@@ -325,7 +325,7 @@ class EngineSupervisor:
         route: _Route,
         *,
         finish: FinishReason | None = None,
-        error: link.Error | None = None,
+        error: messages.Error | None = None,
     ) -> None:
         """Give a request its last output here; later outputs of the engine for it are dropped."""
         last = _ending(route.request_id, route.attempt, finish=finish, error=error)
@@ -333,7 +333,7 @@ class EngineSupervisor:
         self._forget(route, last)
         route.deliver(last)
 
-    def _forget(self, route: _Route, last: link.Output) -> None:
+    def _forget(self, route: _Route, last: messages.Output) -> None:
         del self._routes[route.request_id]
         self._live_tokens -= route.num_tokens
         if route.deadline is not None:
@@ -350,10 +350,10 @@ class EngineSupervisor:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        inbox = link.Inbox(self._requests, self._aborts, self._adapter_changes)
+        inbox = messages.Inbox(self._requests, self._aborts, self._adapter_changes)
         self._requests, self._aborts, self._adapter_changes = [], [], []
         if self._process is not None:
-            self._process.writer.write(link.encode_frame(inbox))
+            self._process.writer.write(messages.encode_frame(inbox))
 
     # ---- the process ----
 
@@ -449,30 +449,30 @@ class EngineSupervisor:
 
     async def _listen_to(self, reader: asyncio.StreamReader) -> None:
         """Handle the engine's messages until it closes the link."""
-        while (message := await link.receive_from_engine(reader)) is not None:
+        while (message := await messages.receive_from_engine(reader)) is not None:
             self._beat_at_s = self._clock()
             match message:
-                case link.StepOutputs():
+                case messages.StepOutputs():
                     self._take_step(message)
-                case link.Beat():
+                case messages.Beat():
                     self._beat = message
-                case link.Started():
+                case messages.Started():
                     self._note_started(message.request_ids)
-                case link.Ready():
+                case messages.Ready():
                     self._became_ready(message)
-                case link.AdapterChanged():
+                case messages.AdapterChanged():
                     self.adapters.answered(message)
-                case link.Progress():
+                case messages.Progress():
                     logger.info("%s", message.text)
-                case link.LoadFailed():
+                case messages.LoadFailed():
                     self._refusal = message.message
 
     async def _start(self) -> EngineProcess:
         """Start a process. Raises OSError if the system refuses."""
         self._process = process = await self._start_process()
         config = dataclasses.replace(self._config, api_key=None)
-        start = link.Start(config, self.adapters.to_start_with)
-        process.writer.write(link.encode_frame(start))
+        start = messages.Start(config, self.adapters.to_start_with)
+        process.writer.write(messages.encode_frame(start))
         self._beat_at_s = self._clock()
         return process
 
@@ -492,7 +492,7 @@ class EngineSupervisor:
             process.kill()
             return await process.wait()
 
-    def _became_ready(self, ready: link.Ready) -> None:
+    def _became_ready(self, ready: messages.Ready) -> None:
         self._ready = ready
         self._refusal = ""
         self.instance_id = uuid.uuid4().hex
@@ -502,7 +502,7 @@ class EngineSupervisor:
             self._checker.use(tokenizer, info.vocab_size, info.eos_token_ids)
         self._notify()
 
-    def _change_adapter(self, change: link.AdapterChange) -> None:
+    def _change_adapter(self, change: messages.AdapterChange) -> None:
         self._adapter_changes.append(change)
         self._schedule_flush()
 
@@ -520,7 +520,7 @@ class EngineSupervisor:
                 route.queue_s = route.started_s - route.arrived_s
                 self.metrics.began(route.num_tokens, route.queue_s)
 
-    def _take_step(self, step: link.StepOutputs) -> None:
+    def _take_step(self, step: messages.StepOutputs) -> None:
         self._worked = self._worked or bool(step.outputs)
         num_tokens = 0
         for output in step.outputs:
@@ -550,15 +550,15 @@ class EngineSupervisor:
         if self._ready is not None:
             self.metrics.engine_died()
         self._ready = None
-        self.load = link.Load()
-        self._beat = link.Beat(0.0, 0.0)
+        self.load = messages.Load()
+        self._beat = messages.Beat(0.0, 0.0)
         self._requests, self._aborts, self._adapter_changes = [], [], []
         self.adapters.died()
         started = [route for route in self._routes.values() if route.started_s is not None]
         charged = [route for route in started if route.suspect] or started
         for route in charged:
             reason = "the shard's engine died while this request was running"
-            self._end_route(route, error=link.Error(Code.UNAVAILABLE, reason, engine_died=True))
+            self._end_route(route, error=messages.Error(Code.UNAVAILABLE, reason, engine_died=True))
         self.end_all("the shard's engine died")
         self._notify()
 
@@ -579,6 +579,6 @@ def _ending(
     attempt: int,
     *,
     finish: FinishReason | None = None,
-    error: link.Error | None = None,
-) -> link.Output:
-    return link.Output(request_id, attempt, 0, [], finish=finish, error=error)
+    error: messages.Error | None = None,
+) -> messages.Output:
+    return messages.Output(request_id, attempt, 0, [], finish=finish, error=error)

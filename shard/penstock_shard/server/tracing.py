@@ -6,11 +6,11 @@ Attribute names are OpenTelemetry's where it has one. Spans never hold token ids
 
 from __future__ import annotations
 
-from penstock_proto.tracing import Span, SpanSink, Value
-from penstock_shard import wire
-from penstock_shard.request_record import ShardRecord
+from penstock_common.tracing import Span, SpanSink, Value
+from penstock_shard.server import proto_codec
+from penstock_shard.server.request_record import ShardRecord
 
-METHOD = f"{wire.SERVICE_NAME}/Generate"
+METHOD = f"{proto_codec.SERVICE_NAME}/Generate"
 _NS = 1_000_000_000
 
 
@@ -84,4 +84,4 @@ def _attributes(record: ShardRecord) -> dict[str, Value]:
 
 def _error(record: ShardRecord) -> str:
     """The error's gRPC status; "" without one. Not its message, which may quote the request."""
-    return "" if record.error is None else wire.status(record.error).name
+    return "" if record.error is None else proto_codec.status(record.error).name

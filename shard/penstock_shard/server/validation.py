@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from penstock_proto.bounds import GREEDY_TEMPERATURE, MAX_BAD_WORD_TOKENS, MAX_CHOICE_OPTIONS
-from penstock_shard.codes import Code
+from penstock_common.bounds import GREEDY_TEMPERATURE, MAX_BAD_WORD_TOKENS, MAX_CHOICE_OPTIONS
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import Error
-from penstock_shard.request import (
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Error
+from penstock_shard.ipc.request import (
     Constraint,
     Objective,
     Pooling,
@@ -25,8 +25,8 @@ from penstock_shard.request import (
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_shard.runner_info import Adapter, RunnerInfo
-from penstock_shard.sampling_ranges import SAMPLING_RANGES, Range, out_of_bounds, short
+from penstock_shard.ipc.runner_info import Adapter, RunnerInfo
+from penstock_shard.ipc.sampling_ranges import SAMPLING_RANGES, Range, out_of_bounds, short
 
 TokenIds = npt.NDArray[np.uint32]
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock_shard.config import ConstraintLimits
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
 
 LENGTH = struct.Struct("<I")
 

@@ -23,7 +23,8 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from penstock_shard.config import ConstraintLimits
-from penstock_shard.constraints.check_link import (
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.check_messages import (
     LENGTH,
     Check,
     Start,
@@ -32,9 +33,8 @@ from penstock_shard.constraints.check_link import (
     encode_frame,
     patience_s,
 )
-from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # Less than the engine's threads have: what fits in this does not overflow there.
 _STACK_BYTES = 1 << 20

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from penstock_shard.constraints.check_link import Verdict
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.check_messages import Verdict
 
 # Most different constraints that wait for their check or are checked. A caller may have as many of
 # these as are still free: half of them if it is alone.

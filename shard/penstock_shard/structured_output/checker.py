@@ -23,9 +23,10 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock_proto.child_environment import child_environment
+from penstock_common.child_environment import child_environment
 from penstock_shard.config import ConstraintLimits
-from penstock_shard.constraints.check_link import (
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.check_messages import (
     LENGTH,
     Check,
     Start,
@@ -34,8 +35,7 @@ from penstock_shard.constraints.check_link import (
     encode_frame,
     patience_s,
 )
-from penstock_shard.constraints.check_queue import CheckQueue, Pending, QueueFull
-from penstock_shard.request import Constraint
+from penstock_shard.structured_output.check_queue import CheckQueue, Pending, QueueFull
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ async def _new_process(its_end: socket.socket) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "penstock_shard.constraints.check_process",
+        "penstock_shard.structured_output.check_process",
         str(its_end.fileno()),
         pass_fds=[its_end.fileno()],
         stdin=asyncio.subprocess.DEVNULL,

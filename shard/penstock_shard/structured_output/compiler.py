@@ -15,9 +15,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock_shard.config import ConstraintLimits
-from penstock_shard.constraints.languages import grammar_of
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.grammars import grammar_of
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # Memory of a lexer state, as llguidance states it; 360 to 1,830 bytes were measured with regexes
 # made to be expensive.

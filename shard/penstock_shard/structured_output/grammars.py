@@ -12,11 +12,11 @@ from typing import Any, Never
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from penstock_shard.constraints.json_schema import prepared
-from penstock_shard.constraints.refusal import ConstraintRefused, shown
-from penstock_shard.constraints.structural_lark import lark_regex, unforced, written
-from penstock_shard.constraints.structural_tag import read
-from penstock_shard.request import CONSTRAINT_KINDS, Constraint
+from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint
+from penstock_shard.structured_output.json_schema.schema import prepared
+from penstock_shard.structured_output.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.structural_lark import lark_regex, unforced, written
+from penstock_shard.structured_output.structural_tag import read
 
 # Whitespace between JSON tokens: one or two blanks, or a line break and indentation. It is bounded,
 # so that an output cannot go on with whitespace without end.

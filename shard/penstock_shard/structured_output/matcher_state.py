@@ -14,7 +14,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from penstock_shard.request import Request
+from penstock_shard.ipc.request import Request
 
 # One bit for each token, the lowest bit first: int32 [words of the vocabulary].
 Mask = NDArray[np.int32]

@@ -15,8 +15,8 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from penstock_shard.constraints.refusal import ConstraintRefused, shown
-from penstock_shard.constraints.structural_tag import (
+from penstock_shard.structured_output.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.structural_tag import (
     FreeText,
     Inner,
     Literal,

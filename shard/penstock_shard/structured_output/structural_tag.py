@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_shard.constraints.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 _DEEPEST = 32
 _MOST_FORMATS = 4096

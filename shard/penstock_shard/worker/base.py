@@ -12,12 +12,12 @@ from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.request import Request
-from penstock_shard.runner_info import RunnerInfo
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.request import Request
+from penstock_shard.ipc.runner_info import RunnerInfo
 
 if TYPE_CHECKING:
-    from penstock_shard.constraints.state import ConstraintState
+    from penstock_shard.structured_output.matcher_state import ConstraintState
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""What requests may ask of every runner, as GetInfo names it; see `penstock_shard.validation`."""
+"""What requests may ask of every runner, as GetInfo names it; see `server/validation.py`."""
 
 from __future__ import annotations
 
-from penstock_shard.request import CONSTRAINT_KINDS
+from penstock_shard.ipc.request import CONSTRAINT_KINDS
 
 CAPABILITIES = frozenset(
     {

@@ -23,15 +23,15 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock_proto.clock import Clock
-from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.models.lora_files import read_adapter_files
-from penstock_shard.request import Pooling, Request
-from penstock_shard.runner.base import AdapterStore, Admission, Batch, ReadAdapter, RowResult
-from penstock_shard.runner.capabilities import CAPABILITIES
-from penstock_shard.runner.token_state import BadWords, Thinking
-from penstock_shard.runner_info import RunnerInfo
+from penstock_common.clock import Clock
+from penstock_shard.checkpoint.adapter_files import read_adapter_files
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.request import Pooling, Request
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids
+from penstock_shard.worker.base import AdapterStore, Admission, Batch, ReadAdapter, RowResult
+from penstock_shard.worker.capabilities import CAPABILITIES
+from penstock_shard.worker.token_state import BadWords, Thinking
 
 FAKE_CAPABILITIES = CAPABILITIES | {"embed"}
 # Number of values of an embedding.

@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch
+from penstock_shard.attention.base import AttentionBatch
+from penstock_shard.device.async_copy import host_buffer
 from penstock_shard.models.cuda_graphs import Graphs, StaticInputs
 from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batch
-from penstock_shard.runner.base import Batch
-from penstock_shard.runner.device import host_buffer
-from penstock_shard.runner.slots import MEAN, Integers, Slots
+from penstock_shard.worker.base import Batch
+from penstock_shard.worker.slot_state import MEAN, Integers, Slots
 
 Array: TypeAlias = NDArray[Any]
 

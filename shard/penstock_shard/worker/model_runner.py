@@ -14,18 +14,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from penstock_shard.device.async_copy import mark, to_device
+from penstock_shard.device.gpu_memory import empty_caches
+from penstock_shard.errors import first_line, is_out_of_memory
+from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
-from penstock_shard.models.device_memory import empty_caches
-from penstock_shard.models.errors import first_line, is_out_of_memory
-from penstock_shard.runner.base import AdapterStore, Batch, RowResult, StepOutOfMemory
-from penstock_shard.runner.device import mark, to_device
-from penstock_shard.runner.inputs import Gaps, InputBuilder, Inputs, Sampled
-from penstock_shard.runner.logits.shaping import LogitsShaping
-from penstock_shard.runner.outputs.base import PendingOutput, RowOutput
-from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows
-from penstock_shard.runner.slots import Slots
-from penstock_shard.runner_info import RunnerInfo
+from penstock_shard.worker.base import AdapterStore, Batch, RowResult, StepOutOfMemory
+from penstock_shard.worker.input_batch import Gaps, InputBuilder, Inputs, Sampled
+from penstock_shard.worker.logits_processors.shaping import LogitsShaping
+from penstock_shard.worker.outputs.base import PendingOutput, RowOutput
+from penstock_shard.worker.sampling.sampler import Enqueued, Sampler, SampleRows
+from penstock_shard.worker.slot_state import Slots
 
 MakeOutputs = Callable[[Slots, Sampler], abc.Sequence[RowOutput]]
 
@@ -65,7 +65,7 @@ class _Step:
 
 
 class ModelRunner:
-    """A `Runner`: see `penstock_shard.runner.base`.
+    """A `Runner`: see `penstock_shard.worker.base`.
 
     `launch` gives all work of a step to the device and waits for none of it: input tokens that the
     step before samples are read from a table on the device. If a row's sampling state (penalties,

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_shard.request import Pooling
-from penstock_shard.runner.base import Admission
+from penstock_shard.ipc.request import Pooling
+from penstock_shard.worker.base import Admission
 
 Integers = NDArray[np.int64]
 TokenIds = NDArray[np.uint32]

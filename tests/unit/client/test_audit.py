@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_client import audit
-from penstock_client.audit import (
+from penstock_client import audit_log
+from penstock_client.audit_log import (
     AuditLog,
     AuditRecord,
     WithheldPrompt,
@@ -26,7 +26,7 @@ from penstock_client.audit import (
     read_audit,
     read_key,
 )
-from penstock_client.plain_data import compact_json, from_plain, plain_ids, to_plain
+from penstock_client.dataclass_json import compact_json, from_plain, plain_ids, to_plain
 from penstock_client.types import (
     Constraint,
     ConstraintKind,
@@ -230,7 +230,7 @@ def test_the_sequence_and_the_chain_go_on_after_a_restart(tmp_path: Path) -> Non
 def test_a_last_line_longer_than_the_tail_that_is_read_first_is_found(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     _write(path, [_record(0, output_token_ids=tuple(range(100_000)))])
-    assert path.stat().st_size > 4 * audit._TAIL_BYTES
+    assert path.stat().st_size > 4 * audit_log._TAIL_BYTES
     _write(path, [_record(1)])
     assert _read(path)[1] == []
 
@@ -415,7 +415,7 @@ def test_a_full_disk_drops_records_says_so_once_and_goes_on(
 def test_a_disk_too_slow_drops_records_and_holds_up_nobody(
     tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(audit, "_MAX_QUEUED_RECORDS", 3)
+    monkeypatch.setattr(audit_log, "_MAX_QUEUED_RECORDS", 3)
     log = AuditLog(tmp_path / "audit")
     disk.free.clear()
     log.record(_record(0))
@@ -433,7 +433,7 @@ def test_a_disk_too_slow_drops_records_and_holds_up_nobody(
 def test_the_queue_is_bounded_in_tokens_too(
     tmp_path: Path, disk: _Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "_MAX_QUEUED_TOKENS", 10)
+    monkeypatch.setattr(audit_log, "_MAX_QUEUED_TOKENS", 10)
     log = AuditLog(tmp_path / "audit")
     disk.free.clear()
     log.record(_record(0))
@@ -566,7 +566,7 @@ def test_lines_missing_beside_a_damaged_one_are_counted(path: Path, key: bytes |
 def _sign(entry: dict[str, Any], key: bytes = b"") -> bytes:
     """A line as the log would write it."""
     body = compact_json(entry).encode()
-    return body[:-1] + b',"chain":"%s"}\n' % audit._chain(body, key).encode()
+    return body[:-1] + b',"chain":"%s"}\n' % audit_log._chain(body, key).encode()
 
 
 def _forged(line: bytes, **changes: Any) -> bytes:

@@ -23,9 +23,10 @@ from aiohttp.test_utils import TestServer
 from support.budget import budget, seeded
 from support.certificates import Authority
 
-from penstock_client import bench, bench_load
-from penstock_client.bench_load import Answer, Lengths, Load, Plan, Server
-from penstock_client.bench_report import Objective, plot, summarize, table
+from penstock_cli.bench import bench
+from penstock_cli.bench import load as bench_load
+from penstock_cli.bench.load import Answer, Lengths, Load, Plan, Server
+from penstock_cli.bench.report import Objective, plot, summarize, table
 
 _FINISH = {"choices": [{"text": "", "finish_reason": "length"}]}
 _USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}

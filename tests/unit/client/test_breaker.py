@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock_client.breaker import CircuitBreaker
+from penstock_client.fleet.circuit_breaker import CircuitBreaker
 
 
 def _open(now_s: float = 0.0) -> CircuitBreaker:

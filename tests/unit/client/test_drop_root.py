@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock_client import drop_root, gpus
+from penstock_cli import gpus
+from penstock_cli.translate import drop_root
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root")
@@ -26,7 +27,7 @@ def test_root_becomes_the_owner_and_gives_it_only_what_is_roots(tmp_path: Path, 
 
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from penstock_client.drop_root import drop_root\n"
+        "from penstock_cli.translate.drop_root import drop_root\n"
         "assert drop_root(Path(sys.argv[1])) == ''\n"
         "print(os.getresuid(), os.getresgid(), os.getgroups())"
     )
@@ -57,7 +58,7 @@ def test_a_folder_that_leads_elsewhere_gives_nobody_what_is_there(tmp_path: Path
     os.chown(models, 1234, 1234)
     code = (
         "import sys; from pathlib import Path\n"
-        "from penstock_client.drop_root import drop_root\n"
+        "from penstock_cli.translate.drop_root import drop_root\n"
         "assert drop_root(Path(sys.argv[1])) == ''"
     )
     subprocess.run([sys.executable, "-c", code, str(models)], check=True)

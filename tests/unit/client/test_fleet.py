@@ -23,7 +23,7 @@ from penstock_client import (
     ShardState,
     ShardUnavailable,
 )
-from penstock_client.shard_state import ShardWatch
+from penstock_client.fleet.shard_state import ShardWatch
 from penstock_proto.transport import CONNECTION_REFUSED
 
 
@@ -359,7 +359,7 @@ class _Reported:
 
 async def _watched(reported: _Reported, monkeypatch: pytest.MonkeyPatch) -> ShardState:
     shard = ShardState("127.0.0.1:1")
-    monkeypatch.setattr("penstock_client.shard_state._RETRY_S", 0.0)
+    monkeypatch.setattr("penstock_client.fleet.shard_state._RETRY_S", 0.0)
     monkeypatch.setattr(shard.client, "watch_load", reported)
     watch = ShardWatch(shard, 10, lambda *_: None, lambda *_: None)
     async with asyncio.timeout(10):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock_client import key_file
-from penstock_client.key_file import KeyEntry, KeyFileError
-from penstock_client.keys import main
+from penstock_cli.keys import main
+from penstock_common import key_file
+from penstock_common.key_file import KeyEntry, KeyFileError
 
 HASH = "sha256:" + "ab" * 32
 OTHER = "sha256:" + "cd" * 32

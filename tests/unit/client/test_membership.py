@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock_client.membership import (
+from penstock_client.fleet.allowed_networks import AddressInfo
+from penstock_client.fleet.discovery import (
     MAX_ADDRESSES,
     MAX_FILE_BYTES,
     DnsSource,
@@ -27,7 +28,6 @@ from penstock_client.membership import (
     parse_source,
     read_addresses,
 )
-from penstock_client.networks import AddressInfo
 
 Answer = Sequence[str] | Exception
 
@@ -520,5 +520,5 @@ async def test_a_bug_in_a_part_is_not_swallowed() -> None:
 
 @pytest.fixture(autouse=True)
 def _informed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    with caplog.at_level(logging.INFO, "penstock_client.membership"):
+    with caplog.at_level(logging.INFO, "penstock_client.fleet.discovery"):
         yield

@@ -8,8 +8,8 @@ from ipaddress import ip_address
 
 import pytest
 
-from penstock_client import networks
-from penstock_client.networks import (
+from penstock_client.fleet import allowed_networks
+from penstock_client.fleet.allowed_networks import (
     PRIVATE_NETWORKS,
     AddressInfo,
     check_unicast,
@@ -21,7 +21,7 @@ from penstock_client.networks import (
 EVERYWHERE = (parse_network("0.0.0.0/0"), parse_network("::/0"))
 
 
-def _resolver(*ips: str) -> networks.Resolve:
+def _resolver(*ips: str) -> allowed_networks.Resolve:
     async def resolve(name: str, port: int) -> list[AddressInfo]:
         return [
             (socket.AF_INET6 if ":" in ip else socket.AF_INET, 1, 6, "", (ip, port)) for ip in ips
@@ -94,7 +94,7 @@ async def test_a_name_that_cannot_be_resolved_is_one_line(monkeypatch: pytest.Mo
         await asyncio.Event().wait()
         return []
 
-    monkeypatch.setattr(networks, "_RESOLVE_S", 0.01)
+    monkeypatch.setattr(allowed_networks, "_RESOLVE_S", 0.01)
     for resolve, words in ((fails, "Name or service not known"), (hangs, "0.01 s")):
         with pytest.raises(ValueError, match=words):
             await locate("name.example:1", PRIVATE_NETWORKS, resolve)

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from penstock_client.policies import DEFAULT_POLICY, POLICIES, Candidate, make_policy
-from penstock_client.policies.round_robin import RoundRobin
-from penstock_client.policies.session import SessionAffinity
+from penstock_client.load_balancing.base import Candidate
+from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES, make_policy
+from penstock_client.load_balancing.round_robin import RoundRobin
+from penstock_client.load_balancing.session_affinity import SessionAffinity
 from penstock_client.types import GenerationRequest
 
 _REQUEST = GenerationRequest(list(range(500)))

@@ -8,7 +8,7 @@ from simulation.fleet_traces import chat, mixed
 from simulation.policies import Conversation, SimulatedFleet, Summary, Turn
 from support.budget import budget
 
-from penstock_client.policies import make_policy
+from penstock_client.load_balancing.policies import make_policy
 
 _SHARDS = 8
 # Of the traffic. Nothing here depends on this machine, so a seed always gives the same figures.

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.budget import seeded
 
-from penstock_client.policies.base import Candidate
-from penstock_client.policies.prefix_affinity import PrefixAffinity, decide
-from penstock_client.policies.prefix_memory import (
+from penstock_client.load_balancing.base import Candidate
+from penstock_client.load_balancing.prefix_affinity import PrefixAffinity, decide
+from penstock_client.load_balancing.prefix_memory import (
     MAX_HASHED_TOKENS,
     PIECE_TOKENS,
     PrefixMemory,

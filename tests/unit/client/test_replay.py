@@ -9,11 +9,8 @@ from typing import Any, Self, cast
 
 import pytest
 
-from penstock_client import replay
-from penstock_client.audit import AuditLog, AuditRecord, WithheldPrompt
-from penstock_client.errors import NoShardAvailable
-from penstock_client.fleet import Fleet
-from penstock_client.replay import (
+from penstock_cli import replay
+from penstock_cli.replay import (
     NotComparable,
     Tally,
     check_recorded_whole,
@@ -21,6 +18,9 @@ from penstock_client.replay import (
     numerics_remark,
     replay_request,
 )
+from penstock_client.audit_log import AuditLog, AuditRecord, WithheldPrompt
+from penstock_client.errors import NoShardAvailable
+from penstock_client.fleet.fleet import Fleet
 from penstock_client.types import (
     FinishReason,
     GenerationRequest,

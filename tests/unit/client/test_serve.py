@@ -14,9 +14,9 @@ from support.certificates import Authority
 from support.http_stub import http_stub
 from support.processes import free_port
 
-from penstock_client import serve, serve_flags
-from penstock_client.serve_flags import Unusable
-from penstock_proto.flags import SHARD_PORT
+from penstock_cli.serve import child_flags, serve
+from penstock_cli.serve.child_flags import Unusable
+from penstock_common.flags import SHARD_PORT
 
 
 def children(*flags: str, router: tuple[str, ...] = ()) -> list[serve._Child]:
@@ -100,7 +100,7 @@ def test_nothing_is_started_where_a_flag_is_refused_and_it_is_said_of_what_was_t
 def test_what_is_not_installed_is_one_line_and_no_success(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve_flags, "_READ_FLAGS", "import of_{module}_there_is_none")
+    monkeypatch.setattr(child_flags, "_READ_FLAGS", "import of_{module}_there_is_none")
     assert serve.main(["m"]) == 2
     assert capfd.readouterr().err == (
         "penstock serve: the shard cannot start: "

@@ -24,9 +24,9 @@ from penstock_client import (
     ShardUnavailable,
     SyncShardClient,
     Unauthenticated,
-    _wire,
 )
-from penstock_client.shard_client import new_request_id
+from penstock_client.rpc import proto_codec
+from penstock_client.rpc.shard_client import new_request_id
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 
@@ -198,7 +198,7 @@ def test_a_process_that_was_forked_mints_other_ids_than_its_parent() -> None:
     """As servers do that load an application once and fork its workers."""
     program = """
 import os
-from penstock_client.shard_client import new_request_id
+from penstock_client.rpc.shard_client import new_request_id
 hears, tells = os.pipe()
 if os.fork() == 0:
     os.write(tells, new_request_id().encode())
@@ -265,7 +265,7 @@ async def test_a_synchronous_call_that_ends_too_early_is_an_error(
 async def test_a_request_that_no_message_holds_is_refused_and_those_beside_it_go_on(
     scripted: tuple[_Scripted, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock_client.shard_client.MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr("penstock_client.rpc.shard_client.MAX_MESSAGE_BYTES", 1000)
     async with ShardClient(scripted[1]) as client:
         beside = client.submit(GenerationRequest([1], label="silent"))
         with pytest.raises(InvalidRequest, match="bytes on the wire; at most 1000"):
@@ -274,8 +274,8 @@ async def test_a_request_that_no_message_holds_is_refused_and_those_beside_it_go
         assert not beside.ended
         # One that would be too large by the number that it is given.
         request = GenerationRequest([1] * 200)
-        num_bytes = _wire.generate_request(request, new_request_id()).ByteSize()
-        monkeypatch.setattr("penstock_client.shard_client.MAX_MESSAGE_BYTES", num_bytes)
+        num_bytes = proto_codec.generate_request(request, new_request_id()).ByteSize()
+        monkeypatch.setattr("penstock_client.rpc.shard_client.MAX_MESSAGE_BYTES", num_bytes)
         with pytest.raises(InvalidRequest, match="bytes on the wire"):
             client.submit(request)
 

@@ -13,7 +13,7 @@ from penstock_client import (
     PoisonousRequest,
     SamplingParams,
 )
-from penstock_client.suspects import RefusedRequests, fingerprint
+from penstock_client.fleet.poison_requests import RefusedRequests, fingerprint
 
 REQUEST = GenerationRequest([1, 2, 3], SamplingParams(temperature=0.5, seed=1), label="x")
 
@@ -46,7 +46,7 @@ def test_what_is_refused_is_forgotten_in_time_and_costs_nothing_then(
     with pytest.raises(PoisonousRequest):
         refused.check(REQUEST, 17.0)
     refused.check(REQUEST, 18.0)
-    monkeypatch.setattr("penstock_client.suspects.fingerprint", None)
+    monkeypatch.setattr("penstock_client.fleet.poison_requests.fingerprint", None)
     refused.check(REQUEST, 19.0)
 
 

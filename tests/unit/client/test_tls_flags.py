@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support.certificates import Authority, Pair
 
-from penstock_client import serve
-from penstock_client.arguments import add_shard_tls, parser_for, shard_tls
-from penstock_proto.tls import Tls
-from penstock_router import command_line as router_command_line
-from penstock_shard import command_line as shard_command_line
+from penstock_cli.arguments import add_shard_tls, parser_for, shard_tls
+from penstock_cli.serve import serve
+from penstock_common.tls import Tls
+from penstock_router import cli as router_command_line
+from penstock_shard import cli as shard_command_line
 
 _SHARDS = ["--shards", "127.0.0.1:1"]
 

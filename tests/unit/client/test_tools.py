@@ -25,8 +25,10 @@ from support.certificates import Authority
 from support.http_stub import http_stub
 from support.processes import free_port, is_alive, wait_until
 
-from penstock_client import bench, chat, health, info, keys, serve
-from penstock_client.membership import authority
+from penstock_cli import chat, health, info, keys
+from penstock_cli.bench import bench
+from penstock_cli.serve import serve
+from penstock_client.fleet.discovery import authority
 
 Main = Callable[[Sequence[str]], int]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock_client import (
+from penstock_cli.serve.serve import _parser as serve_parser
+from penstock_cli.translate import (
     flag_rules,
     tgi_flags,
     translate,
@@ -17,12 +18,11 @@ from penstock_client import (
     vllm_environment,
     vllm_flags,
 )
-from penstock_client.docker_run import DockerError
-from penstock_client.flag_rules import Loss, Part, Rule, Takes
-from penstock_client.serve import _parser as serve_parser
-from penstock_client.translation import TGI, VLLM, Peer, Translation, UnknownCommand
-from penstock_router.command_line import parse_config as parse_router
-from penstock_shard.command_line import parse_config as parse_shard
+from penstock_cli.translate.docker_run import DockerError
+from penstock_cli.translate.flag_rules import Loss, Part, Rule, Takes
+from penstock_cli.translate.translation import TGI, VLLM, Peer, Translation, UnknownCommand
+from penstock_router.cli import parse_config as parse_router
+from penstock_shard.cli import parse_config as parse_shard
 
 PEERS = Path(__file__).parent / "peers"
 # What dashboards and scalers of theirs look for.

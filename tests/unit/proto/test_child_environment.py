@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from penstock_proto.child_environment import HUB, TRACES, child_environment, reduce_environment
+from penstock_common.child_environment import HUB, TRACES, child_environment, reduce_environment
 
 NEEDED_BY_ALL = {
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONSAFEPATH"),

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock_proto import logs
-from penstock_proto.logs import IN_WORDS, JsonFormatter, TextFormatter, escaped
+from penstock_common import logs
+from penstock_common.logs import IN_WORDS, JsonFormatter, TextFormatter, escaped
 
 # How long examples take says more of the machine than of the code.
 ANY_PACE = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -186,7 +186,7 @@ def test_a_stream_that_fails_ends_nothing() -> None:
 @pytest.mark.parametrize("log_format", ["auto", "json"])
 def test_what_nobody_caught_is_one_line_of_json(log_format: str) -> None:
     program = (
-        "import threading; from penstock_proto.logs import set_up_logging as s; "
+        "import threading; from penstock_common.logs import set_up_logging as s; "
         f"s({log_format!r}); t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); "
         "raise KeyError('x')"
     )

@@ -11,8 +11,8 @@ import sys
 import pytest
 from support.processes import free_port
 
-from penstock_proto import port_holder
-from penstock_proto.port_holder import holder_of, why_not
+from penstock_common import port_holder
+from penstock_common.port_holder import holder_of, why_not
 
 UNBUFFERED = {**os.environ, "PYTHONUNBUFFERED": "1"}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock_proto.tasks import lasting
+from penstock_common.tasks import lasting
 
 
 async def test_work_that_fails_is_logged_and_done_again_until_it_returns(

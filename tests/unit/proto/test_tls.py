@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from support.certificates import Authority, Pair, SwappedFolder
 
-from penstock_proto.tls import Renewed, Tls, TlsFilesUnusable, check_server_files
+from penstock_common.tls import Renewed, Tls, TlsFilesUnusable, check_server_files
 from penstock_proto.transport import explained
-from penstock_router.https import HttpsFiles
+from penstock_router.server.https import HttpsFiles
 
 
 @pytest.fixture

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from support.engines import runner_info
 from unit.router.router_doubles import INFO, FakeFleet
 
-from penstock_client import _wire
 from penstock_client.errors import PenstockError
-from penstock_client.stream import GenerationStream
+from penstock_client.rpc import proto_codec
+from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import GenerationRequest
 from penstock_proto import shard_pb2 as pb
-from penstock_shard import wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import Output
-from penstock_shard.request import Request
-from penstock_shard.validation import Refusal, check
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import Request
+from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.validation import Refusal, check
 
 RUNNER_INFO = dataclasses.replace(
     runner_info(max_model_len=INFO.max_model_len),
@@ -29,13 +29,13 @@ CONFIG = ShardConfig(served_model_names=(INFO.model, *INFO.model_aliases))
 
 def at_the_engine(request: GenerationRequest) -> Request:
     """Over the wire and through the shard's checks; raises what the client raises."""
-    message = _wire.generate_request(request, "id")
-    incoming = wire.incoming(pb.GenerateRequest.FromString(message.SerializeToString()))
+    message = proto_codec.generate_request(request, "id")
+    incoming = shard_codec.incoming(pb.GenerateRequest.FromString(message.SerializeToString()))
     try:
         return check(incoming, RUNNER_INFO, CONFIG)
     except Refusal as refusal:
-        [response] = wire.responses([Output("id", 0, 0, [], error=refusal.error)])
-        error = _wire.output(response.outputs[0])
+        [response] = shard_codec.responses([Output("id", 0, 0, [], error=refusal.error)])
+        error = proto_codec.output(response.outputs[0])
         assert isinstance(error, PenstockError)
         raise error from None
 

@@ -29,8 +29,8 @@ from tokenizers import (
 )
 
 from penstock_client.errors import InvalidRequest, NoShardAvailable, NotServed, PenstockError
-from penstock_client.networks import Ip
-from penstock_client.stream import GenerationStream
+from penstock_client.fleet.allowed_networks import Ip
+from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import (
     EmbeddingDefaults,
     EmbeddingRequest,
@@ -45,10 +45,10 @@ from penstock_client.types import (
 )
 from penstock_router.app import build_app, error_of_http
 from penstock_router.config import RouterConfig
-from penstock_router.connections import Runner
-from penstock_router.metrics import Metrics
-from penstock_router.response_store import store_file
+from penstock_router.observe.metrics import Metrics
 from penstock_router.routes.base import ROUTER
+from penstock_router.server.connections import Runner
+from penstock_router.store.response_store import store_file
 
 # ---- Tokenizers --------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from unit.router.router_doubles import FakeFleet, FakeShard, MemoryRouter, memory_router
 
-from penstock_client import networks
-from penstock_client.networks import AddressInfo
+from penstock_client.fleet import allowed_networks
+from penstock_client.fleet.allowed_networks import AddressInfo
 from penstock_router.routes.admin import Changes
 
 KEY = {"Authorization": "Bearer operator"}
@@ -26,7 +26,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     async def resolve(name: str, port: int) -> list[AddressInfo]:
         return [(socket.AF_INET, 1, 6, "", (ips.get(name, "10.0.0.2"), port))]
 
-    monkeypatch.setattr(networks, "system_resolve", resolve)
+    monkeypatch.setattr(allowed_networks, "system_resolve", resolve)
     return ips
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.admission import Admission, Pace, Ticket
+from penstock_router.admission.admission import Admission, Pace, Ticket
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, TimedOut, TooManyRequests, Unavailable
-from penstock_router.metrics import Metrics
+from penstock_router.observe.metrics import Metrics
 
 
 def admission(limit: int, **bounds: Any) -> Admission:

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.chat_template_styles import STYLES
 
-from penstock_router.apis.openai import parse_chat
-from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
+from penstock_router.apis.openai.requests import parse_chat
 from penstock_router.errors import BadRequest
+from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

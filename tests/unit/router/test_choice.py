@@ -11,17 +11,17 @@ from unit.router.router_doubles import INFO, fake_logprobs, id_of, model_files
 
 from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Output
 from penstock_router.apis.base import Envelope
-from penstock_router.apis.tgi import GENERATE_STREAM
-from penstock_router.apis.tgi_answers import GenerateRequest
-from penstock_router.choice import Choice, Delta, Gathered, first_rows
-from penstock_router.conventions import Conventions
-from penstock_router.job import Job
-from penstock_router.models import ServedModel
-from penstock_router.pieces import Piece, PieceKind
-from penstock_router.prompts import Prepared, Prompt, TextModel
-from penstock_router.records import Usage
+from penstock_router.apis.tgi.answers import GenerateRequest
+from penstock_router.apis.tgi.requests import GENERATE_STREAM
+from penstock_router.generation.choice import Choice, Delta, Gathered, first_rows
+from penstock_router.generation.job import Job
+from penstock_router.observe.request_record import Usage
 from penstock_router.request import CompletionRequest
-from penstock_router.tokenizer import load_tokenizer
+from penstock_router.served_models import ServedModel
+from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.model_conventions import Conventions
+from penstock_router.text.prompts import Prepared, Prompt, TextModel
+from penstock_router.text.tokenizer import load_tokenizer
 
 EOS = INFO.eos_token_ids[0]
 

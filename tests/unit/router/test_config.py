@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_router.command_line import build_parser, parse_config
+from penstock_router.cli import build_parser, parse_config
 from penstock_router.config import RouterConfig
 
 

@@ -19,9 +19,15 @@ from aiohttp.streams import EMPTY_PAYLOAD
 from aiohttp.test_utils import make_mocked_request
 from support.certificates import Authority
 
-from penstock_router import connections
-from penstock_router.connections import _HANDSHAKES_A_CLIENT, Connection, Door, Runner, _allowed
-from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
+from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
+from penstock_router.server import connections
+from penstock_router.server.connections import (
+    _HANDSHAKES_A_CLIENT,
+    Connection,
+    Door,
+    Runner,
+    _allowed,
+)
 
 REQUEST = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]

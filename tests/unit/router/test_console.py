@@ -21,9 +21,9 @@ from unit.router.router_doubles import (
 )
 
 from penstock_client.types import AttemptRecord, LoadReport
-from penstock_router import console
-from penstock_router.console import StepRates, shown_request
-from penstock_router.records import RequestRecord
+from penstock_router.console import feed as console
+from penstock_router.console.feed import StepRates, shown_request
+from penstock_router.observe.request_record import RequestRecord
 from penstock_router.routes.base import ROUTER
 from penstock_router.routes.console import CONSOLE
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from penstock_client.types import Constraint, ConstraintKind
-from penstock_router.constraints import answer_constraint
 from penstock_router.errors import BadRequest
-from penstock_router.reasoning import STYLES
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
-from penstock_router.tool_calls.hermes import HermesFormat
+from penstock_router.text.answer_constraint import answer_constraint
+from penstock_router.text.reasoning import STYLES
+from penstock_router.text.tool_calls.hermes import HermesFormat
 
 ADD = Tool("add", {"type": "object", "properties": {"a": {"type": "integer"}}})
 SUB = Tool("sub")

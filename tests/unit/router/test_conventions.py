@@ -12,15 +12,10 @@ from unit.router.chat_template_styles import STYLES as TEMPLATES
 from unit.router.router_doubles import CHATML, INFO, byte_level_tokenizer, model_files
 
 from penstock_client.types import Constraint, ConstraintKind, ThinkingBudget
-from penstock_router.chat_template import ChatTemplate
 from penstock_router.config import RouterConfig
-from penstock_router.conventions import Conventions, conventions_named, conventions_of
 from penstock_router.errors import BadRequest
-from penstock_router.job import make_job
-from penstock_router.models import ServedModel
-from penstock_router.prompts import Prepared, TextModel, is_short, prepare_prompts, render
-from penstock_router.request import ChatRequest, Tool, ToolChoice
-from penstock_router.text_messages import (
+from penstock_router.generation.job import make_job
+from penstock_router.offload.text_messages import (
     HEADER,
     WasPrepared,
     decode_report,
@@ -28,7 +23,12 @@ from penstock_router.text_messages import (
     pack_prepared,
     unpack_prepared,
 )
-from penstock_router.tokenizer import Tokenizer, load_tokenizer
+from penstock_router.request import ChatRequest, Tool, ToolChoice
+from penstock_router.served_models import ServedModel
+from penstock_router.text.chat_template import ChatTemplate
+from penstock_router.text.model_conventions import Conventions, conventions_named, conventions_of
+from penstock_router.text.prompts import Prepared, TextModel, is_short, prepare_prompts, render
+from penstock_router.text.tokenizer import Tokenizer, load_tokenizer
 
 ADD = Tool(
     "add",

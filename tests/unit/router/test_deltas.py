@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from penstock_router.choice import Delta
-from penstock_router.deltas import Deltas, bundle, for_each
 from penstock_router.errors import Unavailable
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.deltas import Deltas, bundle, for_each
 
 
 class _Failing(Deltas):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from unit.router.router_doubles import decoder_of, id_of, random_text
 
-from penstock_router.detokenizer import (
+from penstock_router.text.detokenizer import (
     REPLACEMENT,
     ByteTable,
     WindowTable,

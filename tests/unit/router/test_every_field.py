@@ -30,14 +30,14 @@ from unit.router.router_doubles import (
 )
 
 from penstock_client.types import GenerationRequest
-from penstock_router.apis.openai import (
+from penstock_router.apis.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     parse_chat,
     parse_completion,
 )
-from penstock_router.fields import Field, JsonObject
-from penstock_shard.request import Request
+from penstock_router.json_fields import Field, JsonObject
+from penstock_shard.ipc.request import Request
 
 ROUTES = {
     "completion": ("/v1/completions", COMPLETION_FIELDS),

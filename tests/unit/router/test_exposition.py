@@ -12,12 +12,12 @@ from prometheus_client import Counter, generate_latest
 from unit.router.router_doubles import INFO, FakeFleet, FakeShard
 
 from penstock_client.types import LoadReport
-from penstock_router import exposition
 from penstock_router.errors import Unavailable
-from penstock_router.exposition import Exposition
-from penstock_router.fleet_metrics import FleetCollector
-from penstock_router.merged_metrics import MergedMetrics
-from penstock_router.metrics import Metrics
+from penstock_router.observe import exposition
+from penstock_router.observe.exposition import Exposition
+from penstock_router.observe.fleet_metrics import FleetCollector
+from penstock_router.observe.merged_metrics import MergedMetrics
+from penstock_router.observe.metrics import Metrics
 
 
 def many_series(count: int) -> Metrics:

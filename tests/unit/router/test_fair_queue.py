@@ -6,7 +6,7 @@ import time
 
 from support.budget import budget, seeded
 
-from penstock_router.fair_queue import FairQueue, Share, Waiting
+from penstock_router.admission.fair_queue import FairQueue, Share, Waiting
 
 
 def place(queue: FairQueue, request: Waiting) -> None:

@@ -24,8 +24,8 @@ from unit.router.router_doubles import (
 
 from penstock_client.types import GenerationRequest, Logprobs, Output
 from penstock_router.apis.chat_messages import MAX_PIECES
-from penstock_router.chat_template import ChatTemplate
-from penstock_router.job import choice_seed
+from penstock_router.generation.job import choice_seed
+from penstock_router.text.chat_template import ChatTemplate
 
 LOWEST = -9999.0
 

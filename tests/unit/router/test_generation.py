@@ -15,22 +15,22 @@ from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens, model_files
 
 from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardFailed
-from penstock_client.stream import GenerationStream
+from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import Adapter, FinishReason, GenerationRequest, Output, SamplingParams
-from penstock_router.apis.openai import parse_completion
-from penstock_router.choice import Delta
+from penstock_router.apis.openai.requests import parse_completion
 from penstock_router.config import RouterConfig
-from penstock_router.deltas import Deltas, collect, for_each
-from penstock_router.detokenizer import ByteDetokenizer
 from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable
-from penstock_router.exposition import Exposition
-from penstock_router.generation import Generation, _num_ids
-from penstock_router.job import Job, choice_seed, make_job, sequence_seed
-from penstock_router.metrics import Metrics
-from penstock_router.models import Models
-from penstock_router.prompts import is_small, prepare_prompts
-from penstock_router.records import RequestRecord
-from penstock_router.threads import Threads
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.deltas import Deltas, collect, for_each
+from penstock_router.generation.generation import Generation, _num_ids
+from penstock_router.generation.job import Job, choice_seed, make_job, sequence_seed
+from penstock_router.observe.exposition import Exposition
+from penstock_router.observe.metrics import Metrics
+from penstock_router.observe.request_record import RequestRecord
+from penstock_router.served_models import Models
+from penstock_router.text.detokenizer import ByteDetokenizer
+from penstock_router.text.prompts import is_small, prepare_prompts
+from penstock_router.thread_pool import Threads
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ async def test_loading_that_failed_is_tried_again(
                 await models.get("")
         # The failure stands for a while: files are not fetched for every request.
         assert calls == 1
-    monkeypatch.setattr("penstock_router.models._RETRY_S", 0)
+    monkeypatch.setattr("penstock_router.served_models._RETRY_S", 0)
     assert (await models.get("")).info is INFO
 
 
@@ -240,7 +240,7 @@ async def test_what_nobody_foresaw_in_a_models_files_is_that_models_trouble(
     def broken(*_: object) -> None:
         raise KeyError("name")
 
-    monkeypatch.setattr("penstock_router.models.load_chat_template", broken)
+    monkeypatch.setattr("penstock_router.served_models.load_chat_template", broken)
     with pytest.raises(Unavailable, match="do not load: KeyError"):
         await models.get("")
 
@@ -381,7 +381,7 @@ async def test_a_choice_that_cannot_be_made_leaves_nothing_submitted(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("penstock_router.generation.Choice", broken)
+    monkeypatch.setattr("penstock_router.generation.generation.Choice", broken)
     with pytest.raises(ZeroDivisionError):
         await Generation(job, fleet, Metrics(), record()).__aenter__()
     await asyncio.sleep(0)

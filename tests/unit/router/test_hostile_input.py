@@ -15,9 +15,9 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
-from penstock_router.content_coding import Inflater
 from penstock_router.routes import base
 from penstock_router.routes.table import ROUTES
+from penstock_router.server.content_coding import Inflater
 
 MAX_BODY_BYTES = 1_000_000
 POSTS = [route.canonical_path for route in ROUTES if route.method == "POST"]

@@ -44,12 +44,12 @@ from penstock_client.errors import (
     Unauthenticated,
 )
 from penstock_client.types import Adapter, GenerationRequest
-from penstock_router import sse
 from penstock_router.apis.logprobs import CompletionLogprobs
 from penstock_router.routes.base import ROUTER
-from penstock_router.sse import EventStream
-from penstock_router.tokenizer import Tokenizer as RouterTokenizer
-from penstock_router.write_timeout import WriteTimeout
+from penstock_router.server import sse
+from penstock_router.server.sse import EventStream
+from penstock_router.server.write_timeout import WriteTimeout
+from penstock_router.text.tokenizer import Tokenizer as RouterTokenizer
 
 JSON = {"Content-Type": "application/json"}
 

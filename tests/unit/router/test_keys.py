@@ -18,11 +18,11 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 
-from penstock_client import key_file
-from penstock_router import keys as keys_module
-from penstock_router import rate_limits
+from penstock_common import key_file
+from penstock_router.admission import api_keys as keys_module
+from penstock_router.admission import rate_limits
+from penstock_router.admission.api_keys import Keys
 from penstock_router.config import RouterConfig
-from penstock_router.keys import Keys
 from penstock_router.routes.base import ROUTER, WRONG_KEY
 
 ALICE, BOB, ROOT, OLD = (f"psk-{name}-0123456789abcdef" for name in ("alice", "bob", "root", "old"))
@@ -126,7 +126,7 @@ def test_a_key_is_none_from_the_moment_it_expires(
     file.write_text(entry("alice", ALICE, expires=time.strftime("%Y-%m-%dT%H:%M:%SZ", moment)))
     keys = _keys(file)
     assert _name(keys, ALICE) == "alice"
-    monkeypatch.setattr("penstock_router.keys.time.time", lambda: now + 101)
+    monkeypatch.setattr("penstock_router.admission.api_keys.time.time", lambda: now + 101)
     assert _name(keys, ALICE) is None
 
 
@@ -157,7 +157,7 @@ def test_digests_are_looked_up_and_compared_in_constant_time_whether_or_not_one_
         return real(one, other)
 
     keys = _keys(file)
-    monkeypatch.setattr("penstock_router.keys.hmac.compare_digest", noted)
+    monkeypatch.setattr("penstock_router.admission.api_keys.hmac.compare_digest", noted)
     for shown in (ALICE, "wrong", OLD):
         keys.find(shown.encode())
     assert [other for _, other in compared] == [_digest(key) for key in (ALICE, "wrong", OLD)]

@@ -16,11 +16,11 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
-from penstock_client import key_file
 from penstock_client.types import ShardInfo
-from penstock_router import resumption
-from penstock_router.models import Models
+from penstock_common import key_file
+from penstock_router.generation import resumption
 from penstock_router.routes.base import ROUTER
+from penstock_router.served_models import Models
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 # By name: the path, and a body that asks for one sequence.

@@ -27,21 +27,19 @@ from support.budget import seeded
 from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
 
-from penstock_router import bodies as bodies_module
-from penstock_router import errors, programs, text_pool
-from penstock_router.apis.openai import parse_completion
-from penstock_router.bodies import MAX_BODIES, Bodies, Body, Incoming
+from penstock_router import errors
+from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
+from penstock_router.apis.openai.requests import parse_completion
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
-from penstock_router.job import make_job
-from penstock_router.metrics import Metrics
-from penstock_router.models import Models, ServedModel
-from penstock_router.programs import Programs
-from penstock_router.prompts import Prepared, Prompt, pack_ids, unpack_ids
-from penstock_router.resumption import job_digest
-from penstock_router.routes import base
-from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
-from penstock_router.text_messages import (
+from penstock_router.generation.job import make_job
+from penstock_router.generation.resumption import job_digest
+from penstock_router.observe.metrics import Metrics
+from penstock_router.offload import dispatch, request_templates, text_pool
+from penstock_router.offload.body_kinds import KINDS
+from penstock_router.offload.dispatch import MAX_BODIES, Bodies, Body, Incoming
+from penstock_router.offload.request_templates import Programs
+from penstock_router.offload.text_messages import (
     HEADER,
     Files,
     ModelFacts,
@@ -57,10 +55,12 @@ from penstock_router.text_messages import (
     unpack_error,
     unpack_prepared,
 )
-from penstock_router.text_pool import Lease, TextPool, TextProcess
-from penstock_router.text_process import MAX_MODELS, TextWorker
-from penstock_router.text_work import KINDS
-from penstock_router.threads import Threads
+from penstock_router.offload.text_pool import Lease, TextPool, TextProcess
+from penstock_router.offload.text_process import MAX_MODELS, TextWorker
+from penstock_router.routes import base
+from penstock_router.served_models import Models, ServedModel
+from penstock_router.text.prompts import Prepared, Prompt, pack_ids, unpack_ids
+from penstock_router.thread_pool import Threads
 
 USER = {"role": "user", "content": "the quick brown fox 日本語 😀"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -223,9 +223,9 @@ async def test_a_text_process_makes_of_a_body_what_is_made_of_it_here(
             data, earlier = msgspec.json.encode(body), b""
             if "previous_response_id" in body:
                 earlier = msgspec.json.encode([ITEM])
-            monkeypatch.setattr(bodies_module, "LONG_BYTES", 2**30)
+            monkeypatch.setattr(dispatch, "LONG_BYTES", 2**30)
             here = await outcome(bodies, kind, data, earlier)
-            monkeypatch.setattr(bodies_module, "LONG_BYTES", 0)
+            monkeypatch.setattr(dispatch, "LONG_BYTES", 0)
             there = await outcome(bodies, kind, data, earlier)
             assert here == there, (kind, body)
         # One, for all of them.
@@ -279,9 +279,9 @@ async def test_what_a_client_is_shown_does_not_depend_on_the_length_of_its_body(
         for path, body in SHOWN:
             if "parameters" in body:
                 body = {**body, "parameters": {"seed": 1, **body["parameters"]}}
-            monkeypatch.setattr(bodies_module, "LONG_BYTES", 2**30)
+            monkeypatch.setattr(dispatch, "LONG_BYTES", 2**30)
             short = await _shown(router, path, body)
-            monkeypatch.setattr(bodies_module, "LONG_BYTES", 0)
+            monkeypatch.setattr(dispatch, "LONG_BYTES", 0)
             assert await _shown(router, path, body) == short, (path, body)
         assert len(router.app[base.ROUTER].bodies.pool.pids) == 1
 
@@ -309,7 +309,7 @@ async def test_a_long_conversation_before_a_short_body_makes_it_a_long_one(
     async with made_bodies(fleet) as bodies:
         there = await outcome(bodies, "responses", b'{"input": "and the dog"}', earlier)
         assert len(bodies.pool.pids) == 1
-        monkeypatch.setattr(bodies_module, "LONG_BYTES", 2**30)
+        monkeypatch.setattr(dispatch, "LONG_BYTES", 2**30)
         assert there == await outcome(bodies, "responses", b'{"input": "and the dog"}', earlier)
 
 
@@ -548,7 +548,7 @@ async def test_work_without_end_is_killed_when_its_client_leaves_or_its_time_is_
         body, model = await endless_body(bodies)
         [pid] = bodies.programs.pool.pids
         with monkeypatch.context() as patched:
-            patched.setattr(programs, "MAX_PROGRAM_S", 60.0 if gone else 0.2)
+            patched.setattr(request_templates, "MAX_PROGRAM_S", 60.0 if gone else 0.2)
             task = asyncio.create_task(body.work(model))
             await asyncio.sleep(0.1)
             if gone:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router import long_json
-from penstock_router.long_json import PIECE_BYTES, cut, encode, json_pieces
+from penstock_router.apis import long_json
+from penstock_router.apis.long_json import PIECE_BYTES, cut, encode, json_pieces
 
 CHARACTERS = 'abc "\\/\n\x00\x7fäß€漢字🦊'
 

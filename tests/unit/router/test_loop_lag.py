@@ -9,7 +9,7 @@ import time
 
 from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router
 
-from penstock_router.loop_lag import RecentWorst, watch_loop
+from penstock_router.observe.loop_lag import RecentWorst, watch_loop
 
 
 def test_the_worst_is_that_of_the_window_and_falls_when_it_leaves() -> None:

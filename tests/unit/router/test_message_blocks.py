@@ -12,9 +12,9 @@ from support.answer_pieces import delta_of, envelope_of, job_of, random_deltas, 
 from support.budget import budget, seeded
 
 from penstock_router.apis.base import call_id
-from penstock_router.apis.messages_answers import MessageShape
-from penstock_router.choice import Delta
-from penstock_router.pieces import Piece, PieceKind
+from penstock_router.apis.messages.answers import MessageShape
+from penstock_router.generation.choice import Delta
+from penstock_router.text.answer_pieces import Piece, PieceKind
 
 THOUGHT = Piece(PieceKind.REASONING, "Well")
 SAID = Piece(PieceKind.CONTENT, "Hello")

@@ -9,7 +9,7 @@ import pytest
 from unit.router.router_doubles import FakeFleet, MemoryRouter
 
 from penstock_client.types import ConstraintKind
-from penstock_router.apis.messages import parse, parse_count
+from penstock_router.apis.messages.requests import parse, parse_count
 from penstock_router.errors import BadRequest
 from penstock_router.request import ChatRequest, Message, ToolChoice
 

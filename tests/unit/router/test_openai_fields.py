@@ -10,14 +10,14 @@ from support.budget import budget, seeded
 from unit.router.router_doubles import random_text
 
 from penstock_router.apis.chat_messages import Called, assistant_message, tool_message
-from penstock_router.apis.openai import (
+from penstock_router.apis.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     parse_chat,
     parse_completion,
 )
 from penstock_router.errors import BadRequest
-from penstock_router.fields import decode_object, read_fields
+from penstock_router.json_fields import decode_object, read_fields
 from penstock_router.request import ChatRequest, CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -15,11 +15,11 @@ from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router
 
 from penstock_router.apis.base import ErrorForm
 from penstock_router.errors import ApiError
-from penstock_router.fields import STRING, Field, JsonObject, table
-from penstock_router.openapi import describe
+from penstock_router.json_fields import STRING, Field, JsonObject, table
+from penstock_router.openapi.document import describe
+from penstock_router.openapi.type_schemas import TypeSchemas
 from penstock_router.routes.base import Route
 from penstock_router.routes.table import ROUTES
-from penstock_router.type_schemas import TypeSchemas
 
 
 class Inner(TypedDict):

@@ -22,20 +22,26 @@ from unit.router.router_doubles import (
 )
 
 from penstock_client.types import FinishReason, GenerationRequest, Output
-from penstock_router.choice import Choice, Delta, Gathered
-from penstock_router.conventions import Conventions
-from penstock_router.delivered import BEGINNING, Delivered, Progress, ResumePoint, skip_delivered
-from penstock_router.deltas import Deltas
-from penstock_router.job import Job
-from penstock_router.models import ServedModel
-from penstock_router.pieces import PieceKind
-from penstock_router.prompts import Prepared, Prompt, TextModel
-from penstock_router.reasoning import STYLES
-from penstock_router.records import Usage
+from penstock_router.generation.choice import Choice, Delta, Gathered
+from penstock_router.generation.deltas import Deltas
+from penstock_router.generation.job import Job
+from penstock_router.generation.resume_point import (
+    BEGINNING,
+    Delivered,
+    Progress,
+    ResumePoint,
+    skip_delivered,
+)
+from penstock_router.observe.request_record import Usage
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
 from penstock_router.routes.base import ROUTER
-from penstock_router.tokenizer import load_tokenizer
-from penstock_router.tool_calls.hermes import HermesFormat
+from penstock_router.served_models import ServedModel
+from penstock_router.text.answer_pieces import PieceKind
+from penstock_router.text.model_conventions import Conventions
+from penstock_router.text.prompts import Prepared, Prompt, TextModel
+from penstock_router.text.reasoning import STYLES
+from penstock_router.text.tokenizer import load_tokenizer
+from penstock_router.text.tool_calls.hermes import HermesFormat
 
 EOS = INFO.eos_token_ids[0]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]

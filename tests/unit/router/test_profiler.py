@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from unit.router.router_doubles import FakeFleet, memory_router
 
-from penstock_router.profiler import (
+from penstock_router.observe.profiler import (
     STYLE,
     Frame,
     Profile,
@@ -126,7 +126,7 @@ def test_a_label_is_cut_to_its_box(width_px: float, label: str) -> None:
 @pytest.mark.parametrize(
     ("path", "shown"),
     [
-        ("/x/router/penstock_router/sse.py", ("ours", "penstock_router/sse.py:3")),
+        ("/x/router/penstock_router/server/sse.py", ("ours", "penstock_router/server/sse.py:3")),
         (
             "/v/lib/python3.11/site-packages/penstock_client/a.py",
             ("ours", "penstock_client/a.py:3"),

@@ -8,12 +8,12 @@ import json
 import pytest
 from unit.router.router_doubles import Answer, Connection, FakeFleet, MemoryRouter, memory_router
 
-from penstock_router import programs
 from penstock_router.errors import TimedOut, TooManyRequests
-from penstock_router.metrics import Metrics
-from penstock_router.programs import MAX_PROGRAMS, Programs
+from penstock_router.observe.metrics import Metrics
+from penstock_router.offload import request_templates
+from penstock_router.offload.request_templates import MAX_PROGRAMS, Programs
+from penstock_router.offload.text_pool import TextPool
 from penstock_router.routes.base import ROUTER
-from penstock_router.text_pool import TextPool
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LONG = "the fox " * 9000
@@ -53,8 +53,8 @@ async def test_a_template_that_never_ends_delays_nobody_elses_long_body(
 async def test_it_is_stopped_after_a_few_seconds_and_the_next_one_runs(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "MAX_PROGRAM_S", 0.5)
-    monkeypatch.setattr("penstock_router.text_pool._GRACE_S", 0.05)
+    monkeypatch.setattr(request_templates, "MAX_PROGRAM_S", 0.5)
+    monkeypatch.setattr("penstock_router.offload.text_pool._GRACE_S", 0.05)
     async with memory_router(fleet, trust_request_chat_template=True) as router:
         endless = await _endless(router)
         sent: asyncio.Task[Answer] = asyncio.create_task(

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from penstock_router import rate_limits
+from penstock_router.admission import rate_limits
+from penstock_router.admission.rate_limits import Bucket, Charge, Rates
 from penstock_router.errors import TooManyRequests
-from penstock_router.metrics import Metrics
-from penstock_router.rate_limits import Bucket, Charge, Rates
-from penstock_router.records import RequestRecord
+from penstock_router.observe.metrics import Metrics
+from penstock_router.observe.request_record import RequestRecord
 
 
 class Clock:

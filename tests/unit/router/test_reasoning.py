@@ -8,8 +8,8 @@ import pytest
 from support.budget import budget, seeded
 from unit.router.chat_template_styles import STYLES as TEMPLATES
 
-from penstock_router.pieces import Piece, PieceKind, join_pieces
-from penstock_router.reasoning import (
+from penstock_router.text.answer_pieces import Piece, PieceKind, join_pieces
+from penstock_router.text.reasoning import (
     STYLES,
     ReasoningSplitter,
     ReasoningStyle,

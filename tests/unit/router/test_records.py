@@ -16,7 +16,7 @@ from penstock_client.errors import (
     ShardFailed,
 )
 from penstock_client.types import AttemptRecord
-from penstock_router.records import Records, RequestRecord
+from penstock_router.observe.request_record import Records, RequestRecord
 from penstock_router.routes.base import ROUTER
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from unit.router.router_doubles import FakeFleet, memory_router
 
 from penstock_client.types import Adapter, AttemptRecord
-from penstock_proto.logs import JsonFormatter, TextFormatter
-from penstock_router.records import RequestRecord, Usage
-from penstock_router.request_log import fields_of, log_request
+from penstock_common.logs import JsonFormatter, TextFormatter
+from penstock_router.observe.request_log import fields_of, log_request
+from penstock_router.observe.request_record import RequestRecord, Usage
 
 # How long examples take says more of the machine than of the code.
 ANY_PACE = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock_router.records import RequestRecord, Usage
-from penstock_router.request_metrics import RequestMetrics
+from penstock_router.observe.request_metrics import RequestMetrics
+from penstock_router.observe.request_record import RequestRecord, Usage
 
 MODEL = {"model": "m"}
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router import response_store
-from penstock_router.response_store import (
+from penstock_router.store import response_store
+from penstock_router.store.response_store import (
     MIN_BYTES,
     ResponseStore,
     ResponseTooLarge,
@@ -431,7 +431,7 @@ async def test_what_a_worker_had_not_finished_when_it_ended_has_failed(path: str
 
 CHILD = """
 import asyncio, sys
-from penstock_router.response_store import ResponseStore
+from penstock_router.store.response_store import ResponseStore
 
 async def main():
     store = ResponseStore(sys.argv[1], max_bytes=2**22, ttl_s=100, owner="child")

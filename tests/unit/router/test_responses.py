@@ -25,14 +25,14 @@ from unit.router.router_doubles import (
 
 from penstock_client.errors import NoShardAvailable, RequestRefused, ShardFailed
 from penstock_client.types import GenerationRequest
-from penstock_router import bodies, long_json
-from penstock_router.apis import chat_messages
+from penstock_router.apis import chat_messages, long_json
 from penstock_router.apis.base import Envelope
-from penstock_router.apis.responses_answers import ResponseShape
-from penstock_router.apis.responses_request import ResponsesRequest
-from penstock_router.job import Job
-from penstock_router.response_store import ResponseStore, ResponseTooLarge, StoreUnavailable
+from penstock_router.apis.responses.answers import ResponseShape
+from penstock_router.apis.responses.request_type import ResponsesRequest
+from penstock_router.generation.job import Job
+from penstock_router.offload import dispatch
 from penstock_router.routes.base import ROUTER
+from penstock_router.store.response_store import ResponseStore, ResponseTooLarge, StoreUnavailable
 
 LOGPROBS = "message.output_text.logprobs"
 UNFINISHED = ("queued", "in_progress")
@@ -563,7 +563,7 @@ async def test_a_long_stored_response_is_read_in_a_text_process(
     def here(*_: object) -> bytes:
         raise AssertionError("read on the event loop")
 
-    monkeypatch.setattr(bodies, "show_stored", here)
+    monkeypatch.setattr(dispatch, "show_stored", here)
     path = "/v1/responses/resp_1/input_items"
     page = (await router.get(f"{path}?order=asc&limit=2&after=msg_0")).json()
     assert (page["data"], page["has_more"]) == (items[1:3], True)
@@ -597,7 +597,7 @@ async def test_what_a_long_body_has_repeated_is_neither_read_nor_encoded_on_the_
     encode, make = long_json.json_pieces, ResponseShape.__init__
 
     def noted_pieces(value: object) -> Iterator[bytes]:
-        if isinstance(value, msgspec.Raw) and len(memoryview(value)) > bodies.LONG_BYTES:
+        if isinstance(value, msgspec.Raw) and len(memoryview(value)) > dispatch.LONG_BYTES:
             threads.append(threading.current_thread())
         return encode(value)
 
@@ -829,7 +829,7 @@ async def test_what_is_wrong_with_a_background_request_is_a_status(
 async def test_an_end_that_the_store_does_not_take_is_offered_again(
     router: MemoryRouter, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock_router.background._STORE_RETRY_S", 0.01)
+    monkeypatch.setattr("penstock_router.store.background_responses._STORE_RETRY_S", 0.01)
     fleet.step_s = 0.02
     begun = await answered(router, background=True)
     with monkeypatch.context() as broken:

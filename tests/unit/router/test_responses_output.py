@@ -18,13 +18,13 @@ from support.budget import budget, seeded
 from unit.router.router_doubles import INFO, fake_logprobs
 
 from penstock_router.apis.base import call_id
-from penstock_router.apis.responses import LOGPROBS, parse_response
-from penstock_router.apis.responses_answers import ResponseShape
-from penstock_router.choice import Delta, EndReason
+from penstock_router.apis.responses.answers import ResponseShape
+from penstock_router.apis.responses.requests import LOGPROBS, parse_response
 from penstock_router.errors import BadRequest
-from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind
-from penstock_router.prompts import Prepared
+from penstock_router.generation.choice import Delta, EndReason
+from penstock_router.generation.job import Job
+from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.prompts import Prepared
 
 THOUGHT = Piece(PieceKind.REASONING, "Well")
 SAID = Piece(PieceKind.CONTENT, "Hello")

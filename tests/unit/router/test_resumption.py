@@ -22,15 +22,15 @@ from unit.router.router_doubles import (
 )
 
 from penstock_client.errors import ShardFailed
-from penstock_client.stream import GenerationStream
+from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import GenerationRequest
-from penstock_router import resumption
-from penstock_router.choice import Delta
-from penstock_router.delivered import BEGINNING, Delivered, ResumePoint
-from penstock_router.deltas import Deltas
+from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import BadRequest, Unavailable
-from penstock_router.records import Usage
-from penstock_router.resumption import (
+from penstock_router.generation import resumption
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.deltas import Deltas
+from penstock_router.generation.resume_point import BEGINNING, Delivered, ResumePoint
+from penstock_router.generation.resumption import (
     MAX_SEQUENCES,
     RESERVED_BYTES,
     Cursor,
@@ -41,11 +41,11 @@ from penstock_router.resumption import (
     Reader,
     body_digest,
 )
+from penstock_router.observe.request_record import Usage
 from penstock_router.routes.base import ROUTER
 from penstock_router.routes.resume import EventMaker
-from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
-from penstock_router.sse import send_each
-from penstock_router.threads import Threads
+from penstock_router.server.sse import send_each
+from penstock_router.thread_pool import Threads
 
 CURSOR = Cursor(b"digest", "me", 1234, 2**64 - 1, "numerics", ((3, 14, False), (0, 0, True)))
 START = Cursor(b"", "", 0, 0)

@@ -9,7 +9,7 @@ import jsonschema_rs
 import pytest
 
 from penstock_router.errors import BadRequest
-from penstock_router.fields import Field
+from penstock_router.json_fields import Field
 from penstock_router.routes.table import ROUTES
 
 Schema = dict[str, Any]

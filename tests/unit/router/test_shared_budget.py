@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock_router.shared_budget import Holding, SharedBudget
+from penstock_router.admission.shared_budget import Holding, SharedBudget
 
 
 class Refused(Exception):

@@ -9,10 +9,10 @@ import pytest
 from unit.router.router_doubles import FakeFleet, memory_router
 from unit.router.test_request_log import failed_over, record_of
 
-from penstock_proto.tracing import Span, SpanContext
-from penstock_router.records import RequestRecord
-from penstock_router.spans import METHOD, RequestTraces
-from penstock_shard import spans as shard_spans
+from penstock_common.tracing import Span, SpanContext
+from penstock_router.observe.request_record import RequestRecord
+from penstock_router.observe.tracing import METHOD, RequestTraces
+from penstock_shard.server import tracing
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -144,7 +144,7 @@ def test_with_a_sink_a_request_is_a_span_below_its_callers() -> None:
 
 
 def test_both_ends_call_the_method_the_same() -> None:
-    assert shard_spans.METHOD == METHOD
+    assert tracing.METHOD == METHOD
 
 
 async def test_shards_are_given_the_requests_context(fleet: FakeFleet) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.stop import StopMatcher, _fallback_table, beginning
+from penstock_router.text.stop_strings import StopMatcher, _fallback_table, beginning
 
 
 def run(

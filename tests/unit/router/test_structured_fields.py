@@ -12,20 +12,20 @@ import pytest
 from support.budget import budget, seeded
 
 from penstock_client.types import Constraint, ConstraintKind
-from penstock_proto.bounds import MAX_CHOICE_OPTIONS
-from penstock_router.apis.openai import CHAT_FIELDS, parse_chat, parse_completion
-from penstock_router.apis.structured import (
+from penstock_common.bounds import MAX_CHOICE_OPTIONS
+from penstock_router.apis.openai.requests import CHAT_FIELDS, parse_chat, parse_completion
+from penstock_router.apis.structured_output import (
     CONSTRAINT_FIELDS,
     FORMATS,
     MAX_NESTING,
     close,
     constraint_of_format,
 )
-from penstock_router.apis.tgi import PARAMETERS, parse_generate
+from penstock_router.apis.tgi.requests import PARAMETERS, parse_generate
 from penstock_router.errors import BadRequest
-from penstock_router.fields import decode_object
+from penstock_router.json_fields import decode_object
+from penstock_router.offload.text_messages import pack_asked, unpack_asked
 from penstock_router.request import CompletionRequest
-from penstock_router.text_messages import pack_asked, unpack_asked
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 SCHEMA: dict[str, Any] = {

@@ -33,7 +33,7 @@ from unit.router.router_doubles import (
 )
 
 from penstock_client.types import GenerationRequest
-from penstock_router.job import choice_seed
+from penstock_router.generation.job import choice_seed
 
 # Of cases that failed once, each for another reason.
 RECORDED_SEEDS = [

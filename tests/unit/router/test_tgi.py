@@ -29,15 +29,15 @@ from penstock_client.errors import (
     ShardFailed,
 )
 from penstock_client.types import GenerationRequest
-from penstock_router.apis.tgi import (
+from penstock_router.apis.tgi.answers import GenerateRequest, error_answer, error_status
+from penstock_router.apis.tgi.requests import (
     PARAMETERS,
     parse_compat,
     parse_generate,
     parse_generate_stream,
 )
-from penstock_router.apis.tgi_answers import GenerateRequest, error_answer, error_status
 from penstock_router.errors import ApiError, BadRequest, TimedOut, Unauthorized
-from penstock_router.job import choice_seed
+from penstock_router.generation.job import choice_seed
 
 LIMIT = INFO.max_model_len
 

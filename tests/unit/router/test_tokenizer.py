@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from unit.router.router_doubles import random_text
 
 from penstock_router.errors import BadRequest
-from penstock_router.tokenizer import (
+from penstock_router.text.tokenizer import (
     INLINE_CHARS,
     Tokenizer,
     TokenizerUnusable,

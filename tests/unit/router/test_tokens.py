@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
 
-from penstock_router import text_work
-from penstock_router.tokenizer import MAX_TEXT_CHARS
+from penstock_router.offload import body_kinds
+from penstock_router.text.tokenizer import MAX_TEXT_CHARS
 
 CHAT = [{"role": "user", "content": "café 😀"}]
 # Shows what else of a request a template sees.
@@ -118,7 +118,7 @@ async def test_a_text_that_would_take_too_much_is_refused(
 async def test_more_tokens_than_can_be_shown_are_refused(
     router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_work, "MAX_PLACES", 10)
+    monkeypatch.setattr(body_kinds, "MAX_PLACES", 10)
     assert (await router.post("/tokenize", {"inputs": "😀" * 2})).status == 200
     refused = await router.post("/tokenize", {"inputs": "😀" * 20})
     assert refused.status == 422
@@ -137,7 +137,7 @@ async def test_a_long_text_is_taken_apart_off_the_loop(
         threads.append(threading.current_thread() is threading.main_thread())
         return msgspec.json.encode(answer)
 
-    monkeypatch.setattr(text_work, "_encode", noted)
+    monkeypatch.setattr(body_kinds, "_encode", noted)
     assert (await router.post("/tokenize", body)).status == 200
     [(name, text), *rest] = body.items()
     long = {name: text * 2000, **dict(rest)}

@@ -10,9 +10,9 @@ import jsonschema_rs
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.apis.openai import CHAT_FIELDS, parse_chat
-from penstock_router.apis.structured import MAX_NESTING
-from penstock_router.apis.tokens import TOKENIZE_FIELDS, chat_to_tokenize, parse_with
+from penstock_router.apis.openai.requests import CHAT_FIELDS, parse_chat
+from penstock_router.apis.structured_output import MAX_NESTING
+from penstock_router.apis.tokenize import TOKENIZE_FIELDS, chat_to_tokenize, parse_with
 from penstock_router.apis.tools import (
     CHOICE,
     FLAT_CHOICE,
@@ -26,9 +26,9 @@ from penstock_router.apis.tools import (
     tool_options,
 )
 from penstock_router.errors import BadRequest
-from penstock_router.fields import Kind
+from penstock_router.json_fields import Kind
+from penstock_router.offload.text_messages import pack_asked, unpack_asked
 from penstock_router.request import NO_TOOLS, ChatRequest, Tool, ToolChoice
-from penstock_router.text_messages import pack_asked, unpack_asked
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}

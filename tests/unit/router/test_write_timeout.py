@@ -27,12 +27,12 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_router.bodies import LONG_BYTES
-from penstock_router.connections import Runner
+from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import SlowReader
+from penstock_router.offload.dispatch import LONG_BYTES
 from penstock_router.routes.base import ROUTER
-from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
-from penstock_router.write_timeout import WriteTimeout
+from penstock_router.server.connections import Runner
+from penstock_router.server.write_timeout import WriteTimeout
 
 
 class Clock(asyncio.SelectorEventLoop):

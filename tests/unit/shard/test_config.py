@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock_shard.command_line import parse_config
+from penstock_shard.cli import parse_config
 from penstock_shard.config import ShardConfig
 
 

@@ -10,20 +10,21 @@ import pytest
 from support.engines import VOCAB_SIZE, make_engine, make_request, packed, runner_info
 
 from penstock_proto import shard_pb2 as pb
-from penstock_shard import link, wire
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.embedding import embed
-from penstock_shard.engine_supervisor import Deliver, EngineSupervisor
-from penstock_shard.request import FinishReason, Pooling, Request
-from penstock_shard.validation import Refusal, check_embedding
+from penstock_shard.ipc import messages
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.request import FinishReason, Pooling, Request
+from penstock_shard.server import proto_codec
+from penstock_shard.server.embedding import embed
+from penstock_shard.server.supervisor import Deliver, EngineSupervisor
+from penstock_shard.server.validation import Refusal, check_embedding
 
 INFO = runner_info()
 
 
 def checked(message: pb.EmbedRequest) -> list[Request]:
     read = pb.EmbedRequest.FromString(message.SerializeToString())
-    return check_embedding(wire.incoming_embedding(read), INFO, "call")
+    return check_embedding(proto_codec.incoming_embedding(read), INFO, "call")
 
 
 def message(*inputs: list[int], **fields: object) -> pb.EmbedRequest:
@@ -76,7 +77,7 @@ def test_what_is_just_within_bounds_is_taken() -> None:
 def test_vectors_so_long_that_an_answer_would_not_fit_lower_the_number_of_inputs() -> None:
     assert INFO.embedding is not None
     long = dataclasses.replace(INFO, embedding=dataclasses.replace(INFO.embedding, size=2**20))
-    incoming = wire.incoming_embedding(message(*[[1]] * 9))
+    incoming = proto_codec.incoming_embedding(message(*[[1]] * 9))
     with pytest.raises(Refusal, match=r"9 inputs is out of bounds; allowed: 1\.\.8 inputs"):
         check_embedding(incoming, long, "call")
 
@@ -84,7 +85,7 @@ def test_vectors_so_long_that_an_answer_would_not_fit_lower_the_number_of_inputs
 def test_a_shard_without_embeddings_says_what_to_do() -> None:
     info = dataclasses.replace(INFO, embedding=None)
     with pytest.raises(Refusal, match="--embeddings last") as caught:
-        check_embedding(wire.incoming_embedding(message([1])), info, "call")
+        check_embedding(proto_codec.incoming_embedding(message([1])), info, "call")
     assert caught.value.error.code == 9
 
 
@@ -92,9 +93,9 @@ def test_a_shard_without_embeddings_says_what_to_do() -> None:
 
 
 def values(vector: list[float], dimensions: int | None, normalize: bool) -> list[float]:
-    response = wire.embed_response()
+    response = proto_codec.embed_response()
     packed = np.array(vector, dtype="<f4").tobytes()
-    wire.add_embedding(response, packed, dimensions=dimensions, normalize=normalize)
+    proto_codec.add_embedding(response, packed, dimensions=dimensions, normalize=normalize)
     (embedding,) = response.embeddings
     return list(embedding.values)
 
@@ -111,7 +112,7 @@ def test_a_vector_of_zeros_stays_one() -> None:
 
 
 def test_the_defaults_are_told() -> None:
-    told = wire.info_response(
+    told = proto_codec.info_response(
         INFO, ShardConfig(), instance_id="", revision="", tokenizer_hash="", version=""
     ).embedding
     assert (told.pooling, told.normalize, told.size) == (pb.EmbedRequest.POOLING_LAST, True, 64)
@@ -181,7 +182,7 @@ class Supervisor(EngineSupervisor):
     def __init__(self, **settings: int) -> None:
         super().__init__(ShardConfig(**settings))  # type: ignore[arg-type]
         self.aborted: list[str] = []
-        self._became_ready(link.Ready(INFO, {}, "", ""))
+        self._became_ready(messages.Ready(INFO, {}, "", ""))
 
     def _flush(self) -> None:
         self._flush_scheduled = False
@@ -189,8 +190,8 @@ class Supervisor(EngineSupervisor):
         self._requests, self._aborts = [], []
 
     def says(self, request_id: str, **fields: object) -> None:
-        output = link.Output(request_id, 0, 0, [], **fields)  # type: ignore[arg-type]
-        self._take_step(link.StepOutputs([output], link.Load()))
+        output = messages.Output(request_id, 0, 0, [], **fields)  # type: ignore[arg-type]
+        self._take_step(messages.StepOutputs([output], messages.Load()))
 
 
 async def test_vectors_come_in_the_order_of_the_inputs() -> None:
@@ -211,7 +212,7 @@ async def test_one_that_fails_ends_the_call_and_aborts_the_others() -> None:
     call = asyncio.create_task(embed(supervisor, checked(message([1], [2], [3]))))
     await asyncio.sleep(0.01)
     supervisor.says("call/2", embedding=b"three", finish=FinishReason.STOP)
-    supervisor.says("call/1", error=link.Error(Code.INTERNAL, "the model gave nothing"))
+    supervisor.says("call/1", error=messages.Error(Code.INTERNAL, "the model gave nothing"))
     with pytest.raises(Refusal, match="the model gave nothing"):
         await call
     await asyncio.sleep(0.01)

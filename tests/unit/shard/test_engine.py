@@ -10,11 +10,11 @@ from support.budget import budget, seeded
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 from support.shadow import ShadowRunner
 
-from penstock_shard.engine import Engine
-from penstock_shard.link import Output
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.request import FinishReason, Objective
-from penstock_shard.runner.base import RowResult
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import FinishReason, Objective
+from penstock_shard.worker.base import RowResult
 
 
 def _alone(prompt, **options) -> list[int]:

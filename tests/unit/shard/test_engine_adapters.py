@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from penstock_shard.engine_adapters import EngineAdapters
-from penstock_shard.link import AdapterChange, AdapterChanged
-from penstock_shard.models.errors import ModelError
-from penstock_shard.runner.base import ReadAdapter
+from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.messages import AdapterChange, AdapterChanged
+from penstock_shard.worker.base import ReadAdapter
 
 
 class Store:

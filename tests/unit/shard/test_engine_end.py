@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_supervisor import EngineSupervisor
+from penstock_shard.server.supervisor import EngineSupervisor
 
 
 class Process:

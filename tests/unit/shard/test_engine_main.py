@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from support.engines import make_engine, make_request
 
-from penstock_shard import engine_main
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_adapters import EngineAdapters
-from penstock_shard.engine_loop import EngineLoop, Heartbeat
-from penstock_shard.link import Inbox
-from penstock_shard.loading import load_runner
-from penstock_shard.models.errors import ModelError
+from penstock_shard.engine import main as engine_main
+from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.engine.loop import EngineLoop, Heartbeat
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.messages import Inbox
+from penstock_shard.model_loader.load_runner import load_runner
 
 
 def _beats(sleeps_s: list[float], started_s: Callable[[float], float]) -> list[float]:
@@ -104,9 +104,9 @@ def test_what_goes_on_outside_of_steps_grows_older_too_and_waiting_does_not() ->
 def test_an_engine_ends_that_its_server_tells_nonsense(nonsense: bytes) -> None:
     program = f"""
 import queue, socket, threading, time
-from penstock_proto.logs import set_up_logging
+from penstock_common.logs import set_up_logging
 from penstock_shard import engine_main
-from penstock_shard.link import EngineEnd
+from penstock_shard.ipc.messages import EngineEnd
 
 ours, theirs = socket.socketpair()
 set_up_logging("text")
@@ -147,7 +147,7 @@ def test_the_seconds_that_torch_takes_to_import_are_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    stub = ModuleType("penstock_shard.runner.create")
+    stub = ModuleType("penstock_shard.model_loader.create_runner")
 
     def create_runner(*_: object, **__: object) -> None:
         raise ModelError("; ".join(said))

@@ -19,14 +19,14 @@ from support.drafters import FickleOracle
 from support.engines import EOS_ID, make_request, runner_info
 from support.shadow import Fails, ShadowRunner
 
-from penstock_shard.codes import Code
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.engine import Engine
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import FinishReason, Objective, Request
-from penstock_shard.runner.fake import FakeRunner
-from penstock_shard.scheduler import SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.request import FinishReason, Objective, Request
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.worker.fake_runner import FakeRunner
 
 _EOS_RATE = 0.05
 _MAX_MODEL_LEN = 96

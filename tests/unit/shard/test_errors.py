@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock_shard.models.errors import (
+from penstock_shard.errors import (
     ModelError,
     first_line,
     is_out_of_memory,

@@ -23,14 +23,14 @@ from penstock_client import (
     Objective,
     SamplingParams,
     ThinkingBudget,
-    _wire,
 )
+from penstock_client.rpc import proto_codec
 from penstock_proto import shard_pb2 as pb
-from penstock_shard import wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import Request
-from penstock_shard.runner_info import Adapter
-from penstock_shard.validation import IncomingRequest, Refusal, check
+from penstock_shard.ipc.request import Request
+from penstock_shard.ipc.runner_info import Adapter
+from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.validation import IncomingRequest, Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("one", "two"))
 INFO = dataclasses.replace(
@@ -99,12 +99,12 @@ def names_of(kind: Any) -> set[str]:
 
 def message_of(sent: GenerationRequest) -> pb.GenerateRequest:
     """As it comes out of the network."""
-    data = _wire.generate_request(sent, "id", Attempt(2, "an engine", True, True))
+    data = proto_codec.generate_request(sent, "id", Attempt(2, "an engine", True, True))
     return pb.GenerateRequest.FromString(data.SerializeToString())
 
 
 def submitted(sent: GenerationRequest) -> Request:
-    submit = check(wire.incoming(message_of(sent)), INFO, CONFIG)
+    submit = check(shard_codec.incoming(message_of(sent)), INFO, CONFIG)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=Request)
 
 
@@ -165,7 +165,7 @@ def test_a_constraint_that_a_shard_cannot_follow_is_refused_by_its_name(
     info = runner_info()
     lacks = dataclasses.replace(info, capabilities=info.capabilities - {kind.value})
     with pytest.raises(Refusal) as refused:
-        check(wire.incoming(message_of(sent)), lacks, CONFIG)
+        check(shard_codec.incoming(message_of(sent)), lacks, CONFIG)
     assert refused.value.error.field == kind.value
 
 
@@ -193,7 +193,7 @@ def test_an_adapter_that_is_not_there_is_refused(
 
 
 def test_an_adapter_is_refused_where_none_are_served() -> None:
-    sent = wire.incoming(message_of(dataclasses.replace(PLAIN, adapter="lora")))
+    sent = shard_codec.incoming(message_of(dataclasses.replace(PLAIN, adapter="lora")))
     with pytest.raises(Refusal, match="adapter is not served") as refused:
         check(sent, runner_info(), CONFIG)
     assert refused.value.error.code == 9
@@ -202,7 +202,7 @@ def test_an_adapter_is_refused_where_none_are_served() -> None:
 def test_a_shard_reads_every_field_of_the_message() -> None:
     """Each set alone changes what the shard makes of it."""
     attempt = {"request_id", "attempt", "instance_id", "hand_back", "suspect"}
-    plain = wire.incoming(pb.GenerateRequest())
+    plain = shard_codec.incoming(pb.GenerateRequest())
     lists = {"prompt_token_ids", "output_token_ids", "stop_token_ids", "logprob_token_ids"}
     for path, descriptor in leaves(pb.GenerateRequest.DESCRIPTOR, ()):
         message = pb.GenerateRequest()
@@ -222,7 +222,7 @@ def test_a_shard_reads_every_field_of_the_message() -> None:
             setattr(part, name, 3)
         else:
             setattr(part, name, VALUES[descriptor.type])
-        changed = not same(wire.incoming(message), plain)
+        changed = not same(shard_codec.incoming(message), plain)
         assert changed, ".".join(path)
     assert attempt <= names_of(IncomingRequest)
 

@@ -10,11 +10,11 @@ import pytest
 from support.engines import EOS_ID, changed, make_sequence, runner_info
 from support.plans import batch_of
 
-from penstock_shard.request import Pooling, SamplingParams
-from penstock_shard.rows import Row
-from penstock_shard.runner.base import Batch
-from penstock_shard.runner.fake import FakeRunner
+from penstock_shard.ipc.request import Pooling, SamplingParams
+from penstock_shard.scheduler.rows import Row
 from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import Batch
+from penstock_shard.worker.fake_runner import FakeRunner
 
 
 def _runner(step_s: float = 0.0) -> FakeRunner:

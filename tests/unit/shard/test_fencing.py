@@ -12,13 +12,13 @@ import pytest
 from support.engines import runner_info
 
 from penstock_proto import shard_pb2 as pb
-from penstock_shard import link
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.early_aborts import EarlyAborts
-from penstock_shard.request import FinishReason, Request
-from penstock_shard.servicer import ShardServicer
-from penstock_shard.wire import UnreadableMessage
+from penstock_shard.ipc import messages as link
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.server.early_aborts import EarlyAborts
+from penstock_shard.server.proto_codec import UnreadableMessage
+from penstock_shard.server.servicer import ShardServicer
 
 EVERY_ATTEMPT = 2**32
 
@@ -358,7 +358,7 @@ def test_an_early_abort_of_attempt_0_is_one() -> None:
 
 
 def test_the_oldest_early_aborts_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock_shard.early_aborts._MEMORY_IDS", 2)
+    monkeypatch.setattr("penstock_shard.server.early_aborts._MEMORY_IDS", 2)
     aborts = EarlyAborts(lambda: 0.0)
     for name in ("a", "b", "a", "c"):
         aborts.remember(name, 0)
@@ -367,7 +367,7 @@ def test_the_oldest_early_aborts_are_forgotten_first(monkeypatch: pytest.MonkeyP
 
 def test_what_is_over_is_forgotten_before_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("penstock_shard.early_aborts._MEMORY_IDS", 2)
+    monkeypatch.setattr("penstock_shard.server.early_aborts._MEMORY_IDS", 2)
     aborts = EarlyAborts(lambda: now_s)
     aborts.remember("a", 0)
     now_s = 20.0

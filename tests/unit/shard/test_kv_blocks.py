@@ -8,9 +8,9 @@ import pytest
 from support.budget import budget, seeded
 from support.engines import make_sequence
 
-import penstock_shard.kv_blocks as kv_blocks
+import penstock_shard.kv_cache.block_manager as kv_blocks
 from penstock_proto.prefix_hash import block_hash, chain_hashes, root_hash
-from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.sequence import Sequence
 
 

@@ -9,11 +9,11 @@ import struct
 import pytest
 from support.engines import runner_info
 
-from penstock_shard import link
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.request import FinishReason, Objective, Request, SamplingParams
+from penstock_shard.ipc import messages as link
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.request import FinishReason, Objective, Request, SamplingParams
 
 REQUEST = Request(
     request_id="id",

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from support.adapters import make_adapter, write_safetensors
 
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.lora_files import read_adapter_files
+from penstock_shard.checkpoint.adapter_files import read_adapter_files
+from penstock_shard.errors import ModelError
 
 Q = "model.layers.0.self_attn.q_proj"
 UP = "model.layers.1.mlp.up_proj"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.errors import ModelError
-from penstock_shard.runner import cgroup, host_memory
-from penstock_shard.runner.block_count import KVShape, choose_num_blocks, described
-from penstock_shard.runner.host_memory import extra_host_bytes, free_host_bytes
+from penstock_shard.device import cgroup, host_memory
+from penstock_shard.device.host_memory import extra_host_bytes, free_host_bytes
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader.block_count import KVShape, choose_num_blocks, described
 
 MIB = 2**20
 # One sequence: 128 blocks of half a MiB.

@@ -12,15 +12,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from support.engines import make_engine, make_request
 
-from penstock_client import _wire
+from penstock_client.rpc import proto_codec
 from penstock_proto import shard_pb2 as pb
-from penstock_shard import link, metrics_port, wire
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_supervisor import EngineSupervisor
-from penstock_shard.link import Error, Load, Output, StepOutputs
-from penstock_shard.metrics import EngineCollector, ShardMetrics, serve_metrics
-from penstock_shard.request import FinishReason, Request
+from penstock_shard.ipc import messages
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Error, Load, Output, StepOutputs
+from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.server import metrics_port
+from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.metrics import EngineCollector, ShardMetrics, serve_metrics
+from penstock_shard.server.supervisor import EngineSupervisor
 
 
 def value(metrics: ShardMetrics, name: str, **labels: str) -> float | None:
@@ -125,7 +127,7 @@ def test_routers_are_told_how_long_steps_took_and_what_they_computed() -> None:
     load = Load(
         steps_seconds_total=1.5, prompt_tokens_total=16, decode_tokens_total=4, steps_total=3
     )
-    message = wire.load_report(
+    message = shard_codec.load_report(
         load,
         waiting=0,
         queued_tokens=0,
@@ -137,7 +139,7 @@ def test_routers_are_told_how_long_steps_took_and_what_they_computed() -> None:
         draining=False,
         handing_over=False,
     )
-    told = _wire.load_report(pb.LoadReport.FromString(message.SerializeToString()))
+    told = proto_codec.load_report(pb.LoadReport.FromString(message.SerializeToString()))
     assert (told.steps_seconds_total, told.computed_tokens_total) == (1.5, 20)
 
 
@@ -202,7 +204,7 @@ def test_how_the_engine_stands_is_asked_for_when_somebody_looks() -> None:
     registry = CollectorRegistry()
     registry.register(EngineCollector(supervisor, ShardConfig(served_model_names=("named",))))
     assert registry.get_sample_value("penstock_shard_serving") == 0
-    supervisor.load = link.Load(running=3, referenced_blocks=7, preemptions_total=2)
+    supervisor.load = messages.Load(running=3, referenced_blocks=7, preemptions_total=2)
     assert registry.get_sample_value("penstock_shard_running") == 3
     assert registry.get_sample_value("penstock_shard_kv_used_blocks") == 7
     assert registry.get_sample_value("penstock_shard_preemptions_total") == 2

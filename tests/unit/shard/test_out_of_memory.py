@@ -11,11 +11,11 @@ import pytest
 from support.engines import EngineUnderTest, make_engine, make_request
 from support.shadow import Fails, ShadowRunner, ShadowStep
 
-from penstock_shard.codes import Code
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import FinishReason, Objective, Pooling
-from penstock_shard.runner.base import Batch, RowResult
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.request import FinishReason, Objective, Pooling
 from penstock_shard.sequence import Sequence
+from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.worker.base import Batch, RowResult
 
 
 def _fails_at(*steps: int) -> Fails:

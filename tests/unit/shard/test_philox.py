@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock_shard.runner.philox import philox4x32, uniforms
+from penstock_shard.worker.sampling.philox import philox4x32, uniforms
 
 # kat_vectors of Random123, the authors' library: counter, key, expected words.
 VECTORS = [

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.pooling_files import pooling_of
-from penstock_shard.models.source import _wanted
-from penstock_shard.request import Pooling
+from penstock_shard.checkpoint.model_source import _wanted
+from penstock_shard.checkpoint.pooling_files import pooling_of
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.request import Pooling
 
 MODULES = ("Transformer", "Pooling", "Normalize")
 

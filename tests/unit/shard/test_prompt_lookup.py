@@ -7,7 +7,7 @@ import pytest
 from support.budget import budget, seeded
 from support.engines import make_sequence
 
-from penstock_shard.prompt_lookup import Drafter, look_up
+from penstock_shard.spec_decode.prompt_lookup import Drafter, look_up
 
 
 def _looked_up(ids, most: int) -> list[int]:
@@ -59,7 +59,7 @@ def _by_search(ids: list[int], most: int) -> list[int]:
 
 
 def test_only_so_many_tokens_back_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock_shard.prompt_lookup._WINDOW", 4)
+    monkeypatch.setattr("penstock_shard.spec_decode.prompt_lookup._WINDOW", 4)
     assert _looked_up([7, 8, 1, 2, 7], 1) == []
     assert _looked_up([8, 7, 1, 7], 1) == [1]
 

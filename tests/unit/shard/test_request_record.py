@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from support.engines import make_engine, make_request
 
-from penstock_proto.logs import JsonFormatter, TextFormatter
-from penstock_proto.tracing import Span
-from penstock_shard.codes import Code
-from penstock_shard.link import Error, Load, Output, Work
-from penstock_shard.request import FinishReason
-from penstock_shard.request_log import fields_of, log_request
-from penstock_shard.request_record import Follower, ShardRecord
-from penstock_shard.spans import METHOD, spans_of, trace_request
-from penstock_shard.validation import IncomingRequest
+from penstock_common.logs import JsonFormatter, TextFormatter
+from penstock_common.tracing import Span
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Error, Load, Output, Work
+from penstock_shard.ipc.request import FinishReason
+from penstock_shard.server.request_log import fields_of, log_request
+from penstock_shard.server.request_record import Follower, ShardRecord
+from penstock_shard.server.tracing import METHOD, spans_of, trace_request
+from penstock_shard.server.validation import IncomingRequest
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"

@@ -8,12 +8,12 @@ import pytest
 from support.engines import make_engine, make_request, make_sequence
 from support.plans import collect, plan_step
 
-from penstock_shard.create_engine import create_scheduler
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Objective
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.ipc.request import Objective
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
+from penstock_shard.spec_decode.prompt_lookup import Drafter
 
 
 def _rows(plan) -> list[tuple[str, int, int, bool]]:

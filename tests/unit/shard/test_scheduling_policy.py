@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from support.engines import make_sequence
 
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.request import Objective
-from penstock_shard.runner.base import RowResult
-from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.ipc.request import Objective
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.worker.base import RowResult
 
 
 def test_by_itself_a_scheduler_goes_by_the_order_of_arrival_whatever_is_aimed_for() -> None:

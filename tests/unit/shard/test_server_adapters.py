@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import AdapterChange, AdapterChanged
-from penstock_shard.runner_info import Adapter
-from penstock_shard.server_adapters import ServerAdapters
-from penstock_shard.validation import Refusal
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import AdapterChange, AdapterChanged
+from penstock_shard.ipc.runner_info import Adapter
+from penstock_shard.server.adapters import ServerAdapters
+from penstock_shard.server.validation import Refusal
 
 
 class Adapters(ServerAdapters):

@@ -13,16 +13,18 @@ import pytest
 from support.engines import make_request, runner_info
 
 from penstock_client import Output as ClientOutput
-from penstock_client import _wire
+from penstock_client.rpc import proto_codec
 from penstock_proto import shard_pb2 as pb
-from penstock_shard import engine_supervisor, link, wire
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.early_aborts import EarlyAborts
-from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.request import FinishReason, Request
-from penstock_shard.servicer import Outbox, ShardServicer
+from penstock_shard.ipc import messages as link
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server import supervisor as engine_supervisor
+from penstock_shard.server.early_aborts import EarlyAborts
+from penstock_shard.server.servicer import Outbox, ShardServicer
+from penstock_shard.server.supervisor import EngineFailed, EngineSupervisor
 
 
 def _output(request_id: str = "r", attempt: int = 0, **fields: object) -> link.Output:
@@ -48,12 +50,12 @@ def test_an_output_merged_for_long_is_cut_into_responses_of_bounded_size() -> No
         "r", 0, 7, list(range(count)), logprobs=_logprobs(count, top_n), cached_tokens=3,
         prompt_logprobs=_logprobs(20_000, top_n), finish=FinishReason.LENGTH, queue_s=0.5,
     )  # fmt: skip
-    responses = list(wire.responses([output]))
+    responses = list(shard_codec.responses([output]))
     assert max(response.ByteSize() for response in responses) < 600_000
     merged: ClientOutput | None = None
     for response in responses:
         for message in response.outputs:
-            piece = _wire.output(pb.Output.FromString(message.SerializeToString()))
+            piece = proto_codec.output(pb.Output.FromString(message.SerializeToString()))
             assert isinstance(piece, ClientOutput)
             if merged is None:
                 merged = piece
@@ -547,7 +549,7 @@ async def test_a_call_whose_requests_cannot_be_taken_ends_and_so_do_they(
 
     async def messages() -> AsyncIterator[pb.GenerateRequest]:
         yield _message("a")
-        monkeypatch.setattr(wire, "incoming", lambda message: 1 // 0)
+        monkeypatch.setattr(shard_codec, "incoming", lambda message: 1 // 0)
         yield _message("b")
 
     call = ShardServicer(supervisor, ShardConfig()).Generate(messages(), cast("Any", context))

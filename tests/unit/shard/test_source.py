@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from penstock_shard.config import ShardConfig
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.source import (
+from penstock_shard.checkpoint.model_source import (
     BUILTIN_MODEL,
     check_directory,
     resolve_adapter,
     resolve_model,
 )
+from penstock_shard.config import ShardConfig
+from penstock_shard.errors import ModelError
 
 
 @pytest.fixture

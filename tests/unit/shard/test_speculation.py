@@ -14,10 +14,9 @@ from support.drafters import FickleOracle, Oracle, always, named
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 from support.plans import Plan, plan_step
 
-from penstock_shard.link import Output
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import (
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.request import (
     Constraint,
     FinishReason,
     Objective,
@@ -26,6 +25,7 @@ from penstock_shard.request import (
     ThinkingBudget,
 )
 from penstock_shard.sequence import Sequence
+from penstock_shard.spec_decode.prompt_lookup import Drafter
 
 # Sixteen ids, so that drafts from a request's own tokens are right now and then.
 FEW = tuple(range(100, 116))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from support.engines import make_sequence
 
-from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.objectives import TimedBudget
-from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.rows import Row, Rows
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.objectives_policy import TimedBudget
+from penstock_shard.scheduler.rows import Row, Rows
+from penstock_shard.scheduler.speculation import Speculation
+from penstock_shard.scheduler.step_budget import StepBudget
+from penstock_shard.scheduler.step_time import StepSize, StepTime
 from penstock_shard.sequence import Sequence
-from penstock_shard.speculation import Speculation
-from penstock_shard.step_budget import StepBudget
-from penstock_shard.step_time import StepSize, StepTime
+from penstock_shard.spec_decode.prompt_lookup import Drafter
 
 LONGEST = 64
 

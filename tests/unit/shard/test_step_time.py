@@ -7,7 +7,7 @@ import random
 import pytest
 from support.budget import budget, seeded
 
-from penstock_shard.step_time import StepSize, StepTime
+from penstock_shard.scheduler.step_time import StepSize, StepTime
 
 _TRUE = (0.004, 0.0012, 0.0009, 2e-6)
 

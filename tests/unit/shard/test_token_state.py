@@ -6,7 +6,7 @@ from collections import Counter
 
 from support.budget import budget, seeded
 
-from penstock_shard.runner.token_state import BadWords, TokenCounts
+from penstock_shard.worker.token_state import BadWords, TokenCounts
 
 
 def test_counts_follow_the_output_wherever_they_began() -> None:

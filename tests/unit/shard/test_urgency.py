@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from support.engines import make_sequence
 
-from penstock_shard.request import Objective
+from penstock_shard.ipc.request import Objective
+from penstock_shard.scheduler.urgency import urgency
 from penstock_shard.sequence import Sequence
-from penstock_shard.urgency import urgency
 
 
 def _sequence(name: str, arrival: int, max_tokens: int = 10, **objective: object) -> Sequence:

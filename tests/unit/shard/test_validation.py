@@ -14,15 +14,15 @@ from support.budget import budget, seeded
 from support.engines import EOS_ID, VOCAB_SIZE, runner_info
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import (
+from penstock_shard.ipc.request import (
     Constraint,
     Objective,
     Request,
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_shard.sampling_ranges import usable_defaults
-from penstock_shard.validation import IncomingRequest, Refusal, check
+from penstock_shard.ipc.sampling_ranges import usable_defaults
+from penstock_shard.server.validation import IncomingRequest, Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5, max_constraint_bytes=100)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from penstock_shard.models import weights_hash
-from penstock_shard.models.weights_hash import hash_weights
+from penstock_shard.checkpoint import weights_hash
+from penstock_shard.checkpoint.weights_hash import hash_weights
 
 
 @pytest.fixture

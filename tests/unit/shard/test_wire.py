@@ -16,15 +16,16 @@ from penstock_client import (
     Objective,
     SamplingParams,
     ThinkingBudget,
-    _wire,
 )
 from penstock_client import Output as ClientOutput
+from penstock_client.rpc import proto_codec
 from penstock_proto import shard_pb2 as pb
-from penstock_shard import link, request, wire
-from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.validation import check
+from penstock_shard.ipc import messages, request
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.validation import check
 
 # Values that a float32 holds exactly, none of them neutral.
 FULL = GenerationRequest(
@@ -63,14 +64,14 @@ FULL = GenerationRequest(
 def _at_the_engine(sent: GenerationRequest) -> request.Request:
     """Through the message, the checks, the socket and back."""
     attempt = Attempt(2, "an engine", hand_back=True, suspect=True)
-    message = _wire.generate_request(sent, "id", attempt)
-    incoming = wire.incoming(pb.GenerateRequest.FromString(message.SerializeToString()))
+    message = proto_codec.generate_request(sent, "id", attempt)
+    incoming = shard_codec.incoming(pb.GenerateRequest.FromString(message.SerializeToString()))
     submit = check(incoming, runner_info(), ShardConfig())
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(link.encode_frame(link.Inbox([submit], [])))
-        inbox = link.EngineEnd(theirs).receive()
-    assert isinstance(inbox, link.Inbox)
+        ours.sendall(messages.encode_frame(messages.Inbox([submit], [])))
+        inbox = messages.EngineEnd(theirs).receive()
+    assert isinstance(inbox, messages.Inbox)
     return inbox.requests[0]
 
 
@@ -119,7 +120,7 @@ def test_each_kind_of_constraint_reaches_the_engine(constraint: Constraint) -> N
 
 def test_a_json_object_that_is_not_wanted_is_no_constraint() -> None:
     message = pb.GenerateRequest(constraint=pb.Constraint(json_object=False))
-    assert wire.incoming(message).constraint is None
+    assert shard_codec.incoming(message).constraint is None
 
 
 def test_a_thinking_budget_reaches_the_engine() -> None:
@@ -149,19 +150,19 @@ def test_a_plain_request_has_neutral_values_and_no_objective() -> None:
 def test_requested_logprobs_come_back_however_they_are_merged_and_cut() -> None:
     count = 60_000
 
-    def output(first: int) -> link.Output:
+    def output(first: int) -> messages.Output:
         numbers = [float(i) for i in range(first, first + count)]
         scores = Logprobs(numbers, [1] * count, 0, [], [], [n for n in numbers for _ in (0, 1)])
-        return link.Output("r", 0, first, [5] * count, scores)
+        return messages.Output("r", 0, first, [5] * count, scores)
 
     merged = output(0)
     merged.merge(output(count))
-    responses = list(wire.responses([merged]))
+    responses = list(shard_codec.responses([merged]))
     assert max(response.ByteSize() for response in responses) < 600_000
     whole: ClientOutput | None = None
     for response in responses:
         for message in response.outputs:
-            piece = _wire.output(message)
+            piece = proto_codec.output(message)
             assert isinstance(piece, ClientOutput)
             if whole is None:
                 whole = piece
@@ -174,18 +175,18 @@ def test_requested_logprobs_come_back_however_they_are_merged_and_cut() -> None:
 
 
 def test_an_error_comes_after_the_tokens_that_it_was_merged_with() -> None:
-    merged = link.Output("r", 3, 7, [1, 2], Logprobs([-1.0, -2.0], [1, 1]), cached_tokens=4)
-    merged.merge(link.Output("r", 3, 9, [], error=link.Error(Code.OUT_OF_RANGE, "no more")))
-    pieces = [each for response in wire.responses([merged]) for each in response.outputs]
+    merged = messages.Output("r", 3, 7, [1, 2], Logprobs([-1.0, -2.0], [1, 1]), cached_tokens=4)
+    merged.merge(messages.Output("r", 3, 9, [], error=messages.Error(Code.OUT_OF_RANGE, "no more")))
+    pieces = [each for response in shard_codec.responses([merged]) for each in response.outputs]
     assert [piece.attempt for piece in pieces] == [3, 3]
-    tokens, error = map(_wire.output, pieces)
+    tokens, error = map(proto_codec.output, pieces)
     assert isinstance(tokens, ClientOutput)
     assert (tokens.token_ids, tokens.first_position, tokens.cached_tokens) == ([1, 2], 7, 4)
     assert tokens.logprobs is not None
     assert tokens.logprobs.chosen == [-1.0, -2.0]
     assert "no more" in str(error)
-    alone = link.Output("r", 3, 9, [], error=link.Error(Code.OUT_OF_RANGE, "no more"))
-    assert sum(len(response.outputs) for response in wire.responses([alone])) == 1
+    alone = messages.Output("r", 3, 9, [], error=messages.Error(Code.OUT_OF_RANGE, "no more"))
+    assert sum(len(response.outputs) for response in shard_codec.responses([alone])) == 1
 
 
 @pytest.mark.timeout(20)
@@ -194,8 +195,8 @@ def test_a_token_with_more_alternatives_than_a_response_holds_is_one_alone() -> 
     top_n = 40_000
     ids, values = list(range(top_n)), [-1.0] * top_n
     scores = Logprobs([-0.5, -0.25], [1, 1], top_n, ids * 2, values * 2)
-    output = link.Output("id", 0, 0, [7, 8], scores, prompt_logprobs=scores.first(2))
-    pieces = [each for response in wire.responses([output]) for each in response.outputs]
+    output = messages.Output("id", 0, 0, [7, 8], scores, prompt_logprobs=scores.first(2))
+    pieces = [each for response in shard_codec.responses([output]) for each in response.outputs]
     assert [list(each.token_ids) for each in pieces] == [[], [7], [8]]
     assert [len(each.prompt_logprobs.logprobs.chosen) for each in pieces] == [1, 1, 0]
     assert [len(each.logprobs.top_token_ids) for each in pieces] == [0, top_n, top_n]
@@ -210,41 +211,45 @@ def test_columns_are_cut_between_tokens() -> None:
 
 def test_outputs_of_one_token_share_columns_where_the_caller_numbers_its_attempts() -> None:
     outputs = [
-        link.Output("numbered", 0, 5, [50]),
-        link.Output("another attempt", 1, 6, [60]),
-        link.Output("bundled", 0, 7, [70, 71]),
-        link.Output("last", 0, 8, [80], finish=request.FinishReason.STOP),
-        link.Output("first", 0, 0, [90], cached_tokens=0, queue_s=0.5),
-        link.Output("scored", 0, 9, [91], Logprobs([-1.0], [1], 0, [], [], [])),
-        link.Output("numbered too", 2, 3, [30]),
+        messages.Output("numbered", 0, 5, [50]),
+        messages.Output("another attempt", 1, 6, [60]),
+        messages.Output("bundled", 0, 7, [70, 71]),
+        messages.Output("last", 0, 8, [80], finish=request.FinishReason.STOP),
+        messages.Output("first", 0, 0, [90], cached_tokens=0, queue_s=0.5),
+        messages.Output("scored", 0, 9, [91], Logprobs([-1.0], [1], 0, [], [], [])),
+        messages.Output("numbered too", 2, 3, [30]),
     ]
     ids = ("numbered", "another attempt", "bundled", "last", "first", "scored", "numbered too")
     numbers = {(name, 0): number for number, name in enumerate(ids, 1)}
     numbers["numbered too", 2] = 70
-    [response] = wire.responses(outputs, numbers)
+    [response] = shard_codec.responses(outputs, numbers)
     parsed = pb.GenerateResponse.FromString(response.SerializeToString())
-    found = [(number, one.first_position, one.token_ids) for number, one in _wire.tokens(parsed)]
+    found = [
+        (number, one.first_position, one.token_ids) for number, one in proto_codec.tokens(parsed)
+    ]
     assert found == [(1, 5, [50]), (70, 3, [30])]
     whole = ["another attempt", "bundled", "last", "first", "scored"]
     assert [output.request_id for output in parsed.outputs] == whole
-    [unnumbered] = wire.responses(outputs)
+    [unnumbered] = shard_codec.responses(outputs)
     assert [output.request_id for output in unnumbered.outputs] == list(ids)
     assert not unnumbered.HasField("tokens")
 
 
 def test_columns_of_very_many_requests_are_cut_into_responses_of_bounded_size() -> None:
     count = 50_000
-    outputs = [link.Output(str(index), 0, index, [7]) for index in range(count)]
+    outputs = [messages.Output(str(index), 0, index, [7]) for index in range(count)]
     numbers = {(str(index), 0): index + 1 for index in range(count)}
-    responses = list(wire.responses([*outputs, link.Output("x", 0, 0, [1, 2])], numbers))
+    responses = list(shard_codec.responses([*outputs, messages.Output("x", 0, 0, [1, 2])], numbers))
     assert max(response.ByteSize() for response in responses) < 300_000
-    found = [pair for response in responses for pair in _wire.tokens(response)]
+    found = [pair for response in responses for pair in proto_codec.tokens(response)]
     assert [number for number, _ in found] == list(range(1, count + 1))
     assert [output.request_id for response in responses for output in response.outputs] == ["x"]
 
 
 def test_columns_and_outputs_of_one_response_are_bounded_together() -> None:
-    outputs = [link.Output(str(index), 0, index, [7] * (1 + index % 2)) for index in range(20_000)]
+    outputs = [
+        messages.Output(str(index), 0, index, [7] * (1 + index % 2)) for index in range(20_000)
+    ]
     numbers = {(str(index), 0): index + 1 for index in range(len(outputs))}
-    sizes = [response.ByteSize() for response in wire.responses(outputs, numbers)]
+    sizes = [response.ByteSize() for response in shard_codec.responses(outputs, numbers)]
     assert max(sizes) < 1.1 * 2**18

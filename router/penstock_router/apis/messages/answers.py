@@ -12,11 +12,11 @@ from typing import Any, Literal, NotRequired, TypedDict
 import msgspec
 
 from penstock_router.apis.base import Envelope, ErrorForm, call_id, event_frame
-from penstock_router.choice import Delta
 from penstock_router.errors import ApiError
-from penstock_router.fields import JsonObject, decode_json
-from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, join_pieces
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.job import Job
+from penstock_router.json_fields import JsonObject, decode_json
+from penstock_router.text.answer_pieces import Piece, PieceKind, join_pieces
 
 # The key under which a whole answer shows arguments that are not a JSON object, as of a call that
 # was cut off. This API's documentation asks clients to send such arguments back under it.

@@ -6,14 +6,14 @@ from typing import Any, TypedDict
 
 from penstock_router.apis.base import TIMEOUT, Api
 from penstock_router.apis.chat_messages import TEXT
-from penstock_router.apis.messages_answers import (
+from penstock_router.apis.messages.answers import (
     ERRORS,
     MessageAnswer,
     MessageEvent,
     MessageShape,
 )
-from penstock_router.apis.messages_turns import TURNS
-from penstock_router.apis.structured import FORMAT, only_constraint
+from penstock_router.apis.messages.turns import TURNS
+from penstock_router.apis.structured_output import FORMAT, only_constraint
 from penstock_router.apis.tools import (
     MESSAGE_CHOICE,
     MESSAGE_TOOLS,
@@ -21,7 +21,7 @@ from penstock_router.apis.tools import (
     tool_options,
 )
 from penstock_router.errors import BadRequest
-from penstock_router.fields import (
+from penstock_router.json_fields import (
     ANYTHING,
     ARRAY,
     BOOLEAN,

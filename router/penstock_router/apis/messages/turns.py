@@ -18,7 +18,7 @@ from penstock_router.apis.chat_messages import (
     tool_message,
 )
 from penstock_router.errors import BadRequest
-from penstock_router.fields import (
+from penstock_router.json_fields import (
     BOOLEAN,
     OBJECT,
     STRING,

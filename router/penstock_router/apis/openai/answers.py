@@ -25,11 +25,11 @@ from penstock_router.apis.logprobs import (
     prompt_logprobs,
     token_text,
 )
-from penstock_router.choice import Delta, EndReason
 from penstock_router.errors import ApiError
-from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, content_of
-from penstock_router.records import Usage
+from penstock_router.generation.choice import Delta, EndReason
+from penstock_router.generation.job import Job
+from penstock_router.observe.request_record import Usage
+from penstock_router.text.answer_pieces import Piece, PieceKind, content_of
 
 _encode = msgspec.json.encode
 

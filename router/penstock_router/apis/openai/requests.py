@@ -11,17 +11,17 @@ from typing import Any
 
 from penstock_router.apis.base import ERRORS, TIMEOUT, Api
 from penstock_router.apis.chat_messages import MESSAGES
-from penstock_router.apis.openai_answers import (
+from penstock_router.apis.openai.answers import (
     ChatAnswer,
     ChatChunk,
     ChatShape,
     CompletionAnswer,
     CompletionShape,
 )
-from penstock_router.apis.structured import CONSTRAINT_FIELDS, constraint_options
+from penstock_router.apis.structured_output import CONSTRAINT_FIELDS, constraint_options
 from penstock_router.apis.tools import CHOICE, TOOLS, check_one_form, tool_options
 from penstock_router.errors import BadRequest
-from penstock_router.fields import (
+from penstock_router.json_fields import (
     ANY_NUMBER,
     ANYTHING,
     ARRAY,

@@ -12,23 +12,23 @@ from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 
-from penstock_router import long_json
+from penstock_router.apis import long_json
 from penstock_router.apis.base import Envelope, call_id
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
-from penstock_router.apis.responses_items import Item, ItemStatus, Part
-from penstock_router.apis.responses_output import (
+from penstock_router.apis.responses.items import Item, ItemStatus, Part
+from penstock_router.apis.responses.output_items import (
     Growing,
     GrowingCall,
     GrowingMessage,
     GrowingReasoning,
     output_text,
 )
-from penstock_router.apis.responses_request import Repeated, ResponsesRequest
-from penstock_router.choice import Delta, EndReason
+from penstock_router.apis.responses.request_type import Repeated, ResponsesRequest
 from penstock_router.errors import ApiError
-from penstock_router.job import Job
-from penstock_router.pieces import PieceKind
-from penstock_router.records import Usage
+from penstock_router.generation.choice import Delta, EndReason
+from penstock_router.generation.job import Job
+from penstock_router.observe.request_record import Usage
+from penstock_router.text.answer_pieces import PieceKind
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"

@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from penstock_router.apis.chat_messages import Called, assistant_message, check_size, tool_message
 from penstock_router.errors import BadRequest
-from penstock_router.fields import (
+from penstock_router.json_fields import (
     STRING,
     JsonObject,
     Kind,

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock_router.apis.base import event_frame
 from penstock_router.apis.logprobs import ChatLogprob
-from penstock_router.apis.responses_items import (
+from penstock_router.apis.responses.items import (
     CallItem,
     Item,
     ItemStatus,
@@ -22,7 +22,7 @@ from penstock_router.apis.responses_items import (
     Part,
     ReasoningItem,
 )
-from penstock_router.pieces import PieceKind
+from penstock_router.text.answer_pieces import PieceKind
 
 # An event's type, and its fields other than the type and the sequence number.
 Event = tuple[str, dict[str, Any]]

@@ -9,8 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, Self, TypedDict
 
-from penstock_router.apis.responses_items import Item, check_items, check_outputs, messages_of
-from penstock_router.fields import JsonObject
+from penstock_router.apis.responses.items import Item, check_items, check_outputs, messages_of
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest
 
 

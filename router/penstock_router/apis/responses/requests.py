@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from penstock_client.types import Constraint
 from penstock_router.apis.base import ERRORS, Api
-from penstock_router.apis.openai import (
+from penstock_router.apis.openai.requests import (
     CHAT_FIELDS,
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -21,10 +21,10 @@ from penstock_router.apis.openai import (
     common_options,
     template_options,
 )
-from penstock_router.apis.responses_answers import ResponseAnswer, ResponseEvent, ResponseShape
-from penstock_router.apis.responses_items import INPUT, check_outputs, messages_of
-from penstock_router.apis.responses_request import Repeated, ResponsesRequest, TextFormat
-from penstock_router.apis.structured import constraint_of_format, only_constraint
+from penstock_router.apis.responses.answers import ResponseAnswer, ResponseEvent, ResponseShape
+from penstock_router.apis.responses.items import INPUT, check_outputs, messages_of
+from penstock_router.apis.responses.request_type import Repeated, ResponsesRequest, TextFormat
+from penstock_router.apis.structured_output import constraint_of_format, only_constraint
 from penstock_router.apis.tools import (
     FLAT_CHOICE,
     FLAT_TOOLS,
@@ -33,7 +33,7 @@ from penstock_router.apis.tools import (
     tool_options,
 )
 from penstock_router.errors import BadRequest
-from penstock_router.fields import (
+from penstock_router.json_fields import (
     ANYTHING,
     ARRAY,
     BOOLEAN,

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock_router.apis.responses_answers import FAILED, ItemList, mark_lost
+from penstock_router.apis.responses.answers import FAILED, ItemList, mark_lost
 from penstock_router.errors import BadRequest
-from penstock_router.fields import shorten
+from penstock_router.json_fields import shorten
 
 _decode, _encode = msgspec.json.decode, msgspec.json.encode
 

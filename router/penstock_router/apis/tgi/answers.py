@@ -14,8 +14,6 @@ import msgspec
 
 from penstock_router.apis.base import Envelope, ErrorForm, data_frame
 from penstock_router.apis.logprobs import LOWEST_LOGPROB
-from penstock_router.choice import Delta
-from penstock_router.deltas import mean_logprob
 from penstock_router.errors import (
     ApiError,
     BadRequest,
@@ -24,10 +22,12 @@ from penstock_router.errors import (
     TemplateFailed,
     TooManyRequests,
 )
-from penstock_router.fields import JsonObject
-from penstock_router.job import Job
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.deltas import mean_logprob
+from penstock_router.generation.job import Job
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import CompletionRequest
-from penstock_router.tokenizer import Tokenizer
+from penstock_router.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.encode
 

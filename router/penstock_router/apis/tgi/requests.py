@@ -11,8 +11,8 @@ from typing import Any
 
 from penstock_client.types import Constraint
 from penstock_router.apis.base import TIMEOUT, Api
-from penstock_router.apis.structured import constraint_of_format, only_constraint
-from penstock_router.apis.tgi_answers import (
+from penstock_router.apis.structured_output import constraint_of_format, only_constraint
+from penstock_router.apis.tgi.answers import (
     ERRORS,
     GenerateAnswer,
     GenerateRequest,
@@ -20,7 +20,7 @@ from penstock_router.apis.tgi_answers import (
     StreamEvent,
 )
 from penstock_router.errors import BadRequest
-from penstock_router.fields import (
+from penstock_router.json_fields import (
     ANY_NUMBER,
     BOOLEAN,
     FLOAT_MAX,

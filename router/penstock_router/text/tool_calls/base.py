@@ -16,10 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-from penstock_router.fields import JsonObject
-from penstock_router.pieces import Piece, PieceKind
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.stop import beginning
+from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.stop_strings import beginning
 
 T = TypeVar("T")
 # A step of a reader: it yields while it waits for more text, and returns what it has read.

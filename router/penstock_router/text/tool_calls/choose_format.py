@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock_router.reasoning import AUTO, NONE
-from penstock_router.tool_calls.base import ToolFormat
-from penstock_router.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
-from penstock_router.tool_calls.hermes import HermesFormat
-from penstock_router.tool_calls.llama_json import LlamaJsonFormat
-from penstock_router.tool_calls.mistral import MistralFormat, MistralNamedFormat
-from penstock_router.tool_calls.plain_json import PlainJsonFormat
-from penstock_router.tool_calls.pythonic import PythonicFormat
+from penstock_router.text.reasoning import AUTO, NONE
+from penstock_router.text.tool_calls.base import ToolFormat
+from penstock_router.text.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from penstock_router.text.tool_calls.hermes import HermesFormat
+from penstock_router.text.tool_calls.llama_json import LlamaJsonFormat
+from penstock_router.text.tool_calls.mistral import MistralFormat, MistralNamedFormat
+from penstock_router.text.tool_calls.plain_json import PlainJsonFormat
+from penstock_router.text.tool_calls.pythonic import PythonicFormat
 
 # In the order in which templates are tested: formats with markers before those with words.
 _FORMATS: tuple[ToolFormat, ...] = (

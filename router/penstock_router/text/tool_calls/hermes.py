@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from penstock_router.fields import JsonObject
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.structural_tag import among_text, one_or_more
-from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.tool_calls.json_calls import JsonCallReader, call_tag
+from penstock_router.text.structural_tag import among_text, one_or_more
+from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
+from penstock_router.text.tool_calls.json_calls import JsonCallReader, call_tag
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 # What other families write after the same marker.

@@ -16,11 +16,11 @@ import json
 import re
 from dataclasses import dataclass
 
-from penstock_router.fields import JsonObject
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.structural_tag import either, json_format, regex, tag
-from penstock_router.tool_calls.base import SPACE, CallReader, Misfit, Reading
-from penstock_router.tool_calls.json_scanner import JsonScanner, is_object
+from penstock_router.text.structural_tag import either, json_format, regex, tag
+from penstock_router.text.tool_calls.base import SPACE, CallReader, Misfit, Reading
+from penstock_router.text.tool_calls.json_scanner import JsonScanner, is_object
 
 _ARGUMENTS = ("arguments", "parameters")
 # Half of a surrogate pair, which JSON may write as an escape: text cannot hold one alone.

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from penstock_router.fields import JsonObject
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.structural_tag import one_or_more
-from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.tool_calls.json_calls import BareJsonReader, call_tag, calls_or_text
+from penstock_router.text.structural_tag import one_or_more
+from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
+from penstock_router.text.tool_calls.json_calls import BareJsonReader, call_tag, calls_or_text
 
 _MARKER = "<|python_tag|>"
 

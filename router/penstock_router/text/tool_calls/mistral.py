@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from penstock_router.fields import JsonObject
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.structural_tag import (
+from penstock_router.text.structural_tag import (
     among_text,
     json_format,
     literal,
@@ -20,8 +20,8 @@ from penstock_router.structural_tag import (
     sequence,
     tag,
 )
-from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.tool_calls.json_calls import JsonCallReader, arguments_schema, call_tag
+from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
+from penstock_router.text.tool_calls.json_calls import JsonCallReader, arguments_schema, call_tag
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 

@@ -9,11 +9,11 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock_router.fields import JsonObject
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import Message, Tool
-from penstock_router.structural_tag import literal, one_or_more, sequence
-from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.tool_calls.json_calls import BareJsonReader, call_tag, calls_or_text
+from penstock_router.text.structural_tag import literal, one_or_more, sequence
+from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
+from penstock_router.text.tool_calls.json_calls import BareJsonReader, call_tag, calls_or_text
 
 _FENCE = "```"
 

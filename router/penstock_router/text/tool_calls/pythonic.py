@@ -12,12 +12,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock_router.errors import BadRequest
-from penstock_router.fields import JsonObject
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.structural_tag import either, json_format, literal, one_or_more, sequence, tag
-from penstock_router.tool_calls.base import CallReader, Misfit, Reading, ToolParser
-from penstock_router.tool_calls.json_calls import calls_or_text
-from penstock_router.tool_calls.python_literals import PythonScanner
+from penstock_router.text.structural_tag import (
+    either,
+    json_format,
+    literal,
+    one_or_more,
+    sequence,
+    tag,
+)
+from penstock_router.text.tool_calls.base import CallReader, Misfit, Reading, ToolParser
+from penstock_router.text.tool_calls.json_calls import calls_or_text
+from penstock_router.text.tool_calls.python_literals import PythonScanner
 
 _TAG, _BEGIN, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 _IDENTIFIER = re.compile(r"\w*")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_shard.constraints.json_terms import Schema, type_of
+from penstock_shard.structured_output.json_schema.combine import Schema, type_of
 
 _REFERENCE = "#/$defs/"
 # Keywords that hold one schema, a list of them, or schemas by name.

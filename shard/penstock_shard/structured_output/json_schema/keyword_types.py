@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from penstock_shard.constraints.json_terms import TYPES
-from penstock_shard.constraints.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.json_schema.combine import TYPES
+from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 
 def check_shapes(schema: dict[str, Any]) -> None:

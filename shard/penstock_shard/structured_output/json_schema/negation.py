@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from penstock_shard.constraints.json_patterns import any_text_but
-from penstock_shard.constraints.json_terms import (
+from penstock_shard.structured_output.json_schema.combine import (
     Place,
     Schema,
     all_of,
@@ -20,7 +19,8 @@ from penstock_shard.constraints.json_terms import (
     type_of,
     without,
 )
-from penstock_shard.constraints.refusal import ConstraintRefused
+from penstock_shard.structured_output.json_schema.patterns import any_text_but
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # To break `items`, one of this many first items must break its schema.
 _FIRST_ITEMS = 5

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_shard.constraints.json_terms import Place, Schema, all_of, any_of, type_of
-from penstock_shard.constraints.refusal import ConstraintRefused
+from penstock_shard.structured_output.json_schema.combine import (
+    Place,
+    Schema,
+    all_of,
+    any_of,
+    type_of,
+)
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 _MOST_ALTERNATIVES = 64
 

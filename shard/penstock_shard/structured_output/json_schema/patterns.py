@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from penstock_shard.constraints.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 # The classes as ECMA 262 defines them; Rust's cover other characters.
 _SPACE = (

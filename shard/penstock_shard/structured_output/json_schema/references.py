@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import unquote, urljoin
 
-from penstock_shard.constraints.json_terms import Schema
-from penstock_shard.constraints.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.json_schema.combine import Schema
+from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 # URI of `$schema` (without scheme and fragment) -> draft.
 _DRAFTS = {

@@ -11,14 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from penstock_shard.constraints.json_endless import without_endless
-from penstock_shard.constraints.json_formats import FORMATS, REFUSED_FORMATS
-from penstock_shard.constraints.json_negation import negative
-from penstock_shard.constraints.json_one_of import one_of
-from penstock_shard.constraints.json_patterns import rust_pattern
-from penstock_shard.constraints.json_references import Document
-from penstock_shard.constraints.json_shapes import check_shapes
-from penstock_shard.constraints.json_terms import (
+from penstock_shard.structured_output.json_schema.combine import (
     Schema,
     all_of,
     any_of,
@@ -26,9 +19,16 @@ from penstock_shard.constraints.json_terms import (
     unless,
     without,
 )
-from penstock_shard.constraints.json_unevaluated import UNEVALUATED, closed
-from penstock_shard.constraints.json_unique import unique
-from penstock_shard.constraints.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.json_schema.formats import FORMATS, REFUSED_FORMATS
+from penstock_shard.structured_output.json_schema.infinite import without_endless
+from penstock_shard.structured_output.json_schema.keyword_types import check_shapes
+from penstock_shard.structured_output.json_schema.negation import negative
+from penstock_shard.structured_output.json_schema.one_of import one_of
+from penstock_shard.structured_output.json_schema.patterns import rust_pattern
+from penstock_shard.structured_output.json_schema.references import Document
+from penstock_shard.structured_output.json_schema.unevaluated import UNEVALUATED, closed
+from penstock_shard.structured_output.json_schema.unique import unique
+from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 # Keywords that do not restrict values: annotations, and those that only hold or name schemas.
 ANNOTATIONS = frozenset(

@@ -12,9 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_shard.constraints.json_patterns import rust_pattern
-from penstock_shard.constraints.json_terms import Place, Schema, all_of, any_of, unless, without
-from penstock_shard.constraints.refusal import ConstraintRefused
+from penstock_shard.structured_output.json_schema.combine import (
+    Place,
+    Schema,
+    all_of,
+    any_of,
+    unless,
+    without,
+)
+from penstock_shard.structured_output.json_schema.patterns import rust_pattern
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 UNEVALUATED = frozenset(("unevaluatedProperties", "unevaluatedItems"))
 _IN_PLACE = (

@@ -9,8 +9,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from penstock_shard.constraints.json_terms import Place, Schema, any_of, type_of, unless
-from penstock_shard.constraints.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.json_schema.combine import (
+    Place,
+    Schema,
+    any_of,
+    type_of,
+    unless,
+)
+from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 # 4 values give 65 arrays; 5 would give 326, which take two seconds to compile.
 _MOST_VALUES = 4

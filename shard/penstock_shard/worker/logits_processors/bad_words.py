@@ -7,10 +7,10 @@ from collections import abc, deque
 import numpy as np
 from torch import Tensor
 
-from penstock_shard.request import Request
-from penstock_shard.runner import token_state
-from penstock_shard.runner.base import Admission
-from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, ban
+from penstock_shard.ipc.request import Request
+from penstock_shard.worker import token_state
+from penstock_shard.worker.base import Admission
+from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, ban
 
 
 class _Tail(LogitsState):

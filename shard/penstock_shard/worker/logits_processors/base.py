@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.request import Request
-from penstock_shard.runner.base import Admission
-from penstock_shard.runner.device import to_device
+from penstock_shard.device.async_copy import to_device
+from penstock_shard.ipc.request import Request
+from penstock_shard.worker.base import Admission
 
 
 class LogitsState:

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.request import Request
-from penstock_shard.runner.base import Admission
-from penstock_shard.runner.device import is_host, to_device
-from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, index
+from penstock_shard.device.async_copy import is_host, to_device
+from penstock_shard.ipc.request import Request
+from penstock_shard.worker.base import Admission
+from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, index
 
 if TYPE_CHECKING:
-    from penstock_shard.constraints.state import ConstraintState, MaskFiller
+    from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller
 
 
 class _Constrained(LogitsState):

@@ -7,10 +7,10 @@ from collections import abc
 import numpy as np
 from torch import Tensor
 
-from penstock_shard.request import Request
-from penstock_shard.runner.base import Admission
-from penstock_shard.runner.device import to_device
-from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, elements
+from penstock_shard.device.async_copy import to_device
+from penstock_shard.ipc.request import Request
+from penstock_shard.worker.base import Admission
+from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, elements
 
 
 class _Biased(LogitsState):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock_shard.runner.logits.allowed_ids import AllowedIds
-from penstock_shard.runner.logits.bad_words import BadWords
-from penstock_shard.runner.logits.bias import Bias
-from penstock_shard.runner.logits.constraint_mask import ConstraintMask
-from penstock_shard.runner.logits.min_tokens import MinTokens
-from penstock_shard.runner.logits.penalties import Penalties
-from penstock_shard.runner.logits.shaping import LogitsShaping
+from penstock_shard.worker.logits_processors.allowed_ids import AllowedIds
+from penstock_shard.worker.logits_processors.bad_words import BadWords
+from penstock_shard.worker.logits_processors.constraint_mask import ConstraintMask
+from penstock_shard.worker.logits_processors.logit_bias import Bias
+from penstock_shard.worker.logits_processors.min_tokens import MinTokens
+from penstock_shard.worker.logits_processors.penalties import Penalties
+from penstock_shard.worker.logits_processors.shaping import LogitsShaping
 
 if TYPE_CHECKING:
-    from penstock_shard.constraints.state import MaskFiller
+    from penstock_shard.structured_output.matcher_state import MaskFiller
 
 
 def every_processor(masks: MaskFiller | None = None) -> LogitsShaping:

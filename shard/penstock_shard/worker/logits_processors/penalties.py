@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.request import Request
-from penstock_shard.runner.base import Admission
-from penstock_shard.runner.device import to_device
-from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState, elements
-from penstock_shard.runner.token_state import TokenCounts
+from penstock_shard.device.async_copy import to_device
+from penstock_shard.ipc.request import Request
+from penstock_shard.worker.base import Admission
+from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, elements
+from penstock_shard.worker.token_state import TokenCounts
 
 _LARGEST_LOGIT = torch.finfo(torch.float32).max
 

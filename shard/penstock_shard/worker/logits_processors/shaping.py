@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.runner.base import Admission
-from penstock_shard.runner.device import to_device
-from penstock_shard.runner.logits.base import LogitsProcessor, LogitsState
-from penstock_shard.runner.slots import Integers
+from penstock_shard.device.async_copy import to_device
+from penstock_shard.worker.base import Admission
+from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState
+from penstock_shard.worker.slot_state import Integers
 
 _Index = NDArray[np.intp]
 

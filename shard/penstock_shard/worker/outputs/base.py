@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.inputs import Inputs
+from penstock_shard.worker.base import RowResult
+from penstock_shard.worker.input_batch import Inputs
 
 
 class PendingOutput(Protocol):

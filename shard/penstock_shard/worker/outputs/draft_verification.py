@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.device import to_device
-from penstock_shard.runner.inputs import Inputs
-from penstock_shard.runner.sampler import Sampler, SampleRows
-from penstock_shard.runner.slots import Slots
+from penstock_shard.device.async_copy import to_device
+from penstock_shard.worker.base import RowResult
+from penstock_shard.worker.input_batch import Inputs
+from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
+from penstock_shard.worker.slot_state import Slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.inputs import Inputs
-from penstock_shard.runner.slots import MEAN, Slots
+from penstock_shard.worker.base import RowResult
+from penstock_shard.worker.input_batch import Inputs
+from penstock_shard.worker.slot_state import MEAN, Slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.device import to_device, to_host
-from penstock_shard.runner.inputs import Inputs
-from penstock_shard.runner.slots import Slots
-from penstock_shard.runner.token_scores import TokenScores, score_tokens
+from penstock_shard.device.async_copy import to_device, to_host
+from penstock_shard.worker.base import RowResult
+from penstock_shard.worker.input_batch import Inputs
+from penstock_shard.worker.sampling.token_scores import TokenScores, score_tokens
+from penstock_shard.worker.slot_state import Slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.runner.device import is_host, to_device
-from penstock_shard.runner.draw_ranked import (
+from penstock_shard.device.async_copy import is_host, to_device
+from penstock_shard.worker.sampling.draw_ranked import (
     MIN_TEMPERATURE,
     ONE,
     Columns,
@@ -30,7 +30,7 @@ from penstock_shard.runner.draw_ranked import (
     pick,
     weigh,
 )
-from penstock_shard.runner.draw_typical import draw_typical
+from penstock_shard.worker.sampling.draw_typical import draw_typical
 
 # Logits that are processed together: on cpu few enough to stay in the cache.
 _CHUNK_LOGITS_CPU = 2**19
@@ -96,7 +96,7 @@ def _draw_by_id_there(
     exponential.
     """
     # Imported here: Triton is not always installed, and takes long to import.
-    from penstock_shard.models.kernels.triton_draw import draw_by_id
+    from penstock_shard.kernels.triton_draw import draw_by_id
 
     temperature = np.maximum(columns.temperature, MIN_TEMPERATURE)
     floor = np.ceil(columns.min_p * ONE)

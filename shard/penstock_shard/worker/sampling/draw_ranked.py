@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.models.triton_here import fault_on
-from penstock_shard.runner.device import is_host, to_device
+from penstock_shard.device.async_copy import is_host, to_device
+from penstock_shard.device.triton_support import fault_on
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -128,7 +128,7 @@ def draw_by_rank(rows: Rows) -> Tensor:
 def _draw_without_a_look(rows: Rows) -> Tensor:
     """Draw all rows from the first window; a kernel draws those again that it was too small for."""
     # Imported here: Triton is not always installed, and takes long to import.
-    from penstock_shard.models.kernels.triton_draw import draw_unsettled
+    from penstock_shard.kernels.triton_draw import draw_unsettled
 
     weights = weigh(rows.scaled)
     totals = weights.sum(dim=1, keepdim=True)

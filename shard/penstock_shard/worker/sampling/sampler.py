@@ -28,15 +28,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.request import Request
-from penstock_shard.runner.base import Admission, RowResult
-from penstock_shard.runner.device import is_host, mark, to_device, to_host
-from penstock_shard.runner.draw import draw
-from penstock_shard.runner.draw_ranked import Columns
-from penstock_shard.runner.logits.shaping import LogitsShaping, Prepared, Shaped
-from penstock_shard.runner.philox import uniforms
-from penstock_shard.runner.slots import Integers, grown
-from penstock_shard.runner.token_scores import TokenScores, score_tokens
+from penstock_shard.device.async_copy import is_host, mark, to_device, to_host
+from penstock_shard.ipc.request import Request
+from penstock_shard.worker.base import Admission, RowResult
+from penstock_shard.worker.logits_processors.shaping import LogitsShaping, Prepared, Shaped
+from penstock_shard.worker.sampling.draw import draw
+from penstock_shard.worker.sampling.draw_ranked import Columns
+from penstock_shard.worker.sampling.philox import uniforms
+from penstock_shard.worker.sampling.token_scores import TokenScores, score_tokens
+from penstock_shard.worker.slot_state import Integers, grown
 
 # Increment when the same logits give other tokens than before.
 SAMPLER_REVISION = 1

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.logprobs import Logprobs
-from penstock_shard.runner.device import is_host, to_device, to_host
-from penstock_shard.runner.draw_ranked import ordered_topk
+from penstock_shard.device.async_copy import is_host, to_device, to_host
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.worker.sampling.draw_ranked import ordered_topk
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from support.budget import budget, seeded
 
 from penstock_router.errors import BadRequest
-from penstock_router.fields import JsonObject
-from penstock_router.pieces import PieceKind, content_of, join_pieces
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.tool_calls.choose import FORMATS
-from penstock_shard.constraints.languages import grammar_of
-from penstock_shard.request import Constraint
+from penstock_router.text.answer_pieces import PieceKind, content_of, join_pieces
+from penstock_router.text.tool_calls.choose_format import FORMATS
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.grammars import grammar_of
 
 NAMES = sorted({one.name for one in FORMATS.values()})
 _PLAIN: JsonObject = {

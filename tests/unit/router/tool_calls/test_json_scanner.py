@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.tool_calls.json_scanner import JsonScanner, is_object
+from penstock_router.text.tool_calls.json_scanner import JsonScanner, is_object
 
 _LEAVES = [
     "",

@@ -17,10 +17,10 @@ import pytest
 from support.budget import budget, seeded
 from support.recorded_tool_calls import RECORDED, TOOLS
 
-from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.tool_calls.base import SPACE, CallReader
-from penstock_router.tool_calls.choose import FORMATS
-from penstock_router.tool_calls.json_scanner import JsonScanner
+from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
+from penstock_router.text.tool_calls.base import SPACE, CallReader
+from penstock_router.text.tool_calls.choose_format import FORMATS
+from penstock_router.text.tool_calls.json_scanner import JsonScanner
 
 FAMILIES = sorted({one.family for one in RECORDED})
 _SCRAPS = ['"', "\\", "{", "}", "[", "]", "(", ")", ",", ":", ";", "=", "'", "`", "\n", " ", "é"]

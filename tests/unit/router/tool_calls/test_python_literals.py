@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.tool_calls.python_literals import PythonScanner
+from penstock_router.text.tool_calls.python_literals import PythonScanner
 
 _TEXTS = ["", "a", "it's", 'say "x"', "\\", "\n\t\x00\x07\x7f", "é東🌧\u2028", "}])", "''", '"""']
 _LEAVES: list[Any] = [*_TEXTS, 0, -7, 10**30, 1.5, -2e-9, 1e22, True, False, None]

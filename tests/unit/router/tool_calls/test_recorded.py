@@ -9,8 +9,8 @@ import pytest
 from support.budget import budget, seeded
 from support.recorded_tool_calls import RECORDED, TOOLS, Recorded
 
-from penstock_router.pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.tool_calls.choose import FORMATS
+from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
+from penstock_router.text.tool_calls.choose_format import FORMATS
 
 each_record = pytest.mark.parametrize(
     "recorded", RECORDED, ids=[f"{one.family}-{at}" for at, one in enumerate(RECORDED)]

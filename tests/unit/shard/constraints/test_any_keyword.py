@@ -12,8 +12,8 @@ from support.budget import budget, seeded
 from support.compilers import END, VOCAB_SIZE, plain_compiler
 from support.walks import allowed
 
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 _LEAVES: tuple[Any, ...] = (
     True,

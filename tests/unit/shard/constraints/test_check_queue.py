@@ -6,8 +6,8 @@ from collections.abc import Hashable
 
 import pytest
 
-from penstock_shard.constraints.check_queue import MAX_PENDING, CheckQueue, Pending, QueueFull
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.check_queue import MAX_PENDING, CheckQueue, Pending, QueueFull
 
 
 def _join(queue: CheckQueue, name: str, caller: Hashable) -> Pending:

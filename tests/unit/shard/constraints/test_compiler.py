@@ -24,9 +24,9 @@ from support.compilers import (
 from support.random_schemas import random_schema
 from support.walks import accepts, allowed, walk
 
-from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 REGEX = Constraint("regex", "[ab]{3}")
 
@@ -161,7 +161,7 @@ def test_what_only_looks_like_too_much_is_served(name):
 
 
 def test_no_more_is_kept_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr("penstock_shard.constraints.compiler._MOST_KEPT", 2)
+    monkeypatch.setattr("penstock_shard.structured_output.compiler._MOST_KEPT", 2)
     compiler = new_compiler()
     compiled, whole = [], compiler._compiled
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.compilers import allows, plain_compiler
 
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 
 def _allows(schema: object, text: str) -> bool:

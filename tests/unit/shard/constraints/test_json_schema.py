@@ -9,9 +9,9 @@ import pytest
 from conformance.json_schema_suite import NARROWED, Narrowed
 from support.compilers import allows, plain_compiler
 
-from penstock_shard.constraints.json_patterns import rust_pattern
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.json_schema.patterns import rust_pattern
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 EXACT = 2**53
 

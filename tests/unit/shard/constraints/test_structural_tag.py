@@ -10,9 +10,9 @@ from support.budget import budget, seeded
 from support.compilers import allows, ids_of, marked_compiler, plain_compiler
 from support.walks import allowed
 
-from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.ipc.request import Constraint
+from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 SCHEMA = {
     "type": "object",

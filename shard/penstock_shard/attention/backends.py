@@ -1,0 +1,97 @@
+"""The attention backends, best first: their names and how each is made, not how they work;
+`model_loader/choose_attention.py` decides which one a model gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from penstock_shard.attention.base import AttentionBackend, NotHere, Unusable
+from penstock_shard.attention.flash_attn import (
+    make_flash_attention_2,
+    make_flash_attention_3,
+)
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.attention.torch_varlen import make_torch_varlen
+from penstock_shard.device.triton_support import fault_on
+from penstock_shard.errors import ModelError
+
+# The types of device on which each backend has run and given right results. Runs in Triton's
+# interpreter or against a stand-in for a library do not count.
+RAN_ON_HARDWARE: dict[str, frozenset[str]] = {
+    "cpu": frozenset({"cpu"}),
+    "sdpa": frozenset({"cpu"}),
+    "triton": frozenset(),
+    "flash_attn": frozenset(),
+    "torch_varlen": frozenset(),
+}
+
+# Backends whose KV cache may have another dtype than queries.
+READS_ANY_CACHE = frozenset({"cpu", "sdpa", "triton"})
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend that is not made yet; `make` raises Unusable where it cannot run."""
+
+    name: str
+    make: Callable[[torch.device, torch.dtype], AttentionBackend]
+
+
+def candidates(name: str, device: torch.device) -> tuple[Candidate, ...]:
+    """The backends that `name` may mean, best first; for "auto" all that suit the device's type."""
+    if name == "auto":
+        return _ALL if device.type == "cuda" else _ALL[-1:]
+    return tuple(candidate for candidate in _ALL if candidate.name == name)
+
+
+def make_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """The first candidate that can be made here, without asking which layers it serves.
+
+    Raises ModelError where there is none.
+    """
+    reason = "there is no such backend"
+    for candidate in candidates(name, device):
+        try:
+            return candidate.make(device, dtype)
+        except Unusable as error:
+            reason = str(error)
+    raise ModelError(f"--attention-backend {name}: {reason}, or use sdpa")
+
+
+def title(backend: AttentionBackend) -> str:
+    """The backend's name, and the version of the library it uses."""
+    version = getattr(backend, "version", "")
+    return f"{backend.name} {version}".strip()
+
+
+def described(backend: AttentionBackend, device: torch.device) -> str:
+    """The title, with a remark if the backend has never run on this type of device."""
+    if device.type in RAN_ON_HARDWARE.get(backend.name, ()):
+        return title(backend)
+    return f"{title(backend)} (untested on {device.type})"
+
+
+def _make_triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    fault = fault_on(device.type)
+    if fault is not None:
+        raise NotHere(fault)
+    from penstock_shard.attention.triton import TritonBackend
+
+    return TritonBackend()
+
+
+def _make_sdpa(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    return SdpaBackend()
+
+
+_ALL = (
+    Candidate("flash_attn", make_flash_attention_3),
+    Candidate("flash_attn", make_flash_attention_2),
+    Candidate("torch_varlen", make_torch_varlen),
+    Candidate("triton", _make_triton),
+    Candidate("sdpa", _make_sdpa),
+)
