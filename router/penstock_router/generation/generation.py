@@ -1,7 +1,7 @@
 """The story of a request: the file to read first.
 
     request = api.parse(body)                        # fields, types, bounds: `apis/`
-    prepared = prepare_prompts(request, model)       # template, tokens: `prompts.py`
+    prepared = prepare_prompts(request, model)       # template, tokens: `text/prompts.py`
     job = await make_job(request, model, prepared, seed)  # lengths, seeds, choices: `job.py`
     async with Generation(job, fleet, metrics, record) as generation:
         await for_each(generation, use)              # what a choice has gained, as it comes

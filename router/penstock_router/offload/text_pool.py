@@ -137,7 +137,7 @@ class _Slot:
 
 
 class TextPool:
-    """A few text processes, and the bodies that wait for them, which `bodies.py` bounds."""
+    """A few text processes, and the bodies that wait for them, which `dispatch.py` bounds."""
 
     def __init__(self, num_processes: int, log_level: str, log_format: str = "auto") -> None:
         self._log_level = log_level

@@ -1,7 +1,7 @@
 """The engine process: loads a runner, then runs the engine between an inbox and an outbox.
 
-Started by `engine_supervisor` with one end of a socket pair. It never sees TCP, and it ends itself
-when the server is gone. Three threads: this one steps, one receives, one beats.
+Started by `server/supervisor.py` with one end of a socket pair. It never sees TCP, and it ends
+itself when the server is gone. Three threads: this one steps, one receives, one beats.
 """
 
 from __future__ import annotations

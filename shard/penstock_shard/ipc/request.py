@@ -1,7 +1,7 @@
 """A request: what it asks for, parsed once and never changed. No torch, no wire, no text.
 
-It travels from the server process to the engine process as it is (`link`), and is all that a token
-may depend on. What is known of its progress is a `sequence.Sequence`.
+It travels from the server process to the engine process as it is (`messages.py`), and is all that a
+token may depend on. What is known of its progress is a `sequence.Sequence`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from penstock_common.child_environment import HUB, child_environment
 
 
 class EngineProcess(Protocol):
-    """A process that reads and writes the messages of `link.py`."""
+    """A process that reads and writes the messages of `ipc/messages.py`."""
 
     @property
     def reader(self) -> asyncio.StreamReader:

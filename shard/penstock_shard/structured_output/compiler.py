@@ -1,6 +1,6 @@
 """Constraints -> matchers over a model's vocabulary, cached by content.
 
-Knows llguidance's tokenizer, limits and errors; `languages.py` translates what constraints say.
+Knows llguidance's tokenizer, limits and errors; `grammars.py` translates what constraints say.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OpenAI's completions and chats: bodies -> requests. The shapes are in `openai_answers`.
+"""OpenAI's completions and chats: bodies -> requests. The shapes are in `answers.py`.
 
 One table for each route lists its fields: OpenAI's own and those that vLLM added. Bounds that
 depend on a model are checked where the model is known.

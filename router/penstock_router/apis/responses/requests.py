@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: bodies -> requests. The shapes are in `responses_answers`.
+"""OpenAI's Responses API: bodies -> requests. The shapes are in `answers.py`.
 
 The previous response's conversation is added later, where the store is known. The only tools are
 functions, which clients call themselves.

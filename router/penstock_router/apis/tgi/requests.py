@@ -1,4 +1,4 @@
-"""text-generation-inference's own API: bodies -> requests. The shapes are in `tgi_answers`.
+"""text-generation-inference's own API: bodies -> requests. The shapes are in `answers.py`.
 
 That API is frozen and clients rely on its bounds and error texts: they are kept even where this
 server could do more.
