@@ -102,6 +102,12 @@ EQUIVALENT: dict[Mutant, str] = {
                 "if not free_seqs or not self._waiting:",
                 "if not free_seqs and (not self._waiting):",
             ),
+            # The hash that is put there is there already.
+            (
+                "Continuations._send_to",
+                "if request.adapter and (not request.adapter_hash):",
+                "if request.adapter or not request.adapter_hash:",
+            ),
             ("GenerationStream._align", "if known > 0:", "if known >= 0:"),
             ("GenerationStream._align_prompt", "if known > 0:", "if known >= 0:"),
         ],
@@ -117,6 +123,12 @@ EQUIVALENT: dict[Mutant, str] = {
                 "self._waiting.move_to_end(sequence, last=None)",
             ),
             ("Outbox.__init__", "self._closed = False", "self._closed = None"),
+            ("Continuations.__init__", "self._closed = False", "self._closed = None"),
+            (
+                "Continuations._send_all_due",
+                "stream, _ = self._due.popitem(last=False)",
+                "stream, _ = self._due.popitem(last=None)",
+            ),
             (
                 "EarlyAborts.remember",
                 "self._aborts.popitem(last=False)",
@@ -131,6 +143,12 @@ EQUIVALENT: dict[Mutant, str] = {
             ("Objectives._urgency", "token_s = 0.0", "token_s = 1.0"),
             ("BlockManager.release", "self._free[block_id] = None", "self._free[block_id] = ''"),
             ("Scheduler.lose", "parts[sequence] = None", "parts[sequence] = ''"),
+            (
+                "Continuations._send_to",
+                "self._running.setdefault(shard.address, {})[stream] = None",
+                "self._running.setdefault(shard.address, {})[stream] = ''",
+            ),
+            ("Continuations._wait", "self._waiting[stream] = None", "self._waiting[stream] = ''"),
             ("Scheduler._admit", "self._running[sequence] = None", "self._running[sequence] = ''"),
             (
                 "Outbox.__init__",
@@ -167,6 +185,11 @@ EQUIVALENT: dict[Mutant, str] = {
             ),
         ],
         BOUNDARY: [
+            (
+                "Continuations._send_all_due",
+                "if self._clock() >= turn_ends_s:",
+                "if self._clock() > turn_ends_s:",
+            ),
             (
                 "Continuations._waited",
                 "if self._patience_left_s(stream) <= 0:",
@@ -215,6 +238,11 @@ EQUIVALENT: dict[Mutant, str] = {
                 "Continuations._put_due",
                 "sending = lasting(self._send_all_due, 'sending a request on', pause_s=0.0)",
                 "sending = lasting(self._send_all_due, 'sending a request on', pause_s=1.0)",
+            ),
+            (
+                "Continuations._put_due",
+                "sending = lasting(self._send_all_due, 'sending a request on', pause_s=0.0)",
+                "sending = lasting(self._send_all_due, 'sending a request on')",
             ),
         ],
         "names are told apart by any bytes between them that they do not contain": [
