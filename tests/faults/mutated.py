@@ -64,6 +64,50 @@ EQUIVALENT: dict[Mutant, str] = {
                 "if count >= (table.num_cached + 1) * block_size:",
                 "if count >= (table.num_cached - 1) * block_size:",
             ),
+            (
+                "BlockManager.cache_full_blocks",
+                "if sequence.num_computed < count:",
+                "if sequence.num_computed <= count:",
+            ),
+            # None is waiting or running then that has an objective.
+            ("Objectives.__init__", "self._num_objectives = 0", "self._num_objectives = 1"),
+            (
+                "Objectives.add",
+                "self._num_objectives += sequence.request.objective is not None",
+                "self._num_objectives -= sequence.request.objective is not None",
+            ),
+            (
+                "Objectives.remove",
+                "self._num_objectives -= sequence.request.objective is not None",
+                "self._num_objectives += sequence.request.objective is not None",
+            ),
+            (
+                "Objectives.bound",
+                "time_s = self._time_s(decodes, starts_s) if self._num_objectives else UNBOUNDED_S",
+                "time_s = self._time_s(decodes, starts_s) if self._num_objectives or True "
+                "else UNBOUNDED_S",
+            ),
+            (
+                "TimedBudget.most_prompt_tokens",
+                "if self.aged_tokens > most and self.is_aged(sequence):",
+                "if self.aged_tokens >= most and self.is_aged(sequence):",
+            ),
+            (
+                "Scheduler.update",
+                "if leaving and (not sequence.num_steps_in_flight):",
+                "if leaving or not sequence.num_steps_in_flight:",
+            ),
+            (
+                "Scheduler._admitted_rows",
+                "if not free_seqs or not self._waiting:",
+                "if not free_seqs and (not self._waiting):",
+            ),
+            # The hash that is put there is there already.
+            (
+                "Continuations._send_to",
+                "if request.adapter and (not request.adapter_hash):",
+                "if request.adapter or not request.adapter_hash:",
+            ),
             ("GenerationStream._align", "if known > 0:", "if known >= 0:"),
             ("GenerationStream._align_prompt", "if known > 0:", "if known >= 0:"),
         ],
@@ -73,7 +117,18 @@ EQUIVALENT: dict[Mutant, str] = {
                 "block_id, _ = self._free.popitem(last=False)",
                 "block_id, _ = self._free.popitem(last=None)",
             ),
+            (
+                "Scheduler._preempt",
+                "self._waiting.move_to_end(sequence, last=False)",
+                "self._waiting.move_to_end(sequence, last=None)",
+            ),
             ("Outbox.__init__", "self._closed = False", "self._closed = None"),
+            ("Continuations.__init__", "self._closed = False", "self._closed = None"),
+            (
+                "Continuations._send_all_due",
+                "stream, _ = self._due.popitem(last=False)",
+                "stream, _ = self._due.popitem(last=None)",
+            ),
             (
                 "EarlyAborts.remember",
                 "self._aborts.popitem(last=False)",
@@ -87,6 +142,14 @@ EQUIVALENT: dict[Mutant, str] = {
             ("Objectives._urgency", "token_s = 0.0", "token_s = None"),
             ("Objectives._urgency", "token_s = 0.0", "token_s = 1.0"),
             ("BlockManager.release", "self._free[block_id] = None", "self._free[block_id] = ''"),
+            ("Scheduler.lose", "parts[sequence] = None", "parts[sequence] = ''"),
+            (
+                "Continuations._send_to",
+                "self._running.setdefault(shard.address, {})[stream] = None",
+                "self._running.setdefault(shard.address, {})[stream] = ''",
+            ),
+            ("Continuations._wait", "self._waiting[stream] = None", "self._waiting[stream] = ''"),
+            ("Scheduler._admit", "self._running[sequence] = None", "self._running[sequence] = ''"),
             (
                 "Outbox.__init__",
                 "self.last_error: Error | None = None",
@@ -122,6 +185,11 @@ EQUIVALENT: dict[Mutant, str] = {
             ),
         ],
         BOUNDARY: [
+            (
+                "Continuations._send_all_due",
+                "if self._clock() >= turn_ends_s:",
+                "if self._clock() > turn_ends_s:",
+            ),
             (
                 "Continuations._waited",
                 "if self._patience_left_s(stream) <= 0:",
@@ -170,6 +238,11 @@ EQUIVALENT: dict[Mutant, str] = {
                 "Continuations._put_due",
                 "sending = lasting(self._send_all_due, 'sending a request on', pause_s=0.0)",
                 "sending = lasting(self._send_all_due, 'sending a request on', pause_s=1.0)",
+            ),
+            (
+                "Continuations._put_due",
+                "sending = lasting(self._send_all_due, 'sending a request on', pause_s=0.0)",
+                "sending = lasting(self._send_all_due, 'sending a request on')",
             ),
         ],
         "names are told apart by any bytes between them that they do not contain": [

@@ -8,6 +8,7 @@ out no statements: `planting.py` has faults for those.
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import os
 import re
@@ -111,7 +112,7 @@ def unit_tests_of(target: Target) -> list[Path]:
 
 
 def _mutants(sources: Path, names: Iterable[str]) -> Iterator[Mutant]:
-    """What mutants change that differ in more than texts for people.
+    """What mutants change that differ in more than texts for people and guards against defects.
 
     `package.module.xǁClassǁfunction__mutmut_7` is the name of one, and of a function beside
     `...__mutmut_orig` in the module that mutmut wrote.
@@ -121,7 +122,8 @@ def _mutants(sources: Path, names: Iterable[str]) -> Iterator[Mutant]:
         base = mutated.rpartition("__mutmut_")[0]
         functions = _functions(sources / f"{module.replace('.', '/')}.py")
         original, mutant = functions[f"{base}__mutmut_orig"], functions[mutated]
-        if not differ_in_texts(original, mutant) and not _differ_in_defaults(original, mutant):
+        alike = (differ_in_texts, differ_in_strictness, _differ_in_defaults)
+        if not any(differ(original, mutant) for differ in alike):
             readable = base.removeprefix("xǁ").removeprefix("x_").replace("ǁ", ".")
             yield Mutant(readable, *changed_lines(original, mutant))
 
@@ -155,6 +157,23 @@ def differ_in_texts(first: object, second: object) -> bool:
         differ_in_texts(getattr(first, name, None), getattr(second, name, None))
         for name in first._fields
     )
+
+
+def differ_in_strictness(original: ast.AST, mutant: ast.AST) -> bool:
+    """Whether the mutant is alike but for a `zip` that is strict no more: that it is strict shows
+    where another defect is, and columns of one length are the same without.
+    """
+    original, mutant = copy.deepcopy(original), copy.deepcopy(mutant)
+    for strict, loose in zip(_zips(original), _zips(mutant), strict=False):
+        if any(ast.unparse(each) == "strict=True" for each in strict.keywords):
+            for call in (strict, loose):
+                call.keywords = [each for each in call.keywords if each.arg != "strict"]
+    return ast.dump(original) == ast.dump(mutant)
+
+
+def _zips(tree: ast.AST) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) == "zip"]
 
 
 def _differ_in_defaults(first: Function, second: Function) -> bool:

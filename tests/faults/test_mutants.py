@@ -12,6 +12,7 @@ from faults.mutated import EQUIVALENT, TARGETS
 from faults.mutation import (
     Mutant,
     changed_lines,
+    differ_in_strictness,
     differ_in_texts,
     modules_of,
     survivors,
@@ -74,6 +75,24 @@ def _functions(tree: ast.Module) -> list[tuple[str, ast.AST]]:
 )
 def test_texts_for_people_may_be_others(original: str, mutant: str, in_texts: bool) -> None:
     assert differ_in_texts(ast.parse(original), ast.parse(mutant)) == in_texts
+
+
+@pytest.mark.parametrize(
+    ("original", "mutant", "in_strictness"),
+    [
+        ("zip(a, b, strict=True)", "zip(a, b)", True),
+        ("zip(a, b, strict=True)", "zip(a, b, strict=False)", True),
+        ("zip(a, zip(b, c, strict=True), strict=True)", "zip(a, zip(b, c), strict=True)", True),
+        ("zip(a, b, strict=True)", "zip(a, strict=True)", False),
+        ("zip(a, b, strict=True)", "zip(a, None, strict=True)", False),
+        ("zip(a, b, strict=False)", "zip(a, b, strict=True)", False),
+        ("f(a, strict=True)", "f(a)", False),
+    ],
+)
+def test_guards_against_unlike_columns_may_be_missing(
+    original: str, mutant: str, in_strictness: bool
+) -> None:
+    assert differ_in_strictness(ast.parse(original), ast.parse(mutant)) == in_strictness
 
 
 def test_a_mutant_is_known_by_the_line_that_it_changes() -> None:

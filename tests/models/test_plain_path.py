@@ -13,14 +13,21 @@ from models.plain_path import CLAIMS
 TESTS = Path(__file__).parents[1]
 # What plugs in: objectives, drafts, constraints, adapters, processors and outputs.
 PLUGS = (
-    *("objectives", "urgency", "speculation", "prompt_lookup", "create_engine"),
-    *("constraints.state", "constraints.matchers", "constraints.compiler"),
-    *("engine_adapters", "runner.adapters", "models.lora", "models.lora_places"),
-    *("runner.outputs.prompt_logprobs", "runner.outputs.embeddings"),
-    *("runner.outputs.verification", "runner.outputs.every"),
-    *("runner.logits.penalties", "runner.logits.bias", "runner.logits.allowed_ids"),
-    *("runner.logits.bad_words", "runner.logits.min_tokens", "runner.logits.constraint_mask"),
-    *("runner.logits.order", "runner.token_state"),
+    *("scheduler.objectives_policy", "scheduler.urgency", "scheduler.speculation"),
+    *("spec_decode.prompt_lookup", "engine.create_engine", "engine.matchers", "engine.adapters"),
+    *("structured_output.matcher_state", "structured_output.compiler"),
+    *("model_loader.adapters", "lora.lora", "models.lora_targets", "worker.token_state"),
+    *(
+        f"worker.outputs.{name}"
+        for name in ("prompt_logprobs", "embeddings", "draft_verification", "every")
+    ),
+    *(
+        f"worker.logits_processors.{name}"
+        for name in (
+            *("penalties", "logit_bias", "allowed_ids", "bad_words", "min_tokens"),
+            *("constraint_mask", "order"),
+        )
+    ),
 )
 
 

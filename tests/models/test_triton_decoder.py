@@ -280,7 +280,7 @@ def test_the_check_finds_any_kernel_that_is_wrong(
     monkeypatch.setattr(check, "multiplies_fp8", lambda device: True)
     assert _sound(exact="fixed" in place)
     with monkeypatch.context() as patch:
-        patch.setattr(f"penstock_shard.models.{place}", kernel)
+        patch.setattr(f"penstock_shard.{place}", kernel)
         fault = check.triton_fault(CPU, F32, "float32", exact="fixed" in place)
     assert fault is not None
     assert f"{words} " in fault or fault.startswith(f"Triton's {words}")

@@ -17,7 +17,7 @@ USAGE_STATUS = 2
 # The exit status of the check where the process would run; after --help it is 0.
 _WOULD_RUN_STATUS = 3
 _READ_FLAGS = (
-    "import sys; from {module}.command_line import parse_config; "
+    "import sys; from {module}.cli import parse_config; "
     f"parse_config(sys.argv[1:]); sys.exit({_WOULD_RUN_STATUS})"
 )
 _UNKNOWN = "unrecognized arguments: "

@@ -286,8 +286,7 @@ class Continuations:
     def _fits(self, stream: FleetStream, shard: ShardState, now_s: float) -> bool:
         """Whether the request may go to this shard, which serves its model, now."""
         request, info = stream.request, shard.info
-        if info is None:
-            return False
+        assert info is not None  # it serves the model
         if request.shard and request.shard != shard.address:
             return False
         if request.numerics and request.numerics != info.numerics_fingerprint:

@@ -86,7 +86,7 @@ class Objectives(SchedulingPolicy):
         *,
         has_free_slot: bool,
     ) -> Sequence | None:
-        if not self._num_objectives or not waiting:
+        if not self._num_objectives:
             return None
         best = min(sequence.request.priority for sequence in waiting)
         # Aged sequences are spared: admitted by age, they would be preempted at once, for ever.
@@ -186,7 +186,7 @@ class TimedBudget(StepBudget):
         most = self.step_time.prompt_tokens_in(self.time_s, sequence.num_computed)
         if self.aged_tokens > most and self.is_aged(sequence):
             most = self.aged_tokens
-        return min(self.tokens, self.prompt_tokens, most)
+        return min(self.prompt_tokens, most)
 
     def take_chunk(self, row: Row, *, is_long: bool) -> None:
         StepBudget.take_chunk(self, row, is_long=is_long)

@@ -45,7 +45,7 @@ class SchedulingPolicy:
         *,
         has_free_slot: bool,
     ) -> Sequence | None:
-        """A running sequence that is to make room for a waiting one, if there is any."""
+        """A running sequence that is to make room for one of `waiting`, if any is."""
         return None
 
     def victim(self, running: abc.Collection[Sequence]) -> Sequence:

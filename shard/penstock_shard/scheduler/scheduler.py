@@ -446,7 +446,7 @@ class Scheduler:
 
     def _make_room(self, now_s: float) -> None:
         """Preempt one sequence if the policy prefers a waiting one that cannot be admitted."""
-        if not self._waiting or not self._running or self._leaving:
+        if not self._waiting or self._leaving:
             return
         has_free_slot = len(self._running) < self.bounds.sequences
         outranked = self._policy.outranked(

@@ -21,11 +21,12 @@ UNBOUNDED_S = float("inf")
 class StepBudget:
     """Tokens and seconds that rows may still take; each row that is added takes its part."""
 
+    # Decodes and drafts are subtracted; of what they leave, prompts may take `prompt_tokens`.
     tokens: int
     step_time: StepTime
     # Prompt tokens whose log-probabilities are wanted.
     scored_tokens: int = 2**31
-    # How many of `tokens` prompts may take, and how many long prompts may.
+    # What prompts may take, and what long prompts may.
     prompt_tokens: int = 0
     long_tokens: int = 0
     long_s: float = UNBOUNDED_S
@@ -52,7 +53,7 @@ class StepBudget:
         """The most tokens that a chunk of this sequence may have, if it is short; if there are none
         for a waiting one, there are none for those behind it.
         """
-        return min(self.tokens, self.prompt_tokens)
+        return self.prompt_tokens
 
     def chunk_limit(self, sequence: Sequence, *, is_long: bool, probes: bool) -> int:
         """The most tokens for the sequence's next chunk. With `probes` a long prompt gets a little
@@ -74,7 +75,6 @@ class StepBudget:
 
     def take_chunk(self, row: Row, *, is_long: bool) -> None:
         """Subtract this chunk of a prompt."""
-        self.tokens -= row.count
         self.prompt_tokens -= row.count
         self.scored_tokens -= row.scored
         if is_long:

@@ -756,6 +756,21 @@ async def test_time_on_a_shard_that_had_no_room_after_all_is_waiting(make: Make)
     assert stream.attempt <= 1
 
 
+async def test_time_without_a_shard_and_time_on_one_without_room_add_up(make: Make) -> None:
+    now_s = 0.0
+    world = make(wait_s=60.0, clock=lambda: now_s)
+    stream = world.start()
+    now_s = 3.0
+    world.continuations.shard_changed(world.add("a"))
+    await settled()
+    assert (world.where(stream), stream.waited_s) == ("a", 3.0)
+    now_s = 7.0
+    world.add("b")
+    stream.fail(Overloaded("full"))
+    await settled()
+    assert (world.where(stream), stream.waited_s) == ("b", 7.0)
+
+
 async def test_closing_ends_what_waits_and_nothing_goes_on(make: Make) -> None:
     world = make("a")
     running = world.start()
@@ -1247,7 +1262,7 @@ async def test_those_that_wait_are_sent_in_the_order_they_came(make: Make) -> No
 
 @pytest.mark.parametrize(("step_s", "num_turns"), [(0.0, 1), (0.001, 10)])
 async def test_others_get_a_turn_when_sending_takes_long(
-    make: Make, step_s: float, num_turns: int
+    make: Make, step_s: float, num_turns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     ticks = itertools.count()
     world = make(clock=lambda: next(ticks) * step_s)
@@ -1259,6 +1274,8 @@ async def test_others_get_a_turn_when_sending_takes_long(
         await asyncio.sleep(0)
         counts.append(len(world.at("a").sent))
     assert len(set(counts) - {0}) == num_turns
+    # It was no defect that gave them their turns.
+    assert caplog.records == []
 
 
 async def test_a_deadline_ends_the_wait_long_before_patience_does(make: Make) -> None:

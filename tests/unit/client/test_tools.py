@@ -538,7 +538,7 @@ def test_serve_waits_on_while_something_else_answers() -> None:
 
 _SERVE = """
 import asyncio, signal, sys
-from penstock_client import serve
+from penstock_cli.serve import serve
 
 # Whoever runs this test may have it ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

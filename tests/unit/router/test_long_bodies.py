@@ -507,7 +507,7 @@ async def test_a_text_process_imports_nothing_from_the_folder_it_is_in(
 def test_work_without_end_ends_without_its_router_too() -> None:
     """What holds the interpreter lock lets no thread look whether the router is there."""
     program = (
-        "import os; from penstock_router import text_process as t; t._MAX_TASK_S = 1; "
+        "import os; from penstock_router.offload import text_process as t; t._MAX_TASK_S = 1; "
         "t.TextWorker.do = lambda *_: (os.write(1, b'!'), 9 ** 9 ** 9); "
         "t.main(['%d', 'info', 'text'])"
     )

@@ -12,7 +12,7 @@ from support.shadow import ShadowRunner
 
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.messages import Output, Work
 from penstock_shard.ipc.request import FinishReason, Objective
 from penstock_shard.worker.base import RowResult
 
@@ -236,9 +236,34 @@ def test_prompt_logprobs_arrive_once_in_order_in_spite_of_chunks_and_preemption(
     for output in slices:
         assert output.prompt_logprobs_start == next_index
         assert output.prompt_logprobs is not None
+        # Where a chunk was computed again nothing is said.
+        assert output.prompt_logprobs.chosen
         next_index += len(output.prompt_logprobs.chosen)
         ids += output.prompt_logprobs.top_token_ids
     assert ids == prompt[1:]
+
+
+def test_a_request_is_told_how_many_steps_it_took() -> None:
+    under_test = make_engine(max_num_batched_tokens=64)
+    under_test.engine.submit(make_request(prompt=range(150), max_tokens=3))
+    under_test.run()
+    (ending,) = under_test.endings("r")
+    # Two chunks, then the last of the prompt, which gives the first token.
+    assert ending.work == Work(steps=2 + 3, preemptions=0)
+
+
+def test_a_request_is_told_how_often_it_was_preempted() -> None:
+    under_test = make_engine(max_num_seqs=1)
+    under_test.engine.submit(make_request("low", max_tokens=40))
+    for name in ("high", "higher"):
+        for _ in range(5):
+            under_test.step()
+        high = make_request(name, max_tokens=2, objective=Objective(priority=-1))
+        under_test.engine.submit(high)
+    under_test.run()
+    (ending,) = under_test.endings("low")
+    assert ending.work is not None
+    assert ending.work.preemptions == 2
 
 
 def test_merged_outputs_read_as_one() -> None:

@@ -105,7 +105,7 @@ def test_an_engine_ends_that_its_server_tells_nonsense(nonsense: bytes) -> None:
     program = f"""
 import queue, socket, threading, time
 from penstock_common.logs import set_up_logging
-from penstock_shard import engine_main
+from penstock_shard.engine import main as engine_main
 from penstock_shard.ipc.messages import EngineEnd
 
 ours, theirs = socket.socketpair()
@@ -127,7 +127,7 @@ def test_a_dead_engine_waits_for_nobody_that_still_reads_or_compiles() -> None:
     program = """
 import time
 from concurrent.futures import ThreadPoolExecutor
-from penstock_shard import engine_main
+from penstock_shard.engine import main as engine_main
 
 def fail():
     ThreadPoolExecutor(1).submit(time.sleep, 60)

@@ -252,9 +252,7 @@ async def test_a_message_that_cannot_be_read_ends_its_call() -> None:
     assert calls.engine.aborted == [("a", 0)]
 
 
-async def test_what_is_unfinished_when_a_call_ends_is_aborted_in_its_caller_s_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_what_is_unfinished_when_a_call_ends_is_aborted_in_its_caller_s_name() -> None:
     calls = Calls()
     call = calls.begin(_message(attempt=4), _message("b"), context=Context((b"router",)))
     reading = asyncio.ensure_future(anext(call))
@@ -269,6 +267,25 @@ async def test_what_is_unfinished_when_a_call_ends_is_aborted_in_its_caller_s_na
     await cast("Any", call).aclose()
     assert calls.servicer.num_unread == 0
     assert calls.engine.aborted == [(unfinished, 4)]
+
+
+async def test_a_call_that_ends_while_its_requests_are_read_leaves_no_error_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls, ended = Calls(), asyncio.Event()
+
+    async def sent() -> AsyncIterator[pb.GenerateRequest]:
+        yield _message()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    call = calls.servicer.Generate(sent(), cast("Any", Context()))
+    await _give(calls, call, _tokens("a", 0, 0, 1))
+    await cast("Any", call).aclose()
+    async with asyncio.timeout(5):
+        await ended.wait()
     await asyncio.sleep(0.01)
     # A reader that was ended has no error to tell.
     assert caplog.records == []

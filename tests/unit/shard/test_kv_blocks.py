@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import abc
 
 import pytest
@@ -36,6 +37,56 @@ def test_growing_beyond_what_is_free_changes_nothing() -> None:
     assert not blocks.grow(sequence, 33)
     assert not blocks.blocks_of(sequence)
     assert blocks.num_free == 2
+
+
+def test_a_sequence_that_is_not_known_has_no_blocks() -> None:
+    assert list(BlockManager(2, 16).blocks_of(make_sequence())) == []
+
+
+def test_each_block_that_a_sequence_gets_is_told_once() -> None:
+    blocks = BlockManager(8, 16)
+    first, second = make_sequence("a", range(40)), make_sequence("b", range(40))
+    assert blocks.take_new([first, second]) == [(), ()]
+    _compute(blocks, first, 33)
+    # It has enough.
+    assert blocks.grow(second, 0)
+    own = list(blocks.blocks_of(first))
+    assert blocks.take_new([second, first]) == [(), own]
+    assert blocks.take_new([second, first]) == [(), ()]
+    assert blocks.acquire_prefix(second) == 32
+    # Of a step without it nothing is told.
+    assert blocks.take_new([first]) == [()]
+    assert blocks.grow(second, 64)
+    assert blocks.take_new([first, second]) == [(), [*own[:2], *blocks.blocks_of(second)[2:]]]
+    assert blocks.grow(second, 65)
+    assert blocks.grow(second, 81)
+    assert blocks.take_new([first, second]) == [(), blocks.blocks_of(second)[4:]]
+
+
+def test_blocks_that_were_taken_back_are_not_told() -> None:
+    blocks = BlockManager(8, 16)
+    stays, goes = make_sequence("a"), make_sequence("b")
+    for sequence in (stays, goes):
+        assert blocks.grow(sequence, 16)
+    blocks.release(goes)
+    assert blocks.take_new([stays, goes]) == [blocks.blocks_of(stays), ()]
+
+
+def test_nothing_is_kept_of_a_sequence_that_is_forgotten() -> None:
+    blocks = BlockManager(8, 16)
+    sequence = make_sequence(prompt=range(40))
+    references = sys.getrefcount(sequence)
+    _compute(blocks, sequence, 40)
+    blocks.forget(sequence)
+    assert (blocks.num_referenced, list(blocks.blocks_of(sequence))) == (0, [])
+    assert sys.getrefcount(sequence) == references
+    blocks.check_integrity()
+
+
+def test_a_sequence_that_never_had_blocks_may_be_forgotten() -> None:
+    blocks = BlockManager(8, 16)
+    blocks.forget(make_sequence())
+    assert blocks.num_free == 8
 
 
 def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token() -> None:

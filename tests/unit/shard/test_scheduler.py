@@ -12,6 +12,7 @@ from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.ipc.request import Objective
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler.step_time import StepSize, StepTime
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 
@@ -313,6 +314,53 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_goes_before_other_prompt
     assert _rows(plan_step(scheduler)) == [("again", 32, 1, True), ("other", 0, 40, True)]
 
 
+def test_the_tokens_of_all_that_are_queued_are_counted() -> None:
+    scheduler = _scheduler(num_seqs=1)
+    _decode(scheduler, _of("runs"))
+    assert scheduler.num_queued_tokens == 0
+    first, second = _of("first", 20), _of("second", 30)
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    assert scheduler.num_queued_tokens == 50
+    scheduler.remove(first)
+    assert scheduler.num_queued_tokens == 30
+
+
+def test_what_steps_compute_is_learned_with_the_time_they_took() -> None:
+    learned: list[tuple[StepSize, float]] = []
+
+    class Noting(StepTime):
+        def learn(self, size: StepSize, seconds: float) -> None:
+            learned.append((size, seconds))
+
+    scheduler = Scheduler(SchedulerLimits(8, 64), BlockManager(64, 16), Noting())
+    for sequence in (_of("a", 10), _of("b", 20)):
+        scheduler.add(sequence)
+    for seconds in (0.5, 0.25):
+        collect(scheduler, plan_step(scheduler), seconds=seconds)
+    # Each token attends to itself and to those before it.
+    keys = 10 * 11 // 2 + 20 * 21 // 2
+    assert learned == [(StepSize(0, 30, keys), 0.5), (StepSize(2, 0, 11 + 21), 0.25)]
+
+
+def test_whoever_has_ended_is_forgotten_and_whoever_is_preempted_is_not() -> None:
+    forgotten: list[Sequence] = []
+
+    class Noting(BlockManager):
+        def forget(self, sequence: Sequence) -> None:
+            forgotten.append(sequence)
+            super().forget(sequence)
+
+    scheduler = create_scheduler(SchedulerLimits(8, 64), Noting(1, 16))
+    alone = _of("alone", 16)
+    _decode(scheduler, alone)
+    assert _names(plan_step(scheduler)) == []
+    # It was preempted, and its hashes are good for when it comes again.
+    assert (alone.preemptions, forgotten) == (1, [])
+    scheduler.remove(alone)
+    assert forgotten == [alone]
+
+
 def test_the_more_urgent_decode_where_a_step_has_no_room_for_all() -> None:
     scheduler = _scheduler()
     _decode(scheduler, _of("a"), _of("b"))
@@ -320,6 +368,24 @@ def test_the_more_urgent_decode_where_a_step_has_no_room_for_all() -> None:
     collect(scheduler, plan_step(scheduler, 1.0))
     scheduler.bounds.tokens = 2
     assert _names(plan_step(scheduler, 1.5)) == ["c", "a"]
+
+
+def test_where_nobody_aims_for_anything_the_order_is_that_of_arrival_whoever_has_waited() -> None:
+    scheduler = _scheduler()
+    first, waited = _of("first"), _of("waited")
+    _decode(scheduler, first, waited)
+    first.last_token_s = 100.0
+    scheduler.bounds.tokens = 1
+    assert _names(plan_step(scheduler, 100.0)) == ["first"]
+
+
+def test_a_step_of_bounded_seconds_scores_no_more_prompt_tokens_than_the_runner_may() -> None:
+    limits = SchedulerLimits(8, 256, max_scored_tokens=20)
+    scheduler = create_scheduler(limits, BlockManager(64, 16))
+    _decode(scheduler, _of("bounds", seconds_between_tokens=1.0))
+    scheduler.add(make_sequence("scored", range(50), prompt_logprobs=0), now_s=1.0)
+    plan = plan_step(scheduler, 1.0, starts_s=1.0)
+    assert [(row.count, row.scored) for row in plan.rows] == [(1, 0), (20, 20)]
 
 
 def test_of_two_with_one_deadline_the_longer_goes_first() -> None:
@@ -484,6 +550,18 @@ def test_a_higher_class_takes_places_only_where_it_lacks_them_and_that_helps(
     # What took a place in this step has it from the next one on.
     assert ("higher" in _names(plan)) == (num_tokens == 32)
     assert scheduler.preemptions_total == len(preempted)
+
+
+def test_nobody_else_makes_room_while_what_one_held_is_still_in_use() -> None:
+    scheduler = _scheduler(num_blocks=4)
+    _decode(scheduler, _of("first"), _of("second"))
+    launched = plan_step(scheduler, 1.0)
+    scheduler.add(_of("higher", 48, priority=-1), now_s=1.0)
+    for _ in range(2):
+        assert _names(plan_step(scheduler, 1.0)) == ["first"]
+    assert scheduler.preemptions_total == 1
+    collect(scheduler, launched)
+    assert _names(plan_step(scheduler, 1.0)) == ["first", "higher"]
 
 
 def test_all_preemptions_are_counted() -> None:

@@ -115,6 +115,19 @@ def test_right_drafts_come_out_together_and_take_fewer_steps() -> None:
     assert load.prompt_tokens_total == 16
 
 
+def test_a_drafter_learns_from_drafts_alone() -> None:
+    learned: list[int] = []
+
+    class Noting(Drafter):
+        def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
+            learned.append(num_proposed)
+            super().learn(sequence, num_proposed, num_accepted)
+
+    under_test = _run(_request(), Noting(4))
+    assert 0 < len(learned) < len(under_test.outputs)
+    assert all(learned)
+
+
 def test_wrong_drafts_cost_no_step() -> None:
     drafter = Oracle(4, always([EOS_ID] * 99))
     under_test = _run(_request(), drafter, 0)

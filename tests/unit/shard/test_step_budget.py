@@ -64,6 +64,35 @@ def test_short_prompts_get_past_a_long_one() -> None:
     assert (_limit(budget), _limit(budget, is_long=True)) == (128, 0)
 
 
+def test_long_prompts_have_a_token_where_there_is_no_half() -> None:
+    budget = StepBudget(3, StepTime())
+    budget.bound_prompts(StepSize(0, 0, 0), LONGEST)
+    budget.leave_half_to_short()
+    assert _limit(budget, is_long=True) == 1
+
+
+def test_a_long_prompt_that_probes_gets_an_eighth_more_than_is_predicted_to_fit() -> None:
+    budget = StepBudget(1024, _learned())
+    budget.bound_prompts(StepSize(124, 0, 0), 512)
+    # 80 % of 125 ms, of which an eighth and a ninth are not the same.
+    fits = budget.step_time.prompt_tokens_in(budget.long_s, 0)
+    assert 98 <= fits <= 100
+    assert budget.chunk_limit(_waiting(), is_long=True, probes=False) == fits
+    assert budget.chunk_limit(_waiting(), is_long=True, probes=True) == fits + 12
+
+
+@pytest.mark.parametrize(("num_computed", "limit"), [(48, 50), (49, 256)])
+def test_a_chunk_that_scores_all_that_is_left_ends_with_tokens_that_are_not_scored(
+    num_computed: int, limit: int
+) -> None:
+    scored = make_sequence("r", [1] * 100, prompt_logprobs=0)
+    scored.num_computed = num_computed
+    budget = StepBudget(256, StepTime(), scored_tokens=50)
+    budget.bound_prompts(StepSize(0, 0, 0), LONGEST)
+    # The last token of a prompt is scored by none.
+    assert budget.chunk_limit(scored, is_long=False, probes=False) == limit
+
+
 @pytest.mark.parametrize("aged", [True, False])
 def test_whoever_has_waited_for_too_long_has_some_tokens_whatever_the_time(aged: bool) -> None:
     budget = TimedBudget(256, _learned(), time_s=0.0, is_aged=lambda sequence: aged)
@@ -71,6 +100,24 @@ def test_whoever_has_waited_for_too_long_has_some_tokens_whatever_the_time(aged:
     assert _limit(budget) == (16 if aged else 0)
     budget.take_chunk(_row(16), is_long=False)
     assert _limit(budget) == 0
+
+
+def test_time_to_spare_gives_prompts_beside_decodes_no_more_tokens() -> None:
+    plain = StepBudget(256, _learned())
+    timed = TimedBudget(256, _learned(), time_s=60.0, is_aged=lambda sequence: False)
+    for budget in (plain, timed):
+        budget.bound_prompts(StepSize(19, 0, 0), LONGEST)
+        assert _limit(budget) == LONGEST
+        budget.take_chunk(_row(10), is_long=True)
+        assert _limit(budget) == LONGEST - 10
+    assert _limit(timed, is_long=True) == _limit(plain, is_long=True) <= 6
+
+
+def test_decodes_have_rows_as_long_as_the_time_that_is_left_is_just_enough() -> None:
+    # Nothing is learned yet: no row takes time, and none is left.
+    budget = TimedBudget(256, StepTime(), time_s=0.0, is_aged=lambda sequence: False)
+    sequences = [_waiting(), _waiting()]
+    assert budget.take_decodes(sequences) == sequences
 
 
 def test_drafts_take_half_of_what_decodes_leave() -> None:
