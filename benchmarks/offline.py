@@ -69,8 +69,8 @@ def make_default_model(directory: Path) -> Path:
 
 
 def run(args: argparse.Namespace, directory: Path) -> None:
+    from penstock_shard.device.cpu_threads import default_threads
     from penstock_shard.model_loader.create_runner import create_runner
-    from penstock_shard.model_loader.load_rank import default_threads
 
     threads = args.threads or default_threads()
     config = ShardConfig(

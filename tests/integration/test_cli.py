@@ -44,7 +44,7 @@ def test_help_waits_for_no_library_and_names_every_command() -> None:
         assert f"\n  {command} " in text
     more = loaded - _loaded("-c", "pass")[0]
     ours = {name for name in more if name.split(".")[0] not in sys.stdlib_module_names}
-    assert ours == {"penstock_client"}
+    assert ours == {"penstock_cli"}
     assert not more & {"asyncio", "argparse", "json", "socket", "ssl", "subprocess"}
     # As many as a command without these has; asyncio alone brings more.
     assert len(more) < 50

@@ -404,7 +404,8 @@ def test_the_process_ends_itself_when_its_server_is_gone(busy: bool) -> None:
 import asyncio
 from pathlib import Path
 from penstock_shard.structured_output.checker import ConstraintChecker
-from penstock_shard.ipc.request import Constraint, ConstraintLimits
+from penstock_shard.config import ConstraintLimits
+from penstock_shard.ipc.request import Constraint
 
 async def main():
     checker = ConstraintChecker(ConstraintLimits(timeout_s=600.0, memory_bytes=2**28))

@@ -63,7 +63,10 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return to_numpy(tensor)
 
     with monkeypatch.context() as patch, NoLooks():
-        for module in ("draw", "draw_ranked", "sampler", "token_scores", "logits.constraint_mask"):
+        for module in (
+            *("sampling.draw", "sampling.top_k_top_p", "sampling.sampler"),
+            *("sampling.token_scores", "logits_processors.constraint_mask"),
+        ):
             patch.setattr(f"penstock_shard.worker.{module}.is_host", lambda _: False)
         for name in ("tolist", "item", "cpu"):
             patch.setattr(torch.Tensor, name, look)

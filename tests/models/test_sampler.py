@@ -23,8 +23,8 @@ from support.budget import budget, seeded
 from support.engines import changed
 
 from penstock_shard.sequence import Sequence
-from penstock_shard.worker.sampling.draw_ranked import ordered_topk, pick
 from penstock_shard.worker.sampling.philox import uniforms
+from penstock_shard.worker.sampling.top_k_top_p import ordered_topk, pick
 
 SEED = 20_261_121
 VOCABULARY = 24

@@ -15,8 +15,8 @@ from support.budget import budget, seeded
 
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import RowResult
-from penstock_shard.worker.sampling import draw_ranked
-from penstock_shard.worker.sampling.draw_ranked import Columns, Rows, ordered_topk, weigh
+from penstock_shard.worker.sampling import top_k_top_p
+from penstock_shard.worker.sampling.top_k_top_p import Columns, Rows, ordered_topk, weigh
 
 SIZES = (1, 2, 3, 7, 64)
 
@@ -98,7 +98,7 @@ def test_a_row_with_top_k_is_the_same_however_many_tokens_others_need(
         together = _sample(logits[chosen], [sequences[i] for i in chosen])
         assert together == [alone[i] for i in chosen]
     monkeypatch.setattr(
-        draw_ranked,
+        top_k_top_p,
         "ordered_topk",
         lambda values, k: ordered_topk(values, values.shape[1])[:, : max(k, vocabulary - 7)],
     )
@@ -125,7 +125,7 @@ def test_a_step_ranks_as_many_tokens_as_its_largest_top_k(
         widths.append(k)
         return ordered_topk(values, k)
 
-    monkeypatch.setattr(draw_ranked, "ordered_topk", noted)
+    monkeypatch.setattr(top_k_top_p, "ordered_topk", noted)
     logits = torch.randn(len(ks), 5003, generator=torch.Generator().manual_seed(1)) * 9
     _sample(logits, [sampling_request((), (), top_k=k, top_p=0.9) for k in ks])
     assert sorted(widths) == ranked

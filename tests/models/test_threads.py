@@ -7,7 +7,7 @@ import os
 import pytest
 
 from penstock_shard.device import cgroup
-from penstock_shard.model_loader.load_rank import default_threads
+from penstock_shard.device.cpu_threads import default_threads
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ if not use_interpreter():
 from penstock_shard.device import triton_support
 from penstock_shard.kernels import triton_draw
 from penstock_shard.worker.sampling import draw as drawing
-from penstock_shard.worker.sampling import draw_ranked
+from penstock_shard.worker.sampling import top_k_top_p
 from penstock_shard.worker.sampling.draw import draw
-from penstock_shard.worker.sampling.draw_ranked import Columns
+from penstock_shard.worker.sampling.top_k_top_p import Columns
 
 VOCABULARY = 300
 
@@ -42,8 +42,8 @@ def test_the_kernel_draws_what_sorting_draws(monkeypatch: pytest.MonkeyPatch) ->
         best, index = logits.amax(dim=1), np.arange(count)
         expected = draw(logits, best, index, columns)
         with monkeypatch.context() as patch:
-            patch.setattr(draw_ranked, "_WINDOW", rng.choice([1, 8, 64]))
-            for module in (drawing, draw_ranked):
+            patch.setattr(top_k_top_p, "_WINDOW", rng.choice([1, 8, 64]))
+            for module in (drawing, top_k_top_p):
                 patch.setattr(module, "is_host", lambda _: False)
             assert torch.equal(draw(logits, best, index, columns), expected)
 
@@ -76,7 +76,7 @@ def drawn_there(
 ) -> torch.Tensor:
     """By the kernels that are used on a device."""
     with monkeypatch.context() as patch:
-        patch.setattr(draw_ranked, "is_host", lambda _: False)
+        patch.setattr(top_k_top_p, "is_host", lambda _: False)
         patch.setattr(drawing, "Rows", None)
         return draw(logits, logits.amax(dim=1), np.array(index), columns)
 
@@ -152,9 +152,9 @@ def test_nothing_is_launched_where_kernels_were_found_wrong(
         return torch.zeros(1, dtype=torch.int64)
 
     monkeypatch.setattr(triton_draw, kernel, launch)
-    for module in (drawing, draw_ranked):
+    for module in (drawing, top_k_top_p):
         monkeypatch.setattr(module, "is_host", lambda _: False)
-    monkeypatch.setattr(draw_ranked, "_WINDOW", 8)
+    monkeypatch.setattr(top_k_top_p, "_WINDOW", 8)
     one = np.ones(1)
     columns = Columns(one, 0 * one, top_p * one, 0 * one, one, 0.5 * one)
     logits = torch.zeros(1, VOCABULARY)

@@ -1,6 +1,6 @@
 """`penstock bench`: load on a server, measured as a user sees it.
 
-Knows the command line; `bench_load` sends, `bench_report` sums up. Any server with
+Knows the command line; `load.py` sends, `report.py` sums up. Any server with
 `/v1/completions` or `/v1/chat/completions` can be measured.
 """
 

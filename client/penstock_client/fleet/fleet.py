@@ -61,7 +61,7 @@ class Fleet:
         traces_attempts: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`shards` are addresses, a `Source` of addresses, or a string as `membership.parse_source`
+        """`shards` are addresses, a `Source` of addresses, or a string as `discovery.parse_source`
         reads it. A `connector` takes the place of `tls`.
 
         A shard reports its load at least once a second; after `stall_timeout_s` without a report

@@ -1,6 +1,6 @@
 """What an engine process does over and over: takes messages, steps, and sends what came of it.
 
-Knows no threads, no sockets and no time but the clock it is given; `engine_main` has the threads.
+Knows no threads, no sockets and no time but the clock it is given; `main.py` has the threads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chooses the ops that compute a model, from the flags and from what this machine has.
 
 Knows which ops there are, not how they work. The attention backend is chosen once the model's
-layers are known: see `attention.choose`.
+layers are known: see `choose_attention.py`.
 """
 
 from __future__ import annotations

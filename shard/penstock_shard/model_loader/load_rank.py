@@ -6,8 +6,6 @@ nothing of self-checks, KV memory or steps.
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.device import cgroup
+from penstock_shard.device.cpu_threads import default_threads
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.adapters import open_bank
@@ -113,20 +111,6 @@ def rank_device(config: ShardConfig, index: int) -> torch.device:
         torch.cuda.set_device(index)
         device = torch.device("cuda", index)
     return device
-
-
-def default_threads() -> int:
-    """Compute threads on cpu: all cores this process may use but one. A control group's quota is
-    taken as a number of cores: more threads would exhaust it early in each period, and all stall.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    quota = cgroup.cpu_quota()
-    if quota is not None:
-        cores = min(cores, math.floor(quota))
-    return max(1, cores - 1)
 
 
 def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:

@@ -1,6 +1,6 @@
 """The policy for requests with objectives: priorities, deadlines, seconds between tokens.
 
-Sequences are served by `urgency`. A step is bounded by the time left to sequences that limit the
+Sequences are served by `priorities.py`. A step is bounded by the time left to sequences that limit the
 seconds between their tokens, and a waiting sequence of a higher class may preempt a running one of
 a lower. While no live request has an objective it is the order of arrival, at that cost.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.policy import SchedulingPolicy
+from penstock_shard.scheduler.priorities import Urgency, expendable, seconds_between_tokens, urgency
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.scheduler.step_budget import UNBOUNDED_S, StepBudget
 from penstock_shard.scheduler.step_time import StepTime
-from penstock_shard.scheduler.urgency import Urgency, expendable, seconds_between_tokens, urgency
 from penstock_shard.sequence import Sequence, SequenceState
 
 # The share of the time left to an objective that a step is planned to take: step times vary.

@@ -54,7 +54,7 @@ class _ChildProcess:
 
 
 async def start_engine_process() -> EngineProcess:
-    """Start the process of `engine_main`. Raises `OSError`."""
+    """Start the process of `engine/main.py`. Raises `OSError`."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:

@@ -4,7 +4,7 @@ Knows distributions; knows nothing of penalties, requests or what was drawn befo
 
 One uniform number a row is looked up in the row's cumulative distribution. A row without top-k,
 top-p and typical-p has its tokens ordered by id; with top-k or top-p the most likely come first
-(`draw_ranked`); with typical-p those nearest to the row's entropy (`draw_typical`). Among equals
+(`top_k_top_p.py`); with typical-p those nearest to the row's entropy (`typical_p.py`). Among equals
 the lower id comes first, also at the cut-off of a filter. A row's own parameters alone decide which
 order it has.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.device.async_copy import is_host, to_device
-from penstock_shard.worker.sampling.draw_ranked import (
+from penstock_shard.worker.sampling.top_k_top_p import (
     MIN_TEMPERATURE,
     ONE,
     Columns,
@@ -30,7 +30,7 @@ from penstock_shard.worker.sampling.draw_ranked import (
     pick,
     weigh,
 )
-from penstock_shard.worker.sampling.draw_typical import draw_typical
+from penstock_shard.worker.sampling.typical_p import draw_typical
 
 # Logits that are processed together: on cpu few enough to stay in the cache.
 _CHUNK_LOGITS_CPU = 2**19

@@ -3,7 +3,7 @@
 A token is a function of (its row of logits, its sequence's parameters, seed, prompt and output so
 far, its position) and of nothing else; other rows only decide which work can be skipped.
 
-First logits are shaped, by the processors of `logits` in the order of `logits.order`. Then a token
+First logits are shaped, by `logits_processors/` in the order of its `order.py`. Then a token
 is drawn, by temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely
 token) and typical-p (over what the others left): see `draw`. Greedy rows take the largest logit,
 the lowest id among equals. Log-probabilities are those of the raw logits, before all of these.
@@ -33,9 +33,9 @@ from penstock_shard.ipc.request import Request
 from penstock_shard.worker.base import Admission, RowResult
 from penstock_shard.worker.logits_processors.shaping import LogitsShaping, Prepared, Shaped
 from penstock_shard.worker.sampling.draw import draw
-from penstock_shard.worker.sampling.draw_ranked import Columns
 from penstock_shard.worker.sampling.philox import uniforms
 from penstock_shard.worker.sampling.token_scores import TokenScores, score_tokens
+from penstock_shard.worker.sampling.top_k_top_p import Columns
 from penstock_shard.worker.slot_state import Integers, grown
 
 # Increment when the same logits give other tokens than before.

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from penstock_shard.device.async_copy import is_host, to_device, to_host
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.worker.sampling.draw_ranked import ordered_topk
+from penstock_shard.worker.sampling.top_k_top_p import ordered_topk
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from penstock_shard.worker.sampling.draw_ranked import (
+from penstock_shard.worker.sampling.top_k_top_p import (
     Kept,
     Rows,
     draw_kept,
