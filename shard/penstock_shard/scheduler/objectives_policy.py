@@ -1,8 +1,8 @@
 """The policy for requests with objectives: priorities, deadlines, seconds between tokens.
 
-Sequences are served by `priorities.py`. A step is bounded by the time left to sequences that limit the
-seconds between their tokens, and a waiting sequence of a higher class may preempt a running one of
-a lower. While no live request has an objective it is the order of arrival, at that cost.
+Sequences are served by `priorities.py`. A step is bounded by the time left to sequences that limit
+the seconds between their tokens, and a waiting sequence of a higher class may preempt a running one
+of a lower. While no live request has an objective it is the order of arrival, at that cost.
 """
 
 from __future__ import annotations
