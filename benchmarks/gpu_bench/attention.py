@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu_bench.machine import copy_bytes_per_s, device_of, recorded, seconds_of
 from benchmarks.gpu_bench.shapes import SHAPES
-from penstock_shard.attention.backends import make_backend
+from penstock_shard.attention.backend_order import make_backend
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 
 # Several KV caches of this size together are read in turn, so that L2 cannot hold them.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock_common import key_file
+from penstock_common import key_file_format
 
 # The name under which shards serve.
 MODEL = "bench"
@@ -35,7 +35,9 @@ _ERROR_EVENT = b'data: {"error"'
 
 def write_keys(file: Path, *names: str) -> Path:
     """A file for --api-keys-file, in which each key is its own name."""
-    hashes = {name: key_file.hash_of(key_file.digest_of(name.encode())) for name in names}
+    hashes = {
+        name: key_file_format.hash_of(key_file_format.digest_of(name.encode())) for name in names
+    }
     file.write_text("".join(f"[[keys]]\nname = '{n}'\nhash = '{h}'\n" for n, h in hashes.items()))
     return file
 

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 
 from penstock_cli.arguments import parser_for
-from penstock_common import key_file
+from penstock_common import key_file_format
 from penstock_common.flags import OneLineParser
-from penstock_common.key_file import KeyEntry, KeyFileError
+from penstock_common.key_file_format import KeyEntry, KeyFileError
 
 PREFIX = "psk-"
 _KEY_BYTES = 32
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_file(new, f"that gets the entry (default: {_VARIABLE}, or the entry is printed)")
     new.add_argument(
         "--scope",
-        choices=key_file.SCOPES,
+        choices=key_file_format.SCOPES,
         default="user",
         help="admin: what user may do, and /admin, /debug and the console (default: user)",
     )
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WHEN",
         help="90d, 12h, 30m, a date or a time with its zone (default: never)",
     )
-    for limit in key_file.LIMITS:
+    for limit in key_file_format.LIMITS:
         new.add_argument(f"--{limit.replace('_', '-')}", type=_limit, metavar="N")
     shown = commands.add_parser("list", help="the keys of a file")
     shown.set_defaults(run=_list)
@@ -92,21 +92,21 @@ def _new(args: argparse.Namespace) -> int:
     key = PREFIX + secrets.token_urlsafe(_KEY_BYTES)
     entry = KeyEntry(
         name=args.name,
-        digest=key_file.digest_of(key.encode()),
+        digest=key_file_format.digest_of(key.encode()),
         scopes=(args.scope,),
         expires=args.expires,
-        **{limit: getattr(args, limit) for limit in key_file.LIMITS},
+        **{limit: getattr(args, limit) for limit in key_file_format.LIMITS},
     )
     if args.file is None:
         try:
-            text = key_file.added("", entry)
+            text = key_file_format.added("", entry)
         except KeyFileError as error:
             return _fail(str(error))
         print(f"{key}\n\n{text}", end="")
         return 0
-    with key_file.locked(args.file) as path:
-        before = key_file.read_text(path) if os.path.exists(path) else ""
-        key_file.replace(path, key_file.added(before, entry))
+    with key_file_format.locked(args.file) as path:
+        before = key_file_format.read_text(path) if os.path.exists(path) else ""
+        key_file_format.replace(path, key_file_format.added(before, entry))
     print(key)
     print(
         f"added {entry.name} to {args.file}, which holds only the key's hash: copy the key now",
@@ -118,11 +118,11 @@ def _new(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     rows = [("NAME", "SCOPES", "EXPIRES", "CONCURRENT", "REQUESTS/MIN", "TOKENS/MIN")]
     now = datetime.datetime.now(datetime.UTC)
-    for entry in key_file.read(args.file):
+    for entry in key_file_format.read(args.file):
         expires = "never" if entry.expires is None else f"{entry.expires:%Y-%m-%d %H:%M %Z}"
         if entry.expires is not None and entry.expires <= now:
             expires += " (expired)"
-        limits = (getattr(entry, limit) for limit in key_file.LIMITS)
+        limits = (getattr(entry, limit) for limit in key_file_format.LIMITS)
         shown = ("-" if value is None else str(value) for value in limits)
         concurrent, requests, tokens = shown
         rows.append((entry.name, ",".join(entry.scopes), expires, concurrent, requests, tokens))
@@ -135,8 +135,10 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    with key_file.locked(args.file) as path:
-        key_file.replace(path, key_file.removed(key_file.read_text(path), args.name))
+    with key_file_format.locked(args.file) as path:
+        key_file_format.replace(
+            path, key_file_format.removed(key_file_format.read_text(path), args.name)
+        )
     print(f"removed {args.name} from {args.file}; routers refuse its key within two seconds")
     return 0
 
@@ -148,7 +150,7 @@ def _hash(args: argparse.Namespace) -> int:
         return _fail(
             f"a key is printable ASCII of at least {_MIN_CHARS} characters that nobody could guess"
         )
-    print(key_file.hash_of(key_file.digest_of(key.encode())))
+    print(key_file_format.hash_of(key_file_format.digest_of(key.encode())))
     return 0
 
 
@@ -156,10 +158,10 @@ def _hash(args: argparse.Namespace) -> int:
 
 
 def _limit(text: str) -> int:
-    usable = text.isascii() and text.isdigit() and len(text) <= len(str(key_file.MAX_LIMIT))
-    if not usable or not 1 <= int(text) <= key_file.MAX_LIMIT:
+    usable = text.isascii() and text.isdigit() and len(text) <= len(str(key_file_format.MAX_LIMIT))
+    if not usable or not 1 <= int(text) <= key_file_format.MAX_LIMIT:
         raise argparse.ArgumentTypeError(
-            f"must be a whole number from 1 to {key_file.MAX_LIMIT}, not {text[:40]!r}"
+            f"must be a whole number from 1 to {key_file_format.MAX_LIMIT}, not {text[:40]!r}"
         )
     return int(text)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         ShardUnavailable,
         Unauthenticated,
     )
-    from penstock_client.fleet.continuation import Patience
+    from penstock_client.fleet.failover import Patience
     from penstock_client.fleet.fleet import Fleet
     from penstock_client.fleet.fleet_stream import FleetStream
     from penstock_client.fleet.shard_state import ShardState
@@ -104,7 +104,7 @@ __all__ = [
 _OTHER_HOMES = {
     "Fleet": "penstock_client.fleet.fleet",
     "FleetStream": "penstock_client.fleet.fleet_stream",
-    "Patience": "penstock_client.fleet.continuation",
+    "Patience": "penstock_client.fleet.failover",
     "ShardState": "penstock_client.fleet.shard_state",
     "ShardClient": "penstock_client.rpc.shard_client",
     "GenerationStream": "penstock_client.rpc.generation_stream",

@@ -32,14 +32,15 @@ from penstock_router.errors import (
     log_error,
 )
 from penstock_router.fleet import Fleet
-from penstock_router.generation.resumption import CursorCodec, LiveStreams
+from penstock_router.generation.event_ids import CursorCodec
+from penstock_router.generation.resumable_streams import LiveStreams
 from penstock_router.json_fields import shorten
+from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.exposition import Exposition
 from penstock_router.observe.fleet_metrics import FleetCollector
 from penstock_router.observe.loop_lag import watch_loop
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_log import log_request
-from penstock_router.observe.request_metrics import RequestMetrics
 from penstock_router.observe.request_record import Records, RequestRecord
 from penstock_router.observe.tracing import RequestTraces
 from penstock_router.offload.dispatch import Bodies

@@ -12,9 +12,9 @@ from penstock_client.audit_log import read_key
 from penstock_client.fleet.allowed_networks import PRIVATE_NETWORKS
 from penstock_client.fleet.discovery import parse_source
 from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES
-from penstock_common import key_file
+from penstock_common import key_file_format
 from penstock_common.flags import OneLineParser, add_observing_flags, tracing_of, usable_key
-from penstock_common.key_file import KeyFileError
+from penstock_common.key_file_format import KeyFileError
 from penstock_common.tls import Tls, TlsFilesUnusable
 from penstock_router import flag_values as values
 from penstock_router.config import RouterConfig
@@ -519,7 +519,7 @@ def _keys_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str
     # Also an empty path: that is a mistake, and must not mean that no key is required.
     if path is not None:
         try:
-            key_file.read(path, args.workers)
+            key_file_format.read(path, args.workers)
         except KeyFileError as error:
             parser.error(f"--api-keys-file {path}: {error}")
     return path

@@ -26,7 +26,7 @@ class RouterConfig:
 
     # The key that clients must show, if set, on all routes but probes and documentation.
     api_key: str | None = field(default=None, repr=False)
-    # A file of further keys, as `penstock_common.key_file` reads it; reloaded when it changes.
+    # A file of further keys (`penstock_common.key_file_format`); reloaded when it changes.
     api_keys_file: str | None = None
     # Origins whose pages may call the API from a browser; "*": all.
     cors_origins: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection
 
-from penstock_common.bounds import MAX_ADAPTER_NAME_CHARACTERS
+from penstock_common.request_bounds import MAX_ADAPTER_NAME_CHARACTERS
 
 _MAX_LORAS = 256
 _MAX_RANK = 512

@@ -17,9 +17,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from penstock_client.types import LoadReport
 from penstock_common.metric_aliases import SETS
 from penstock_router.fleet import ShardState
+from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.fleet_metrics import FleetCollector
 from penstock_router.observe.metrics import Metrics
-from penstock_router.observe.request_metrics import RequestMetrics
 from penstock_shard.config import ShardConfig
 from penstock_shard.server.metrics import EngineCollector
 from penstock_shard.server.supervisor import EngineSupervisor

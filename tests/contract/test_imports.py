@@ -48,7 +48,7 @@ FREE_OF_TENSORS = (
     "penstock_shard.device.triton_support",
     "penstock_shard.distributed.messages",
     "penstock_shard.distributed.rank_connections",
-    "penstock_shard.distributed.rank_processes",
+    "penstock_shard.distributed.start_ranks",
 )
 # What these rooms know nothing of.
 ABOVE_TENSORS = tuple(

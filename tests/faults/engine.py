@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Fault(
         "Positions count the prompt",
-        "_token_output",
+        "token_output",
         becomes(
             "count - len(token_ids)",
             "len(sequence.token_ids) - len(token_ids)",
@@ -88,7 +88,7 @@ FAULTS = [
     ),
     Fault(
         "White space in JSON may go on and on",
-        "_writing",
+        "json_writing",
         left_out("writing.setdefault('whitespace_pattern', WHITESPACE)"),
         caught_by="test_whitespace_does_not_go_on_and_on",
     ),

@@ -43,7 +43,7 @@ from integration.manifests import (
 from support.certificates import Authority
 from support.processes import wait_until
 
-from penstock_common import key_file
+from penstock_common import key_file_format
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -449,9 +449,9 @@ def tls_secrets(folder: Path) -> dict[str, dict[str, str]]:
         files = {"tls.crt": made.cert, "tls.key": made.key, "ca.crt": authority.file}
         return {key: file.read_text() for key, file in files.items()}
 
-    entry = key_file.KeyEntry(name="test", digest=key_file.digest_of(KEY.encode()))
+    entry = key_file_format.KeyEntry(name="test", digest=key_file_format.digest_of(KEY.encode()))
     keys = {
-        "keys.toml": key_file.added("", entry),
+        "keys.toml": key_file_format.added("", entry),
         "shard-api-key": "another key",
         "resume-key": "one of sixteen or more",
     }

@@ -13,7 +13,7 @@ import pytest
 from support.processes import Router, Service, Shard, free_port, running, wait_until
 
 from penstock_cli.keys import main as keys_command
-from penstock_common import key_file
+from penstock_common import key_file_format
 
 # Each is shown, or used, in what follows.
 SECRETS = {
@@ -89,7 +89,7 @@ def test_no_key_is_written_to_a_log_a_metric_a_page_or_a_list_of_processes(
         said += "".join(path.read_text() for path in tmp_path.glob("audit-worker*"))
     for secret in (alice, root, old, WRONG, "5ecret", *SECRETS.values()):
         assert secret not in said
-    digests = [entry.digest.hex() for entry in key_file.read(str(file))]
+    digests = [entry.digest.hex() for entry in key_file_format.read(str(file))]
     assert not any(digest in said for digest in digests)
     # It did look, and names are shown.
     assert "alice" in router.log

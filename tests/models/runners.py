@@ -8,7 +8,7 @@ from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.structured_output.matcher_state import MaskFiller
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.model_runner import ModelRunner
-from penstock_shard.worker.outputs.every import every_output
+from penstock_shard.worker.outputs.all_outputs import every_output
 
 
 def make_runner(

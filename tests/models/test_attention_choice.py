@@ -17,7 +17,7 @@ from models.driver import load
 from torch import Tensor
 
 from penstock_shard.attention import flash_attn
-from penstock_shard.attention.backends import (
+from penstock_shard.attention.backend_order import (
     RAN_ON_HARDWARE,
     Candidate,
     candidates,

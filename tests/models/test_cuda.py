@@ -22,7 +22,7 @@ from support.adapters import make_adapter
 from support.drafters import Oracle, named
 from torch import Tensor
 
-from penstock_shard.attention.backends import READS_ANY_CACHE, candidates
+from penstock_shard.attention.backend_order import READS_ANY_CACHE, candidates
 from penstock_shard.attention.base import AttentionBackend, Unusable
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.checkpoint.safetensors import Checkpoint

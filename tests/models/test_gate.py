@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.errors import ModelError
-from penstock_shard.models import supported
+from penstock_shard.models import unsupported
 from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
 from penstock_shard.ops.torch_ops import TorchOps
 
@@ -45,7 +45,7 @@ def test_layer_types_that_are_not_attention_are_refused() -> None:
     config = make_config("qwen3")
     config.layer_types = ["full_attention", "linear_attention", "full_attention"]
     with pytest.raises(ModelError, match="layers of type linear_attention"):
-        supported.check_config(config, 128)
+        unsupported.check_config(config, 128)
 
 
 _SMALL = {
@@ -82,44 +82,44 @@ def test_models_of_images_are_refused_in_a_line_that_says_what_to_serve(
 def test_rope_that_depends_on_the_batch_is_refused_past_its_context() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = make_config("llama", rope_parameters=rope, max_position_embeddings=256)
-    supported.check_config(config, 256)
+    unsupported.check_config(config, 256)
     config.max_position_embeddings = 512
     config.rope_parameters["original_max_position_embeddings"] = 256
     with pytest.raises(ModelError, match="use --max-model-len 256"):
-        supported.check_config(config, 512)
+        unsupported.check_config(config, 512)
 
 
 def test_heads_that_cannot_be_turned_or_shared_are_refused() -> None:
     config = make_config("qwen3")
     config.head_dim = 15
     with pytest.raises(ModelError, match="head_dim is 15"):
-        supported.check_config(config, 128)
+        unsupported.check_config(config, 128)
     config = make_config("qwen3")
     config.num_key_value_heads = 3
     with pytest.raises(ModelError, match=r"num_attention_heads is 4; .* num_key_value_heads, 3"):
-        supported.check_config(config, 128)
+        unsupported.check_config(config, 128)
 
 
 def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("mistral"))
     module.set_attn_implementation(ATTENTION_NAME)
     specs = TransformersModel(module, plain_ops()).layers
-    supported.check_layers(module, specs, 256)
+    unsupported.check_layers(module, specs, 256)
     lost = [dataclasses.replace(spec, window=None) for spec in specs]
     with pytest.raises(ModelError, match="does not get the sliding window"):
-        supported.check_layers(module, lost, 256)
+        unsupported.check_layers(module, lost, 256)
     # A context within the window never needs it.
-    supported.check_layers(module, lost, 24)
+    unsupported.check_layers(module, lost, 24)
 
 
 def test_a_lost_softcap_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("gemma2"))
     module.set_attn_implementation(ATTENTION_NAME)
     specs = TransformersModel(module, plain_ops()).layers
-    supported.check_layers(module, specs, 256)
+    unsupported.check_layers(module, specs, 256)
     lost = [dataclasses.replace(spec, softcap=None) for spec in specs]
     with pytest.raises(ModelError, match="do not get the softcap"):
-        supported.check_layers(module, lost, 256)
+        unsupported.check_layers(module, lost, 256)
 
 
 def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path]) -> None:
@@ -127,7 +127,7 @@ def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path
     module.set_attn_implementation(ATTENTION_NAME)
     specs = TransformersModel(module, plain_ops()).layers
     with pytest.raises(ModelError, match="2 attention calls for 3 layers"):
-        supported.check_layers(module, specs[:2], 256)
+        unsupported.check_layers(module, specs[:2], 256)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.transformers_loader import load_config
-from penstock_shard.models import supported
+from penstock_shard.models import unsupported
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_spec import NotOurs, decoder_spec
 
@@ -269,7 +269,7 @@ def write(directory: Path, config: dict[str, Any]) -> Path:
 def test_each_goes_to_our_decoder(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     read = load_config(write(tmp_path, config), trust_remote_code=False)
-    supported.check_config(read, config["max_position_embeddings"])
+    unsupported.check_config(read, config["max_position_embeddings"])
     spec = decoder_spec(read)
     assert len(spec.layers) == config["num_hidden_layers"]
     assert spec.layers[0].num_kv_heads == config["num_key_value_heads"]

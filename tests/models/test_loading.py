@@ -28,7 +28,7 @@ from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.host_memory import extra_host_bytes
 from penstock_shard.distributed.messages import Join
-from penstock_shard.distributed.rank_processes import RankPlace
+from penstock_shard.distributed.start_ranks import RankPlace
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader import create_runner as create
@@ -41,7 +41,7 @@ from penstock_shard.models.base import Forwarded
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.selfcheck.random_steps import TrialSequence
 from penstock_shard.worker.base import Admission
-from penstock_shard.worker.logits_processors.shaping import LogitsShaping
+from penstock_shard.worker.logits_processors.apply import LogitsShaping
 from penstock_shard.worker.sampling.sampler import SampleRows
 
 Directory = Callable[[str], Path]

@@ -14,9 +14,9 @@ from torch import Tensor
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.scheduler.rows import admission_of
 from penstock_shard.worker.base import Admission, RowResult
+from penstock_shard.worker.logits_processors.apply import LogitsShaping
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, ban
 from penstock_shard.worker.logits_processors.order import every_processor
-from penstock_shard.worker.logits_processors.shaping import LogitsShaping
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
 GREEDY = SamplingParams(temperature=0.0)

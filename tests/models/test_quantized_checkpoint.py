@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from penstock_shard.checkpoint.quantized_checkpoint import QuantizedCheckpoint, scheme_of
+from penstock_shard.checkpoint.quantization_config import QuantizedCheckpoint, scheme_of
 from penstock_shard.errors import ModelError
 
 Directory = Callable[[str], Path]

@@ -30,7 +30,7 @@ from penstock_shard.distributed.messages import (
 )
 from penstock_shard.distributed.parallel_model import MirroredModel, RankFailed
 from penstock_shard.distributed.rank_connections import Followers
-from penstock_shard.distributed.rank_processes import RankPlace
+from penstock_shard.distributed.start_ranks import RankPlace
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader import rank_main
 from penstock_shard.models.cuda_graphs import GraphedModel

@@ -22,7 +22,7 @@ from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.rpc import proto_codec
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import Attempt, GenerationRequest, Objective, Output, SamplingParams
-from penstock_common.bounds import TRIAL_TOKENS
+from penstock_common.request_bounds import TRIAL_TOKENS
 from simulation.channel import MemoryConnector
 from simulation.engine import POISON_ID, EngineKind
 from simulation.expected import expected

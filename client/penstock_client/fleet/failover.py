@@ -48,8 +48,8 @@ from penstock_client.types import (
     Output,
     random_seed,
 )
-from penstock_common.bounds import TRIAL_TOKENS
 from penstock_common.clock import Clock
+from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_common.tasks import lasting
 from penstock_common.tracing import SpanContext
 

@@ -1,6 +1,6 @@
 """Several shards as one: which there are, what they serve, and requests that outlive any of them.
 
-Owns the shards and their watches; `continuation.py` sends requests. Knows no HTTP and no text.
+Owns the shards and their watches; `failover.py` sends requests. Knows no HTTP and no text.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from penstock_client.audit_log import AuditLog, AuditRecord
 from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
 from penstock_client.fleet.allowed_networks import Ip, is_loopback
 from penstock_client.fleet.compatibility import complete_request
-from penstock_client.fleet.continuation import (
+from penstock_client.fleet.discovery import Source, StaticSource, check_address, parse_source
+from penstock_client.fleet.embeddings import Embeddings
+from penstock_client.fleet.failover import (
     Continuations,
     Observe,
     Patience,
 )
-from penstock_client.fleet.discovery import Source, StaticSource, check_address, parse_source
-from penstock_client.fleet.embeddings import Embeddings
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.output_verification import Verification
 from penstock_client.fleet.shard_state import ShardState, ShardWatch, check_served, serving

@@ -1,6 +1,6 @@
 """One sequence as its reader sees it, whichever shards it runs on, and the state of its attempts.
 
-`continuation.py` sends it and sends it on; this only keeps the state for that.
+`failover.py` sends it and sends it on; this only keeps the state for that.
 """
 
 from __future__ import annotations

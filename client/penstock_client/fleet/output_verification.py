@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from penstock_client.errors import PenstockError
 from penstock_client.fleet.compatibility import complete_request, same_adapter
-from penstock_client.fleet.continuation import Observe
+from penstock_client.fleet.failover import Observe
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective

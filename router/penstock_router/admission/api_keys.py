@@ -22,15 +22,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_common import key_file
-from penstock_common.key_file import KeyEntry, KeyFileError
+from penstock_common import key_file_format
+from penstock_common.key_file_format import KeyEntry, KeyFileError
 from penstock_router.admission.rate_limits import Rates
 from penstock_router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_NO_DIGEST = bytes(len(key_file.digest_of(b"")))
+_NO_DIGEST = bytes(len(key_file_format.digest_of(b"")))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class Keys:
 
     def find(self, shown: bytes) -> Key | None:
         """The entry of this key, if it is valid now."""
-        digest = key_file.digest_of(shown)
+        digest = key_file_format.digest_of(shown)
         key = self._by_digest.get(digest)
         is_equal = hmac.compare_digest(_NO_DIGEST if key is None else key.digest, digest)
         if key is None or not is_equal or key.expires_at <= time.time():
@@ -100,7 +100,7 @@ class Keys:
         if seen == self._seen:
             return seen, None
         try:
-            return seen, key_file.read(path, self._config.workers)
+            return seen, key_file_format.read(path, self._config.workers)
         except KeyFileError as error:
             return seen, str(error)
 
@@ -138,7 +138,7 @@ def _keys_of_flags(config: RouterConfig) -> dict[bytes, Key]:
     """The keys given as flags, by digest. No name in a file of keys may begin with "--"."""
     given = (("--api-key", config.api_key, False), ("--admin-key", config.admin_key, True))
     keys = [
-        Key(name, key_file.digest_of(key.encode()), is_admin=is_admin)
+        Key(name, key_file_format.digest_of(key.encode()), is_admin=is_admin)
         for name, key, is_admin in given
         if key is not None
     ]

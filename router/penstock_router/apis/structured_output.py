@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock_client.types import Constraint, ConstraintKind
-from penstock_common.bounds import MAX_CHOICE_OPTIONS
+from penstock_common.request_bounds import MAX_CHOICE_OPTIONS
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     BOOLEAN,

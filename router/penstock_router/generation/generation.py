@@ -38,9 +38,9 @@ from penstock_router.errors import (
 )
 from penstock_router.fleet import Fleet
 from penstock_router.generation.choice import Choice, Delta
+from penstock_router.generation.client_progress import BEGINNING, ResumePoint
 from penstock_router.generation.deltas import Deltas, ignore_news
 from penstock_router.generation.job import Job
-from penstock_router.generation.resume_point import BEGINNING, ResumePoint
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import RequestRecord, Usage, outcome_of
 from penstock_router.request import MAX_TIMEOUT_S

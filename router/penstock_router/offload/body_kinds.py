@@ -24,7 +24,7 @@ from penstock_router.apis.tgi import answers as tgi_answers
 from penstock_router.apis.tgi import requests as tgi
 from penstock_router.apis.tokenize import TokensRequest
 from penstock_router.errors import ApiError, BadRequest
-from penstock_router.generation.resumption import body_digest
+from penstock_router.generation.event_ids import body_digest
 from penstock_router.json_fields import INT32_MAX, JsonObject, decode_object
 from penstock_router.request import ChatRequest
 from penstock_router.text.prompts import (

@@ -9,7 +9,10 @@ from __future__ import annotations
 from aiohttp import web
 
 from penstock_client.errors import PenstockError, RequestRefused
-from penstock_common.bounds import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTER_SOURCE_CHARACTERS
+from penstock_common.request_bounds import (
+    MAX_ADAPTER_NAME_CHARACTERS,
+    MAX_ADAPTER_SOURCE_CHARACTERS,
+)
 from penstock_router.errors import BadRequest, NotFound, Unavailable
 from penstock_router.json_fields import (
     BOOLEAN,

@@ -32,7 +32,8 @@ from penstock_router.errors import (
     Unauthorized,
 )
 from penstock_router.fleet import Fleet
-from penstock_router.generation.resumption import CursorCodec, LiveStreams
+from penstock_router.generation.event_ids import CursorCodec
+from penstock_router.generation.resumable_streams import LiveStreams
 from penstock_router.json_fields import Field, JsonObject, Table, decode_object, shorten, table
 from penstock_router.observe.exposition import Exposition
 from penstock_router.observe.metrics import Metrics

@@ -7,7 +7,7 @@ import time
 from aiohttp import web
 
 from penstock_client.types import EmbeddingRequest
-from penstock_router.apis import embeddings, long_json
+from penstock_router.apis import embeddings, json_in_thread
 from penstock_router.apis.embeddings import EmbedRequest
 from penstock_router.errors import BadRequest
 from penstock_router.observe.request_record import Usage
@@ -78,7 +78,7 @@ async def _compute(
 
     def encode() -> bytes:
         whole = embeddings.answer(name, vectors, num_tokens, as_base64=asked.as_base64)
-        return long_json.encode(whole)
+        return json_in_thread.encode(whole)
 
     return encoded_response(await router.threads.run(encode))
 

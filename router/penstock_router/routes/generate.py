@@ -19,13 +19,13 @@ from aiohttp import web
 from penstock_client.fleet.discovery import check_address
 from penstock_client.types import ShardInfo, random_seed
 from penstock_router.admission.admission import Ticket, TimeLimit
-from penstock_router.apis import long_json
+from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.errors import BadRequest
+from penstock_router.generation.client_progress import BEGINNING, ResumePoint
 from penstock_router.generation.deltas import LOGPROB_BYTES, Deltas, Hold, bound, bundle, collect
 from penstock_router.generation.generation import Generation
 from penstock_router.generation.job import SEQUENCES_A_TURN, Job, make_job
-from penstock_router.generation.resume_point import BEGINNING, ResumePoint
 from penstock_router.json_fields import STRING, Field, one_of, string, table
 from penstock_router.observe.request_record import Usage
 from penstock_router.offload.body_kinds import BodyKind
@@ -176,7 +176,7 @@ async def _make_whole(
             body = await run_work(call, usage, functools.partial(shape.whole, deltas))
             if before_end is not None:
                 await before_end(shape)
-            data = await run_work(call, usage, functools.partial(long_json.encode, body))
+            data = await run_work(call, usage, functools.partial(json_in_thread.encode, body))
     response = encoded_response(data)
     response.headers.update(shape.headers())
     if usage.approximate:

@@ -15,17 +15,12 @@ from penstock_router.admission.admission import TimeLimit
 from penstock_router.apis.base import Shape
 from penstock_router.errors import BadRequest
 from penstock_router.generation.choice import Delta
+from penstock_router.generation.client_progress import Progress, skip_delivered
 from penstock_router.generation.deltas import Wait, bundle, for_each
+from penstock_router.generation.event_ids import MAX_SEQUENCES, Cursor, job_digest
 from penstock_router.generation.generation import Generation
 from penstock_router.generation.job import Job
-from penstock_router.generation.resume_point import Progress, skip_delivered
-from penstock_router.generation.resumption import (
-    MAX_SEQUENCES,
-    Cursor,
-    Event,
-    LiveStream,
-    job_digest,
-)
+from penstock_router.generation.resumable_streams import Event, LiveStream
 from penstock_router.json_fields import STRING, Field, one_of, table
 from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, client_of, flag_header
 from penstock_router.routes.generate import (

@@ -24,8 +24,9 @@ from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, log_error
 from penstock_router.generation.choice import Delta
 from penstock_router.generation.deltas import Deltas, Wait, for_each
+from penstock_router.generation.event_ids import Cursor
 from penstock_router.generation.generation import Generation
-from penstock_router.generation.resumption import Cursor, Reader
+from penstock_router.generation.resumable_streams import Reader
 from penstock_router.server.write_timeout import write_timeout_of
 from penstock_router.thread_pool import Threads
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock_client.types import Constraint
-from penstock_common.bounds import MAX_BAD_WORD_TOKENS
+from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.json_fields import INT32_MAX
 from penstock_router.request import ChatRequest, CompletionRequest, Message, Options, Tool

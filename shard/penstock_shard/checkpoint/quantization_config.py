@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from penstock_shard.checkpoint.quantized_formats import (
+from penstock_shard.checkpoint.dequantize import (
     AwqMatrix,
     GptqMatrix,
     PackedMatrix,

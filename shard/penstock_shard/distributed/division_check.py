@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock_shard.errors import ModelError
-from penstock_shard.models import supported
+from penstock_shard.models import unsupported
 from penstock_shard.models.transformers_model import layer_stacks
 from penstock_shard.ops.base import Ops
 
@@ -62,7 +62,7 @@ def check_division(module: PreTrainedModel, whole: WholeLogits, ops: Ops, size: 
     token_ids, logits = whole.token_ids.to(ops.device), whole.logits.to(ops.device)
     try:
         with _only(module, whole.layers):
-            supported.check_logits(module, token_ids, logits, precision)
+            unsupported.check_logits(module, token_ids, logits, precision)
     except ModelError as error:
         raise ModelError(
             f"--tensor-parallel-size {size}: {type(module).__name__} divided by its plan in "

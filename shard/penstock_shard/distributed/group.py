@@ -18,7 +18,7 @@ from penstock_shard.distributed.collectives import MeetingPoint, Ranks
 from penstock_shard.distributed.messages import Arrived, Call, Join, Loaded
 from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.distributed.rank_connections import Followers, await_ranks
-from penstock_shard.distributed.rank_processes import listen, places_here, start_rank
+from penstock_shard.distributed.start_ranks import listen, places_here, start_rank
 from penstock_shard.errors import ModelError
 from penstock_shard.models.loaded_model import LoadedModel
 

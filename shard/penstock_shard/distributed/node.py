@@ -13,7 +13,7 @@ import threading
 import time
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.distributed.rank_processes import places_here, start_rank
+from penstock_shard.distributed.start_ranks import places_here, start_rank
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.model_loader.load_runner import LoadedRunner
-from penstock_shard.scheduler.objectives_policy import Objectives
+from penstock_shard.scheduler.priority_policy import Objectives
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.scheduler.speculation import Speculation
 from penstock_shard.scheduler.step_time import StepTime

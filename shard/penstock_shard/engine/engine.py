@@ -13,9 +13,16 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from penstock_shard.engine.finish import (
+    add_prompt_logprobs,
+    empty_output,
+    error_of,
+    last_output,
+    token_output,
+    work_of,
+)
 from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.messages import Error, Load, Output, Work
+from penstock_shard.ipc.messages import Error, Load, Output
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler
@@ -81,7 +88,7 @@ class Engine:
         present = self._live.get(request.request_id)
         if present is not None:
             if present.request.attempt >= request.attempt:
-                self._outputs.append(_ending(sequence, finish=FinishReason.ABORTED))
+                self._outputs.append(last_output(sequence, finish=FinishReason.ABORTED))
                 return
             self._end(present, finish=FinishReason.ABORTED)
         self._live[request.request_id] = sequence
@@ -168,7 +175,7 @@ class Engine:
             if error is None:
                 self._scheduler.add(sequence, self._clock())
                 continue
-            self._outputs.append(_ending(sequence, error=error))
+            self._outputs.append(last_output(sequence, error=error))
             del self._live[sequence.request.request_id]
 
     def _launch(self) -> bool:
@@ -254,24 +261,24 @@ class Engine:
         """Say what a step gave. Runs for every token: keep it cheap."""
         for sequence, result in news:
             if result.token_id is not None:
-                output = _token_output(sequence, result)
+                output = token_output(sequence, result)
             elif result.error is not None:
-                self._end(sequence, error=_failed(sequence, result))
+                self._end(sequence, error=error_of(sequence, result))
                 continue
             elif result.embedding is not None:
-                output = _output(sequence)
+                output = empty_output(sequence)
                 output.embedding = result.embedding
                 output.finish = FinishReason.STOP
             elif result.prompt_logprobs is not None:
-                output = _output(sequence)
+                output = empty_output(sequence)
             else:
                 # A chunk in the middle of a prompt.
                 continue
             if result.prompt_logprobs is not None:
-                _add_prompt_logprobs(output, sequence, result.prompt_logprobs)
+                add_prompt_logprobs(output, sequence, result.prompt_logprobs)
             self._outputs.append(output)
             if output.finish is not None:
-                output.work = _work(sequence)
+                output.work = work_of(sequence)
                 self._forget(sequence)
 
     def _release(self) -> None:
@@ -282,7 +289,7 @@ class Engine:
     def _end(
         self, sequence: Sequence, *, finish: FinishReason | None = None, error: Error | None = None
     ) -> None:
-        self._outputs.append(_ending(sequence, finish=finish, error=error))
+        self._outputs.append(last_output(sequence, finish=finish, error=error))
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -290,65 +297,3 @@ class Engine:
         if self._matchers is not None and self._matchers.discard(sequence):
             return
         self._scheduler.remove(sequence)
-
-
-def _token_output(sequence: Sequence, result: RowResult) -> Output:
-    """The output of a row that sampled: its tokens are the sequence's last. None follows one that
-    ends the sequence.
-    """
-    request, last = sequence.request, sequence.token_ids[-1]
-    token_ids = [last]
-    if result.more_token_ids:
-        token_ids = sequence.token_ids[-1 - len(result.more_token_ids) :].tolist()
-    count = len(sequence.token_ids) - sequence.num_prompt_tokens
-    position = count - len(token_ids)
-    output = Output(request.request_id, request.attempt, position, token_ids, result.logprobs)
-    if position == sequence.num_delivered:
-        output.cached_tokens = sequence.cached_tokens
-    if last in request.stop_token_ids or last in request.reluctant_stop_ids:
-        output.finish = FinishReason.STOP
-        output.stop_token_id = last
-    elif count >= request.max_tokens:
-        output.finish = FinishReason.LENGTH
-    return output
-
-
-def _add_prompt_logprobs(output: Output, sequence: Sequence, logprobs: Logprobs) -> None:
-    output.prompt_logprobs = logprobs
-    first = sequence.num_prompt_logprobs_sent - len(logprobs.chosen)
-    output.prompt_logprobs_start = first + 1
-
-
-def _failed(sequence: Sequence, result: RowResult) -> Error:
-    """The error of a row that failed. What the request itself causes would fail at any shard."""
-    if sequence.constraint is not None and sequence.constraint.matcher.is_error():
-        # The request's own text broke the matcher, or others with the same constraint did: retrying
-        # it tells which.
-        return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
-    kind = "" if sequence.request.constraint is None else sequence.request.constraint.kind
-    code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
-    return Error(code, result.error or "", kind)
-
-
-def _work(sequence: Sequence) -> Work:
-    """Steps that computed it, and its preemptions. Each step that sampled gave one token besides
-    accepted drafts, which took no step of their own.
-    """
-    num_sampled = sequence.num_output_tokens - sequence.num_delivered - sequence.num_accepted_drafts
-    return Work(sequence.num_partial_steps + num_sampled, sequence.preemptions)
-
-
-def _output(sequence: Sequence) -> Output:
-    """An output without tokens."""
-    request = sequence.request
-    return Output(request.request_id, request.attempt, sequence.num_output_tokens, [])
-
-
-def _ending(
-    sequence: Sequence, *, finish: FinishReason | None = None, error: Error | None = None
-) -> Output:
-    output = _output(sequence)
-    output.finish = finish
-    output.error = error
-    output.work = _work(sequence)
-    return output

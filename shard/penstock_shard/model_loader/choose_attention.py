@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_shard.attention.backends import READS_ANY_CACHE, candidates, title
+from penstock_shard.attention.backend_order import READS_ANY_CACHE, candidates, title
 from penstock_shard.attention.base import (
     AttentionBackend,
     LayerSpec,

@@ -12,9 +12,9 @@ from typing import Literal, cast
 import torch
 from transformers import PreTrainedConfig
 
-from penstock_shard.attention.backends import READS_ANY_CACHE, make_backend
+from penstock_shard.attention.backend_order import READS_ANY_CACHE, make_backend
 from penstock_shard.attention.sdpa import SdpaBackend
-from penstock_shard.checkpoint.quantized_checkpoint import scheme_of
+from penstock_shard.checkpoint.quantization_config import scheme_of
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.device.triton_support import fault_on, is_installed, remember

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from penstock_shard.attention.backends import described
+from penstock_shard.attention.backend_order import described
 from penstock_shard.checkpoint.pooling_files import pooling_of
 from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig
@@ -29,14 +29,14 @@ from penstock_shard.model_loader.fingerprint import fingerprint
 from penstock_shard.model_loader.load_rank import load_part, rank_device
 from penstock_shard.model_loader.prepare import Prepared, prepare
 from penstock_shard.model_loader.transformers_loader import generation_defaults
-from penstock_shard.models import supported
+from penstock_shard.models import unsupported
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.structured_output.matcher_state import MaskFiller
 from penstock_shard.worker.capabilities import CAPABILITIES
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.model_runner import ModelRunner
-from penstock_shard.worker.outputs.every import every_output
+from penstock_shard.worker.outputs.all_outputs import every_output
 
 # Logits that a step keeps for prompt log-probabilities: as many rows as fit into this, or a few.
 _SCORED_BYTES = 64 * 2**20
@@ -114,7 +114,7 @@ def _info(
     embedding = _embedding(config, model_dir, model, progress)
     ranks = config.tensor_parallel_size
     return RunnerInfo(
-        architecture=supported.architecture_of(loaded.hf_config),
+        architecture=unsupported.architecture_of(loaded.hf_config),
         weights_hash=weights_hash,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,

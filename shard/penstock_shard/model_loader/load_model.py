@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from penstock_shard.attention.base import LayerSpec
-from penstock_shard.checkpoint.quantized_checkpoint import (
+from penstock_shard.checkpoint.quantization_config import (
     QuantizedCheckpoint,
     plain_config,
     scheme_of,
@@ -35,7 +35,7 @@ from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Shares
 from penstock_shard.model_loader.choose_attention import AttentionWish, choose_backend
 from penstock_shard.model_loader.transformers_loader import LoadOptions, load_module
-from penstock_shard.models import supported
+from penstock_shard.models import unsupported
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_spec import (
     DecoderSpec,
@@ -189,7 +189,7 @@ class _Loading:
     def transformers_model(self) -> ModelPart:
         ops, ranks = self.ops, self.ranks
         module = load_module(self.files.path, self.files.config, self._options())
-        supported.check_class(module)
+        unsupported.check_class(module)
         shares: Shares = {}
         check = _nothing
         if ranks is not None:
@@ -203,7 +203,7 @@ class _Loading:
         else:
             pack_weights(module, ops, self.progress)
         model = self._probed(module)
-        supported.check_layers(module, model.layers, self.files.max_model_len)
+        unsupported.check_layers(module, model.layers, self.files.max_model_len)
         self._choose_backend(model.layers)
         return ModelPart(model, shares, check)
 

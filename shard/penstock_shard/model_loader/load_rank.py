@@ -21,7 +21,7 @@ from penstock_shard.model_loader.choose_attention import AttentionWish
 from penstock_shard.model_loader.choose_ops import choose_ops, kv_dtype
 from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.transformers_loader import load_config, resolve_device
-from penstock_shard.models import supported
+from penstock_shard.models import unsupported
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import GraphedModel
 from penstock_shard.models.decoder import Decoder
@@ -40,13 +40,13 @@ def load_part(
     device = resolve_device(config.device)
     hf_config = load_config(model_dir, trust_remote_code=config.trust_remote_code)
     max_model_len = _max_model_len(config, hf_config)
-    supported.check_config(hf_config, max_model_len)
+    unsupported.check_config(hf_config, max_model_len)
     ops = choose_ops(config, hf_config, device, progress)
     cached_as = kv_dtype(config, ops)
     num_beside = config.tensor_parallel_size // config.nnodes
     threads = config.threads or max(1, default_threads() // num_beside)
     ops.set_threads(threads)
-    name = supported.architecture_of(hf_config)
+    name = unsupported.architecture_of(hf_config)
     progress(f"loading {name}, weights in {ops.weights}, on {device}")
     dummy = config.load_format == "dummy"
     files = ModelFiles(model_dir, hf_config, max_model_len, config.trust_remote_code, dummy)
@@ -121,7 +121,7 @@ def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
     if config.max_model_len is None:
         if positions is None:
             raise ModelError(
-                f"{supported.architecture_of(hf_config)} states no longest context; "
+                f"{unsupported.architecture_of(hf_config)} states no longest context; "
                 "give --max-model-len"
             )
         return int(positions)

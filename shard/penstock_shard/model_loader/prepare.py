@@ -19,7 +19,7 @@ from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.prepare_cuda_graphs import GraphPreparation
 from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
-from penstock_shard.models import supported
+from penstock_shard.models import unsupported
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.ops.base import Ops
@@ -123,7 +123,7 @@ class _Checks:
         if isinstance(model, MirroredModel):
             model.compute_own(tokens)
         found_logits = torch.cat([torch.cat(chunks) for chunks in paged])
-        supported.check_logits(
+        unsupported.check_logits(
             part.module, tokens.to(model.device), found_logits, self._precision()
         )
 

@@ -30,7 +30,7 @@ from penstock_shard.distributed.messages import (
     Loaded,
     ToRank,
 )
-from penstock_shard.distributed.rank_processes import RankPlace
+from penstock_shard.distributed.start_ranks import RankPlace
 from penstock_shard.errors import ModelError, out_of_memory_told
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Whose turn it is: the order of arrival. Requests that aim for more have `objectives_policy.py`.
+"""Whose turn it is: the order of arrival. Requests that aim for more have `priority_policy.py`.
 
 A policy orders sequences and says whom to preempt. It knows nothing of rows, blocks and slots, and
 changes no sequence.

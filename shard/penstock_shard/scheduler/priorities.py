@@ -62,16 +62,3 @@ def _due_s(
         if begin_s > now_s:
             latest_s = min(latest_s, begin_s)
     return latest_s
-
-
-def expendable(sequence: Sequence) -> tuple[int, bool, int]:
-    """The largest is preempted first: by lowest class, then no objective, then latest arrival."""
-    return (
-        sequence.request.priority,
-        _is_indifferent(sequence.request.objective),
-        sequence.arrival,
-    )
-
-
-def _is_indifferent(objective: Objective | None) -> bool:
-    return objective is None or objective == Objective(priority=objective.priority)

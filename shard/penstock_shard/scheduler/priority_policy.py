@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.policy import SchedulingPolicy
-from penstock_shard.scheduler.priorities import Urgency, expendable, seconds_between_tokens, urgency
+from penstock_shard.scheduler.preemption import expendable
+from penstock_shard.scheduler.priorities import Urgency, seconds_between_tokens, urgency
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.scheduler.step_budget import UNBOUNDED_S, StepBudget
 from penstock_shard.scheduler.step_time import StepTime

@@ -9,7 +9,7 @@ A step is bounded by tokens and sequences; while sequences decode, also by promp
 share of long prompts. When blocks run out a sequence is preempted: its blocks are freed once no
 launched step refers to them, and it is computed again later from its prompt and its output so far.
 
-Two parts plug in: another policy (`objectives_policy.py`), and drafts in decode rows
+Two parts plug in: another policy (`priority_policy.py`), and drafts in decode rows
 (`speculation.py`).
 """
 

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from penstock_common.bounds import MAX_ADAPTER_SOURCE_CHARACTERS
+from penstock_common.request_bounds import MAX_ADAPTER_SOURCE_CHARACTERS
 from penstock_shard.adapter_flags import name_refusal
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code

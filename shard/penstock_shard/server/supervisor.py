@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock_common.bounds import TRIAL_TOKENS
 from penstock_common.clock import Clock
+from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.codes import Code

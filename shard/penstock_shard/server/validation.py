@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from penstock_common.bounds import GREEDY_TEMPERATURE, MAX_BAD_WORD_TOKENS, MAX_CHOICE_OPTIONS
+from penstock_common.request_bounds import (
+    GREEDY_TEMPERATURE,
+    MAX_BAD_WORD_TOKENS,
+    MAX_CHOICE_OPTIONS,
+)
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error

@@ -14,34 +14,11 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint
 from penstock_shard.structured_output.json_schema.schema import prepared
+from penstock_shard.structured_output.json_schema.whitespace import json_writing
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 from penstock_shard.structured_output.structural_lark import lark_regex, unforced, written
 from penstock_shard.structured_output.structural_tag import read
 
-# Whitespace between JSON tokens: one or two blanks, or a line break and indentation. It is bounded,
-# so that an output cannot go on with whitespace without end.
-WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
-# Without \u, which could spell a property's name in a form that the grammar does not recognize.
-_ESCAPES = 'nrbtf\\"'
-_OPTIONS: dict[str, type] = {
-    "whitespace_flexible": bool,
-    "whitespace_pattern": str,
-    "item_separator": str,
-    "key_separator": str,
-}
-# A whitespace rule may match nothing but JSON's whitespace, so that the output stays JSON.
-_BLANK = r"[ \t\n\r]|\\[ntrs]"
-_HOW_OFTEN = r"[*+?]|\{[0-9]{1,5}(?:,[0-9]{0,5})?\}"
-_BLANKS = rf"(?:(?:{_BLANK}|\[(?:{_BLANK})+\])(?:{_HOW_OFTEN})?)*"
-_WRITING: dict[str, tuple[re.Pattern[str], str]] = {
-    "whitespace_pattern": (
-        re.compile(rf"(?:{_BLANK}|\[(?:{_BLANK})+\]|\((?:\?:)?|[|)]|{_HOW_OFTEN})*"),
-        "white space, groups and alternatives of it",
-    ),
-    "item_separator": (re.compile(f"{_BLANKS},{_BLANKS}"), "one comma with white space around it"),
-    "key_separator": (re.compile(f"{_BLANKS}:{_BLANKS}"), "one colon with white space around it"),
-}
-_IN_CLASS = re.compile(r"\[[^]]*\]")
 # A surrogate without its other half, which JSON escapes can express but no text can hold.
 _HALF = re.compile("[\ud800-\udfff]")
 _EBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
@@ -95,34 +72,7 @@ def schema_of(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict | bool):
         raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
-    return {"x-guidance": _writing(options), **prepared(schema)}
-
-
-def _writing(options: Any) -> dict[str, Any]:
-    if not isinstance(options, dict):
-        raise ConstraintRefused(f"x-guidance: {shown(options)} is no object")
-    for name, value in options.items():
-        if name not in _OPTIONS:
-            raise ConstraintRefused(f"x-guidance: {shown(name)} is none of {', '.join(_OPTIONS)}")
-        if not isinstance(value, _OPTIONS[name]):
-            raise ConstraintRefused(
-                f"x-guidance: {name}: {shown(value)} is no {_OPTIONS[name].__name__}"
-            )
-    writing = {"json_allowed_escapes": _ESCAPES, **options}
-    for name, (pattern, what) in _WRITING.items():
-        if name in options:
-            writing[name] = _blank(name, options[name], pattern, what)
-    if options.get("whitespace_flexible", True):
-        writing.setdefault("whitespace_pattern", WHITESPACE)
-    return writing
-
-
-def _blank(name: str, text: str, pattern: re.Pattern[str], what: str) -> str:
-    """A whitespace rule with its \\s, in regexes more than JSON's whitespace, narrowed to that."""
-    if not pattern.fullmatch(text):
-        raise ConstraintRefused(f"x-guidance: {name}: {shown(text)} is not {what}")
-    text = _IN_CLASS.sub(lambda found: found.group().replace(r"\s", r" \t\n\r"), text)
-    return text.replace(r"\s", r"[ \t\n\r]")
+    return {"x-guidance": json_writing(options), **prepared(schema)}
 
 
 def _json(schema: Any) -> str:

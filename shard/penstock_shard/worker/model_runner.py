@@ -22,7 +22,7 @@ from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.worker.base import AdapterStore, Batch, RowResult, StepOutOfMemory
 from penstock_shard.worker.input_batch import Gaps, InputBuilder, Inputs, Sampled
-from penstock_shard.worker.logits_processors.shaping import LogitsShaping
+from penstock_shard.worker.logits_processors.apply import LogitsShaping
 from penstock_shard.worker.outputs.base import PendingOutput, RowOutput
 from penstock_shard.worker.sampling.sampler import Enqueued, Sampler, SampleRows
 from penstock_shard.worker.slot_state import Slots

@@ -39,12 +39,12 @@ from penstock_client import (
     ThinkingBudget,
     Unauthenticated,
 )
-from penstock_client.fleet.continuation import Continuations
+from penstock_client.fleet.failover import Continuations
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.output_verification import Verification
 from penstock_client.load_balancing.base import Candidate, Decision
 from penstock_client.load_balancing.policies import make_policy
-from penstock_common.bounds import TRIAL_TOKENS
+from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_common.tracing import SpanContext
 
 _instances = itertools.count()

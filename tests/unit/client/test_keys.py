@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from penstock_cli.keys import main
-from penstock_common import key_file
-from penstock_common.key_file import KeyEntry, KeyFileError
+from penstock_common import key_file_format
+from penstock_common.key_file_format import KeyEntry, KeyFileError
 
 HASH = "sha256:" + "ab" * 32
 OTHER = "sha256:" + "cd" * 32
@@ -37,7 +37,7 @@ def test_an_entry_is_read_with_all_its_fields() -> None:
         requests_per_minute="60",
         tokens_per_minute="1_000_000",
     )
-    (entry,) = key_file.parse(text)
+    (entry,) = key_file_format.parse(text)
     assert (entry.name, entry.digest) == ("alice", bytes.fromhex("ab" * 32))
     assert entry.scopes == ("user", "admin")
     assert entry.expires == datetime.datetime(2027, 1, 1, 11, tzinfo=datetime.UTC)
@@ -46,17 +46,17 @@ def test_an_entry_is_read_with_all_its_fields() -> None:
 
 
 def test_what_is_left_out_is_a_users_key_without_limits_and_without_an_end() -> None:
-    (entry,) = key_file.parse(_table())
+    (entry,) = key_file_format.parse(_table())
     assert (entry.scopes, entry.expires, entry.tokens_per_minute) == (("user",), None, None)
 
 
 def test_a_date_is_its_beginning_in_utc() -> None:
-    (entry,) = key_file.parse(_table(expires="2027-01-01"))
+    (entry,) = key_file_format.parse(_table(expires="2027-01-01"))
     assert entry.expires == datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)
 
 
 def test_a_file_without_keys_is_a_file_with_no_keys() -> None:
-    assert key_file.parse("") == key_file.parse("# none\n") == ()
+    assert key_file_format.parse("") == key_file_format.parse("# none\n") == ()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_file_without_keys_is_a_file_with_no_keys() -> None:
 )
 def test_what_is_wrong_is_one_line_that_names_the_key_and_the_field(text: str, words: str) -> None:
     with pytest.raises(KeyFileError, match=words) as raised:
-        key_file.parse(text)
+        key_file_format.parse(text)
     assert "\n" not in str(raised.value)
 
 
@@ -103,28 +103,28 @@ def test_what_is_wrong_is_one_line_that_names_the_key_and_the_field(text: str, w
 def test_a_key_that_stands_where_something_else_belongs_is_not_repeated(text: str) -> None:
     key = "psk-" + "Q" * 43
     with pytest.raises(KeyFileError) as raised:
-        key_file.parse(text.format(key))
+        key_file_format.parse(text.format(key))
     # What is left out takes more than a guess.
     assert "Q" * 20 not in str(raised.value)
 
 
 def test_what_cannot_be_read_says_so(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match="No such file"):
-        key_file.read(str(tmp_path / "nothing"))
+        key_file_format.read(str(tmp_path / "nothing"))
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(KeyFileError, match="not a regular file"):
-            key_file.read(str(path))
+            key_file_format.read(str(path))
     (tmp_path / "text").write_bytes(b"# \xff")
     with pytest.raises(KeyFileError, match="byte 3 is not UTF-8"):
-        key_file.read(str(tmp_path / "text"))
-    (tmp_path / "long").write_bytes(b"#" * (key_file.MAX_FILE_BYTES + 1))
+        key_file_format.read(str(tmp_path / "text"))
+    (tmp_path / "long").write_bytes(b"#" * (key_file_format.MAX_FILE_BYTES + 1))
     with pytest.raises(KeyFileError, match="longer than"):
-        key_file.read(str(tmp_path / "long"))
+        key_file_format.read(str(tmp_path / "long"))
 
 
 def test_neither_a_hash_nor_a_digest_shows_in_an_entrys_repr() -> None:
-    (entry,) = key_file.parse(_table())
+    (entry,) = key_file_format.parse(_table())
     assert "abab" not in repr(entry)
     assert str(entry.digest) not in repr(entry)
 
@@ -139,7 +139,7 @@ def test_what_is_written_is_what_is_read() -> None:
         max_concurrent_requests=1,
         tokens_per_minute=2,
     )
-    assert key_file.parse(key_file.entry_text(entry)) == (entry,)
+    assert key_file_format.parse(key_file_format.entry_text(entry)) == (entry,)
 
 
 COMMENTED = f"""\
@@ -158,29 +158,29 @@ name = "second"
 
 
 def test_an_entry_is_taken_out_and_all_else_stays() -> None:
-    assert key_file.removed(COMMENTED, "first") == (
+    assert key_file_format.removed(COMMENTED, "first") == (
         f'# Keys of the house.\n\n\n# Of the second.\n[[ keys ]]\nhash = "{OTHER}"\n'
         'name = "second"\n# Its last line is a comment.\n'
     )
-    rest = key_file.removed(COMMENTED, "second")
-    assert [entry.name for entry in key_file.parse(rest)] == ["first"]
+    rest = key_file_format.removed(COMMENTED, "second")
+    assert [entry.name for entry in key_file_format.parse(rest)] == ["first"]
     assert "# Its last line is a comment." in rest
 
 
 def test_what_is_not_there_or_written_unusually_is_not_taken_out() -> None:
     with pytest.raises(KeyFileError, match="there is no key 'third'"):
-        key_file.removed(COMMENTED, "third")
+        key_file_format.removed(COMMENTED, "third")
     inline = f'keys = [{{name = "first", hash = "{HASH}"}}]\n'
     with pytest.raises(KeyFileError, match="take it out by hand"):
-        key_file.removed(inline, "first")
+        key_file_format.removed(inline, "first")
 
 
 def test_a_new_file_is_its_owners_alone_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    key_file.replace(str(path), "one")
+    key_file_format.replace(str(path), "one")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o640)
-    key_file.replace(str(path), "two")
+    key_file_format.replace(str(path), "two")
     assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("two", 0o640)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -202,7 +202,7 @@ def test_a_new_key_is_shown_once_and_only_its_hash_is_written(
     assert main(["new", "alice", *flags, *limits]) == 0
     key = capsys.readouterr().out.strip()
     assert re.fullmatch(r"psk-[A-Za-z0-9_-]{43}", key)
-    (entry,) = key_file.read(str(file))
+    (entry,) = key_file_format.read(str(file))
     assert entry.digest == hashlib.sha256(key.encode()).digest()
     assert (entry.scopes, entry.requests_per_minute) == (("admin",), 60)
     assert entry.max_concurrent_requests == 4
@@ -217,7 +217,7 @@ def test_keys_are_never_the_same(file: Path, capsys: pytest.CaptureFixture[str])
     for number in range(20):
         main(["new", f"k{number}", "--file", str(file)])
     assert len(set(capsys.readouterr().out.split())) == 20
-    assert len(key_file.read(str(file))) == 20
+    assert len(key_file_format.read(str(file))) == 20
 
 
 def test_without_a_file_the_entry_is_printed(
@@ -225,7 +225,7 @@ def test_without_a_file_the_entry_is_printed(
 ) -> None:
     assert main(["new", "alice"]) == 0
     key, _, text = capsys.readouterr().out.partition("\n\n")
-    (entry,) = key_file.parse(text)
+    (entry,) = key_file_format.parse(text)
     assert entry.digest == hashlib.sha256(key.encode()).digest()
 
 
@@ -234,7 +234,7 @@ def test_a_file_that_is_a_link_stays_one(file: Path, tmp_path: Path) -> None:
     file.symlink_to(tmp_path / "elsewhere" / "real")
     assert main(["new", "alice", "--file", str(file)]) == 0
     assert file.is_symlink()
-    assert len(key_file.read(str(file))) == 1
+    assert len(key_file_format.read(str(file))) == 1
 
 
 def test_keys_are_listed_and_revoked(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,7 +248,7 @@ def test_keys_are_listed_and_revoked(file: Path, capsys: pytest.CaptureFixture[s
     assert (alice[:3], alice[-1]) == (["alice", "user", "never"], "1000")
     assert bob[:3] == ["bob", "admin", "2999-01-01"]
     assert main(["revoke", "alice", "--file", str(file)]) == 0
-    assert [entry.name for entry in key_file.read(str(file))] == ["bob"]
+    assert [entry.name for entry in key_file_format.read(str(file))] == ["bob"]
     said = capsys.readouterr().out
     assert said == f"removed alice from {file}; routers refuse its key within two seconds\n"
     assert main(["revoke", "alice", "--file", str(file)]) == 2

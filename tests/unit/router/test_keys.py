@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 
-from penstock_common import key_file
+from penstock_common import key_file_format
 from penstock_router.admission import api_keys as keys_module
 from penstock_router.admission import rate_limits
 from penstock_router.admission.api_keys import Keys
@@ -29,7 +29,7 @@ ALICE, BOB, ROOT, OLD = (f"psk-{name}-0123456789abcdef" for name in ("alice", "b
 
 
 def entry(name: str, key: str, **fields: object) -> str:
-    lines = [f"[[keys]]\nname = '{name}'\nhash = '{key_file.hash_of(_digest(key))}'\n"]
+    lines = [f"[[keys]]\nname = '{name}'\nhash = '{key_file_format.hash_of(_digest(key))}'\n"]
     return "".join([*lines, *(f"{field} = {value}\n" for field, value in fields.items())])
 
 
@@ -38,7 +38,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _digest(key: str) -> bytes:
-    return key_file.digest_of(key.encode())
+    return key_file_format.digest_of(key.encode())
 
 
 FILE = (
@@ -95,7 +95,14 @@ def _bearer(key: str) -> dict[str, str]:
 def test_a_key_is_known_by_its_name_and_what_is_none_is_nobody(file: Path) -> None:
     keys = _keys(file)
     assert [_name(keys, key) for key in (ALICE, BOB, ROOT)] == ["alice", "bob", "root"]
-    for wrong in ("", "x", ALICE[:-1], ALICE + " ", key_file.hash_of(_digest(ALICE)), "alice"):
+    for wrong in (
+        "",
+        "x",
+        ALICE[:-1],
+        ALICE + " ",
+        key_file_format.hash_of(_digest(ALICE)),
+        "alice",
+    ):
         assert _name(keys, wrong) is None
 
 
@@ -142,8 +149,10 @@ def test_of_several_workers_each_has_its_part_of_a_keys_limits(file: Path) -> No
 
 
 def test_a_limit_that_workers_cannot_share_out_is_refused(file: Path) -> None:
-    with pytest.raises(key_file.KeyFileError, match="key bob: max_concurrent_requests: 2 is below"):
-        key_file.read(str(file), workers=3)
+    with pytest.raises(
+        key_file_format.KeyFileError, match="key bob: max_concurrent_requests: 2 is below"
+    ):
+        key_file_format.read(str(file), workers=3)
 
 
 def test_digests_are_looked_up_and_compared_in_constant_time_whether_or_not_one_is_found(
@@ -218,7 +227,7 @@ async def test_a_key_that_is_added_or_taken_out_counts_from_the_next_request(
     caplog.set_level(logging.INFO)
     keys = _keys(file)
     task = await follow(keys)
-    key_file.replace(str(file), entry("carol", "psk-carol") + entry("bob", BOB))
+    key_file_format.replace(str(file), entry("carol", "psk-carol") + entry("bob", BOB))
     await _until(lambda: _name(keys, "psk-carol") == "carol")
     assert [_name(keys, key) for key in (ALICE, BOB)] == [None, "bob"]
     assert [record.message for record in caplog.records] == [
@@ -250,7 +259,7 @@ async def test_a_broken_file_changes_nothing_and_is_one_line(
 ) -> None:
     keys = _keys(file)
     task = await follow(keys)
-    key_file.replace(str(file), FILE + "[[keys]]\nname = 'broken'\nhash = 'psk-oops'\n")
+    key_file_format.replace(str(file), FILE + "[[keys]]\nname = 'broken'\nhash = 'psk-oops'\n")
     await _until(lambda: bool(caplog.records))
     os.unlink(file)
     await _until(lambda: len(caplog.records) == 2)
@@ -261,7 +270,7 @@ async def test_a_broken_file_changes_nothing_and_is_one_line(
     assert "psk-oops" not in first
     assert "No such file" in second
     assert _name(keys, ALICE) == "alice"
-    key_file.replace(str(file), entry("alice2", ALICE))
+    key_file_format.replace(str(file), entry("alice2", ALICE))
     await _until(lambda: _name(keys, ALICE) == "alice2")
     task.cancel()
 
@@ -276,7 +285,7 @@ async def test_what_a_key_has_used_up_stays_used_up_when_the_file_changes(
     assert key.rates.requests is not None
     key.rates.requests.take(500, time.monotonic())
     task = await follow(keys)
-    key_file.replace(str(file), entry("alice", ALICE, requests_per_minute=60000))
+    key_file_format.replace(str(file), entry("alice", ALICE, requests_per_minute=60000))
     await _until(lambda: key.rates.requests is not None and key.rates.requests.per_minute == 60000)
     again = keys.find(ALICE.encode())
     assert again is not None
@@ -406,7 +415,7 @@ async def test_a_stored_response_is_there_for_the_name_that_asked_and_for_admins
             assert (await router.get(path, **_bearer(key))).status == 200
             assert (await router.post("/v1/responses", follow, **_bearer(key))).status == 200
         # Another key of the same name, as after it was lost.
-        router.app[ROUTER].keys._replace(key_file.parse(entry("alice", "psk-new")))
+        router.app[ROUTER].keys._replace(key_file_format.parse(entry("alice", "psk-new")))
         assert (await router.request("DELETE", path, b"", _bearer("psk-new"))).status == 200
 
 
@@ -613,7 +622,7 @@ async def test_changed_limits_hold_from_the_next_request_on(
 
         body = {"prompt": "x", "n": 3, "max_tokens": 1}
         assert (await router.post("/v1/completions", body, **_bearer(BOB))).status == 400
-        key_file.replace(str(file), entry("bob", BOB, max_concurrent_requests=3))
+        key_file_format.replace(str(file), entry("bob", BOB, max_concurrent_requests=3))
         await _until(lambda: bound() == 3)
         assert (await router.post("/v1/completions", body, **_bearer(BOB))).status == 200
         answer = await router.post("/v1/completions", body, **_bearer(ALICE))

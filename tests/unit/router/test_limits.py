@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_client.types import ShardInfo
-from penstock_common import key_file
-from penstock_router.generation import resumption
+from penstock_common import key_file_format
+from penstock_router.generation import resumable_streams
 from penstock_router.routes.base import ROUTER
 from penstock_router.served_models import Models
 
@@ -208,7 +208,10 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
     """The setting that names a file with the keys "one" and "two"."""
-    hashes = {name: key_file.hash_of(key_file.digest_of(name.encode())) for name in ("one", "two")}
+    hashes = {
+        name: key_file_format.hash_of(key_file_format.digest_of(name.encode()))
+        for name in ("one", "two")
+    }
     file = tmp_path / "keys.toml"
     file.write_text("".join(f"[[keys]]\nname = '{n}'\nhash = '{h}'\n" for n, h in hashes.items()))
     return {"api_keys_file": str(file)}
@@ -397,8 +400,8 @@ async def test_what_a_stream_s_deadline_is_does_not_depend_on_when_its_sequences
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that is put down for a slow reader goes on with what is left of its time."""
-    monkeypatch.setattr(resumption, "RESERVED_BYTES", 2_000)
-    monkeypatch.setattr(resumption, "MAX_WAITING_BYTES", 4_000)
+    monkeypatch.setattr(resumable_streams, "RESERVED_BYTES", 2_000)
+    monkeypatch.setattr(resumable_streams, "MAX_WAITING_BYTES", 4_000)
     fleet = FakeFleet(model_files(byte_level), step_s=0.002)
     async with memory_router(fleet) as router:
         connection = router.connect()

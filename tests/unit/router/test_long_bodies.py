@@ -32,8 +32,8 @@ from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.apis.openai.requests import parse_completion
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
+from penstock_router.generation.event_ids import job_digest
 from penstock_router.generation.job import make_job
-from penstock_router.generation.resumption import job_digest
 from penstock_router.observe.metrics import Metrics
 from penstock_router.offload import dispatch, request_templates, text_pool
 from penstock_router.offload.body_kinds import KINDS

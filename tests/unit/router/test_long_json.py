@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.apis import long_json
-from penstock_router.apis.long_json import PIECE_BYTES, cut, encode, json_pieces
+from penstock_router.apis import json_in_thread
+from penstock_router.apis.json_in_thread import PIECE_BYTES, cut, encode, json_pieces
 
 CHARACTERS = 'abc "\\/\n\x00\x7fäß€漢字🦊'
 
@@ -33,8 +33,8 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def test_a_value_in_pieces_is_what_msgspec_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_json, "PIECE_BYTES", 32)
-    monkeypatch.setattr(long_json, "_TURN_BYTES", 100)
+    monkeypatch.setattr(json_in_thread, "PIECE_BYTES", 32)
+    monkeypatch.setattr(json_in_thread, "_TURN_BYTES", 100)
     rng = seeded("long json")
     for _ in range(budget(60, 20_000)):
         value = random_value(rng)

@@ -23,15 +23,15 @@ from unit.router.router_doubles import (
 
 from penstock_client.types import FinishReason, GenerationRequest, Output
 from penstock_router.generation.choice import Choice, Delta, Gathered
-from penstock_router.generation.deltas import Deltas
-from penstock_router.generation.job import Job
-from penstock_router.generation.resume_point import (
+from penstock_router.generation.client_progress import (
     BEGINNING,
     Delivered,
     Progress,
     ResumePoint,
     skip_delivered,
 )
+from penstock_router.generation.deltas import Deltas
+from penstock_router.generation.job import Job
 from penstock_router.observe.request_record import Usage
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
 from penstock_router.routes.base import ROUTER

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock_router.observe.request_metrics import RequestMetrics
+from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.request_record import RequestRecord, Usage
 
 MODEL = {"model": "m"}

@@ -25,7 +25,7 @@ from unit.router.router_doubles import (
 
 from penstock_client.errors import NoShardAvailable, RequestRefused, ShardFailed
 from penstock_client.types import GenerationRequest
-from penstock_router.apis import chat_messages, long_json
+from penstock_router.apis import chat_messages, json_in_thread
 from penstock_router.apis.base import Envelope
 from penstock_router.apis.responses.answers import ResponseShape
 from penstock_router.apis.responses.request_type import ResponsesRequest
@@ -594,7 +594,7 @@ async def test_what_a_long_body_has_repeated_is_neither_read_nor_encoded_on_the_
     router: MemoryRouter, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     threads, asked = [], []
-    encode, make = long_json.json_pieces, ResponseShape.__init__
+    encode, make = json_in_thread.json_pieces, ResponseShape.__init__
 
     def noted_pieces(value: object) -> Iterator[bytes]:
         if isinstance(value, msgspec.Raw) and len(memoryview(value)) > dispatch.LONG_BYTES:
@@ -606,7 +606,7 @@ async def test_what_a_long_body_has_repeated_is_neither_read_nor_encoded_on_the_
         asked.append(job.options)
         make(shape, job, envelope)
 
-    monkeypatch.setattr(long_json, "json_pieces", noted_pieces)
+    monkeypatch.setattr(json_in_thread, "json_pieces", noted_pieces)
     monkeypatch.setattr(ResponseShape, "__init__", noted_shape)
     answer = await ask(router, truncation="auto", **fields)
     assert answer.status == 200, answer.body

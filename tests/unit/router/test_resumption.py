@@ -26,20 +26,17 @@ from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import GenerationRequest
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import BadRequest, Unavailable
-from penstock_router.generation import resumption
+from penstock_router.generation import resumable_streams
 from penstock_router.generation.choice import Delta
+from penstock_router.generation.client_progress import BEGINNING, Delivered, ResumePoint
 from penstock_router.generation.deltas import Deltas
-from penstock_router.generation.resume_point import BEGINNING, Delivered, ResumePoint
-from penstock_router.generation.resumption import (
-    MAX_SEQUENCES,
+from penstock_router.generation.event_ids import MAX_SEQUENCES, Cursor, CursorCodec, body_digest
+from penstock_router.generation.resumable_streams import (
     RESERVED_BYTES,
-    Cursor,
-    CursorCodec,
     Event,
     LiveStream,
     LiveStreams,
     Reader,
-    body_digest,
 )
 from penstock_router.observe.request_record import Usage
 from penstock_router.routes.base import ROUTER
@@ -477,8 +474,8 @@ LONG = {**BODY, "max_tokens": 400}
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream keeps some thirty events for its readers."""
-    monkeypatch.setattr(resumption, "RESERVED_BYTES", 5_000)
-    monkeypatch.setattr(resumption, "MAX_WAITING_BYTES", 20_000)
+    monkeypatch.setattr(resumable_streams, "RESERVED_BYTES", 5_000)
+    monkeypatch.setattr(resumable_streams, "MAX_WAITING_BYTES", 20_000)
 
 
 async def _until(condition: Callable[[], object]) -> None:

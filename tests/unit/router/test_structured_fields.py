@@ -12,7 +12,7 @@ import pytest
 from support.budget import budget, seeded
 
 from penstock_client.types import Constraint, ConstraintKind
-from penstock_common.bounds import MAX_CHOICE_OPTIONS
+from penstock_common.request_bounds import MAX_CHOICE_OPTIONS
 from penstock_router.apis.openai.requests import CHAT_FIELDS, parse_chat, parse_completion
 from penstock_router.apis.structured_output import (
     CONSTRAINT_FIELDS,

@@ -6,7 +6,7 @@ import pytest
 from support.engines import make_sequence
 
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.objectives_policy import TimedBudget
+from penstock_shard.scheduler.priority_policy import TimedBudget
 from penstock_shard.scheduler.rows import Row, Rows
 from penstock_shard.scheduler.speculation import Speculation
 from penstock_shard.scheduler.step_budget import StepBudget

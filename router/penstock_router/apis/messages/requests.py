@@ -12,7 +12,7 @@ from penstock_router.apis.messages.answers import (
     MessageEvent,
     MessageShape,
 )
-from penstock_router.apis.messages.turns import TURNS
+from penstock_router.apis.messages.content_blocks import TURNS
 from penstock_router.apis.structured_output import FORMAT, only_constraint
 from penstock_router.apis.tools import (
     MESSAGE_CHOICE,

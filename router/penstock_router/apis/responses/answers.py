@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 
-from penstock_router.apis import long_json
+from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import Envelope, call_id
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
 from penstock_router.apis.responses.items import Item, ItemStatus, Part
@@ -313,17 +313,17 @@ class ResponseShape:
 
     def stored(self) -> tuple[bytes, bytes]:
         """As JSON: the answer, and the conversation including it, for later responses."""
-        return long_json.encode(self.answer), long_json.join(self._all_items())
+        return json_in_thread.encode(self.answer), json_in_thread.join(self._all_items())
 
     def _all_items(self) -> Iterator[bytes]:
         answered = [_without_logprobs(item) for item in self.answer["output"]]
         before = memoryview(self._conversation)[1:-1]
         yield b"["
-        yield from long_json.cut(before)
+        yield from json_in_thread.cut(before)
         yield b"," if before and answered else b""
         for index, item in enumerate(answered):
             yield b"," if index else b""
-            yield from long_json.json_pieces(item)
+            yield from json_in_thread.json_pieces(item)
         yield b"]"
 
     # ---- a stream ----
@@ -364,7 +364,7 @@ class ResponseShape:
         event = {"type": name, **more, "sequence_number": self._number}
         self._number += 1
         begun = b"event: %b\ndata: " % name.encode()
-        return long_json.join((begun, *long_json.json_pieces(event), b"\n\n"))
+        return json_in_thread.join((begun, *json_in_thread.json_pieces(event), b"\n\n"))
 
 
 def _without_logprobs(item: Item) -> Item:

@@ -20,7 +20,7 @@ from penstock_shard.structured_output.json_schema.combine import (
     without,
 )
 from penstock_shard.structured_output.json_schema.formats import FORMATS, REFUSED_FORMATS
-from penstock_shard.structured_output.json_schema.infinite import without_endless
+from penstock_shard.structured_output.json_schema.infinite_values import without_endless
 from penstock_shard.structured_output.json_schema.keyword_types import check_shapes
 from penstock_shard.structured_output.json_schema.negation import negative
 from penstock_shard.structured_output.json_schema.one_of import one_of

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock_shard.worker.logits_processors.allowed_ids import AllowedIds
+from penstock_shard.worker.logits_processors.apply import LogitsShaping
 from penstock_shard.worker.logits_processors.bad_words import BadWords
 from penstock_shard.worker.logits_processors.constraint_mask import ConstraintMask
 from penstock_shard.worker.logits_processors.logit_bias import Bias
 from penstock_shard.worker.logits_processors.min_tokens import MinTokens
 from penstock_shard.worker.logits_processors.penalties import Penalties
-from penstock_shard.worker.logits_processors.shaping import LogitsShaping
 
 if TYPE_CHECKING:
     from penstock_shard.structured_output.matcher_state import MaskFiller

@@ -31,7 +31,7 @@ from torch import Tensor
 from penstock_shard.device.async_copy import is_host, mark, to_device, to_host
 from penstock_shard.ipc.request import Request
 from penstock_shard.worker.base import Admission, RowResult
-from penstock_shard.worker.logits_processors.shaping import LogitsShaping, Prepared, Shaped
+from penstock_shard.worker.logits_processors.apply import LogitsShaping, Prepared, Shaped
 from penstock_shard.worker.sampling.draw import draw
 from penstock_shard.worker.sampling.philox import uniforms
 from penstock_shard.worker.sampling.token_scores import TokenScores, score_tokens

@@ -1,0 +1,72 @@
+"""What is told of a sequence after a step: its tokens, why it has finished, its error."""
+
+from __future__ import annotations
+
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.messages import Error, Output, Work
+from penstock_shard.ipc.request import FinishReason
+from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import RowResult
+
+
+def token_output(sequence: Sequence, result: RowResult) -> Output:
+    """The output of a row that sampled: its tokens are the sequence's last. None follows one that
+    ends the sequence: a stop token, or the last of `max_tokens`.
+    """
+    request, last = sequence.request, sequence.token_ids[-1]
+    token_ids = [last]
+    if result.more_token_ids:
+        token_ids = sequence.token_ids[-1 - len(result.more_token_ids) :].tolist()
+    count = len(sequence.token_ids) - sequence.num_prompt_tokens
+    position = count - len(token_ids)
+    output = Output(request.request_id, request.attempt, position, token_ids, result.logprobs)
+    if position == sequence.num_delivered:
+        output.cached_tokens = sequence.cached_tokens
+    if last in request.stop_token_ids or last in request.reluctant_stop_ids:
+        output.finish = FinishReason.STOP
+        output.stop_token_id = last
+    elif count >= request.max_tokens:
+        output.finish = FinishReason.LENGTH
+    return output
+
+
+def add_prompt_logprobs(output: Output, sequence: Sequence, logprobs: Logprobs) -> None:
+    output.prompt_logprobs = logprobs
+    first = sequence.num_prompt_logprobs_sent - len(logprobs.chosen)
+    output.prompt_logprobs_start = first + 1
+
+
+def error_of(sequence: Sequence, result: RowResult) -> Error:
+    """The error of a row that failed. What the request itself causes would fail at any shard."""
+    if sequence.constraint is not None and sequence.constraint.matcher.is_error():
+        # The request's own text broke the matcher, or others with the same constraint did: retrying
+        # it tells which.
+        return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
+    kind = "" if sequence.request.constraint is None else sequence.request.constraint.kind
+    code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
+    return Error(code, result.error or "", kind)
+
+
+def work_of(sequence: Sequence) -> Work:
+    """Steps that computed it, and its preemptions. Each step that sampled gave one token besides
+    accepted drafts, which took no step of their own.
+    """
+    num_sampled = sequence.num_output_tokens - sequence.num_delivered - sequence.num_accepted_drafts
+    return Work(sequence.num_partial_steps + num_sampled, sequence.preemptions)
+
+
+def empty_output(sequence: Sequence) -> Output:
+    """An output without tokens."""
+    request = sequence.request
+    return Output(request.request_id, request.attempt, sequence.num_output_tokens, [])
+
+
+def last_output(
+    sequence: Sequence, *, finish: FinishReason | None = None, error: Error | None = None
+) -> Output:
+    output = empty_output(sequence)
+    output.finish = finish
+    output.error = error
+    output.work = work_of(sequence)
+    return output

@@ -1,0 +1,19 @@
+"""Which running sequence is preempted first, where blocks or slots run out."""
+
+from __future__ import annotations
+
+from penstock_shard.ipc.request import Objective
+from penstock_shard.sequence import Sequence
+
+
+def expendable(sequence: Sequence) -> tuple[int, bool, int]:
+    """The largest is preempted first: by lowest class, then no objective, then latest arrival."""
+    return (
+        sequence.request.priority,
+        _is_indifferent(sequence.request.objective),
+        sequence.arrival,
+    )
+
+
+def _is_indifferent(objective: Objective | None) -> bool:
+    return objective is None or objective == Objective(priority=objective.priority)
