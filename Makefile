@@ -18,6 +18,10 @@ BESIDE = -n $(WORKERS) --dist loadfile
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Installs into an environment: with uv where that is installed, which takes a fraction of the time.
+UV := $(shell command -v uv)
+into = $(if $(UV),$(UV) pip install --python $(1)/bin/python,\
+	$(1)/bin/python -m pip --disable-pip-version-check install)
 # Released clients that tests talk to penstock with, each folder of them in an environment of its own.
 # `make test` needs what installs in seconds: anthropic's client (openai's is in .venv), and the files
 # that say what others agree on of JSON Schema.
@@ -32,8 +36,9 @@ NODE := .venv-clients/node
 SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(if $(shell command -v npm),$(NODE)/.done)
 # What reads environments and writes down what is in them.
 AUDIT := .venv-clients/audit
-# Most of their modules are never imported: compiling them all takes a third of the time.
-CLIENT_PIP := -m pip --disable-pip-version-check install --quiet --no-compile
+# Most of their modules are never imported: compiling them all takes a third of the time, which uv does
+# not do unless it is asked to.
+quietly_into = $(call into,$(1)) --quiet $(if $(UV),,--no-compile)
 
 # Its notice about other generators says nothing of these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
@@ -91,7 +96,7 @@ clean: ## Remove the environments and all caches
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
-		sys.exit(None if (3, 11) <= v < (3, 14) else f"penstock needs Python 3.11 to 3.13, {sys.executable} is " \
+		sys.exit(None if v >= (3, 11) else f"penstock needs Python 3.11 or newer, {sys.executable} is " \
 		f"{v[0]}.{v[1]}; choose another with PYTHON=")'
 	@$(PYTHON) -m venv $(VENV)
 
@@ -102,13 +107,13 @@ has = $(foreach marker,$(1),test $(VENV)/$(marker) -nt pyproject.toml ||)
 $(VENV)/.fake: pyproject.toml | $(BIN)/python
 	@$(call has,.shard .dev) { \
 		echo "Installing penstock without torch into $(VENV): about 60 MB to download."; \
-		$(PIP) install --quiet -e '.[router,fake]'; }
+		$(call into,$(VENV)) --quiet -e '.[router,fake]'; }
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	@$(call has,.dev) { \
 		echo "Installing what makes the documentation into $(VENV): about 80 MB to download."; \
-		$(PIP) install --quiet -e '.[docs]'; }
+		$(call into,$(VENV)) --quiet -e '.[docs]'; }
 	@touch $@
 
 # Says which torch was installed. One that is asked for by name replaces another; without, any is kept.
@@ -120,31 +125,31 @@ endif
 $(VENV)/.torch: | $(BIN)/python
 	@echo "Installing $(TORCH) into $(VENV): about 200 MB to download for a CPU build,"
 	@echo "several GB where the package index gives a CUDA build."
-	@$(PIP) install '$(TORCH)'
+	@$(call into,$(VENV)) '$(TORCH)'
 	@echo '$(TORCH)' > $@
 
 $(VENV)/.shard: pyproject.toml $(VENV)/.torch
 	@$(call has,.dev) { \
 		echo "Installing penstock into $(VENV): about 100 MB more to download."; \
-		$(PIP) install --quiet -e '.[router,shard]'; }
+		$(call into,$(VENV)) --quiet -e '.[router,shard]'; }
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@echo "Installing penstock and its development tools into $(VENV): about 150 MB more."
-	@$(PIP) install --quiet -e '.[router,shard,dev]'
+	@$(call into,$(VENV)) --quiet -e '.[router,shard,dev]'
 	@touch $@
 
 # Imported anew by each test: compiled once.
 $(ANTHROPIC)/.done: tests/clients/anthropic.txt | $(BIN)/python
 	@echo "Installing anthropic's client into $(ANTHROPIC): about 10 MB to download."
 	@$(BIN)/python -m venv --clear $(ANTHROPIC)
-	@$(ANTHROPIC)/bin/python $(filter-out --no-compile,$(CLIENT_PIP)) -r $<
+	@$(call into,$(ANTHROPIC)) --quiet -r $<
 	@touch $@
 
 $(SDKS)/.done: tests/clients/sdks.txt | $(BIN)/python
 	@echo "Installing released clients into $(SDKS): about 110 MB to download."
 	@$(BIN)/python -m venv --clear $(SDKS)
-	@$(SDKS)/bin/python $(CLIENT_PIP) -r $<
+	@$(call quietly_into,$(SDKS)) -r $<
 	@touch $@
 
 # Sees the packages of .venv, as system site packages are seen: there is no second torch.
@@ -153,7 +158,7 @@ $(HARNESSES)/.done: tests/clients/harnesses.txt | $(VENV)/.dev
 	@$(BIN)/python -m venv --clear $(HARNESSES)
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		$(BIN)/python -c "$$packages" > $$($(HARNESSES)/bin/python -c "$$packages")/dev.pth
-	@$(HARNESSES)/bin/python $(CLIENT_PIP) -r $<
+	@$(call quietly_into,$(HARNESSES)) -r $<
 	@touch $@
 
 $(SCHEMA_SUITE)/.done: tests/conformance/suite.txt | $(BIN)/python
@@ -178,13 +183,13 @@ $(NODE)/.done: examples/node/package-lock.json proto/penstock_proto/shard.proto 
 build/images/%/.done: pyproject.toml deploy/constraints.txt | $(BIN)/python
 	@echo "Installing what the $*'s image holds into build/images/$*."
 	@$(BIN)/python -m venv --clear build/images/$*
-	@$(if $(filter shard,$*),build/images/$*/bin/python $(CLIENT_PIP) '$(TORCH)')
-	@build/images/$*/bin/python $(CLIENT_PIP) --constraint deploy/constraints.txt '.[$*,otlp]'
+	@$(if $(filter shard,$*),$(call quietly_into,build/images/$*) '$(TORCH)')
+	@$(call quietly_into,build/images/$*) --constraint deploy/constraints.txt '.[$*,otlp]'
 	@touch $@
 
 $(AUDIT)/.done: deploy/audit.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear $(AUDIT)
-	@$(AUDIT)/bin/python $(CLIENT_PIP) -r $<
+	@$(call quietly_into,$(AUDIT)) -r $<
 	@touch $@
 
 dist/sbom-%.cdx.json: build/images/%/.done $(AUDIT)/.done

@@ -1,10 +1,7 @@
-"""What is in the wheel: the four packages with their data, nothing else, and the right extras."""
+"""What is in the wheel: the packages with their data, nothing else, and the right extras."""
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from email.message import Message
@@ -12,28 +9,16 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from contract.sources import PACKAGES, ROOT
+from contract.sources import PACKAGES
 from packaging.requirements import Requirement
+from support.wheels import build_wheel
 
 BUILTIN_MODEL = PACKAGES["penstock_shard"] / "builtin_model"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        f"--wheel-dir={folder}",
-    ]
-    if importlib.util.find_spec("hatchling"):
-        command.append("--no-build-isolation")
-    subprocess.run([*command, str(ROOT)], check=True, timeout=110)
-    (path,) = folder.glob("*.whl")
+    path = build_wheel(tmp_path_factory.mktemp("wheel"))
     with zipfile.ZipFile(path) as archive:
         yield archive
 
