@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.messages import StepOutputs, encode_frame
+from penstock_shard.ipc.framing import encode_frame
+from penstock_shard.ipc.messages import StepOutputs
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import SchedulerLimits

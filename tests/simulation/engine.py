@@ -17,15 +17,8 @@ from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.engine.matchers import PendingMatchers
-from penstock_shard.ipc.messages import (
-    FromEngine,
-    Inbox,
-    Ready,
-    Start,
-    Started,
-    ToEngine,
-    encode_frame,
-)
+from penstock_shard.ipc.framing import encode_frame
+from penstock_shard.ipc.messages import FromEngine, Inbox, Ready, Start, Started, ToEngine
 from penstock_shard.ipc.runner_info import Adapter, RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import SchedulerLimits

@@ -1,4 +1,4 @@
-"""Messages between the ranks of one model, and their framing.
+"""Messages between the ranks of one model.
 
 Rank 0 leads: it tells the others what to load and what to compute, over a TCP connection to each.
 Tensors go from device to device instead, over torch.distributed. Knows nothing of models; imports
@@ -8,17 +8,16 @@ no torch.
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.ipc.framing import encode_frame, receive_frame
 
-_LENGTH = struct.Struct("<I")
 # Raise it when messages change: rank 0 refuses ranks of another revision.
-REVISION = 2
+REVISION = 3
 
 
 # ---- from rank 0 ----
@@ -122,27 +121,22 @@ class Line(Generic[Received]):
         _notice_a_silent_end(connection)
         self._connection = connection
         self._file = connection.makefile("rb")
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
         self._lock = threading.Lock()
 
     def send(self, message: ToRank | FromRank) -> None:
         """Raises OSError where the other end is gone."""
-        body = self._encoder.encode(message)
+        frame = encode_frame(message)
         with self._lock:
-            self._connection.sendall(_LENGTH.pack(len(body)) + body)
+            self._connection.sendall(frame)
 
     def receive(self) -> Received | None:
         """The next message; None when the other end is gone."""
         try:
-            header = self._file.read(_LENGTH.size)
-            if len(header) < _LENGTH.size:
-                return None
-            (length,) = _LENGTH.unpack(header)
-            body = self._file.read(length)
+            body = receive_frame(self._file.read)
         except OSError:
             return None
-        return None if len(body) < length else self._decoder.decode(body)
+        return None if body is None else self._decoder.decode(body)
 
     def close(self) -> None:
         self._file.close()

@@ -10,22 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import struct
 import threading
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.framing import encode_frame, exactly, read_frame, receive_frame
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.ipc.runner_info import Adapter, RunnerInfo
 
 logger = logging.getLogger(__name__)
-
-_HEADER = struct.Struct("<II")
-_ALL_BITS = 2**32 - 1
 
 
 # ---- server -> engine ----
@@ -212,15 +209,8 @@ FromEngine = Progress | LoadFailed | Ready | StepOutputs | Started | AdapterChan
 
 _Message = TypeVar("_Message")
 
-_encoder = msgspec.msgpack.Encoder()
 _to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-
-
-def encode_frame(message: Any) -> bytes:
-    """A message with its length before it."""
-    body = _encoder.encode(message)
-    return _HEADER.pack(len(body), len(body) ^ _ALL_BITS) + body
 
 
 class EngineEnd:
@@ -228,6 +218,7 @@ class EngineEnd:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._read = exactly(connection)
         self._lock = threading.Lock()
 
     def send(self, message: FromEngine) -> None:
@@ -237,47 +228,14 @@ class EngineEnd:
 
     def receive(self) -> ToEngine | None:
         """The next message; None when the server is gone, or what it sent is not a message."""
-        header = self._receive_exactly(_HEADER.size)
-        length = None if header is None else _length(header)
-        if length is None:
-            return None
-        body = self._receive_exactly(length)
+        body = receive_frame(self._read)
         return None if body is None else _decoded(_to_engine_decoder, body)
-
-    def _receive_exactly(self, count: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < count:
-            try:
-                piece = self._connection.recv(min(count - len(data), 1 << 20))
-            except ConnectionError:
-                return None
-            if not piece:
-                return None
-            data += piece
-        return bytes(data)
 
 
 async def receive_from_engine(reader: asyncio.StreamReader) -> FromEngine | None:
     """The server's end: the next message; None when the engine is gone, or sent none of ours."""
-    try:
-        length = _length(await reader.readexactly(_HEADER.size))
-        if length is None:
-            return None
-        body = await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-    return _decoded(_from_engine_decoder, body)
-
-
-def _length(header: bytes) -> int | None:
-    """The length in a header; None if it is not one."""
-    length, turned = _HEADER.unpack(header)
-    if length ^ turned == _ALL_BITS:
-        return int(length)
-    logger.error(
-        "a message between server and engine makes no sense: %s is no length", header.hex()
-    )
-    return None
+    body = await read_frame(reader)
+    return None if body is None else _decoded(_from_engine_decoder, body)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message | None:

@@ -22,6 +22,7 @@ from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
 from penstock_shard.server.adapters import Loaded, ServerAdapters
 from penstock_shard.server.early_aborts import EarlyAborts
@@ -353,7 +354,7 @@ class EngineSupervisor:
         inbox = messages.Inbox(self._requests, self._aborts, self._adapter_changes)
         self._requests, self._aborts, self._adapter_changes = [], [], []
         if self._process is not None:
-            self._process.writer.write(messages.encode_frame(inbox))
+            self._process.writer.write(encode_frame(inbox))
 
     # ---- the process ----
 
@@ -472,7 +473,7 @@ class EngineSupervisor:
         self._process = process = await self._start_process()
         config = dataclasses.replace(self._config, api_key=None)
         start = messages.Start(config, self.adapters.to_start_with)
-        process.writer.write(messages.encode_frame(start))
+        process.writer.write(encode_frame(start))
         self._beat_at_s = self._clock()
         return process
 

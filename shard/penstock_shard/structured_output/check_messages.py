@@ -1,22 +1,15 @@
-"""Messages between the server and its check process, and their framing.
+"""Messages between the server and its check process.
 
-A length, then msgpack of one of the types below. The server sends first; each check gets one
+The server sends first; each check gets one
 verdict, in any order. Knows neither of the two processes.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import Any
-
 import msgspec
 
 from penstock_shard.config import ConstraintLimits
 from penstock_shard.ipc.request import Constraint
-
-LENGTH = struct.Struct("<I")
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True):
@@ -58,9 +51,3 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 def patience_s(timeout_s: float) -> float:
     """How long a check may take by the clock that may take `timeout_s` of processor time."""
     return 1.0 + 3.0 * timeout_s
-
-
-def encode_frame(message: Any) -> bytes:
-    """A message, preceded by its length."""
-    body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body

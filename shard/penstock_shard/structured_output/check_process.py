@@ -23,14 +23,13 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from penstock_shard.config import ConstraintLimits
+from penstock_shard.ipc.framing import encode_frame, exactly, receive_frame
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.check_messages import (
-    LENGTH,
     Check,
     Start,
     Started,
     Verdict,
-    encode_frame,
     patience_s,
 )
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
@@ -234,23 +233,12 @@ def _refusal_of(compiler: Compiler, constraint: Constraint, limits: ConstraintLi
     return ""
 
 
-# ---- framing ----
-
-
 def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
     """The next message. Raises `ServerGone`."""
-    (count,) = LENGTH.unpack(_receive_exactly(connection, LENGTH.size))
-    return decoder.decode(_receive_exactly(connection, count))
-
-
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        piece = connection.recv(min(count - len(data), 1 << 20))
-        if not piece:
-            raise ServerGone
-        data += piece
-    return bytes(data)
+    body = receive_frame(exactly(connection))
+    if body is None:
+        raise ServerGone
+    return decoder.decode(body)
 
 
 if __name__ == "__main__":

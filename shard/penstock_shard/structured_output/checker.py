@@ -25,14 +25,13 @@ import msgspec
 
 from penstock_common.child_environment import child_environment
 from penstock_shard.config import ConstraintLimits
+from penstock_shard.ipc.framing import encode_frame, read_frame
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.check_messages import (
-    LENGTH,
     Check,
     Start,
     Started,
     Verdict,
-    encode_frame,
     patience_s,
 )
 from penstock_shard.structured_output.check_queue import CheckQueue, Pending, QueueFull
@@ -333,11 +332,10 @@ class _CheckProcess:
                 waiting.set_exception(error)
 
     async def _receive(self) -> bytes:
-        try:
-            header = await self._reader.readexactly(LENGTH.size)
-            return await self._reader.readexactly(LENGTH.unpack(header)[0])
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise _ProcessLost("it ended without a word") from None
+        body = await read_frame(self._reader)
+        if body is None:
+            raise _ProcessLost("it ended without a word")
+        return body
 
 
 async def _new_process(its_end: socket.socket) -> asyncio.subprocess.Process:

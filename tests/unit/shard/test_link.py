@@ -12,6 +12,7 @@ from support.engines import runner_info
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import FinishReason, Objective, Request, SamplingParams
 
@@ -37,14 +38,14 @@ def test_messages_to_the_engine_arrive_as_they_were_sent() -> None:
     with ours, theirs:
         engine_end = link.EngineEnd(theirs)
         for message in (link.Start(ShardConfig(model="m")), link.Inbox([REQUEST], [("other", 1)])):
-            ours.sendall(link.encode_frame(message))
+            ours.sendall(encode_frame(message))
             assert engine_end.receive() == message
 
 
 def test_a_server_that_is_gone_is_none() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        ours.sendall(link.encode_frame(link.Inbox([], []))[:-1])
+        ours.sendall(encode_frame(link.Inbox([], []))[:-1])
         ours.close()
         assert link.EngineEnd(theirs).receive() is None
 
@@ -62,7 +63,7 @@ async def test_what_makes_no_sense_is_the_end_of_the_link_and_one_line_of_the_lo
 async def test_a_length_that_is_not_the_senders_is_the_end_and_not_waited_for(
     bit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    frame = bytearray(link.encode_frame(link.Beat(0.5, 3)))
+    frame = bytearray(encode_frame(link.Beat(0.5, 3)))
     frame[bit // 8] ^= 1 << bit % 8
     # Nobody closes the link: more might come.
     await _means_the_end(bytes(frame), caplog)
@@ -71,7 +72,7 @@ async def test_a_length_that_is_not_the_senders_is_the_end_and_not_waited_for(
 async def test_what_comes_after_half_a_message_is_no_beginning_of_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    whole = link.encode_frame(link.Inbox([REQUEST], []))
+    whole = encode_frame(link.Inbox([REQUEST], []))
     await _means_the_end(whole[11:], caplog)
 
 

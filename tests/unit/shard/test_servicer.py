@@ -18,6 +18,7 @@ from penstock_proto import shard_pb2 as pb
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.server import proto_codec as shard_codec
@@ -321,8 +322,8 @@ async def test_an_engine_that_makes_no_sense_is_one_that_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     supervisor, reader = _Supervisor(), asyncio.StreamReader()
-    reader.feed_data(link.encode_frame(["beat", "not a number", 0.0]))
-    reader.feed_data(link.encode_frame(link.Beat(0.0, 9.0)))
+    reader.feed_data(encode_frame(["beat", "not a number", 0.0]))
+    reader.feed_data(encode_frame(link.Beat(0.0, 9.0)))
     async with asyncio.timeout(5):
         await supervisor._listen_to(reader)
     assert supervisor._beat.step_expected_s == 0.0

@@ -23,6 +23,7 @@ from penstock_proto import shard_pb2 as pb
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages, request
 from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.server import proto_codec as shard_codec
 from penstock_shard.server.validation import check
@@ -69,7 +70,7 @@ def _at_the_engine(sent: GenerationRequest) -> request.Request:
     submit = check(incoming, runner_info(), ShardConfig())
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(messages.encode_frame(messages.Inbox([submit], [])))
+        ours.sendall(encode_frame(messages.Inbox([submit], [])))
         inbox = messages.EngineEnd(theirs).receive()
     assert isinstance(inbox, messages.Inbox)
     return inbox.requests[0]

@@ -1,0 +1,84 @@
+"""Messages between processes: msgpack behind its length, which is told twice.
+
+The second time all bits are turned: what is no message of ours is noticed, and not waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    # Not for the process that checks constraints, which is small.
+    import asyncio
+
+logger = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<II")
+_ALL_BITS = 2**32 - 1
+_PIECE_BYTES = 1 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(message: Any) -> bytes:
+    """A message with its length before it."""
+    body = _encoder.encode(message)
+    return _HEADER.pack(len(body), len(body) ^ _ALL_BITS) + body
+
+
+def receive_frame(read: Callable[[int], bytes]) -> bytes | None:
+    """The next message's msgpack; None when the other end is gone, or sent what is none.
+
+    `read` gives as many bytes as it is asked for, and fewer at the end only: as `exactly` does.
+    """
+    header = read(_HEADER.size)
+    length = _length(header) if len(header) == _HEADER.size else None
+    if length is None:
+        return None
+    body = read(length)
+    return body if len(body) == length else None
+
+
+def exactly(connection: socket.socket) -> Callable[[int], bytes]:
+    """Reads from a blocking socket, for `receive_frame`."""
+
+    def read(count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            try:
+                piece = connection.recv(min(count - len(data), _PIECE_BYTES))
+            except ConnectionError:
+                break
+            if not piece:
+                break
+            data += piece
+        return bytes(data)
+
+    return read
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """As `receive_frame` does."""
+    try:
+        length = _length(await reader.readexactly(_HEADER.size))
+        return None if length is None else await reader.readexactly(length)
+    except (EOFError, ConnectionError):
+        return None
+
+
+def _length(header: bytes) -> int | None:
+    """The length in a header; None if it is not one."""
+    length, turned = _HEADER.unpack(header)
+    if length ^ turned == _ALL_BITS:
+        return int(length)
+    logger.error(
+        "a message of another process makes no sense: %s is no length; is it of another version?",
+        header.hex(),
+    )
+    return None
