@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scope",
         choices=key_file_format.SCOPES,
         default="user",
-        help="admin: what user may do, and /admin, /debug and the console (default: user)",
+        help="admin: what user may do, and /admin and the console (default: user)",
     )
     new.add_argument(
         "--expires",

@@ -47,7 +47,7 @@ from penstock_router.offload.dispatch import Bodies
 from penstock_router.offload.request_templates import Programs
 from penstock_router.offload.text_pool import TextPool
 from penstock_router.openapi import document as openapi
-from penstock_router.routes import admin, console, debug, docs, response_headers
+from penstock_router.routes import admin, console, docs, response_headers
 from penstock_router.routes.base import (
     ERROR_FORM,
     KEY,
@@ -131,7 +131,6 @@ def build_app(
         for method in methods:
             app.router.add_route(method, route.path, route.handler)
     admin.add_routes(app)
-    debug.add_routes(app)
     if config.console:
         console.add_routes(app)
     app[console.CONSOLE] = _console(app[ROUTER])

@@ -178,8 +178,7 @@ def _add_key_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--admin-key",
         metavar="KEY",
-        help="key for /admin and /debug, which are closed without one "
-        "(default: PENSTOCK_ADMIN_KEY)",
+        help="key for /admin, which is closed without one (default: PENSTOCK_ADMIN_KEY)",
     )
     add(
         "--api-keys-file",

@@ -47,7 +47,7 @@ _KERNELS = "chooses among vLLM's own kernels and libraries; there is nothing of 
 _COMPILER = "tunes vLLM's compiler and CUDA graphs; there is nothing of the kind to tune"
 _BUILD = "is for building vLLM"
 _PROCESS = "how vLLM arranges its own processes; there is nothing of the kind to arrange"
-_DEBUG = "looks into vLLM; --log-level debug and /debug/profile are what there is here"
+_DEBUG = "looks into vLLM; --log-level debug and py-spy are what there is here"
 _ONE_SPLIT = "a model is split in one way only: each GPU has a part of every layer"
 _NO_TRANSFER = "KV blocks do not travel between shards"
 _OWN_TOOLS = "calls are read without expressions, and kept to a schema where `strict` says so"
@@ -144,7 +144,7 @@ ENVIRONMENT: Table = {
         "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
         _TEXT_ONLY,
     ),
-    **lost("VLLM_SERVER_DEV_MODE", "/admin and /debug open with --admin-key", "0"),
+    **lost("VLLM_SERVER_DEV_MODE", "/admin opens with --admin-key", "0"),
     **needless(
         "VLLM_TARGET_DEVICE VLLM_MAIN_CUDA_VERSION MAX_JOBS NVCC_THREADS VLLM_USE_PRECOMPILED "
         "VLLM_USE_PRECOMPILED_RUST VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_DOCKER_BUILD_CONTEXT "

@@ -440,7 +440,7 @@ FLAGS: Table = {
         "enable-logging-iteration-details!",
         _OWN_METRICS,
     ),
-    **needless("enable-layerwise-nvtx-tracing! profiler-config", "/debug/profile is the profiler"),
+    **needless("enable-layerwise-nvtx-tracing! profiler-config", "py-spy is the profiler"),
     **lost(
         "structured-outputs-config",
         "grammars are llguidance's; how JSON is written says `structured_outputs` of each request",

@@ -1,1 +1,1 @@
-"""Metrics, logs, traces and profiles. Nothing here decides anything."""
+"""Metrics, logs and traces. Nothing here decides anything."""

@@ -26,7 +26,7 @@ _SECURITY = {
     "Cache-Control": "no-store",
 }
 # The operator's routes: closed to pages of other origins.
-_OWN_ORIGIN = ("/admin", "/debug", "/console")
+_OWN_ORIGIN = ("/admin", "/console")
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
     "Access-Control-Max-Age": "600",

@@ -24,10 +24,10 @@ import sqlite3
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from penstock_common.tasks import lasting
 
@@ -54,38 +54,31 @@ _WAL_TIMEOUT_S = 0.1
 
 # "pens"; with the version it tells our file from any other.
 _APPLICATION_ID = 0x70656E73
-_VERSION = 1
+_VERSION = 2
+# What a response counts for its key: the documents, and what SQLite takes for a small row.
+_SIZE = "(512 + length({0}.response) + length({0}.messages))"
 # Ids are blobs: an id that a client made up need not be text that SQLite takes. The large columns
-# come last, so that the small ones are read without them.
+# come last, so that the small ones are read without them. What each key holds is kept by triggers:
+# summing it up at each eviction would read all rows.
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (
     id BLOB NOT NULL PRIMARY KEY,
     owner TEXT NOT NULL,
-    key_name TEXT NOT NULL DEFAULT '',
+    key_name TEXT NOT NULL,
     status TEXT NOT NULL,
-    running INTEGER NOT NULL,
+    running INTEGER AS (status IN {UNFINISHED}),
     cancel INTEGER NOT NULL DEFAULT 0,
     stored_s REAL NOT NULL,
     response BLOB NOT NULL,
     messages BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_age ON responses (running, stored_s);
+CREATE INDEX IF NOT EXISTS by_holder ON responses (key_name, running, stored_s);
 CREATE INDEX IF NOT EXISTS to_cancel ON responses (owner) WHERE cancel;
 CREATE TABLE IF NOT EXISTS owners (owner TEXT NOT NULL PRIMARY KEY, beat_s REAL NOT NULL);
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {_VERSION};
-COMMIT;
-"""
-# What each key holds, kept by triggers: summing it up at each eviction would read all rows.
-_SIZE = "(512 + length({0}.response) + length({0}.messages))"
-_HOLDERS = f"""
-BEGIN IMMEDIATE;
-CREATE INDEX IF NOT EXISTS by_holder ON responses (key_name, running, stored_s);
 CREATE TABLE IF NOT EXISTS holders (key_name TEXT NOT NULL PRIMARY KEY, num_bytes INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS by_size ON holders (num_bytes);
-REPLACE INTO holders
-    SELECT key_name, sum({_SIZE.format("responses")}) FROM responses GROUP BY key_name;
 CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
     INSERT INTO holders VALUES (new.key_name, {_SIZE.format("new")})
         ON CONFLICT (key_name) DO UPDATE SET num_bytes = num_bytes + excluded.num_bytes;
@@ -99,11 +92,59 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
         WHERE key_name = old.key_name;
     DELETE FROM holders WHERE key_name = old.key_name AND num_bytes <= 0;
 END;
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {_VERSION};
 COMMIT;
 """
 
 # Whether :reader may read a response: NULL may read all; a response without a key is anybody's.
-_IS_THEIRS = "(:reader IS NULL OR key_name IN ('', :reader))"
+_IS_THEIRS = "id = :id AND (:reader IS NULL OR key_name IN ('', :reader))"
+_IS_THERE = f"{_IS_THEIRS} AND status != '{_DELETED}' AND (running OR stored_s > :expired_s)"
+# A finished response drops its request to cancel; an unfinished one keeps it.
+_PUT = f"""
+INSERT INTO responses (id, owner, key_name, status, stored_s, response, messages)
+    VALUES (:id, :owner, :key_name, :status, :now_s, :response, :messages)
+    ON CONFLICT (id) DO UPDATE SET
+        owner = excluded.owner,
+        status = excluded.status,
+        cancel = cancel AND excluded.status IN {UNFINISHED},
+        stored_s = excluded.stored_s,
+        response = excluded.response,
+        messages = excluded.messages
+    WHERE status != '{_DELETED}'
+"""
+_GET = f"SELECT response, messages, status FROM responses WHERE {_IS_THERE}"
+_DELETE_RUNNING = f"""
+UPDATE responses
+    SET status = '{_DELETED}', cancel = 1, stored_s = :now_s, response = x'', messages = x''
+    WHERE {_IS_THEIRS} AND running
+"""
+_DELETE = f"DELETE FROM responses WHERE {_IS_THERE}"
+_REQUEST_CANCEL = "UPDATE responses SET cancel = 1 WHERE id = :id AND running"
+_TO_CANCEL = "SELECT id FROM responses WHERE cancel AND owner = :owner"
+_BEAT = "REPLACE INTO owners VALUES (:owner, :now_s)"
+_FORGET_SILENT = "DELETE FROM owners WHERE abs(beat_s - :now_s) > :silent_s"
+_FORGET_OWN = "DELETE FROM owners WHERE owner = :owner"
+_FAIL_OWNERLESS = f"""
+UPDATE responses SET status = '{FAILED}', cancel = 0
+    WHERE running AND owner NOT IN (SELECT owner FROM owners)
+"""
+_EXPIRE = "DELETE FROM responses WHERE running = 0 AND stored_s <= :expired_s"
+# Of whoever holds most, the oldest; unfinished ones last, and never the one with the id :id.
+_EVICT = """
+DELETE FROM responses WHERE rowid = (
+    SELECT (
+        SELECT rowid FROM responses WHERE key_name = holders.key_name AND id IS NOT :id
+            ORDER BY running, stored_s, rowid LIMIT 1
+    ) AS oldest
+    FROM holders WHERE oldest IS NOT NULL ORDER BY num_bytes DESC LIMIT 1
+)
+"""
+# Pages, so that SQLite's overhead counts too.
+_USED_BYTES = """
+SELECT (page_count - freelist_count) * page_size
+    FROM pragma_page_count, pragma_freelist_count, pragma_page_size
+"""
 
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
@@ -164,10 +205,8 @@ def _check(path: str, max_bytes: int) -> None:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(" ".join(str(found).split()))
-        space = _Space(connection, path, max_bytes)
         with _writing(connection):
-            space.trim()
-        space.shrink()
+            _trim(connection, max_bytes)
 
 
 def _connect(path: str) -> sqlite3.Connection:
@@ -211,31 +250,13 @@ def _set_up(connection: sqlite3.Connection, path: str) -> None:
             f"response store {path}: is a database of something else, or of another version of "
             "penstock; move it away, or name another"
         )
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA auto_vacuum = FULL")
     (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
     if mode != "wal":
         raise sqlite3.OperationalError("SQLite can keep no write-ahead log there")
     connection.execute("PRAGMA synchronous = NORMAL")
     if not tables:
         connection.executescript(_SCHEMA)
-    _add_key_names(connection)
-    _add_holders(connection)
-
-
-def _add_key_names(connection: sqlite3.Connection) -> None:
-    """Add the column to a file of an earlier version, which can still use the file after that."""
-    with _writing(connection):
-        columns = connection.execute("SELECT name FROM pragma_table_info('responses')").fetchall()
-        if ("key_name",) not in columns:
-            connection.execute("ALTER TABLE responses ADD COLUMN key_name TEXT NOT NULL DEFAULT ''")
-
-
-def _add_holders(connection: sqlite3.Connection) -> None:
-    """Add what counts each key's bytes. It counts what an earlier version does to the file, too."""
-    try:
-        connection.execute("SELECT 1 FROM holders LIMIT 1")
-    except sqlite3.OperationalError:
-        connection.executescript(_HOLDERS)
 
 
 @contextlib.contextmanager
@@ -264,176 +285,18 @@ def _writing(connection: sqlite3.Connection) -> Iterator[None]:
         yield
 
 
-class _Space:
-    """Bounds the file's size. Counts pages, so that SQLite's overhead counts too."""
-
-    def __init__(self, connection: sqlite3.Connection, path: str, max_bytes: int) -> None:
-        self._connection = connection
-        self._wal = os.path.abspath(path) + "-wal"
-        page_bytes = self._pragma("page_size")
-        self._max_used = max_bytes // page_bytes
-        # Up to this many pages the file is not shrunk: free ones are kept for later documents.
-        self._max_pages = (max_bytes + max_bytes // _SHARE) // page_bytes
-
-    def trim(self, spared: bytes | None = None) -> None:
-        """Evict responses of whoever holds most, the oldest first and unfinished ones last, but
-        never the one with the id `spared`.
-        """
-        while self._pragma("page_count") - self._pragma("freelist_count") > self._max_used:
-            evicted = self._connection.execute(
-                "DELETE FROM responses WHERE rowid = (SELECT"
-                " (SELECT rowid FROM responses WHERE key_name = holders.key_name AND id IS NOT ?"
-                " ORDER BY running, stored_s, rowid LIMIT 1) AS oldest FROM holders"
-                " WHERE oldest IS NOT NULL ORDER BY num_bytes DESC LIMIT 1)",
-                (spared,),
-            )
-            if not evicted.rowcount:
-                break
-
-    def shrink(self) -> None:
-        """Return free pages and the log's excess to the disk. Not within a transaction."""
-        excess = self._pragma("page_count") - self._max_pages
-        if excess > 0:
-            # As a script, which Python steps to its end: the pragma frees one page for each step.
-            self._connection.executescript(f"PRAGMA incremental_vacuum({excess})")
-        if os.stat(self._wal).st_size > _MAX_WAL_BYTES:
-            self._wait_at_most(_WAL_TIMEOUT_S)
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-            self._wait_at_most(_BUSY_TIMEOUT_S)
-
-    def _wait_at_most(self, timeout_s: float) -> None:
-        self._connection.execute(f"PRAGMA busy_timeout = {round(timeout_s * 1000)}")
-
-    def _pragma(self, name: str) -> int:
-        (value,) = self._connection.execute(f"PRAGMA {name}").fetchone()
-        return int(value)
+def _trim(connection: sqlite3.Connection, max_bytes: int, spared: bytes | None = None) -> None:
+    """Evict until no more than `max_bytes` are in use."""
+    while connection.execute(_USED_BYTES).fetchone()[0] > max_bytes:
+        if not connection.execute(_EVICT, {"id": spared}).rowcount:
+            break
 
 
-class _Database:
-    """The statements. Belongs to the thread that made it."""
-
-    def __init__(
-        self,
-        path: str,
-        *,
-        max_bytes: int,
-        ttl_s: float,
-        owner: str,
-        silent_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._ttl_s = ttl_s
-        self._owner = owner
-        self._silent_s = silent_s
-        self._clock = clock
-        self._beat_s = clock()
-        with _reported(path):
-            self._connection = _connect(path)
-            try:
-                self._space = _Space(self._connection, path, max_bytes)
-                # If an owner's name is used again, its former user is gone.
-                self._leave()
-                self.beat()
-            except BaseException:
-                self._connection.close()
-                raise
-
-    def close(self) -> None:
-        """The owner makes nothing any more: mark its unfinished responses as failed, and close."""
-        try:
-            self._leave()
-        finally:
-            self._connection.close()
-
-    def put(self, key: bytes, response: bytes, messages: bytes, status: str, key_name: str) -> None:
-        with _writing(self._connection):
-            # A finished response drops its request to cancel; an unfinished one keeps it.
-            self._connection.execute(
-                "INSERT INTO responses"
-                " (id, owner, key_name, status, running, stored_s, response, messages)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
-                " owner = excluded.owner, status = excluded.status, running = excluded.running,"
-                " cancel = cancel AND excluded.running, stored_s = excluded.stored_s,"
-                " response = excluded.response, messages = excluded.messages"
-                f" WHERE status != '{_DELETED}'",
-                (
-                    *(key, self._owner, key_name, status, status in UNFINISHED, self._clock()),
-                    *(response, messages),
-                ),
-            )
-            self._space.trim(key)
-        self._space.shrink()
-
-    def get(self, key: bytes, reader: str | None) -> Stored | None:
-        row = self._connection.execute(
-            f"SELECT response, messages, status FROM responses WHERE id = :id AND {_IS_THEIRS}"
-            f" AND status != '{_DELETED}' AND (running OR stored_s > :expired_s)",
-            {"id": key, "reader": reader, "expired_s": self._expired_s},
-        ).fetchone()
-        return None if row is None else Stored(*row)
-
-    def delete(self, key: bytes, reader: str | None) -> bool:
-        which = {"id": key, "reader": reader}
-        with _writing(self._connection):
-            marked = self._connection.execute(
-                f"UPDATE responses SET status = '{_DELETED}', running = 0, cancel = 1,"
-                " stored_s = :now_s, response = x'', messages = x''"
-                f" WHERE id = :id AND running AND {_IS_THEIRS}",
-                {**which, "now_s": self._clock()},
-            )
-            if marked.rowcount:
-                return True
-            deleted = self._connection.execute(
-                f"DELETE FROM responses WHERE id = :id AND {_IS_THEIRS}"
-                f" AND status != '{_DELETED}' AND stored_s > :expired_s",
-                {**which, "expired_s": self._expired_s},
-            )
-            return deleted.rowcount > 0
-
-    def request_cancel(self, key: bytes) -> bool:
-        asked = self._connection.execute(
-            "UPDATE responses SET cancel = 1 WHERE id = ? AND running", (key,)
-        )
-        return asked.rowcount > 0
-
-    def to_cancel(self) -> set[bytes]:
-        rows = self._connection.execute(
-            "SELECT id FROM responses WHERE cancel AND owner = ?", (self._owner,)
-        )
-        return {key for (key,) in rows}
-
-    def beat(self) -> None:
-        """Write the owner's heartbeat; fail responses of dead owners, and delete expired ones."""
-        now_s = self._clock()
-        # After the machine was suspended or its clock was set, all owners seem to be dead.
-        on_time = abs(now_s - self._beat_s) < self._silent_s / 2
-        self._beat_s = now_s
-        with _writing(self._connection):
-            self._connection.execute("REPLACE INTO owners VALUES (?, ?)", (self._owner, now_s))
-            if on_time:
-                self._connection.execute(
-                    "DELETE FROM owners WHERE beat_s NOT BETWEEN ? AND ?",
-                    (now_s - self._silent_s, now_s + self._silent_s),
-                )
-                self._fail_the_ownerless()
-            self._connection.execute(
-                "DELETE FROM responses WHERE running = 0 AND stored_s <= ?", (self._expired_s,)
-            )
-
-    def _leave(self) -> None:
-        with _writing(self._connection):
-            self._connection.execute("DELETE FROM owners WHERE owner = ?", (self._owner,))
-            self._fail_the_ownerless()
-
-    def _fail_the_ownerless(self) -> None:
-        self._connection.execute(
-            f"UPDATE responses SET status = '{FAILED}', running = 0, cancel = 0"
-            " WHERE running AND owner NOT IN (SELECT owner FROM owners)"
-        )
-
-    @property
-    def _expired_s(self) -> float:
-        return self._clock() - self._ttl_s
+def _shorten_log(connection: sqlite3.Connection, wal: str) -> None:
+    if os.stat(wal).st_size > _MAX_WAL_BYTES:
+        connection.execute(f"PRAGMA busy_timeout = {round(_WAL_TIMEOUT_S * 1000)}")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        connection.execute(f"PRAGMA busy_timeout = {round(_BUSY_TIMEOUT_S * 1000)}")
 
 
 # ---- the store -----------------------------------------------------------------------------------
@@ -462,15 +325,16 @@ class ResponseStore:
         """
         if max_bytes < MIN_BYTES:
             raise ValueError(f"max_bytes {max_bytes} is below {MIN_BYTES}")
-        self._path = path
+        self._path, self._wal = path, os.path.abspath(path) + "-wal"
+        self._max_bytes = max_bytes
         self._max_document_bytes = min(max_bytes // _SHARE, _MAX_ROW_BYTES)
-        self._make_database = lambda: _Database(
-            path, max_bytes=max_bytes, ttl_s=ttl_s, owner=owner, silent_s=silent_s, clock=clock
-        )
-        self._database: _Database
+        self._ttl_s, self._silent_s = ttl_s, silent_s
+        self._owner = owner
+        self._clock = clock
+        # Belongs to the thread.
+        self._connection: sqlite3.Connection
         self._thread = ThreadPoolExecutor(1, "response store")
         self._queued = 0
-        self._pause_s = silent_s / _BEATS_IN_SILENCE
 
     async def __aenter__(self) -> ResponseStore:
         await self.open()
@@ -482,7 +346,7 @@ class ResponseStore:
     async def open(self) -> None:
         """Open the file. Raises `StoreUnusable`."""
         try:
-            self._database = await self._call(self._make_database)
+            await self._call(self._open)
         except StoreUnusable:
             self._thread.shutdown()
             raise
@@ -490,14 +354,30 @@ class ResponseStore:
             lasting(self._keep_beating, "beating in the response store")
         )
 
+    def _open(self) -> None:
+        with _reported(self._path):
+            self._connection = _connect(self._path)
+            self._beat_s = self._clock()
+            try:
+                # If an owner's name is used again, its former user is gone.
+                self._change((_FORGET_OWN, _FAIL_OWNERLESS))
+                self._beat()
+            except BaseException:
+                self._connection.close()
+                raise
+
     async def close(self) -> None:
         """Close the file; unfinished responses of this worker count as failed."""
         self._beating.cancel()
         await asyncio.wait([self._beating])
         try:
-            await self._call(self._database.close)
+            await self._call(self._close)
         finally:
             self._thread.shutdown()
+
+    def _close(self) -> None:
+        with contextlib.closing(self._connection):
+            self._change((_FORGET_OWN, _FAIL_OWNERLESS))
 
     async def put(
         self,
@@ -520,40 +400,80 @@ class ResponseStore:
                 f"the response and its conversation take {size_bytes} bytes; at most "
                 f"{self._max_document_bytes} can be stored; send store: false, or a shorter input"
             )
-        await self._call(self._database.put, key, response, messages, status, key_name)
+        await self._call(self._put, key, response, messages, status, key_name)
+
+    def _put(
+        self, key: bytes, response: bytes, messages: bytes, status: str, key_name: str
+    ) -> None:
+        given = {"response": response, "messages": messages, "status": status, "key_name": key_name}
+        with _writing(self._connection):
+            self._connection.execute(_PUT, self._given(key) | given)
+            _trim(self._connection, self._max_bytes, key)
+        _shorten_log(self._connection, self._wal)
 
     async def get(self, response_id: str, reader: str | None = None) -> Stored | None:
         """The response; None if it is unknown, deleted, expired, evicted or of another key than the
         reader's. The reader None may read all.
         """
-        return await self._call(self._database.get, _key(response_id), reader)
+        rows = await self._call(self._select, _GET, _key(response_id), reader)
+        return Stored(*rows[0]) if rows else None
 
     async def delete(self, response_id: str, reader: str | None = None) -> bool:
         """Delete a response; whether it was there for this reader. One that is being made will be
         cancelled, and its end not stored.
         """
-        return await self._call(self._database.delete, _key(response_id), reader)
+        deletions = (_DELETE_RUNNING, _DELETE)
+        return await self._call(self._change, deletions, _key(response_id), reader) > 0
 
     async def request_cancel(self, response_id: str) -> bool:
         """Ask the worker that makes the response to stop; False if none is making it."""
-        return await self._call(self._database.request_cancel, _key(response_id))
+        return await self._call(self._change, (_REQUEST_CANCEL,), _key(response_id)) > 0
 
     async def cancel_requested(self, response_ids: Collection[str]) -> set[str]:
         """Which of these responses, which this worker is making, are to be cancelled."""
-        to_cancel = await self._call(self._database.to_cancel)
-        return {response_id for response_id in response_ids if _key(response_id) in to_cancel}
+        to_cancel = {*await self._call(self._select, _TO_CANCEL)}
+        return {response_id for response_id in response_ids if (_key(response_id),) in to_cancel}
 
     async def beat(self) -> None:
         """Write this worker's heartbeat and clean up; the store calls it regularly by itself."""
-        await self._call(self._database.beat)
+        await self._call(self._beat)
+
+    def _beat(self) -> None:
+        now_s = self._clock()
+        # After the machine was suspended or its clock was set, all owners seem to be dead.
+        on_time = abs(now_s - self._beat_s) < self._silent_s / 2
+        self._beat_s = now_s
+        clearing = (_FORGET_SILENT, _FAIL_OWNERLESS) if on_time else ()
+        self._change((_BEAT, *clearing, _EXPIRE))
 
     async def _keep_beating(self) -> None:
         while True:
-            await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(self._silent_s / _BEATS_IN_SILENCE)
             try:
                 await self.beat()
             except StoreUnavailable as error:
                 logger.warning("%s", error)
+
+    # In the thread.
+
+    def _select(self, statement: str, key: bytes = b"", reader: str | None = None) -> list[Any]:
+        return self._connection.execute(statement, self._given(key, reader)).fetchall()
+
+    def _change(
+        self, statements: Iterable[str], key: bytes = b"", reader: str | None = None
+    ) -> int:
+        """How many rows changed."""
+        given = self._given(key, reader)
+        with _writing(self._connection):
+            return sum(self._connection.execute(one, given).rowcount for one in statements)
+
+    def _given(self, key: bytes, reader: str | None = None) -> dict[str, object]:
+        """What statements may ask for."""
+        now_s = self._clock()
+        return {
+            **{"id": key, "reader": reader, "owner": self._owner},
+            **{"now_s": now_s, "expired_s": now_s - self._ttl_s, "silent_s": self._silent_s},
+        }
 
     async def _call(self, work: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
         """Run `work` in the thread, after earlier calls."""

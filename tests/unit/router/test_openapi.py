@@ -63,7 +63,7 @@ def operation(route: Route) -> JsonObject:
 
 
 # The operator's, and what the console's own page fetches.
-UNDOCUMENTED = ("/admin", "/debug", "/console")
+UNDOCUMENTED = ("/admin", "/console")
 
 
 def gaps(routes: tuple[Route, ...], served: set[tuple[str, str]]) -> list[str]:

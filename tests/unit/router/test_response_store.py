@@ -679,24 +679,6 @@ async def test_a_response_is_there_for_its_key_and_for_those_who_may_read_all(
     assert await store.delete("anybodys", "")
 
 
-async def test_a_file_from_before_keys_were_noted_is_used_and_what_it_holds_is_anybodys(
-    path: str,
-) -> None:
-    await fill(Path(path))
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.executescript(
-            "DROP TRIGGER added; DROP TRIGGER changed; DROP TRIGGER removed; DROP INDEX by_holder;"
-            " DROP TABLE holders; ALTER TABLE responses DROP COLUMN key_name"
-        )
-    with store_file(path, max_bytes=LARGE_BYTES):
-        async with make_store(path) as store, make_store(path, "b") as other:
-            assert await store.get("5", "bob") is not None
-            await store.put("new", b"", b"", status="completed", key_name="alice")
-            assert await other.get("new", "bob") is None
-            assert await other.get("new", "alice") is not None
-    assert _holders(path) == _sums(path)
-
-
 async def test_only_the_user_can_read_the_files(path: str) -> None:
     umask = os.umask(0)
     try:
@@ -770,7 +752,7 @@ def of_another_program(path: Path) -> None:
 def of_a_later_version(path: Path) -> None:
     filled(path)
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 2")
+        connection.execute("PRAGMA user_version = 3")
 
 
 def open_to_others(path: Path) -> None:

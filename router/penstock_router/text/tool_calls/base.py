@@ -70,7 +70,7 @@ class Misfit(Exception):
     """The next text cannot continue a call."""
 
 
-class _TextOver(Exception):
+class TextOver(Exception):
     """The answer's text has ended."""
 
 
@@ -114,7 +114,7 @@ class CallReader(ABC):
                     yield from self._read()
                 except Misfit:
                     self._give_back()
-        except _TextOver:
+        except TextOver:
             self._take(len(self._text))
             if self._fits:
                 self._drop()
@@ -158,7 +158,7 @@ class CallReader(ABC):
     def _more(self) -> Reading[None]:
         """Wait for more text."""
         if self._over:
-            raise _TextOver
+            raise TextOver
         yield
 
     def _take(self, end: int) -> None:
@@ -195,12 +195,14 @@ class CallReader(ABC):
         return (yield from self._run(_NAME))
 
     def _any_of(self, *literals: str) -> Reading[str | None]:
-        """Consume the literal that comes next; None, and nothing is consumed, if none does."""
+        """Consume the literal that comes next, the first of those that may come; None, and nothing
+        is consumed, if none does.
+        """
         while True:
             possible = False
             for literal in literals:
                 there = self._text[self._at : self._at + len(literal)]
-                if there == literal:
+                if there == literal and not possible:
                     self._take(self._at + len(literal))
                     return literal
                 possible = possible or literal.startswith(there)

@@ -1,300 +1,171 @@
-"""Converts a Python literal, in text that comes in pieces, to JSON.
+"""Shows a Python literal as JSON while it comes.
 
 Reads strings, numbers, None, True, False, lists, tuples and dictionaries, also JSON's null, true
-and false; the JSON is produced as the text comes. Lenient where models are: a string may contain
-line breaks, and `\\/` in one is `/`, as in JSON. Work is linear; memory grows by one bracket per
-level of nesting.
+and false. Lenient where models are: a string may contain line breaks, and `\\/` in one is `/`, as
+in JSON. Work is linear, and what is held is one word or escape.
 
-Knows nothing of calls.
+Python's own parser is no help: it takes neither of these two, wants the whole text, and needs two
+seconds and half a GB for a list of 1 MB. Knows nothing of calls.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import functools
 import json
 import re
-import unicodedata
-from collections.abc import Callable
 
-_SPACES = re.compile(r"[ \t\r\n]*")
-_ORDINARY = re.compile(r"""[^"'\\\x00-\x1f]*""")
-_WORD = re.compile(r"[\w.+\-]*")
+from penstock_router.text.tool_calls.base import SPACE, CallReader, Misfit, Reading, TextOver
+
+# ASCII: Python's int and float would take the digits of any script.
+_WORD = re.compile(r"[\w.+\-]*", re.ASCII)
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"None": "null", "True": "true", "False": "false"} | {
     word: word for word in ("null", "true", "false")
 }
 _CLOSERS = {"[": "]", "(": ")", "{": "}"}
-_ESCAPES = {
-    **{"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"},
-    **{character: character for character in "\"'\\/"},
-    "\n": "",
-}
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-_HEX = frozenset("0123456789abcdefABCDEF")
+_QUOTES = ('"""', "'''", '"', "'")
+_ORDINARY = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
+# What is behind the backslash of an escape that means a character by its number or name; such an
+# escape, or its beginning.
+_CODES = "01234567xuUN"
+_HEX = "[0-9a-fA-F]"
+_ESCAPE = re.compile(
+    rf"\\([0-7]{{1,3}}|x{_HEX}{{,2}}|u{_HEX}{{,4}}|U{_HEX}{{,8}}|N(\{{([^{{}}]{{,100}}\}}?)?)?)"
+)
+_MEANINGFUL = frozenset("\n\\'\"abfnrtv" + _CODES)
 # A longer word is not a number that any reader would accept.
 _MAX_WORD = 400
-_MAX_CHARACTER_NAME = 100
+# Deeper than anybody means: each level costs a little time with every piece of text.
+_MAX_NESTING = 100
+
+# Made once: `json.dumps` makes an encoder for each call that has settings.
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
+_integer = functools.partial(int, base=0)
 
 
-class PythonScanner:
-    """Scans one value. `pending` is text that is consumed and cannot be converted yet."""
+class LiteralReader(CallReader):
+    """A reader whose calls have Python's literals as arguments."""
 
-    __slots__ = (
-        "_closers",
-        "_commas",
-        "_in_key",
-        "_quote",
-        "_raw",
-        "_said",
-        "_state",
-        "complete",
-        "failed",
-        "pending",
-    )
+    def _literal(self) -> Reading[None]:
+        try:
+            yield from self._value(0)
+        except TextOver:
+            # The answer was cut off within a word: show what there is of it.
+            self._take(len(self._text))
+            self._arguments("".join(self._held).strip(SPACE))
+            self._drop()
+            raise
 
-    def __init__(self) -> None:
-        # The closing brackets still to come, the next one last.
-        self._closers: list[str] = []
-        # For each of them: whether a comma goes before the next element.
-        self._commas: list[bool] = []
-        self._state: Callable[[str, int], int] = self._value
-        self._said: list[str] = []
-        self._quote = ""
-        self._raw = False
-        self._in_key = False
-        # Consumed, but not converted: the beginning of a word, of quotes or of an escape.
-        self.pending = ""
-        self.complete = False
-        self.failed = False
+    def _value(self, depth: int) -> Reading[None]:
+        opener = yield from self._space()
+        if opener not in _CLOSERS or depth == _MAX_NESTING:
+            yield from self._scalar(is_key=False)
+            return
+        self._pass("{" if opener == "{" else "[")
+        yield from self._elements(opener, depth + 1)
+        self._pass("}" if opener == "{" else "]")
 
-    def feed(self, text: str, start: int = 0) -> int:
-        """Scan from `start`; returns where it stopped: the end, unless complete or failed."""
-        at, end = start, len(text)
-        while at < end and not (self.complete or self.failed):
-            at = self._state(text, at)
-        return at
+    def _elements(self, opener: str, depth: int) -> Reading[None]:
+        """All up to the closing bracket; a comma may follow the last one."""
+        separator = ""
+        while (yield from self._space()) != _CLOSERS[opener]:
+            self._arguments(separator)
+            separator = ", "
+            if opener == "{":
+                yield from self._scalar(is_key=True)
+                if (yield from self._space()) != ":":
+                    raise Misfit
+                self._pass(": ")
+            yield from self._value(depth)
+            after = yield from self._space()
+            if after == ",":
+                self._pass("")
+            elif after != _CLOSERS[opener]:
+                raise Misfit
 
-    def take_json(self) -> str:
-        """The JSON produced since the last call."""
-        said, self._said = self._said, []
-        return "".join(said)
+    def _pass(self, said: str) -> None:
+        """The next character is read, and means this."""
+        self._at += 1
+        self._drop()
+        self._arguments(said)
 
-    # States: each consumes what it can from `at` on, and returns where it stopped.
+    def _scalar(self, *, is_key: bool) -> Reading[None]:
+        self._drop()
+        word = yield from self._run(_WORD)
+        if word in ("", "r", "R", "u", "U") and self._text[self._at] in _ORDINARY:
+            yield from self._string(raw=word in ("r", "R"))
+            return
+        found = _number(word) if is_key else _WORDS.get(word) or _number(word)
+        if found is None:
+            raise Misfit
+        self._drop()
+        self._arguments(f'"{found}"' if is_key else found)
 
-    def _fail(self, at: int) -> int:
-        self.failed = True
-        return at
-
-    def _ended(self) -> None:
-        """A value or a key has ended."""
-        self.pending = ""
-        self._state = self._colon if self._in_key else self._after
-        self._in_key = False
-        self.complete = not self._closers
-
-    def _spaces(self, text: str, at: int) -> int:
-        match = _SPACES.match(text, at)
-        return at if match is None else match.end()
-
-    def _element(self, text: str, at: int) -> int:
-        """An element or a key, or the closing bracket."""
-        at = self._spaces(text, at)
-        if at == len(text):
-            return at
-        if text[at] == self._closers[-1]:
-            return self._closed(at)
-        self._in_key = self._closers[-1] == "}"
-        self._state = self._value
-        if self._commas[-1]:
-            self._said.append(", ")
-        self._commas[-1] = True
-        return at
-
-    def _closed(self, at: int) -> int:
-        self._said.append("}" if self._closers.pop() == "}" else "]")
-        self._commas.pop()
-        self._ended()
-        return at + 1
-
-    def _value(self, text: str, at: int) -> int:
-        at = self._spaces(text, at)
-        if at == len(text):
-            return at
-        first = text[at]
-        if first in _CLOSERS and not self._in_key:
-            self._closers.append(_CLOSERS[first])
-            self._commas.append(False)
-            self._said.append("{" if first == "{" else "[")
-            self._state = self._element
-            return at + 1
-        self._state = self._quoted if first in "\"'" else self._word
-        return at
-
-    def _colon(self, text: str, at: int) -> int:
-        at = self._spaces(text, at)
-        if at == len(text):
-            return at
-        if text[at] != ":":
-            return self._fail(at)
-        self._said.append(": ")
-        self._state = self._value
-        return at + 1
-
-    def _after(self, text: str, at: int) -> int:
-        at = self._spaces(text, at)
-        if at == len(text):
-            return at
-        if text[at] == self._closers[-1]:
-            return self._closed(at)
-        if text[at] != ",":
-            return self._fail(at)
-        self._state = self._element
-        return at + 1
-
-    def _word(self, text: str, at: int) -> int:
-        """A number or a name, or the prefix of a string."""
-        match = _WORD.match(text, at)
-        end = at if match is None else match.end()
-        end = min(end, at + _MAX_WORD - len(self.pending))
-        self.pending += text[at:end]
-        if len(self.pending) == _MAX_WORD:
-            return self._fail(end)
-        if end == len(text):
-            return end
-        if self.pending in ("r", "R", "u", "U") and text[end] in "\"'":
-            self._raw = self.pending in "rR"
-            self._state = self._quoted
-            return end
-        found = _WORDS.get(self.pending) or _number(self.pending)
-        if found is None or (self._in_key and self.pending in _WORDS):
-            return self._fail(end)
-        self._said.append(f'"{found}"' if self._in_key else found)
-        self._ended()
-        return end
-
-    def _quoted(self, text: str, at: int) -> int:
-        """The quotes that begin a string: one or three; two are an empty string."""
-        quote = text[at]
-        if not self._quote or (quote == self._quote[0] and len(self._quote) < 3):
-            self._quote += quote
-            self.pending += quote
-            if len(self._quote) < 3:
-                return at + 1
-            at += 1
-        self._said.append('"')
-        self.pending = ""
-        if len(self._quote) == 2:
-            self._end_string()
-        else:
-            self._state = self._string
-        return at
-
-    def _end_string(self) -> None:
-        self._said.append('"')
-        self._quote, self._raw = "", False
-        self._ended()
-
-    def _string(self, text: str, at: int) -> int:
-        match = _ORDINARY.match(text, at)
-        end = at if match is None else match.end()
-        if end > at:
-            self._flush_quotes()
-            self._said.append(text[at:end])
-            return end
-        character = text[at]
-        if character == self._quote[0]:
-            self.pending += character
-            if self.pending == self._quote:
-                self._end_string()
-            return at + 1
-        self._flush_quotes()
-        if character == "\\":
-            self.pending = character
-            self._state = self._escape
-        else:
-            self._say(character)
-        return at + 1
-
-    def _flush_quotes(self) -> None:
-        """One or two quotes within a triple-quoted string are its text."""
-        if self.pending:
-            self._say(self.pending)
-            self.pending = ""
+    def _string(self, *, raw: bool) -> Reading[None]:
+        quote = yield from self._any_of(*_QUOTES)
+        assert quote is not None
+        self._arguments('"')
+        self._drop()
+        while True:
+            match = _ORDINARY[quote[0]].match(self._text, self._at)
+            if match is not None:
+                self._at = match.end()
+                self._say(match.group())
+            elif self._at == len(self._text):
+                yield from self._more()
+            elif self._text[self._at] == "\\":
+                yield from self._escape(raw=raw)
+            elif (yield from self._any_of(quote)) is not None:
+                break
+            else:
+                # One quote of three.
+                self._say(self._text[self._at])
+                self._at += 1
+        self._drop()
+        self._arguments('"')
 
     def _say(self, text: str) -> None:
-        # Works on any part of a string: JSON's escapes do not depend on their neighbours.
-        self._said.append(json.dumps(text, ensure_ascii=False)[1:-1])
+        # Works on any part of a string: JSON's escapes do not depend on their neighbours. Half of a
+        # surrogate pair stays an escape.
+        encode = json.dumps if "\ud800" <= text <= "\udfff" else _ENCODE
+        self._arguments(encode(text)[1:-1])
 
-    def _escape(self, text: str, at: int) -> int:
-        character = text[at]
-        self.pending += character
-        if self._raw:
-            self._say(self.pending)
-        elif character in _HEX_DIGITS:
-            self._state = self._hex
-            return at + 1
-        elif character == "N":
-            self._state = self._named
-            return at + 1
-        elif character in "01234567":
-            self._state = self._octal
-            return at + 1
-        else:
-            self._say(_ESCAPES.get(character, self.pending))
-        return self._escaped(at + 1)
+    def _escape(self, *, raw: bool) -> Reading[None]:
+        escape = (yield from self._character()) + (yield from self._character())
+        codes = "" if raw else _CODES
+        while escape[1] in codes and _ESCAPE.fullmatch(escape + (yield from self._peek())):
+            escape += yield from self._character()
+        meant = escape if raw else _meaning(escape)
+        self._drop()
+        self._say(meant)
 
-    def _escaped(self, at: int) -> int:
-        self.pending = ""
-        self._state = self._string
-        return at
-
-    def _hex(self, text: str, at: int) -> int:
-        if text[at] not in _HEX:
-            return self._fail(at)
-        self.pending += text[at]
-        if len(self.pending) < 2 + _HEX_DIGITS[self.pending[1]]:
-            return at + 1
-        code = int(self.pending[2:], 16)
-        if code > 0x10FFFF:
-            return self._fail(at + 1)
-        # Half of a surrogate pair stays an escape in the JSON.
-        half = 0xD800 <= code <= 0xDFFF
-        self._said.append(f"\\u{code:04x}") if half else self._say(chr(code))
-        return self._escaped(at + 1)
-
-    def _octal(self, text: str, at: int) -> int:
-        if text[at] in "01234567" and len(self.pending) < 4:
-            self.pending += text[at]
-            return at + 1
-        self._say(chr(int(self.pending[1:], 8)))
-        return self._escaped(at)
-
-    def _named(self, text: str, at: int) -> int:
-        r"""`\N{..}`: a character by its name."""
-        character = text[at]
-        opens = len(self.pending) == 2
-        if opens != (character == "{") or len(self.pending) > _MAX_CHARACTER_NAME:
-            return self._fail(at)
-        self.pending += character
-        if character != "}":
-            return at + 1
-        try:
-            self._say(unicodedata.lookup(self.pending[3:-1]))
-        except KeyError:
-            return self._fail(at + 1)
-        return self._escaped(at + 1)
+    def _character(self) -> Reading[str]:
+        character = yield from self._peek()
+        self._take(self._at + 1)
+        return character
 
 
-def _number(text: str) -> str | None:
+def _meaning(escape: str) -> str:
+    kind = escape[1]
+    if kind in "01234567":
+        return chr(int(escape[1:], 8))
+    if kind not in _MEANINGFUL:
+        return "/" if kind == "/" else escape
+    try:
+        return codecs.decode(escape, "unicode_escape")
+    except UnicodeDecodeError:
+        raise Misfit from None
+
+
+def _number(word: str) -> str | None:
     """A Python number as JSON; None if it is not one, or not finite."""
-    if _JSON_NUMBER.fullmatch(text):
-        return text
-    if not text or text[0] not in "0123456789.+-":
+    if len(word) > _MAX_WORD:
         return None
-    try:
-        return json.dumps(int(text, 0))
-    except ValueError:
-        pass
-    try:
-        return json.dumps(float(text), allow_nan=False)
-    except ValueError:
-        return None
+    if _JSON_NUMBER.fullmatch(word):
+        return word
+    for read in (_integer, float):
+        with contextlib.suppress(ValueError):
+            return json.dumps(read(word), allow_nan=False)
+    return None

@@ -22,9 +22,9 @@ from penstock_router.text.structural_tag import (
     sequence,
     tag,
 )
-from penstock_router.text.tool_calls.base import CallReader, Misfit, Reading, ToolParser
+from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
 from penstock_router.text.tool_calls.json_calls import calls_or_text
-from penstock_router.text.tool_calls.python_literals import PythonScanner
+from penstock_router.text.tool_calls.python_literals import LiteralReader
 
 _TAG, _BEGIN, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 _IDENTIFIER = re.compile(r"\w*")
@@ -134,7 +134,7 @@ def _behind_another(needed: bool, argument: JsonObject) -> JsonObject:
     return with_comma if needed else either([with_comma, literal("")])
 
 
-class _Reader(CallReader):
+class _Reader(LiteralReader):
     _at_beginning = True
 
     def _read(self) -> Reading[None]:
@@ -203,20 +203,3 @@ class _Reader(CallReader):
         self._arguments(("{" if not seen else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         seen.add(key)
         yield from self._literal()
-
-    def _literal(self) -> Reading[None]:
-        yield from self._space()
-        self._drop()
-        scanner = PythonScanner()
-        while True:
-            self._at = scanner.feed(self._text, self._at)
-            self._arguments(scanner.take_json())
-            if scanner.complete:
-                return
-            if scanner.failed:
-                self._held = [scanner.pending]
-                raise Misfit
-            if self._over:
-                # The answer was cut off within a word: show what there is of it.
-                self._arguments(scanner.pending)
-            yield from self._more()

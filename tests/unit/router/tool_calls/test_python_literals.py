@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.text.tool_calls.python_literals import PythonScanner
+from penstock_router.text.answer_pieces import PieceKind, content_of
+from penstock_router.text.tool_calls.choose_format import FORMATS
 
 _TEXTS = ["", "a", "it's", 'say "x"', "\\", "\n\t\x00\x07\x7f", "é東🌧\u2028", "}])", "''", '"""']
 _LEAVES: list[Any] = [*_TEXTS, 0, -7, 10**30, 1.5, -2e-9, 1e22, True, False, None]
@@ -33,16 +34,14 @@ def value(rng: random.Random, depth: int = 0, *, tuples: bool = True) -> Any:
     return rng.choice(_LEAVES)
 
 
-def scan(parts: list[str]) -> tuple[str, str, bool, bool]:
-    """The JSON, what was left, and how it ended."""
-    scanner = PythonScanner()
-    said = ""
-    for at, part in enumerate(parts):
-        stopped = scanner.feed(part)
-        said += scanner.take_json()
-        if stopped < len(part):
-            return said, part[stopped:] + "".join(parts[at + 1 :]), scanner.complete, scanner.failed
-    return said, "", scanner.complete, scanner.failed
+def scan(text: str, num_characters: int = 1_000_000) -> tuple[str, str]:
+    """The JSON of `text` as an argument that comes in parts, and what is no part of the call."""
+    parser = FORMATS["pythonic"].parser({"f"})
+    whole = f"[f(a={text})]"
+    parts = (whole[at : at + num_characters] for at in range(0, len(whole), num_characters))
+    pieces = [piece for part in parts for piece in parser.feed(part)] + parser.flush()
+    said = "".join(piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS)
+    return said.removeprefix('{"a": '), content_of(pieces)
 
 
 def test_what_python_writes_is_read_as_json_has_it() -> None:
@@ -50,10 +49,10 @@ def test_what_python_writes_is_read_as_json_has_it() -> None:
     for _ in range(budget(1_000, 30_000)):
         meant = value(rng)
         text = repr(meant)
-        said, rest, complete, failed = scan([text + ")"])
-        assert (rest, complete, failed) == (")", True, False), text
-        assert json.loads(said) == json.loads(json.dumps(meant)), text
-        assert scan(list(text + ")")) == (said, rest, complete, failed), text
+        said, content = scan(text)
+        assert content == "", text
+        assert json.loads(said.removesuffix("}")) == json.loads(json.dumps(meant)), text
+        assert scan(text, 1) == (said, content), text
 
 
 def test_a_mutated_literal_raises_nothing_and_means_what_python_takes_it_for() -> None:
@@ -63,20 +62,19 @@ def test_a_mutated_literal_raises_nothing_and_means_what_python_takes_it_for() -
         at = rng.randint(0, len(text))
         scrap = rng.choice([*"\"'\\{}[],:01.e+-_xNTr \n", "True", "\\x4", "\\N{", '"""', "None"])
         text = text[:at] + scrap + text[at + rng.randint(0, 2) :]
-        whole = scan([text + " ;"])
-        assert scan(list(text + " ;")) == whole, text
-        said, rest, complete, _ = whole
-        if complete:
-            assert json.dumps(json.loads(said)) == _pythons(text, rest, said), text
+        said, content = scan(text)
+        assert scan(text, 1) == (said, content), text
+        if not content and said.endswith("}"):
+            said = said.removesuffix("}")
+            assert json.dumps(json.loads(said)) == _pythons(text, said), text
 
 
-def _pythons(text: str, rest: str, said: str) -> str:
+def _pythons(text: str, said: str) -> str:
     """What Python takes it for; `said` where it takes it for nothing, as a line break in quotes."""
-    literal = (text + " ;")[: len(text) + 2 - len(rest)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return json.dumps(json.loads(json.dumps(ast.literal_eval(literal.strip()))))
+            return json.dumps(json.loads(json.dumps(ast.literal_eval(text.strip(" \n,")))))
         except (SyntaxError, ValueError, TypeError, RecursionError):
             return json.dumps(json.loads(said))
 
@@ -104,8 +102,8 @@ def _pythons(text: str, rest: str, said: str) -> str:
     ],
 )
 def test_forms_that_models_write(text: str, said: str) -> None:
-    assert scan([text + ","]) == (said, ",", True, False)
-    assert scan(list(text + ",")) == (said, ",", True, False)
+    assert scan(text) == (said + "}", "")
+    assert scan(text, 1) == (said + "}", "")
 
 
 @pytest.mark.parametrize(
@@ -116,11 +114,33 @@ def test_forms_that_models_write(text: str, said: str) -> None:
     ],
 )
 def test_what_is_no_literal_fails(text: str) -> None:
-    assert scan([text + " ,"])[3]
-    assert scan([text + " ,"]) == scan(list(text + " ,"))
+    assert scan(text)[1].endswith(")]")
+    assert scan(text, 1) == scan(text)
 
 
-def test_a_word_without_end_fails_at_a_bound() -> None:
-    scanner = PythonScanner()
-    assert scanner.feed("1" * 100_000) < 1_000
-    assert scanner.failed
+def test_a_word_that_is_too_long_for_a_number_is_none() -> None:
+    assert scan("1" * 400) == ("1" * 400 + "}", "")
+    assert scan("1" * 401) == ("", "1" * 401 + ")]")
+
+
+def test_nesting_is_read_to_a_hundred_levels() -> None:
+    assert scan("[" * 100 + "]" * 100)[1] == ""
+    assert scan("[" * 101 + "]" * 101) == ("[" * 100, "[" + "]" * 101 + ")]")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("12", "12"),
+        ("[1, 'it", '[1, "it'),
+        ("[1, ", "[1"),
+        ("'a\\", '"a\\'),
+        ("{'a': Tr", '{"a": Tr'),
+    ],
+)
+def test_a_value_that_is_cut_off_is_shown_as_far_as_it_came(text: str, said: str) -> None:
+    parser = FORMATS["pythonic"].parser({"f"})
+    pieces = [*parser.feed(f"[f(a={text}"), *parser.flush()]
+    assert content_of(pieces) == ""
+    arguments = [piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS]
+    assert "".join(arguments) == '{"a": ' + said
