@@ -36,9 +36,10 @@ from penstock_cli.serve.child_flags import USAGE_STATUS, Typed, Unusable, check
 from penstock_cli.serve.with_parent import with_parent
 from penstock_client.fleet.discovery import authority
 from penstock_common.child_environment import HUB, TRACES, child_environment
-from penstock_common.flags import SHARD_PORT, usable_key
+from penstock_common.flags import usable_key
 from penstock_common.listening import listen
 from penstock_common.port_holder import holder_of, why_not
+from penstock_common.shared_flags import SHARD_PORT
 
 _POLL_S = 0.2
 # How long a router may take to stop beyond the time that requests may take to finish.
@@ -120,8 +121,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _parser()
     args, shard_flags = parser.parse_known_args(arguments)
     if (last_port := _usual_ports(args)[-1]) > MAX_PORT:
-        parser.error(f"argument --shard-port: must be between 1 and {MAX_PORT} for every shard, "
-                     f"and with --shards {args.shards} the last has {last_port}")  # fmt: skip
+        parser.error(f"argument --shard-port: must be from 1 to {MAX_PORT} for every shard, and "
+                     f"with --shards {args.shards} the last has {last_port}")  # fmt: skip
     if too_few := _too_few_gpus(args.shards, args.tensor_parallel_size):
         parser.error(f"argument --tensor-parallel-size: {too_few}")
     return args, shard_flags

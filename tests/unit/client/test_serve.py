@@ -16,7 +16,7 @@ from support.processes import free_port
 
 from penstock_cli.serve import child_flags, serve
 from penstock_cli.serve.child_flags import Unusable
-from penstock_common.flags import SHARD_PORT
+from penstock_common.shared_flags import SHARD_PORT
 
 
 def children(*flags: str, router: tuple[str, ...] = ()) -> list[serve._Child]:
@@ -76,11 +76,12 @@ def test_the_router_gets_the_time_that_requests_may_take_and_a_little_more() -> 
         ),
         (
             ["--step-ms", "quick"],
-            "argument --step-ms: quick: must be a number (see penstock shard --help)",
+            "argument --step-ms: must be a number, at least 0, not 'quick' "
+            "(see penstock shard --help)",
         ),
         (
             ["--", "--queue-timeout-s", "long"],
-            "argument --queue-timeout-s: 'long' is not a number of seconds from 0.001 to 31536000 "
+            "argument --queue-timeout-s: must be a number from 0.001 to 31536000, not 'long' "
             "(see penstock router --help)",
         ),
     ],
