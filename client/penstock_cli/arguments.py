@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock_client.fleet.discovery import check_address
-from penstock_common.flags import OneLineParser, add_api_key
+from penstock_common.flags import OneLineParser
+from penstock_common.shared_flags import add_api_key
 from penstock_common.tls import Tls, TlsFilesUnusable
 
 MODEL_HELP = "which model to ask (default: the only one that is served)"

@@ -11,7 +11,7 @@ from penstock_cli.router_errors import NEEDS_KEY
 from penstock_client.errors import PenstockError, Unauthenticated
 from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
-from penstock_common.flags import SHARD_PORT, add_api_key
+from penstock_common.shared_flags import SHARD_PORT, add_api_key
 from penstock_common.tls import Tls
 
 

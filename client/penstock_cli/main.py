@@ -80,7 +80,7 @@ def _become(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _run_tool(module: str, arguments: Sequence[str]) -> int:
-    from penstock_common.flags import quiet_grpc
+    from penstock_common.shared_flags import quiet_grpc
 
     quiet_grpc()
     try:

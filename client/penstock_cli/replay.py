@@ -28,7 +28,7 @@ from penstock_client.fleet.fleet import Fleet
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective, ShardInfo
 from penstock_common.bounds import GREEDY_TEMPERATURE
-from penstock_common.flags import add_api_key
+from penstock_common.shared_flags import add_api_key
 
 _DESCRIPTION = """\
 Generate again what an audit log recorded, and compare token by token. Exit status: 0 when every

@@ -1,24 +1,27 @@
-"""What the command lines of routers, shards and tools share: error messages, a shard's port, the
-form of a key, silencing gRPC's logs, and the flags of metrics, logs and traces. Knows argparse;
-imports no gRPC, and knows nothing of what is logged or measured.
+"""Command lines that are declared by the fields of a frozen dataclass; and what a flag's value may
+be, here and in the tools.
+
+A field whose default is `flag(...)` is a flag of that field's name: its type, default, bounds and
+help stand there and nowhere else. `parser_of` makes the parser, `read` what the fields are. Knows
+argparse; knows no configuration.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import dataclasses
+import inspect
+import math
 import os
-from typing import Any, NoReturn
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypedDict, TypeVar
 
-from penstock_common.logs import FORMATS
-from penstock_common.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
+T = TypeVar("T")
+Number = TypeVar("Number", int, float)
 
-# The keys of `metric_names.SETS`, which is not imported here: that takes too long for a --help.
-METRIC_NAMES = ("vllm", "tgi")
-
-# Where a shard listens unless it is told otherwise: below the ports that systems give to outgoing
-# connections (on Linux from 32768 on), any of which could be taken when a shard starts.
-SHARD_PORT = 20051
+# What the last word of a flag's name says of its value.
+_METAVARS = {"s": "S", "ms": "MS", "file": "FILE", "port": "PORT", "dir": "DIR"}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -33,22 +36,209 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def quiet_grpc() -> None:
-    """To be called before gRPC is imported: by itself it writes a line for each handshake that
-    fails.
+# ---- flags as fields ---------------------------------------------------------------------------
+
+
+class How(TypedDict, total=False):
+    """What may be said of a flag besides its default and its help."""
+
+    # Begins a group of --help, which lasts until the next flag that begins one.
+    group: str
+    # Where it is not the field's.
+    name: str
+    alias: str
+    metavar: str
+    # Bounds of a number.
+    at_least: float
+    above: float
+    at_most: float
+    # The value of a text, where the field's type does not say it; raises `ArgumentTypeError`.
+    read: Callable[[str], Any]
+    choices: Sequence[str]
+    # A variable of the environment that gives the value where the flag does not.
+    variable: str
+    # Makes one value of several: the flag may be repeated, or, if it is `several`, has them all.
+    gather: Callable[[list[Any]], Any]
+    several: bool
+    # Whether there is a --no-... too.
+    negatable: bool
+    # Kept out of what is printed of the object.
+    secret: bool
+
+
+def flag(default: T, help: str, **how: typing.Unpack[How]) -> T:
+    """The default of a field that is a flag."""
+    secret = how.get("secret", False)
+    return dataclasses.field(default=default, repr=not secret, metadata={"help": help, **how})
+
+
+def required(help: str, **how: typing.Unpack[How]) -> Any:
+    """The same for a flag that must be given."""
+    return dataclasses.field(metadata={"help": help, **how})
+
+
+def flags_of(config: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The fields that are flags; those of base classes last."""
+    own = inspect.get_annotations(config)
+    fields = (field for field in dataclasses.fields(config) if "help" in field.metadata)
+    return sorted(fields, key=lambda field: field.name not in own)
+
+
+def parser_of(config: type[Any], prog: str, description: str) -> OneLineParser:
+    """A parser of the flags of a dataclass, in their order and their groups."""
+    parser = OneLineParser(prog=prog, description=description)
+    types = typing.get_type_hints(config)
+    group: argparse._ActionsContainer = parser
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in flags_of(config):
+        if title := field.metadata.get("group"):
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            group = groups[title]
+        # Defaults are the dataclass's own.
+        group.add_argument(
+            *_names(field),
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=_help(field).replace("%", "%%"),
+            **_taking(field, types[field.name]),
+        )
+    return parser
+
+
+def read(config: type[Any], parser: OneLineParser, argv: Sequence[str]) -> dict[str, Any]:
+    """The fields that the command line gives, or else the environment; exits with status 2 and one
+    line on a bad value.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    given = vars(parser.parse_args(argv))
+    for field in flags_of(config):
+        how = field.metadata
+        text = os.environ.get(how.get("variable", ""))
+        if field.name not in given and text is not None:
+            try:
+                given[field.name] = how["read"](text)
+            except argparse.ArgumentTypeError as error:
+                parser.error(f"{how['variable']}: {error}")
+        if field.name in given and ("gather" in how or "several" in how):
+            given[field.name] = how.get("gather", tuple)(given[field.name])
+    return given
 
 
-def add_api_key(group: argparse._ActionsContainer, about: str) -> None:
-    """--api-key; one from the environment is checked as one that is given."""
-    group.add_argument(
-        "--api-key",
-        default=os.environ.get("PENSTOCK_API_KEY"),
-        type=functools.partial(usable_key, source="a key (or PENSTOCK_API_KEY)"),
-        metavar="KEY",
-        help=f"{about} (default: PENSTOCK_API_KEY)",
-    )
+def _names(field: dataclasses.Field[Any]) -> list[str]:
+    name = field.metadata.get("name") or f"--{field.name.replace('_', '-')}"
+    return [name, field.metadata["alias"]] if "alias" in field.metadata else [name]
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    """With the default, unless the text tells of it or there is none."""
+    text: str = field.metadata["help"]
+    default: Any = field.default
+    if "negatable" in field.metadata:
+        default = "on" if default else "off"
+    untold = isinstance(default, bool) or default in (dataclasses.MISSING, None, "", ())
+    if untold or "default" in text:
+        return text
+    if field.metadata.get("read") is size:
+        default = _as_size(default)
+    return f"{text} (default: {default})"
+
+
+def _taking(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
+    """What argparse is told of a flag's value."""
+    how = field.metadata
+    if annotation is bool:
+        if how.get("negatable"):
+            return {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_false" if field.default else "store_true"}
+    # The X of `X | None` and `tuple[X, ...]`.
+    [kind, *_] = typing.get_args(annotation) or [annotation]
+    kind = how.get("read", kind)
+    metavar = _METAVARS.get(_names(field)[0].split("-")[-1])
+    if kind in _NUMBERS:
+        bounds = {name: how[name] for name in ("at_least", "above", "at_most") if name in how}
+        kind, metavar = number(kind, **bounds), metavar or "N"
+    elif choices := how.get("choices"):
+        kind, metavar = one_of(choices), f"{{{','.join(choices)}}}"
+    taking = {"type": kind, "metavar": how.get("metavar", metavar)}
+    if field.default is dataclasses.MISSING:
+        taking["required"] = True
+    if "several" in how:
+        return taking | {"nargs": "+"}
+    return taking | {"action": "append"} if "gather" in how else taking
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+def number(
+    kind: Callable[[str], Number],
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+) -> Callable[[str], Number]:
+    """Reads a number of this kind, one of `_NUMBERS`, between bounds."""
+
+    def read(text: str) -> Number:
+        value = _plain(kind, text)
+        if value is None:
+            must = _NUMBERS[kind]
+        elif value < at_least:
+            must = f"at least {at_least}"
+        elif value <= above:
+            must = f"above {above}"
+        elif value > at_most:
+            must = f"at most {at_most}"
+        else:
+            return value
+        raise argparse.ArgumentTypeError(f"must be {must}, not {short(text)}")
+
+    return read
+
+
+def _plain(kind: Callable[[str], Number], text: str) -> Number | None:
+    """A finite number, without notations that are only Python's, such as 1_000."""
+    if not text.isascii() or "_" in text or text != text.strip():
+        return None
+    try:
+        value = kind(text)
+    except (ValueError, OverflowError):
+        return None
+    return value if abs(value) < math.inf else None
+
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def size(text: str) -> int:
+    """Bytes. Raises `ValueError`."""
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    return int(text[:-1] if unit > 1 else text) * unit
+
+
+def _as_size(value: int) -> str:
+    fitting = (f"{value // unit}{name}" for name, unit in _UNITS.items() if value % unit == 0)
+    return list(fitting)[-1]
+
+
+_NUMBERS: dict[Callable[[str], Any], str] = {
+    int: "a whole number",
+    float: "a number",
+    size: "a size such as 512M or 2G",
+}
+
+
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """Reads one of these names."""
+    known = tuple(names)
+
+    def read(text: str) -> str:
+        if text not in known:
+            must = f"must be one of {', '.join(known)}"
+            raise argparse.ArgumentTypeError(f"{must}, not {short(text)}")
+        return text
+
+    return read
 
 
 def usable_key(text: str, source: str = "a key") -> str:
@@ -64,59 +254,6 @@ def usable_key(text: str, source: str = "a key") -> str:
     return text
 
 
-def add_observing_flags(
-    group: argparse._ArgumentGroup, *, log_requests: bool, log_requests_help: str
-) -> None:
-    """Add the flags of metrics, logs and traces that routers and shards share; `log_requests` is
-    the default of that flag. `tracing_of` reads those of traces.
-    """
-    add = group.add_argument
-    add(
-        "--metrics-names",
-        type=metrics_names,
-        default=(),
-        metavar="NAMES",
-        help="show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
-    )
-    add(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="(default: %(default)s)",
-    )
-    add(
-        "--log-format",
-        choices=FORMATS,
-        default="auto",
-        help="auto: text on a terminal, a JSON object a line elsewhere",
-    )
-    add(
-        "--log-requests",
-        action=argparse.BooleanOptionalAction,
-        default=log_requests,
-        help=log_requests_help,
-    )
-    add(
-        "--otlp-endpoint",
-        metavar="URL",
-        help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
-    )
-
-
-def metrics_names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in METRIC_NAMES:
-            known = ", ".join(METRIC_NAMES)
-            raise argparse.ArgumentTypeError(f"{name[:40]!r} is none of {known}")
-    return names
-
-
-def tracing_of(parser: argparse.ArgumentParser, endpoint: str | None) -> TracingConfig | None:
-    """Where traces go, as --otlp-endpoint and the environment say; complains, and ends, where they
-    cannot.
-    """
-    try:
-        return read_tracing(endpoint, os.environ)
-    except ValueError as error:
-        parser.error(str(error))
+def short(text: str) -> str:
+    """A value as an error repeats it."""
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")

@@ -12,7 +12,7 @@ def main():  # type: () -> int
         found = ".".join(str(part) for part in sys.version_info[:3])
         print("penstock router: needs Python 3.11 to 3.13; this is " + found, file=sys.stderr)
         return 2
-    from penstock_common.flags import quiet_grpc
+    from penstock_common.shared_flags import quiet_grpc
 
     quiet_grpc()
     from penstock_router import workers

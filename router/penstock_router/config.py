@@ -1,127 +1,280 @@
-"""A router's configuration, in one frozen object."""
+"""A router's configuration, in one frozen object whose fields are the router's flags.
+
+Their order and groups are those of `penstock router --help`. A field without `flag(...)` is derived
+from others, or set by who starts a process.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from penstock_client.fleet.allowed_networks import PRIVATE_NETWORKS, Network
-from penstock_client.load_balancing.policies import DEFAULT_POLICY
+from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES
+from penstock_common.flags import flag, required
+from penstock_common.shared_flags import OBSERVING, ObservingConfig, key
 from penstock_common.tls import Tls
-from penstock_common.trace_export import TracingConfig
+from penstock_router import flag_values as values
+from penstock_router.request import MAX_TIMEOUT_S
+from penstock_router.store.response_store import MIN_BYTES
+from penstock_router.text.reasoning import AUTO, STYLES
+from penstock_router.text.tool_calls.choose_format import FORMATS
+
+# Larger counts, numbers of processes and seconds (a year) overflow somewhere.
+_count = functools.partial(flag, at_least=1, at_most=10**15)
+_count_or_none = functools.partial(flag, at_least=0, at_most=10**15)
+_processes = functools.partial(flag, at_least=1, at_most=1024)
+_seconds = functools.partial(flag, at_least=0.001, at_most=31_536_000)
+
+_EACH_KEY = "the same for each API key, or each address without a known key (default: no bound)"
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(ObservingConfig):
     """A router's whole configuration."""
 
-    # Addresses of shards, or their source, as `penstock_client.fleet.discovery` reads it.
-    shards: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    workers: int = 1
-    # Which of several workers this one is. Set by their parent.
-    worker: int = 0
-    # Whether to serve the console: the page at /, its files and its feed.
-    console: bool = True
+    shards: str = required(
+        "HOST:PORT of a shard, dns://NAME:PORT for all that a name resolves to, or file:///PATH of "
+        "a file with a HOST:PORT a line, which is watched",
+        group="shards",
+        metavar="WHERE[,...]",
+        gather=",".join,
+    )
+    # None: the API key.
+    shard_api_key: str | None = key(
+        "PENSTOCK_SHARD_API_KEY",
+        "key to send to shards (default: PENSTOCK_SHARD_API_KEY, or the API key)",
+    )
+    shard_tls_ca_file: str | None = flag(
+        None, "use TLS to shards, whose certificates must come from these authorities"
+    )
+    shard_tls_cert_file: str | None = flag(None, "client certificate, for mutual TLS")
+    shard_tls_key_file: str | None = flag(None, "and its key")
+    shard_tls_server_name: str | None = flag(
+        None,
+        "name in the certificates of shards, if not their address: dns:// gives IP addresses",
+        metavar="NAME",
+    )
+    shard_networks: tuple[Network, ...] = flag(
+        PRIVATE_NETWORKS,
+        "where shards may be that are added over /admin, as in 10.0.0.0/8,fd00::/8 (default: this "
+        "machine and private networks); link-local addresses never",
+        metavar="NETWORK[,...]",
+        read=values.networks,
+    )
+    policy: str = flag(DEFAULT_POLICY, "which shard takes a request", choices=tuple(POLICIES))
+    stall_timeout_s: float = _seconds(
+        3.0, "move the requests of a shard that has reported nothing for so long to others"
+    )
+    failover_timeout_s: float = _seconds(
+        60.0, "how long a request waits for a shard that can take it"
+    )
+    shard_wait_s: float | None = _seconds(
+        None,
+        "hold requests for a model that no shard serves for so long, as when shards are started on "
+        "demand; the router counts as ready meanwhile (default: refuse them at once)",
+    )
 
-    # The key that clients must show, if set, on all routes but probes and documentation.
-    api_key: str | None = field(default=None, repr=False)
-    # A file of further keys, as `penstock_common.key_file` reads it; reloaded when it changes.
-    api_keys_file: str | None = None
-    # Origins whose pages may call the API from a browser; "*": all.
-    cors_origins: tuple[str, ...] = ()
-    # The certificate and key for HTTPS; None: plain HTTP.
-    tls_cert_file: str | None = None
-    tls_key_file: str | None = None
-    # The key that this router shows to the shards.
-    shard_api_key: str | None = field(default=None, repr=False)
-    # TLS towards the shards; None: plaintext.
-    shard_tls: Tls | None = None
-    # Where shards may be that are added over /admin.
-    shard_networks: tuple[Network, ...] = PRIVATE_NETWORKS
-    # The key for /admin, which changes the fleet; None: /admin is closed, but to admin keys of
-    # `api_keys_file`.
-    admin_key: str | None = field(default=None, repr=False)
-    # The file by which several workers share changes to the fleet. Set by their parent.
+    host: str = flag("127.0.0.1", "address to listen on", group="serving")
+    port: int = flag(8000, "0 takes a free one", at_least=0, at_most=65535)
+    workers: int = _processes(1, "processes that share the port")
+    tls_cert_file: str | None = flag(
+        None,
+        "serve HTTPS with this certificate, read again when it changes",
+        alias="--ssl-certfile",
+    )
+    tls_key_file: str | None = flag(None, "and its key", alias="--ssl-keyfile")
+    # The file's text.
+    chat_template: str | None = flag(
+        None,
+        "a jinja file instead of the models' own",
+        metavar="FILE",
+        read=values.chat_template,
+    )
+    trust_request_chat_template: bool = flag(
+        False,
+        "take a chat_template of a request; it runs in a sandbox, in a process for such templates, "
+        "for five seconds at most",
+    )
+    tool_call_parser: str = flag(
+        AUTO,
+        "how answers write calls of tools: auto goes by the chat template, none reads no calls; "
+        f"{', '.join(FORMATS)}",
+        metavar="NAME",
+        read=values.tool_call_parser,
+    )
+    reasoning_parser: str = flag(
+        AUTO,
+        "how they mark reasoning: auto goes by the chat template, none leaves it in the text; "
+        f"{', '.join(STYLES)}",
+        metavar="NAME",
+        read=values.reasoning_parser,
+    )
+    # (name, model)
+    model_aliases: tuple[tuple[str, str], ...] = flag(
+        (),
+        "serve MODEL under NAME too, and under `default` to requests that name none; may be given "
+        "several times",
+        name="--model-alias",
+        metavar="NAME=MODEL",
+        read=values.alias,
+        gather=tuple,
+    )
+    expected_models: tuple[str, ...] = flag(
+        (),
+        "a model that may have no shard: requests for it get 503, or are held (--shard-wait-s), "
+        "even if none was ever seen; may be given several times",
+        name="--expect-model",
+        metavar="NAME",
+        gather=tuple,
+    )
+    tokenizer_threads: int = _processes(
+        2, "threads of each worker that tokenize texts of some length"
+    )
+    text_processes: int = _processes(
+        1,
+        "processes of each worker that tokenize bodies over 64 kB, started with the first one",
+    )
+    console: bool = flag(
+        True, "do not serve the console at /, nor its live data", name="--no-console"
+    )
+
+    log_requests: bool = flag(
+        True, "a line for each request, without its texts", group=OBSERVING, negatable=True
+    )
+
+    api_key: str | None = key(
+        "PENSTOCK_API_KEY",
+        "key that clients must send; probes need none",
+        group="keys, and who else may call",
+    )
+    # None: /admin is closed, but to admin keys of `api_keys_file`.
+    admin_key: str | None = key(
+        "PENSTOCK_ADMIN_KEY", "key for /admin and /debug, which are closed without one"
+    )
+    api_keys_file: str | None = flag(
+        None,
+        "keys with names, scopes, limits and expiry dates, as `penstock keys` makes them; read "
+        "again when it changes (default: PENSTOCK_API_KEYS_FILE)",
+        read=str,
+        variable="PENSTOCK_API_KEYS_FILE",
+    )
+    cors_origins: tuple[str, ...] = flag(
+        (),
+        "let pages of this origin call the API from a browser, as https://chat.example.com; * for "
+        "any origin; may be given several times (default: none)",
+        name="--cors-origin",
+        metavar="ORIGIN",
+        read=values.origin,
+        gather=tuple,
+    )
+
+    # "": one of its own.
+    resume_key: str = key(
+        "PENSTOCK_RESUME_KEY",
+        "signs event ids; routers with the same key can resume each other's streams "
+        "(default: PENSTOCK_RESUME_KEY, or one of this router's own)",
+        default="",
+        group="resuming, recording and verifying answers",
+    )
+    resume_grace_s: float = _seconds(
+        10.0, "how long a resumable stream continues without its client"
+    )
+    audit_log: str | None = flag(
+        None,
+        "record each sequence in this file, of several workers in FILE-worker0 and so on; see "
+        "`penstock replay`",
+        metavar="FILE",
+    )
+    audit_prompts: bool = flag(False, "record prompts too, not only their hashes")
+    audit_key_file: str | None = flag(None, "holds a key for its hashes, 16 to 64 bytes")
+    # What is in it.
+    audit_key: bytes | None = field(default=None, repr=False)
+    verify_share: float = flag(
+        0.0,
+        "share of sequences to compute again on another shard and compare",
+        at_least=0,
+        at_most=1,
+        metavar="P",
+    )
+
+    # "": a temporary file, which the parent of all workers makes.
+    response_store: str = flag(
+        "",
+        "where answers of /v1/responses are kept, also after this router ends (default: in a "
+        "temporary file)",
+        group="keeping responses",
+        metavar="FILE",
+    )
+    response_store_bytes: int = flag(
+        256 * 1024 * 1024,
+        "beyond this the oldest of the key that holds most are dropped",
+        at_least=MIN_BYTES,
+        at_most=10**15,
+    )
+    response_ttl_s: float = _seconds(86400.0, "how long a response is kept")
+
+    max_connections: int = _count(
+        16384,
+        "over all workers; beyond them 503 at once. One address gets no more than it leaves free: "
+        "alone, half of them",
+        group="limits",
+    )
+    header_timeout_s: float = _seconds(
+        10.0,
+        "close connections that take longer for a TLS handshake, or to send a request's headers",
+    )
+    max_body_bytes: int = _count(32 * 1024 * 1024, "longer ones get 413")
+    max_answer_bytes: int = _count(
+        256 * 1024 * 1024,
+        "size of log-probabilities and embeddings in an answer; more get 400",
+    )
+    # These count sequences: a request with n=4 is four. All hold over all workers.
+    max_concurrent_requests: int = _count(2048, "sequences in flight over all workers; more wait")
+    max_queued_requests: int = _count_or_none(
+        512,
+        "sequences that wait for others to end, more get 429; 0: none (default: a quarter of "
+        "--max-concurrent-requests)",
+    )
+    max_queued_tokens: int = _count(1_000_000, "tokens of the prompts that wait; more get 429")
+    max_concurrent_requests_per_key: int | None = _count(None, _EACH_KEY)
+    max_queued_requests_per_key: int | None = _count_or_none(None, _EACH_KEY)
+    max_queued_tokens_per_key: int | None = _count(None, _EACH_KEY)
+    queue_timeout_s: float = _seconds(10.0, "429 after waiting so long")
+    request_timeout_s: float | None = flag(
+        None,
+        "504 for requests that take longer (default: no limit)",
+        at_least=0.001,
+        at_most=MAX_TIMEOUT_S,
+    )
+    shutdown_timeout_s: float = _seconds(30.0, "how long SIGTERM waits for requests in flight")
+    write_timeout_s: float = _seconds(
+        60.0,
+        "cut off a client that reads nothing for so long, or less than 1 kB/s for longer",
+    )
+    keep_alive_s: float = _seconds(15.0, "send a comment on streams that are silent for so long")
+    silence_timeout_s: float = _seconds(
+        600.0,
+        "504 when shards say nothing of a request for so long, also while it waits there or for "
+        "one",
+    )
+
+    # Which of several workers this one is, and the file by which they share changes to the fleet.
+    # Set by their parent.
+    worker: int = 0
     changes_file: str = ""
 
-    policy: str = DEFAULT_POLICY
-    # A shard that reports nothing for this long hangs: its requests go on elsewhere.
-    stall_timeout_s: float = 3.0
-    # How long a request waits for a shard that can take it.
-    failover_timeout_s: float = 60.0
-    # How long a request waits, queued, when no shard serves its model; None: refused at once.
-    shard_wait_s: float | None = None
-
-    # Signs the ids of events; routers with the same key resume each other's streams.
-    resume_key: str = field(default="", repr=False)
-    # How long a stream goes on after its client disconnected.
-    resume_grace_s: float = 10.0
-
-    # The file that records each sequence; None: none. Each of several workers has its own file.
-    audit_log: str | None = None
-    audit_prompts: bool = False
-    audit_key: bytes | None = field(default=None, repr=False)
-    # The share of the sequences that is computed again on another shard, and compared.
-    verify_share: float = 0.0
-
-    # The file that keeps responses, which all workers share; "": a temporary one, which their
-    # parent makes.
-    response_store: str = ""
-    response_store_bytes: int = 256 * 1024 * 1024
-    response_ttl_s: float = 86400.0
-
-    # The text of --chat-template's file; takes precedence over the model's own.
-    chat_template: str | None = None
-    # The format of calls and of reasoning in answers: a name, "none", or "auto": by chat template.
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    # Whether requests may bring their own template, which is a program.
-    trust_request_chat_template: bool = False
-    # (name, model): more names of models.
-    model_aliases: tuple[tuple[str, str], ...] = ()
-    # Models that count as away, not unknown, even if no shard ever served them.
-    expected_models: tuple[str, ...] = ()
-
-    # Further connections are closed at once.
-    max_connections: int = 16384
-    # How long a connection, or a request from its first byte, may take to send its headers.
-    header_timeout_s: float = 10.0
-    max_body_bytes: int = 32 * 1024 * 1024
-    # The rough size of an answer that is not streamed: log-probabilities and vectors can be many.
-    max_answer_bytes: int = 256 * 1024 * 1024
-    # These count sequences: a request with n=4 is four. All hold over all workers.
-    max_concurrent_requests: int = 2048
-    # Sequences of requests that are being prepared or wait for places.
-    max_queued_requests: int = 512
-    # Tokens of the prompts that wait for places.
-    max_queued_tokens: int = 1_000_000
-    # The same bounds for each client's key; None: only the bounds above.
-    max_concurrent_requests_per_key: int | None = None
-    max_queued_requests_per_key: int | None = None
-    max_queued_tokens_per_key: int | None = None
-    queue_timeout_s: float = 10.0
-    # From a request's arrival to its end.
-    request_timeout_s: float | None = None
-    shutdown_timeout_s: float = 30.0
-    # A client that reads nothing for this long, or next to nothing for longer, is disconnected.
-    write_timeout_s: float = 60.0
-    # Silence on a stream after which a comment keeps proxies from closing it.
-    keep_alive_s: float = 15.0
-    # After this long without output for a sequence in flight, its request fails.
-    silence_timeout_s: float = 600.0
-    # For each worker: threads for texts of medium length, processes for bodies over 64 kB.
-    tokenizer_threads: int = 2
-    text_processes: int = 1
-    log_level: str = "info"
-    # Servers under whose names metrics are exported too.
-    metrics_names: tuple[str, ...] = ()
-    # One of `penstock_common.logs.FORMATS`.
-    log_format: str = "auto"
-    # Whether to log a line for each request.
-    log_requests: bool = True
-    # Where spans go; None: nowhere.
-    tracing: TracingConfig | None = None
+    @property
+    def shard_tls(self) -> Tls | None:
+        """TLS towards the shards; None: plaintext."""
+        if self.shard_tls_ca_file is None:
+            return None
+        return Tls(
+            self.shard_tls_ca_file,
+            self.shard_tls_cert_file,
+            self.shard_tls_key_file,
+            self.shard_tls_server_name,
+        )
 
     def part_of(self, whole: int) -> int:
         """This worker's part of a bound over all workers."""

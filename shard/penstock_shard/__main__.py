@@ -6,8 +6,8 @@ import asyncio
 import signal
 import sys
 
-from penstock_common.flags import quiet_grpc
 from penstock_common.logs import set_up_logging
+from penstock_common.shared_flags import quiet_grpc
 from penstock_shard.cli import parse_config
 from penstock_shard.distributed.node import serve_node
 

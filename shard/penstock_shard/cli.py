@@ -9,9 +9,9 @@ import argparse
 from collections import abc
 from dataclasses import fields
 
-from penstock_common.flags import (
+from penstock_common.flags import OneLineParser
+from penstock_common.shared_flags import (
     SHARD_PORT,
-    OneLineParser,
     add_api_key,
     add_observing_flags,
     tracing_of,

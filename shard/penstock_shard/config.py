@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_common.flags import SHARD_PORT
+from penstock_common.shared_flags import SHARD_PORT
 from penstock_common.trace_export import TracingConfig
 
 

@@ -78,7 +78,7 @@ def test_serve_hands_on_each_of_our_variables_to_who_reads_it(
     read = {
         node.value
         for module in product_modules().values()
-        if module.package == package or module.name == "penstock_common.flags"
+        if module.package == package or module.name == "penstock_common.shared_flags"
         for node in ast.walk(module.tree())
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if re.fullmatch(r"PENSTOCK_[A-Z_]*[A-Z]", node.value)

@@ -36,9 +36,10 @@ from penstock_cli.serve.child_flags import USAGE_STATUS, Typed, Unusable, check
 from penstock_cli.serve.with_parent import with_parent
 from penstock_client.fleet.discovery import authority
 from penstock_common.child_environment import HUB, TRACES, child_environment
-from penstock_common.flags import SHARD_PORT, usable_key
+from penstock_common.flags import usable_key
 from penstock_common.listening import listen
 from penstock_common.port_holder import holder_of, why_not
+from penstock_common.shared_flags import SHARD_PORT
 
 _POLL_S = 0.2
 # How long a router may take to stop beyond the time that requests may take to finish.

@@ -16,7 +16,7 @@ from support.processes import free_port
 
 from penstock_cli.serve import child_flags, serve
 from penstock_cli.serve.child_flags import Unusable
-from penstock_common.flags import SHARD_PORT
+from penstock_common.shared_flags import SHARD_PORT
 
 
 def children(*flags: str, router: tuple[str, ...] = ()) -> list[serve._Child]:

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from penstock_common.flags import quiet_grpc, usable_key
+from penstock_common.flags import usable_key
+from penstock_common.shared_flags import quiet_grpc
 
 
 @pytest.mark.parametrize("key", ["k", "sk-5ecret", "two words", "~!@#$%^&*()"])
@@ -41,5 +42,5 @@ def test_grpc_is_quiet_unless_its_variable_says_otherwise(
 
 
 def test_grpc_is_not_imported_before_it_is_told_to_be_quiet() -> None:
-    code = "import sys, penstock_common.flags; sys.exit('grpc' in sys.modules)"
+    code = "import sys, penstock_common.shared_flags; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

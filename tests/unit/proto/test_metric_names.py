@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from penstock_common.flags import METRIC_NAMES
 from penstock_common.metric_aliases import SETS, translated
+from penstock_common.shared_flags import METRIC_NAMES
 
 # As those servers' own dashboards and the scalers made for them have them.
 VLLM = {

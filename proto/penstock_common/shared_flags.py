@@ -1,0 +1,133 @@
+"""Flags that routers, shards and tools share: of metrics, logs and traces, and keys of their own;
+and a shard's port. Imports no gRPC, and knows nothing of what is logged or measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from penstock_common.flags import flag, one_of, usable_key
+from penstock_common.logs import FORMATS
+from penstock_common.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
+
+# The keys of `metric_names.SETS`, which is not imported here: that takes too long for a --help.
+METRIC_NAMES = ("vllm", "tgi")
+
+# Where a shard listens unless it is told otherwise: below the ports that systems give to outgoing
+# connections (on Linux from 32768 on), any of which could be taken when a shard starts.
+SHARD_PORT = 20051
+
+
+def quiet_grpc() -> None:
+    """To be called before gRPC is imported: by itself it writes a line for each handshake that
+    fails.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def key(variable: str, help: str, *, default: str | None = None, group: str = "") -> Any:
+    """A flag for a key that a variable of the environment may give too."""
+    return flag(
+        default,
+        help if "default" in help else f"{help} (default: {variable})",
+        group=group,
+        metavar="KEY",
+        read=usable_key,
+        variable=variable,
+        secret=True,
+    )
+
+
+def add_api_key(group: argparse._ActionsContainer, about: str) -> None:
+    """--api-key of a tool; one from the environment is checked as one that is given."""
+    group.add_argument(
+        "--api-key",
+        default=os.environ.get("PENSTOCK_API_KEY"),
+        type=functools.partial(usable_key, source="a key (or PENSTOCK_API_KEY)"),
+        metavar="KEY",
+        help=f"{about} (default: PENSTOCK_API_KEY)",
+    )
+
+
+def _metrics_names(text: str) -> tuple[str, ...]:
+    return tuple(map(one_of(METRIC_NAMES), (name.strip() for name in text.split(","))))
+
+
+OBSERVING = "metrics, logs and traces"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservingConfig:
+    """What routers and shards tell of themselves."""
+
+    metrics_names: tuple[str, ...] = flag(
+        (),
+        "show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
+        group=OBSERVING,
+        metavar="NAMES",
+        read=_metrics_names,
+    )
+    log_level: str = flag(
+        "info", "leave out lines of a lower level", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = flag(
+        "auto", "auto: text on a terminal, a JSON object a line elsewhere", choices=FORMATS
+    )
+    otlp_endpoint: str | None = flag(
+        None,
+        f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
+        metavar="URL",
+    )
+    # Where spans go, as this and OpenTelemetry's variables say; None: nowhere.
+    tracing: TracingConfig | None = None
+
+
+def tracing_of(parser: argparse.ArgumentParser, endpoint: str | None) -> TracingConfig | None:
+    """Where traces go, as --otlp-endpoint and the environment say; complains, and ends, where they
+    cannot.
+    """
+    try:
+        return read_tracing(endpoint, os.environ)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def add_observing_flags(
+    group: argparse._ArgumentGroup, *, log_requests: bool, log_requests_help: str
+) -> None:
+    """The same for a parser that is not made of a dataclass."""
+    add = group.add_argument
+    add(
+        "--metrics-names",
+        type=_metrics_names,
+        default=(),
+        metavar="NAMES",
+        help="show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
+    )
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="(default: %(default)s)",
+    )
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default="auto",
+        help="auto: text on a terminal, a JSON object a line elsewhere",
+    )
+    add(
+        "--log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=log_requests,
+        help=log_requests_help,
+    )
+    add(
+        "--otlp-endpoint",
+        metavar="URL",
+        help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
+    )
