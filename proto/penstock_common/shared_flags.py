@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_common.flags import flag, one_of, usable_key
+from penstock_common.flags import OneLineParser, flag, one_of, usable_key
 from penstock_common.logs import FORMATS
 from penstock_common.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 
@@ -86,7 +86,7 @@ class ObservingConfig:
     tracing: TracingConfig | None = None
 
 
-def tracing_of(parser: argparse.ArgumentParser, endpoint: str | None) -> TracingConfig | None:
+def tracing_of(parser: OneLineParser, endpoint: str | None) -> TracingConfig | None:
     """Where traces go, as --otlp-endpoint and the environment say; complains, and ends, where they
     cannot.
     """
@@ -94,40 +94,3 @@ def tracing_of(parser: argparse.ArgumentParser, endpoint: str | None) -> Tracing
         return read_tracing(endpoint, os.environ)
     except ValueError as error:
         parser.error(str(error))
-
-
-def add_observing_flags(
-    group: argparse._ArgumentGroup, *, log_requests: bool, log_requests_help: str
-) -> None:
-    """The same for a parser that is not made of a dataclass."""
-    add = group.add_argument
-    add(
-        "--metrics-names",
-        type=_metrics_names,
-        default=(),
-        metavar="NAMES",
-        help="show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
-    )
-    add(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="(default: %(default)s)",
-    )
-    add(
-        "--log-format",
-        choices=FORMATS,
-        default="auto",
-        help="auto: text on a terminal, a JSON object a line elsewhere",
-    )
-    add(
-        "--log-requests",
-        action=argparse.BooleanOptionalAction,
-        default=log_requests,
-        help=log_requests_help,
-    )
-    add(
-        "--otlp-endpoint",
-        metavar="URL",
-        help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
-    )

@@ -1,11 +1,22 @@
-"""The configuration of a shard, in one frozen object."""
+"""The configuration of a shard, in one frozen object whose fields are the shard's flags.
+
+Their order and groups are those of `penstock shard --help`. Flags that mean the same as vLLM's have
+the same names, so that users' habits carry over.
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from penstock_common.shared_flags import SHARD_PORT
-from penstock_common.trace_export import TracingConfig
+from penstock_common.bounds import MAX_ADAPTER_NAME_CHARACTERS
+from penstock_common.flags import flag, short, size
+from penstock_common.shared_flags import OBSERVING, SHARD_PORT, ObservingConfig, key
+
+_count = functools.partial(flag, at_least=1)
+_port = functools.partial(flag, at_least=0, at_most=65535)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,105 +27,270 @@ class ConstraintLimits:
     memory_bytes: int
 
 
+def adapter(text: str) -> tuple[str, str]:
+    """The name and the source of an adapter."""
+    name, _, source = text.partition("=")
+    if not (name and source):
+        raise argparse.ArgumentTypeError(f"must be NAME=PATH, not {short(text)}")
+    return name, source
+
+
+def name_refusal(name: str, model_names: Collection[str]) -> str:
+    """Why an adapter cannot have this name; empty if it can."""
+    if not 1 <= len(name) <= MAX_ADAPTER_NAME_CHARACTERS:
+        return f"a name has 1..{MAX_ADAPTER_NAME_CHARACTERS} characters"
+    if not name.isprintable() or name != name.strip():
+        return "a name has no control characters, and no space around it"
+    if name in model_names:
+        return "the model itself has this name"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
-class ShardConfig:
+class ShardConfig(ObservingConfig):
     """Everything that is configured of a shard. Sizes that are None are determined at load."""
 
-    # None: the built-in model.
-    model: str | None = None
-    revision: str | None = None
-    download_dir: str | None = None
-    served_model_names: tuple[str, ...] = ()
-    trust_remote_code: bool = False
-    load_format: str = "auto"
-    chat_template: str | None = None
+    model: str | None = flag(
+        None,
+        "a directory or a hub id (default: the built-in toy model)",
+        group="model",
+        metavar="PATH_OR_HUB_ID",
+    )
+    revision: str | None = flag(None, "branch, tag or commit of a hub model")
+    download_dir: str | None = flag(None, "where hub models are kept (default: HF_HOME)")
+    served_model_names: tuple[str, ...] = flag(
+        (),
+        "name clients ask for, and further aliases (default: --model)",
+        name="--served-model-name",
+        metavar="NAME",
+        several=True,
+    )
+    chat_template: str | None = flag(
+        None, "a jinja chat template instead of the model's own", metavar="FILE"
+    )
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model")
+    embeddings: str = flag(
+        "auto",
+        "serve embeddings, of the last token or the mean of all tokens (default: as the model's "
+        "modules.json says, where there is one)",
+        choices=("auto", "last", "mean"),
+    )
+    load_format: str = flag(
+        "auto",
+        "dummy: random weights, only the configuration is read",
+        choices=("auto", "safetensors", "dummy"),
+    )
 
-    host: str = "127.0.0.1"
-    port: int = SHARD_PORT
-    api_key: str | None = None
-    # None: no TLS. With a client CA each client must present a certificate that it signed.
-    tls_cert_file: str | None = None
-    tls_key_file: str | None = None
-    tls_client_ca_file: str | None = None
-    # Port for Prometheus on `host`; None: no metrics. `metrics_names`: servers whose metric names
-    # are used besides our own.
-    metrics_port: int | None = None
-    metrics_names: tuple[str, ...] = ()
+    host: str = flag("127.0.0.1", "address", group="server")
+    port: int = _port(SHARD_PORT, "port")
+    api_key: str | None = key("PENSTOCK_API_KEY", "refuse calls without it")
+    tls_cert_file: str | None = flag(
+        None,
+        "speak TLS with this certificate, read again when it changes",
+        alias="--ssl-certfile",
+    )
+    tls_key_file: str | None = flag(None, "and its key", alias="--ssl-keyfile")
+    tls_client_ca_file: str | None = flag(
+        None,
+        "refuse clients without a certificate of these authorities (mutual TLS)",
+        alias="--ssl-ca-certs",
+    )
+    stall_timeout_s: float = flag(
+        10.0,
+        "restart an engine that gives no sign of life for so long, or whose step takes so long and "
+        "ten times as long as expected",
+        at_least=0,
+    )
+    max_restarts: int = _count(5, "give up after this many failed engine starts in a row")
+    drain: str = flag(
+        "migrate",
+        "on SIGTERM, move running requests to other shards at once, or let them finish here; those "
+        "that no other shard can continue finish",
+        choices=("migrate", "finish"),
+    )
+    drain_timeout_s: float = flag(30.0, "on SIGTERM, how long that may take", at_least=0)
 
-    runner: str = "model"
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    threads: int | None = None
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    # The same bits in any batch, on a GPU too.
-    exact: bool = False
-    # How prompts are pooled to embeddings; "auto": as the model's files say, if they do.
-    embeddings: str = "auto"
-    gpu_memory_utilization: float = 0.9
+    metrics_port: int | None = _port(
+        None,
+        "serve Prometheus metrics over HTTP on this port of --host (default: nowhere)",
+        group=OBSERVING,
+    )
+    log_requests: bool = flag(
+        False, "a line for each request; the router's log has one too", negatable=True
+    )
 
-    # Processes that share the model, with a device each; on how many machines, and which of these
-    # this one is; the address and port of the first, where the others find rank 0.
-    tensor_parallel_size: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int = 29501
+    runner: str = flag("model", "what computes tokens", group="engine", choices=("model", "fake"))
+    device: str = flag("auto", "default: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    dtype: str = flag(
+        "auto",
+        "auto: the model's own on cuda; on cpu weights in float16 and arithmetic in float32",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    quantization: str | None = flag(
+        None,
+        "round weights at load: int8 with a scale for each output (cpu), fp8 with a scale for each "
+        "output, activations too (GPU), int4 in groups of 128 by torchao (GPU); default: as "
+        "precise as stored, fp8 checkpoints in fp8 where the GPU has it",
+        alias="--quantize",
+        choices=("int8", "fp8", "int4"),
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "auto: as precise as activations, on cpu as weights; fp8 needs the attention backend "
+        "triton or sdpa",
+        choices=("auto", "float32", "float16", "fp8"),
+    )
+    threads: int | None = _count(
+        None, "compute threads on cpu (default: one less than the cores, or the quota)"
+    )
+    attention_backend: str = flag(
+        "auto",
+        "cpu: our C kernels; sdpa: plain torch (default: the best one here that supports the "
+        "model)",
+        choices=("auto", "cpu", "sdpa", "flash_attn", "torch_varlen", "triton"),
+    )
+    enforce_eager: bool = flag(False, "do not use CUDA graphs")
+    gpu_memory_utilization: float = flag(
+        0.9, "share of GPU memory to use", above=0, at_most=1, metavar="F"
+    )
 
-    # Adapters loaded at the start, as (name, source); whether others may be loaded later; the most
-    # at once, and their highest rank.
-    loras: tuple[tuple[str, str], ...] = ()
-    enable_lora: bool = False
-    max_loras: int = 8
-    max_lora_rank: int = 64
+    exact: bool = flag(
+        False,
+        "batch invariance: a token's logits have the same bits in any batch, so that requests "
+        "continue on another shard bit for bit; slower on a GPU; on a cpu it is so anyway; refused "
+        "if a check at load finds a difference",
+        group="equal results",
+    )
 
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    max_prefill_tokens: int | None = None
-    # A request that has waited this long for its next token goes before all others.
-    aging_s: float = 30.0
-    # Most draft tokens at once for a sequence; 0: no speculation.
-    speculative_tokens: int = 0
-    block_size: int | None = None
-    kv_blocks: int | None = None
-    kv_memory_bytes: int | None = None
-    enable_prefix_caching: bool = True
-    # Whether the engine checks its records of requests and blocks whenever it is idle.
-    check_integrity: bool = False
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 4_000_000
-    max_logprobs: int = 20
+    tensor_parallel_size: int = _count(
+        1,
+        "devices that share one model, each with a process",
+        group="a model over several devices",
+    )
+    nnodes: int = _count(1, "machines that these are on, as many on each")
+    node_rank: int = flag(
+        0,
+        "which of the machines this is; 0 answers, the others compute",
+        at_least=0,
+        metavar="R",
+    )
+    master_addr: str | None = flag(
+        None, "where machine 0 is, with several machines", metavar="HOST"
+    )
+    master_port: int = _port(29501, "and its port for the others")
 
-    # Bounds of one constraint: its size, and the time and memory to compile it; and how many engine
-    # threads compile constraints and fill their masks.
-    max_constraint_bytes: int = 262_144
-    constraint_timeout_s: float = 2.0
-    constraint_memory_bytes: int = 256 << 20
-    constraint_threads: int = 1
+    max_model_len: int | None = _count(
+        None,
+        "longest prompt plus output (default: the model's context)",
+        group="scheduling",
+        metavar="TOKENS",
+    )
+    max_num_seqs: int = _count(256, "most requests in one step")
+    max_num_batched_tokens: int | None = _count(
+        None, "most tokens computed in one step (default: 512 on cpu, 2048 on cuda)"
+    )
+    max_prefill_tokens: int | None = _count(
+        None,
+        "most prompt tokens in a step while other requests decode; chunks of a longer prompt take "
+        "no longer than the decodes (default: half of --max-num-batched-tokens)",
+    )
+    aging_s: float = flag(
+        30.0,
+        "a request that has waited so long for its next token goes first, whatever its priority",
+        above=0,
+    )
+    enable_chunked_prefill: bool = flag(
+        True,
+        "cannot be turned off: long prompts are computed in chunks",
+        negatable=True,
+    )
+    max_queued_requests: int = _count(1024, "refuse beyond this many waiting requests")
+    max_queued_tokens: int = _count(4_000_000, "refuse beyond this many waiting prompt tokens")
+    max_logprobs: int = _count(20, "most log-probabilities a request may ask for")
 
-    # Without a beat for this long the engine counts as hung and is restarted.
-    stall_timeout_s: float = 10.0
-    # Failed engine starts in a row before the shard gives up.
-    max_restarts: int = 5
-    # On SIGTERM: whether running requests move to other shards ("migrate") or finish here
-    # ("finish"), and how long either may take.
-    drain: str = "migrate"
-    drain_timeout_s: float = 30.0
+    # Draft tokens further ahead than 64 are hardly ever accepted.
+    speculative_tokens: int = flag(
+        0,
+        "n-gram speculative decoding: draft up to N tokens from the sequence itself, at most 64; "
+        "the output is the same, faster where text repeats",
+        group="speculation",
+        at_least=0,
+        at_most=64,
+    )
 
-    # `log_format` is one of penstock_common.logs.FORMATS; `log_requests`: a line for each request.
-    log_level: str = "info"
-    log_format: str = "auto"
-    log_requests: bool = False
-    # Where trace spans are exported to; None: no tracing.
-    tracing: TracingConfig | None = None
+    enable_prefix_caching: bool = flag(
+        True, "reuse KV blocks of equal prefixes", group="KV cache", negatable=True
+    )
+    block_size: int | None = _count(
+        None,
+        "tokens in a KV block (default: what the attention backend wants)",
+        metavar="TOKENS",
+    )
+    kv_blocks: int | None = _count(None, "number of KV blocks (default: from free memory)")
+    kv_memory_bytes: int | None = _count(
+        None,
+        "memory for KV blocks, as 512M or 2G",
+        name="--kv-memory",
+        read=size,
+        metavar="BYTES",
+    )
+    check_integrity: bool = flag(
+        False,
+        "whenever the engine is idle, count again which request has which KV block; an engine "
+        "whose counts differ logs the difference, ends and is started again",
+    )
 
-    step_ms: float = 20.0
-    fake_eos_rate: float = 0.0
-    fake_weights: str = "fake"
-    fake_crash_on: int | None = None
+    max_constraint_bytes: int = _count(
+        2**18,
+        "longest schema, regex, grammar or list of choices",
+        group="constraints on outputs",
+        read=size,
+        metavar="BYTES",
+    )
+    constraint_timeout_s: float = flag(
+        2.0, "refuse a constraint that takes a processor longer to compile", above=0
+    )
+    constraint_memory_bytes: int = _count(
+        2**28, "and one that takes more memory, as 512M or 2G", read=size, metavar="BYTES"
+    )
+    constraint_threads: int = _count(
+        1, "threads of the engine that compile constraints and fill their masks"
+    )
+
+    # (name, source)
+    loras: tuple[tuple[str, str], ...] = flag(
+        (),
+        "serve a LoRA adapter under this name: a directory or hub id; may be repeated",
+        group="adapters",
+        name="--lora",
+        metavar="NAME=PATH",
+        read=adapter,
+        gather=tuple,
+    )
+    enable_lora: bool = flag(
+        False, "let adapters be loaded while the shard runs (default: only with --lora)"
+    )
+    max_loras: int = _count(
+        8, "most adapters at once, which a GPU has memory set aside for", at_most=256
+    )
+    max_lora_rank: int = _count(64, "highest rank of an adapter", at_most=512, metavar="R")
+
+    step_ms: float = flag(
+        20.0,
+        "how long a step takes",
+        group="fake runner (no torch, no weights)",
+        at_least=0,
+    )
+    fake_eos_rate: float = flag(
+        0.0, "probability that a token ends the sequence", at_least=0, at_most=1, metavar="P"
+    )
+    fake_weights: str = flag("fake", "another name gives other tokens", metavar="NAME")
+    fake_crash_on: int | None = flag(
+        None,
+        "end the engine at the tenth token of a sequence with this id in its prompt",
+        at_least=0,
+        metavar="ID",
+    )
 
     @property
     def model_name(self) -> str:

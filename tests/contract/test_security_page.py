@@ -8,7 +8,7 @@ from contract.sources import ROOT
 
 from penstock_common.flags import parser_of
 from penstock_router.config import RouterConfig
-from penstock_shard.cli import build_parser
+from penstock_shard.config import ShardConfig
 
 PAGE = (ROOT / "docs" / "security.md").read_text("utf-8")
 PACKAGES = ("router/penstock_router", "shard/penstock_shard", "client/penstock_client")
@@ -27,7 +27,8 @@ def test_every_flag_and_variable_that_the_security_page_names_exists() -> None:
     sources = "".join(
         path.read_text("utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")
     )
-    actions = [*parser_of(RouterConfig, "", "")._actions, *build_parser()._actions]
+    parsers = [parser_of(config, "", "") for config in (RouterConfig, ShardConfig)]
+    actions = [action for parser in parsers for action in parser._actions]
     there = {name for action in actions for name in action.option_strings}
     flags = set(re.findall(r"`(--[a-z][a-z-]+)", PAGE))
     variables = set(re.findall(r"PENSTOCK_\w+", PAGE))

@@ -12,8 +12,7 @@ import itertools
 from collections.abc import Callable
 
 from penstock_common.bounds import MAX_ADAPTER_SOURCE_CHARACTERS
-from penstock_shard.adapter_flags import name_refusal
-from penstock_shard.config import ShardConfig
+from penstock_shard.config import ShardConfig, name_refusal
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import AdapterChange, AdapterChanged, Error
 from penstock_shard.ipc.runner_info import Adapter
