@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from benchmarks.router_bench.figures import Row
 from benchmarks.router_bench.http_load import MODEL
+from penstock_common.flags import number
 
 Columns = Sequence[tuple[str, str, str]]
 
@@ -23,6 +22,8 @@ LOAD_COLUMNS = (
     ("load_cores", "load", ".2f"),
     ("others_cores", "others", ".2f"),
 )
+# An argument.
+positive = number(float, above=0)
 # Enough that no stream ends while it is measured.
 ENDLESS_TOKENS = 60_000
 
@@ -52,14 +53,6 @@ def shard_flags(args: argparse.Namespace, *flags: object) -> list[str]:
 def router_flags(args: argparse.Namespace, *flags: object) -> list[str]:
     """Those of the sub-command, then those of the command line, which win."""
     return [*map(str, flags), *args.router_flags]
-
-
-def positive(text: str) -> float:
-    """An argument."""
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
 def ratio(numerator: float, denominator: float) -> float:

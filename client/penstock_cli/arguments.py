@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import os
 import ssl
 import urllib.request
@@ -12,13 +10,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock_client.fleet.discovery import check_address
-from penstock_common.flags import OneLineParser
+from penstock_common.flags import OneLineParser, number
 from penstock_common.shared_flags import add_api_key
 from penstock_common.tls import Tls, TlsFilesUnusable
 
 MODEL_HELP = "which model to ask (default: the only one that is served)"
 MAX_PORT = 65535
-_DAY_S = 86400
+
+# Values of arguments.
+positive_int = number(int, at_least=1)
+port_number = number(int, at_least=1, at_most=MAX_PORT)
+# How long to wait: a day at most, as more than a clock can count would fail far from here.
+seconds = number(float, above=0, at_most=86400)
 
 
 def parser_for(command: str, description: str) -> argparse.ArgumentParser:
@@ -104,34 +107,3 @@ def shard_address(text: str) -> str:
         return check_address(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def whole_number(text: str) -> int:
-    """An argument of any sign."""
-    return _bounded(text, "a whole number", -math.inf, math.inf)
-
-
-def positive_int(text: str) -> int:
-    """An argument that must be at least 1."""
-    return _bounded(text, "a whole number, at least 1", 1, math.inf)
-
-
-def port_number(text: str) -> int:
-    """A port to listen on."""
-    return _bounded(text, f"between 1 and {MAX_PORT}", 1, MAX_PORT)
-
-
-def _bounded(text: str, rule: str, low: float, high: float) -> int:
-    # A ValueError of its own would make argparse name the function in front of the user.
-    with contextlib.suppress(ValueError):
-        if low <= (value := int(text)) <= high:
-            return value
-    raise argparse.ArgumentTypeError(f"must be {rule}, not {text!r}")
-
-
-def seconds(text: str) -> float:
-    """How long to wait; more than a clock can count would fail far from here."""
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) <= _DAY_S:
-            return value
-    raise argparse.ArgumentTypeError(f"must be above 0 and at most {_DAY_S} seconds, not {text!r}")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from penstock_cli.arguments import MODEL_HELP, add_url, parser_for, positive_int
 from penstock_cli.router_errors import CUT_OFF, no_answer, one_line, refusal
+from penstock_common.flags import number
 
 _LIST_TIMEOUT_S = 10.0
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     add_url(parser)
     parser.add_argument("--model", metavar="NAME", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
+    parser.add_argument(
+        "--temperature", type=number(float), metavar="T", help="default: the model's"
+    )
     parser.add_argument(
         "--max-tokens", type=positive_int, metavar="N", help="most tokens of an answer"
     )

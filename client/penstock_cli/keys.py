@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from penstock_cli.arguments import parser_for
 from penstock_common import key_file
-from penstock_common.flags import OneLineParser
+from penstock_common.flags import OneLineParser, choice, number, short
 from penstock_common.key_file import KeyEntry, KeyFileError
 
 PREFIX = "psk-"
@@ -26,6 +26,7 @@ _KEY_BYTES = 32
 _MIN_CHARS = 20
 _VARIABLE = "PENSTOCK_API_KEYS_FILE"
 _UNITS = {"d": "days", "h": "hours", "m": "minutes"}
+_limit = number(int, at_least=1, at_most=key_file.MAX_LIMIT)
 _DURATION = re.compile(r"(\d{1,6})([dhm])")
 
 
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_file(new, f"that gets the entry (default: {_VARIABLE}, or the entry is printed)")
     new.add_argument(
         "--scope",
-        choices=key_file.SCOPES,
+        **choice(key_file.SCOPES),
         default="user",
         help="admin: what user may do, and /admin, /debug and the console (default: user)",
     )
@@ -155,15 +156,6 @@ def _hash(args: argparse.Namespace) -> int:
 # ---- Arguments ---------------------------------------------------------------------------------
 
 
-def _limit(text: str) -> int:
-    usable = text.isascii() and text.isdigit() and len(text) <= len(str(key_file.MAX_LIMIT))
-    if not usable or not 1 <= int(text) <= key_file.MAX_LIMIT:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number from 1 to {key_file.MAX_LIMIT}, not {text[:40]!r}"
-        )
-    return int(text)
-
-
 def _expiry(text: str) -> datetime.datetime:
     now = datetime.datetime.now(datetime.UTC)
     if duration := _DURATION.fullmatch(text):
@@ -175,12 +167,12 @@ def _expiry(text: str) -> datetime.datetime:
             until.astimezone(datetime.UTC)
         except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(
-                f"must be as 90d, 12h, 2027-01-01 or 2027-01-01T12:00Z, not {text[:40]!r}"
+                f"must be as 90d, 12h, 2027-01-01 or 2027-01-01T12:00Z, not {short(text)}"
             ) from None
         if until.tzinfo is None:
             if len(text) > len("2027-01-01"):
-                raise argparse.ArgumentTypeError(f"{text[:40]!r} has no time zone; add Z for UTC")
+                raise argparse.ArgumentTypeError(f"{short(text)} has no time zone; add Z for UTC")
             until = until.replace(tzinfo=datetime.UTC)
     if until <= now:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is in the past")
+        raise argparse.ArgumentTypeError(f"{short(text)} is in the past")
     return until

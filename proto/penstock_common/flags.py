@@ -2,8 +2,8 @@
 be, here and in the tools.
 
 A field whose default is `flag(...)` is a flag of that field's name: its type, default, bounds and
-help stand there and nowhere else. `parser_of` makes the parser, `read` what the fields are. Knows
-argparse; knows no configuration.
+help stand there and nowhere else. `parser_of` makes the parser, `read_flags` what the fields are.
+Knows argparse; knows no configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import math
 import os
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, TypedDict, TypeVar
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def parser_of(config: type[Any], prog: str, description: str) -> OneLineParser:
     return parser
 
 
-def read(config: type[Any], parser: OneLineParser, argv: Sequence[str]) -> dict[str, Any]:
+def read_flags(config: type[Any], parser: OneLineParser, argv: Sequence[str]) -> dict[str, Any]:
     """The fields that the command line gives, or else the environment; exits with status 2 and one
     line on a bad value.
     """
@@ -157,9 +157,9 @@ def _taking(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
     if kind in _NUMBERS:
         bounds = {name: how[name] for name in ("at_least", "above", "at_most") if name in how}
         kind, metavar = number(kind, **bounds), metavar or "N"
-    elif choices := how.get("choices"):
-        kind, metavar = one_of(choices), f"{{{','.join(choices)}}}"
     taking = {"type": kind, "metavar": how.get("metavar", metavar)}
+    if "choices" in how:
+        taking = choice(how["choices"])
     if field.default is dataclasses.MISSING:
         taking["required"] = True
     if "several" in how:
@@ -179,21 +179,23 @@ def number(
 ) -> Callable[[str], Number]:
     """Reads a number of this kind, one of `_NUMBERS`, between bounds."""
 
+    must = _rule(_NUMBERS[kind], at_least, above, at_most)
+
     def read(text: str) -> Number:
         value = _plain(kind, text)
-        if value is None:
-            must = _NUMBERS[kind]
-        elif value < at_least:
-            must = f"at least {at_least}"
-        elif value <= above:
-            must = f"above {above}"
-        elif value > at_most:
-            must = f"at most {at_most}"
-        else:
-            return value
-        raise argparse.ArgumentTypeError(f"must be {must}, not {short(text)}")
+        if value is None or not at_least <= value <= at_most or value <= above:
+            raise argparse.ArgumentTypeError(f"must be {must}, not {short(text)}")
+        return value
 
     return read
+
+
+def _rule(what: str, at_least: float, above: float, at_most: float) -> str:
+    if math.isfinite(at_least) and math.isfinite(at_most):
+        return f"{what} from {at_least} to {at_most}"
+    bounds = {"at least": at_least, "above": above, "at most": at_most}
+    told = [f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)]
+    return ", ".join([what, *told])
 
 
 def _plain(kind: Callable[[str], Number], text: str) -> Number | None:
@@ -207,13 +209,16 @@ def _plain(kind: Callable[[str], Number], text: str) -> Number | None:
     return value if abs(value) < math.inf else None
 
 
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def size(text: str) -> int:
     """Bytes. Raises `ValueError`."""
     unit = _UNITS.get(text[-1:].upper(), 1)
-    return int(text[:-1] if unit > 1 else text) * unit
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdigit():
+        raise ValueError(text)
+    return int(digits) * unit
 
 
 def _as_size(value: int) -> str:
@@ -239,6 +244,11 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
         return text
 
     return read
+
+
+def choice(names: Collection[str]) -> dict[str, Any]:
+    """What argparse is told of a flag whose value is one of these."""
+    return {"type": one_of(names), "metavar": f"{{{','.join(names)}}}"}
 
 
 def usable_key(text: str, source: str = "a key") -> str:

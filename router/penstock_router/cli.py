@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from penstock_client.audit_log import read_key
 from penstock_client.fleet.discovery import parse_source
 from penstock_common import key_file
-from penstock_common.flags import OneLineParser, parser_of, read
+from penstock_common.flags import OneLineParser, parser_of, read_flags
 from penstock_common.key_file import KeyFileError
 from penstock_common.shared_flags import tracing_of
 from penstock_common.tls import TlsFilesUnusable
@@ -26,7 +26,7 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
         prog="penstock router",
         description="Serve the HTTP API in front of penstock shards.",
     )
-    given = read(RouterConfig, parser, argv)
+    given = read_flags(RouterConfig, parser, argv)
     config = RouterConfig(**given)
     if "max_queued_requests" not in given:
         # Then a request waits at most a quarter of an answer's duration, on average.

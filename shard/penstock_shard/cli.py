@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import abc
 
-from penstock_common.flags import OneLineParser, parser_of, read
+from penstock_common.flags import OneLineParser, parser_of, read_flags
 from penstock_common.shared_flags import tracing_of
 from penstock_common.tls import TlsFilesUnusable, check_server_files
 from penstock_shard.config import ShardConfig, name_refusal
@@ -18,7 +18,7 @@ def parse_config(argv: abc.Sequence[str]) -> ShardConfig:
         prog="penstock shard",
         description="Serve one model over gRPC: token ids in, token ids out.",
     )
-    config = ShardConfig(**read(ShardConfig, parser, argv))
+    config = ShardConfig(**read_flags(ShardConfig, parser, argv))
     if config.runner == "fake" and config.enforce_eager:
         parser.error("--enforce-eager: the fake runner has no eager mode")
     _check_devices(parser, config)

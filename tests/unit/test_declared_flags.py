@@ -78,14 +78,10 @@ def test_each_bound_is_refused_in_one_line_that_names_flag_value_and_bound(
     [flag, *_] = _names(field)
     bounds = {name: bound for name, bound in field.metadata.items() if name in BEYOND}
     for name, bound in bounds.items():
-        value = BEYOND[name](bound)
-        must = f"must be {name.replace('_', ' ')} {bound}, not '{value}' "
-        assert must in _refusal(config, flag, value, capsys)
-    if bounds:
-        for value in ("", "x", "nan", "inf", "1_000", "\u0661", " 1"):
+        values = (BEYOND[name](bound), "", "x", "nan", "inf", "1_000", "\u0661", " 1")
+        for value in map(str, values):
             line = _refusal(config, flag, value, capsys)
-            assert re.search("must be a (whole number|number|size such as 512M or 2G), not ", line)
-            assert f", not {value!r} " in line
+            assert re.search(f"must be a .*{re.escape(str(bound))}.*, not {value!r} ", line)
 
 
 @pytest.mark.parametrize(("config", "field"), FLAGS)

@@ -25,17 +25,18 @@ from penstock_cli.arguments import (
     parser_for,
     positive_int,
     seconds,
-    whole_number,
 )
 from penstock_cli.bench.load import Answer, Lengths, Load, Plan, Server, run
 from penstock_cli.bench.report import Objective, plot, summarize, table
 from penstock_cli.router_errors import one_line
+from penstock_common.flags import choice, number
 
 _DEFAULT_STREAMS = 16
 _DEFAULT_REQUESTS = 64
 # Median prompt words and output tokens, or just those, by --lengths.
 _DEFAULT_LENGTHS = {"fixed": (128, 64), "sharegpt": (64, 128)}
 _PROGRESS_PERIOD_S = 0.25
+_positive = number(float, above=0)
 _ANSWER_FIELDS = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
 _EPILOG = """\
@@ -110,14 +111,14 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("requests").add_argument
-    add("--lengths", choices=tuple(_DEFAULT_LENGTHS), default="fixed",
+    add("--lengths", **choice(_DEFAULT_LENGTHS), default="fixed",
         help="sharegpt: log-normal, as in chats people have shared (sigma 1.4 for prompts, 1.0 "
         "for outputs, 4 to 1024) with the two below as medians (default: %(default)s)")  # fmt: skip
     add("--prompt-words", type=positive_int, metavar="N",
         help="words in a prompt, about one token each (default: 128; 64 for sharegpt)")  # fmt: skip
     add("--output-tokens", type=positive_int, metavar="N",
         help="tokens to generate, exactly (default: 64; 128 for sharegpt)")  # fmt: skip
-    add("--seed", type=whole_number, default=0, metavar="N",
+    add("--seed", type=number(int), default=0, metavar="N",
         help="seed of prompts, lengths and arrivals (default: %(default)s)")  # fmt: skip
     add("--body", type=_fields, default={}, metavar="JSON",
         help="further fields of each request; null leaves one out that a server does not know, "
@@ -141,13 +142,6 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [kind(part) for part in text.split(",")]
-
-
-def _positive(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
 
 
 def _rate(text: str) -> float:

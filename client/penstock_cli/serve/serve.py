@@ -121,8 +121,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _parser()
     args, shard_flags = parser.parse_known_args(arguments)
     if (last_port := _usual_ports(args)[-1]) > MAX_PORT:
-        parser.error(f"argument --shard-port: must be between 1 and {MAX_PORT} for every shard, "
-                     f"and with --shards {args.shards} the last has {last_port}")  # fmt: skip
+        parser.error(f"argument --shard-port: must be from 1 to {MAX_PORT} for every shard, and "
+                     f"with --shards {args.shards} the last has {last_port}")  # fmt: skip
     if too_few := _too_few_gpus(args.shards, args.tensor_parallel_size):
         parser.error(f"argument --tensor-parallel-size: {too_few}")
     return args, shard_flags

@@ -424,14 +424,14 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_sent(monkeypatc
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--rate", "0"], "must be above 0, not '0'"),
-        (["--rate", "1,nan"], "must be above 0, not 'nan'"),
-        (["--rate", "1,,2"], "must be above 0, not ''"),
+        (["--rate", "0"], "must be a number, above 0, not '0'"),
+        (["--rate", "1,nan"], "must be a number, above 0, not 'nan'"),
+        (["--rate", "1,,2"], "must be a number, above 0, not ''"),
         (["--streams", "4,x"], "must be a whole number, at least 1, not 'x'"),
         (["--streams", "1", "--rate", "1"], "not allowed with argument --streams"),
         (["--requests", "1", "--duration", "1"], "not allowed with argument --requests"),
         (["--rate", "inf", "--duration", "9"], "needs --requests"),
-        (["--slo-ttft-ms", "inf"], "must be above 0, not 'inf'"),
+        (["--slo-ttft-ms", "inf"], "must be a number, above 0, not 'inf'"),
         (["--body", "[1]"], "must be a JSON object, not '[1]'"),
         (["--body", "{oops"], "must be a JSON object"),
         (["--output", "no/such/folder/run.json"], "must be a file in a folder that exists"),

@@ -76,11 +76,13 @@ def test_the_router_gets_the_time_that_requests_may_take_and_a_little_more() -> 
         ),
         (
             ["--step-ms", "quick"],
-            "argument --step-ms: must be a number, not 'quick' (see penstock shard --help)",
+            "argument --step-ms: must be a number, at least 0, not 'quick' "
+            "(see penstock shard --help)",
         ),
         (
             ["--", "--queue-timeout-s", "long"],
-            "argument --queue-timeout-s: must be a number, not 'long' (see penstock router --help)",
+            "argument --queue-timeout-s: must be a number from 0.001 to 31536000, not 'long' "
+            "(see penstock router --help)",
         ),
     ],
 )

@@ -75,10 +75,10 @@ def test_quantization_has_two_spellings(flag: str) -> None:
     [
         ("--port 70000", ["--port", "70000", "65535"]),
         ("--max-num-seqs 0", ["--max-num-seqs", "0", "at least 1"]),
-        ("--speculative-tokens 65", ["--speculative-tokens", "65", "at most 64"]),
+        ("--speculative-tokens 65", ["--speculative-tokens", "65", "from 0 to 64"]),
         ("--max-num-seqs many", ["--max-num-seqs", "many"]),
         ("--step-ms nan", ["--step-ms", "nan"]),
-        ("--fake-eos-rate 2", ["--fake-eos-rate", "2", "at most 1"]),
+        ("--fake-eos-rate 2", ["--fake-eos-rate", "2", "from 0 to 1"]),
         ("--gpu-memory-utilization 0", ["--gpu-memory-utilization", "above 0"]),
         ("--constraint-timeout-s 0", ["--constraint-timeout-s", "above 0"]),
         ("--constraint-threads 0", ["--constraint-threads", "at least 1"]),
