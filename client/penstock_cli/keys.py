@@ -137,9 +137,8 @@ def _list(args: argparse.Namespace) -> int:
 
 def _revoke(args: argparse.Namespace) -> int:
     with key_file_format.locked(args.file) as path:
-        key_file_format.replace(
-            path, key_file_format.removed(key_file_format.read_text(path), args.name)
-        )
+        kept = key_file_format.removed(key_file_format.read_text(path), args.name)
+        key_file_format.replace(path, kept)
     print(f"removed {args.name} from {args.file}; routers refuse its key within two seconds")
     return 0
 

@@ -57,8 +57,9 @@ class How(TypedDict, total=False):
     choices: Sequence[str]
     # A variable of the environment that gives the value where the flag does not.
     variable: str
-    # Makes one value of several: the flag may be repeated, or, if it is `several`, has them all.
+    # The flag may be repeated, and this makes the field of all its values.
     gather: Callable[[list[Any]], Any]
+    # It takes one value or more; the field is a tuple of them.
     several: bool
     # Whether there is a --no-... too.
     negatable: bool
@@ -178,7 +179,6 @@ def number(
     at_most: float = math.inf,
 ) -> Callable[[str], Number]:
     """Reads a number of this kind, one of `_NUMBERS`, between bounds."""
-
     must = _rule(_NUMBERS[kind], at_least, above, at_most)
 
     def read(text: str) -> Number:

@@ -37,8 +37,10 @@ from integration.dockerfile import parse
 from integration.manifests import CHART, Resource, find, pod_templates, render, render_notes
 
 from penstock_client.fleet.discovery import DnsSource, UnionSource, parse_source
-from penstock_router import cli as router_command_line
-from penstock_shard import cli as shard_command_line
+from penstock_common.flags import parser_of
+from penstock_router.config import RouterConfig
+from penstock_shard.cli import parse_config as parse_shard_config
+from penstock_shard.config import ShardConfig
 
 ROOT = Path(__file__).parents[2]
 CRDS = Path(__file__).parent / "crds"
@@ -224,8 +226,8 @@ def test_the_number_of_shards_is_nothing_to_the_router(part: str) -> None:
 def test_flags_exist(case: str) -> None:
     for template in templates_of(rendered(case)):
         of_router = template["metadata"]["labels"]["app.kubernetes.io/component"] == "router"
-        command_line = router_command_line if of_router else shard_command_line
-        command_line.build_parser().parse_args(told(container_of(template)["args"]))
+        parser = parser_of(RouterConfig if of_router else ShardConfig, "", "")
+        parser.parse_args(told(container_of(template)["args"]))
 
 
 def told(args: list[str]) -> list[str]:
@@ -405,7 +407,7 @@ def test_a_model_over_several_gpus_is_one_shard() -> None:
     for template in templates:
         args = container_of(template)["args"]
         assert args[args.index("--tensor-parallel-size") + 1] == "16"
-        config = shard_command_line.parse_config(told(args))
+        config = parse_shard_config(told(args))
         assert (config.nnodes, config.node_rank, config.master_addr) == (2, 1, "leader.demo")
         assert mount_of(template, "/dev/shm")["emptyDir"]["medium"] == "Memory"
 
@@ -413,7 +415,7 @@ def test_a_model_over_several_gpus_is_one_shard() -> None:
 def test_a_model_over_the_gpus_of_one_machine_needs_to_know_of_no_other() -> None:
     template = shard_of({"shard": {"gpus": 2}})["spec"]["template"]
     args = container_of(template)["args"]
-    assert shard_command_line.parse_config(args).tensor_parallel_size == 2
+    assert parse_shard_config(args).tensor_parallel_size == 2
     assert "--nnodes" not in args
     assert mount_of(template, "/dev/shm")["emptyDir"]["sizeLimit"] == "1Gi"
     assert mount_of(shard_of({})["spec"]["template"], "/dev/shm") == {}

@@ -6,10 +6,12 @@ import argparse
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
-from penstock_common.flags import usable_key
+from penstock_common.flags import flag, number, parser_of, read_flags, required, size, usable_key
 from penstock_common.shared_flags import quiet_grpc
 
 
@@ -44,3 +46,114 @@ def test_grpc_is_quiet_unless_its_variable_says_otherwise(
 def test_grpc_is_not_imported_before_it_is_told_to_be_quiet() -> None:
     code = "import sys, penstock_common.shared_flags; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- Flags as fields ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    level: str = flag("info", "how much is told", group="logs", choices=("info", "debug"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Config(_Base):
+    where: str = required("where it is; 100% of it", group="places", gather=",".join)
+    names: tuple[str, ...] = flag((), "its names", several=True)
+    pairs: tuple[tuple[str, ...], ...] = flag(
+        (), "pairs", name="--pair", read=lambda text: tuple(text.split("=")), gather=tuple
+    )
+    secret: str | None = flag(None, "its key", read=usable_key, variable="IT_KEY", secret=True)
+    lines: bool = flag(False, "lines", group="logs", negatable=True)
+    memory: int = flag(2**28, "memory", group="limits", alias="--mem", read=size, at_least=1)
+    wait_s: float | None = flag(None, "how long", above=0, at_most=5)
+    console: bool = flag(True, "no console", name="--no-console")
+    derived: int = 0
+
+
+def _read(*argv: str) -> _Config:
+    return _Config(**read_flags(_Config, parser_of(_Config, "it", ""), ["--where=a", *argv]))
+
+
+@pytest.mark.parametrize(
+    ("argv", "fields"),
+    [
+        ([], {}),
+        (["--where", "b,c"], {"where": "a,b,c"}),
+        (["--names", "a", "b", "--level=debug"], {"names": ("a", "b"), "level": "debug"}),
+        (["--pair", "a=b", "--pair=c=d"], {"pairs": (("a", "b"), ("c", "d"))}),
+        (["--lines"], {"lines": True}),
+        (["--lines", "--no-lines"], {}),
+        (["--memory", "3K", "--mem", "2g"], {"memory": 2**31}),
+        (["--wait-s=5", "--no-console"], {"wait_s": 5.0, "console": False}),
+        (["--secret", "k"], {"secret": "k"}),
+    ],
+)
+def test_fields_are_what_their_flags_say_and_else_their_defaults(
+    argv: list[str], fields: dict[str, Any]
+) -> None:
+    assert _read(*argv) == replace(_Config("a"), **fields)
+
+
+def test_a_variable_stands_in_for_its_flag_and_is_named_where_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("IT_KEY", "from-env")
+    assert _read().secret == "from-env"
+    assert _read("--secret", "given").secret == "given"
+    assert "from-env" not in repr(_read())
+    monkeypatch.setenv("IT_KEY", "a b ")
+    with pytest.raises(SystemExit):
+        _read()
+    error = capsys.readouterr().err
+    assert error.startswith("it: IT_KEY: a key is printable ASCII")
+    assert "a b" not in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--names"], "argument --names: expected at least one argument"),
+        (["--derived", "1"], "unrecognized arguments: --derived 1"),
+        (["--console"], "unrecognized arguments: --console"),
+        (["--mem", "0"], "argument --memory/--mem: must be a size such as 512M or 2G, at least 1"),
+        (["--mem=-1M"], "argument --memory/--mem: must be a size such as 512M or 2G, at least 1"),
+        (["--wait-s=0"], "argument --wait-s: must be a number, above 0, at most 5, not '0'"),
+        (["--level", "x" * 99], "argument --level: must be one of info, debug, not 'xxxxx"),
+    ],
+)
+def test_what_is_no_value_is_refused_in_one_line(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _read(*argv)
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"it: {said}")
+    assert line.endswith(" (see it --help)")
+    assert len(line) < 150
+
+
+def test_a_flag_that_must_be_given_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_flags(_Config, parser_of(_Config, "it", ""), [])
+    assert "required: --where" in capsys.readouterr().err
+
+
+def test_help_has_the_groups_and_the_defaults_and_what_is_inherited_last() -> None:
+    told = parser_of(_Config, "it", "").format_help().partition("places:\n")[2]
+    assert [line.split()[0] for line in told.splitlines() if line.strip()[:2] == "--"] == [
+        *("--where", "--names", "--pair", "--secret", "--lines,", "--level", "--memory"),
+        *("--wait-s", "--no-console"),
+    ]
+    for text in ("100% of it", "(default: off)", "(default: info)", "(default: 256M)", "limits:"):
+        assert text in told
+    assert told.count("logs:") == 1
+    assert told.count("default") == 3
+
+
+@pytest.mark.parametrize("text", ["1_000", " 1", "1 ", "\u0661", "nan", "inf", "", "1e999", "0x1"])
+@pytest.mark.parametrize("kind", [int, float, size])
+def test_a_number_is_written_as_everywhere_and_not_as_in_python_alone(kind: Any, text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        number(kind)(text)
