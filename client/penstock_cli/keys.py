@@ -1,7 +1,6 @@
 """`penstock keys`: makes, lists and revokes the API keys of a router's --api-keys-file.
 
-A key is shown once, when it is made; what is written is its hash. Knows the file and the command
-line, and no router: routers notice by themselves that the file has changed.
+A key is shown once, when it is made; what is written is its hash.
 """
 
 from __future__ import annotations

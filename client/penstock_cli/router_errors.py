@@ -1,6 +1,4 @@
-"""Why a request to a router failed, in one line that says what to do. Knows the errors of urllib,
-http.client and sockets.
-"""
+"""Why a request to a router failed, in one line that says what to do."""
 
 from __future__ import annotations
 

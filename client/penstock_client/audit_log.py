@@ -1,7 +1,5 @@
 """The audit log: what was asked, what came out, and where; one JSON line a request.
 
-Knows records, files and what can be told from them; not who makes the records, and no shards.
-
 A line is `{"version", "keyed", "sequence", "previous", "record", "chain"}`. `chain` is a BLAKE2b
 hash over the line's other bytes, and `previous` is the chain of the line before, so a line that was
 edited, taken out or put in is found on reading. Rotation goes on with sequence and chain: the files

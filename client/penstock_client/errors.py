@@ -1,4 +1,4 @@
-"""Everything a penstock client may raise. Knows no gRPC types: `rpc/proto_codec.py` translates.
+"""Everything a penstock client may raise.
 
 PenstockError
 ├── RequestRefused        the request is at fault; sending it again changes nothing

@@ -1,6 +1,6 @@
 """Requests to shards, and their outputs, as plain dataclasses.
 
-Token ids only: text is above this layer, tensors below. Knows neither gRPC nor the stubs.
+Token ids only: text is above this layer, tensors below.
 """
 
 from __future__ import annotations

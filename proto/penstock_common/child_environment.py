@@ -1,6 +1,5 @@
 """What a child process gets of our environment: what Python, its libraries and the devices need,
 and no other variable, as some are secrets. Whoever starts a child names what that one needs beyond.
-Knows names of variables, and nothing of the processes.
 """
 
 from __future__ import annotations

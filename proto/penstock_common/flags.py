@@ -3,7 +3,6 @@ be, here and in the tools.
 
 A field whose default is `flag(...)` is a flag of that field's name: its type, default, bounds and
 help stand there and nowhere else. `parser_of` makes the parser, `read_flags` what the fields are.
-Knows argparse; knows no configuration.
 """
 
 from __future__ import annotations

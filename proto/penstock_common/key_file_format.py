@@ -1,8 +1,7 @@
 """The file of API keys: what it says, and how an entry is written, added and taken out.
 
 A key is random and long, and the file holds a SHA-256 of it: nobody finds a key of 256 random bits
-by trying, so a slow hash or a salt would protect nothing more. Knows TOML and files; not who shows
-which key, nor what a limit does.
+by trying, so a slow hash or a salt would protect nothing more.
 
     [[keys]]
     name = "alice"

@@ -1,4 +1,4 @@
-"""A socket that listens, on the first address of a host. Knows nothing of what is served there."""
+"""A socket that listens, on the first address of a host."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Other servers' names for what routers and shards count, for dashboards and scalers that exist.
 
 Nothing is counted twice: families are given out once more under names that vLLM or
-text-generation-inference use, labels renamed, those they lack summed over. Knows nothing of who
-counts. What has no true counterpart is left out: a number that is always 0 is worse than none.
+text-generation-inference use, labels renamed, those they lack summed over. What has no true
+counterpart is left out: a number that is always 0 is worse than none.
 """
 
 from __future__ import annotations

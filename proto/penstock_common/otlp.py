@@ -2,7 +2,7 @@
 
 OpenTelemetry's exporter encodes, sends and tries again, and honours its own variables
 (OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE, OTEL_RESOURCE_ATTRIBUTES and others).
-Imported only where traces are exported. Knows nothing of what spans tell.
+Imported only where traces are exported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Bounds of requests that are told at both ends: whoever comes first refuses in words of its own,
-and a shard refuses whatever gets so far. Knows numbers and nothing of what is refused.
+and a shard refuses whatever gets so far.
 """
 
 # A LoRA adapter's name, and where it is loaded from.

@@ -1,7 +1,4 @@
-"""Tasks that last as long as their process: an error that nobody foresaw does not end them.
-
-Knows nothing of what they do.
-"""
+"""Tasks that last as long as their process: an error that nobody foresaw does not end them."""
 
 from __future__ import annotations
 

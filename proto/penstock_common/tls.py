@@ -1,6 +1,6 @@
 """Certificates and keys in files: checked, and used anew when the files have changed.
 
-What both ends of a connection share, and the router's HTTP too. Knows no gRPC and no HTTP.
+What both ends of a connection share, and the router's HTTP too.
 """
 
 from __future__ import annotations

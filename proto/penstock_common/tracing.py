@@ -1,7 +1,7 @@
 """Traces: W3C trace context, spans, and who is traced.
 
 A span is made when what it tells of is over, from times that were noted on the way, so tracing
-costs nothing while tokens flow. Knows neither HTTP nor gRPC, nor where spans go or what they tell.
+costs nothing while tokens flow.
 """
 
 from __future__ import annotations

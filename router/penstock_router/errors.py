@@ -14,8 +14,8 @@ ApiError                  500  a defect of ours
 ├── Unavailable           503  no shard serves, or the router is stopping
 └── TimedOut              504  the request's time is up
 
-Knows no routes, no fields and no API's form of an error. Nothing of an unforeseen exception
-reaches a client but "internal error": the text of a defect may hold anything.
+Nothing of an unforeseen exception reaches a client but "internal error": the text of a defect may
+hold anything.
 """
 
 from __future__ import annotations

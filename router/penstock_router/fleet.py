@@ -1,6 +1,6 @@
 """What the router needs of a fleet of shards: the part of `penstock_client.Fleet` it uses.
 
-Knows no text and no HTTP. It is a protocol so that tests run the whole router against a double.
+It is a protocol so that tests run the whole router against a double.
 """
 
 from __future__ import annotations

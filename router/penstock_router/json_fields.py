@@ -1,9 +1,9 @@
 """Fields of JSON bodies: how each is read, which values it may have, and how others are refused.
 
 A `Kind` reads one value and describes itself as a JSON schema, so that what is documented is what
-is checked. A table of `Field`s is a body: known fields that do not work yet are refused unless
-they ask for nothing; fields in no table are ignored, as clients send many of their own; null is
-the same as not given. Knows no API and no model.
+is checked. A table of `Field`s is a body: known fields that do not work yet are refused unless they
+ask for nothing; fields in no table are ignored, as clients send many of their own; null is the same
+as not given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A request for tokens, whichever API it came by: the type to which all are translated.
 
 A request is well-formed by itself; what depends on a model is checked in `generation/job.py`. None
-means: the model's own default. Knows no JSON.
+means: the model's own default.
 """
 
 from __future__ import annotations

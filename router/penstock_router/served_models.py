@@ -1,7 +1,7 @@
 """What the router knows of each model the fleet serves: its shard's facts, tokenizer, template.
 
 Files come from the shards and are loaded when a model is first asked for; a fleet that comes back
-with another tokenizer under the same name is noticed by its hash. Knows no HTTP.
+with another tokenizer under the same name is noticed by its hash.
 """
 
 from __future__ import annotations

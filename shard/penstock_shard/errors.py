@@ -1,7 +1,5 @@
 """The exception for a model that cannot be served; how to recognise and report that a device is
 out of memory; which exceptions a failing device or compiler raises.
-
-Knows nothing of models or torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Load on an OpenAI-compatible server: when requests are sent, and what each looked like.
-
-Knows HTTP and clocks; knows neither command lines nor statistics.
-"""
+"""Load on an OpenAI-compatible server: when requests are sent, and what each looked like."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a load looked like, in numbers: a summary for programs, a table and plots for people.
-
-Knows answers and statistics; knows neither HTTP nor command lines.
-"""
+"""What a load looked like, in numbers: a summary for programs, a table and plots for people."""
 
 from __future__ import annotations
 

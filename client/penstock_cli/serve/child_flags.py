@@ -1,7 +1,7 @@
 """Whether the router and the shards of `penstock serve` take the flags it has for them.
 
 Asked before anything starts, of their own parsers, which run in processes of their own. What they
-say is put in terms of the command that was typed. Knows argparse's words for an unknown flag.
+say is put in terms of the command that was typed.
 """
 
 from __future__ import annotations

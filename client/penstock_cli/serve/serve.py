@@ -1,7 +1,6 @@
 """`penstock serve`: a router and its shards as child processes on this machine.
 
 Restarts one that dies, ends all on Ctrl-C; where it is itself killed, they end with it on Linux.
-Knows command lines and processes, nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Executes another command, which gets SIGTERM when the process that started it is gone.
 
-That holds however that process ended: the kernel sends the signal, on Linux only. Knows nothing of
-the command.
+That holds however that process ended: the kernel sends the signal, on Linux only.
 """
 
 from __future__ import annotations

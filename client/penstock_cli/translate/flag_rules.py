@@ -1,8 +1,4 @@
-"""What may become of another server's flag: a flag of ours, nothing to do, a loss, or a refusal.
-
-Knows the kinds of rules that the tables of `vllm_flags` and `tgi_flags` are made of, and how values
-are rewritten. Knows neither of those servers and no command line.
-"""
+"""What may become of another server's flag: a flag of ours, nothing to do, a loss, or a refusal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Another server's flags and variables, by its tables of rules, as arguments of `penstock serve`.
 
-Knows how flags are written and how rules are applied. Knows no flag: tables do. Prints nothing.
+Prints nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where shards may be: which IP addresses are never one's, and which may join at run time.
-
-Knows addresses and networks; of names only whom to ask for their addresses.
-"""
+"""Where shards may be: which IP addresses are never one's, and which may join at run time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A circuit breaker: keeps requests from a shard that fails them, except for occasional trials.
-
-Knows times and counts only: no shard and no request.
-"""
+"""A circuit breaker: keeps requests from a shard that fails them, except for occasional trials."""
 
 from __future__ import annotations
 

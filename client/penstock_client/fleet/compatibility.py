@@ -1,6 +1,4 @@
-"""At which shards a request may go on, and with which defaults. Knows what shards say of
-themselves, not streams.
-"""
+"""At which shards a request may go on, and with which defaults."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Embeddings over a fleet: batches of bounded size, each sent to the shard with the least load.
 
 A batch that one shard fails is sent again to another one, as there is no state to carry over. All
-vectors of a request are made with the same weights, as others could not be compared. Knows shards
-as `ShardState` shows them; knows neither connections nor where shards come from.
+vectors of a request are made with the same weights, as others could not be compared.
 """
 
 from __future__ import annotations

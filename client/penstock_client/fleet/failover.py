@@ -2,8 +2,7 @@
 
 A token depends on nothing but its request, so a request that a shard drops goes on at another one:
 prompt, output so far and the next attempt number are sent there, and the reader sees only a pause.
-A crash, a hang, a drain and a full KV cache take the same path. Knows shards as `ShardState` shows
-them; knows neither connections nor where shards come from.
+A crash, a hang, a drain and a full KV cache take the same path.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several shards as one: which there are, what they serve, and requests that outlive any of them.
 
-Owns the shards and their watches; `failover.py` sends requests. Knows no HTTP and no text.
+Owns the shards and their watches; `failover.py` sends requests.
 """
 
 from __future__ import annotations

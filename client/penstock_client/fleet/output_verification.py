@@ -1,7 +1,7 @@
 """Computes a sampled share of requests again on a second shard, and compares the tokens.
 
 Equal numerics promise equal tokens; a shard whose tokens differ has a fault that nothing else shows
-(damaged memory, a wrong build). Knows streams that have ended; sends by the function it is given.
+(damaged memory, a wrong build).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Requests that crashed engines, remembered so that requests like them are refused for a while.
-
-Knows requests and times only.
-"""
+"""Requests that crashed engines, remembered so that requests like them are refused for a while."""
 
 from __future__ import annotations
 

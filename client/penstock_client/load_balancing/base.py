@@ -1,4 +1,4 @@
-"""The interface of policies: what one sees, and what it decides. Knows no policy."""
+"""The interface of policies: what one sees, and what it decides."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Between the client's dataclasses and the protobuf stubs. The only module here that touches them.
-
-Knows both shapes and nothing of connections, retries or fleets.
+"""Between the client's dataclasses and the protobuf stubs. The only module here that touches
+them.
 """
 
 from __future__ import annotations

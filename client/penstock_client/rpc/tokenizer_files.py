@@ -1,4 +1,4 @@
-"""Puts the chunks of GetTokenizer together again and checks them. Knows no gRPC."""
+"""Puts the chunks of GetTokenizer together again and checks them."""
 
 from __future__ import annotations
 

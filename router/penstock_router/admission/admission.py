@@ -14,8 +14,6 @@ where they are set, for each key; `fair_queue.py` decides which request is next.
 full and another key has more sequences here than the arriving request's key will have, that key's
 latest requests are refused to make room (as McKenney's Stochastic Fairness Queueing, 1990, drops
 from the longest queue). A key's account is deleted when it has no requests here.
-
-Knows numbers and times only: no HTTP, no fields, no prompts.
 """
 
 from __future__ import annotations

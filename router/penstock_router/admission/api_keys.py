@@ -8,7 +8,7 @@ found. A key that expired, was taken out of the file, or never was is one and th
 
 The file is looked at once a second in a thread, by what `stat` says of the file that its name leads
 to, so that a symbolic link that is swapped (as Kubernetes does) is noticed too. One that cannot be
-read or is wrong changes nothing. Knows no HTTP.
+read or is wrong changes nothing.
 """
 
 from __future__ import annotations

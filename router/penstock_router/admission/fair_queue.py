@@ -7,8 +7,8 @@ an equal part gets all it asks for, and the others share the rest equally. Among
 a key, first come is first served. A request that needs several places keeps its turn until they
 are free: requests for fewer never overtake it. A key at its own bound is passed over.
 
-Knows counts only: no time, no tasks and no prompts. A choice costs a few microseconds, however many
-keys wait. Priorities are the shards' affair: they order what is in flight.
+A choice costs a few microseconds, however many keys wait. Priorities are the shards' affair: they
+order what is in flight.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ zero. So every token that a shard makes counts, also one that is made once more 
 resumes, or that no client reads; an overdraft is refilled before any request is admitted, and at
 most about eight answers may overdraw at once. A full bucket admits any request, however long its
 prompt.
-
-Knows numbers and times only: no HTTP and no keys.
 """
 
 from __future__ import annotations

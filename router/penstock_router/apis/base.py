@@ -1,7 +1,7 @@
 """What an API is: a table of fields, a translation to a request, the shape of answers and errors.
 
 A new one is a file with an `Api` in it, a kind of body in `offload/body_kinds.py`, and a line in
-the table of routes. Knows no HTTP beyond statuses and the framing of server-sent events.
+the table of routes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages of a chat, in OpenAI's form -> as chat templates expect them. Knows no other field.
+"""Messages of a chat, in OpenAI's form -> as chat templates expect them.
 
 Templates expect text content as one string, no nulls, arguments of tool calls as objects, and no
 empty list of calls.

@@ -1,8 +1,7 @@
 """The fields that constrain an answer's text -> one `Constraint`.
 
 A constraint has several forms: OpenAI's `response_format`, vLLM's `structured_outputs` and its
-older `guided_*`, those of Hugging Face's clients. Knows these forms and no grammar: the shard
-decides whether a schema or an expression can be honoured, and whether it is too large.
+older `guided_*`, those of Hugging Face's clients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """/tokenize, /detokenize and their like: bodies -> what is asked, and the JSON of the answers.
 
-/tokenize takes two forms, vLLM's and text-generation-inference's, told apart by their fields. Knows
-no tokenizer.
+/tokenize takes two forms, vLLM's and text-generation-inference's, told apart by their fields.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Functions that an answer may call, as three APIs describe them -> `Tool` and `ToolChoice`.
 
-The APIs are OpenAI's chats, its Responses (flat objects), and Anthropic's Messages. Knows neither
-how a model writes calls nor whether a schema can be enforced: the shard decides that.
+The APIs are OpenAI's chats, its Responses (flat objects), and Anthropic's Messages.
 """
 
 from __future__ import annotations

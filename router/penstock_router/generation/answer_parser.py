@@ -1,8 +1,6 @@
 """Splits the text of one answer into pieces: reasoning, content and tool calls.
 
-Reasoning is told from the rest first; what a call looks like is looked for in the rest only. Knows
-what a job's answers may have in them, text, and of tokens how many are reasoning's; neither stop
-strings nor how an API shows pieces.
+Reasoning is told from the rest first; what a call looks like is looked for in the rest only.
 """
 
 from __future__ import annotations

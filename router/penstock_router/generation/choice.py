@@ -1,8 +1,7 @@
 """One sequence of a job: a shard's outputs in, text in deltas out, and its own end.
 
 Text is searched for stop strings as it arrives. Where it may hold reasoning or tool calls, it is
-then split into pieces. Knows token ids, text and stop strings; not what reasoning and calls look
-like, where outputs come from, or how deltas are shown.
+then split into pieces.
 """
 
 from __future__ import annotations

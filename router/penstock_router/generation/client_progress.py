@@ -1,7 +1,7 @@
 """How much of an answer its client has: counted as it is sent, taken off when it is made again.
 
 Both are done here, so that they count alike: tokens, and all characters that were sent, whether of
-content, reasoning or calls. Knows deltas only; neither ids of events nor where deltas come from.
+content, reasoning or calls.
 """
 
 from __future__ import annotations

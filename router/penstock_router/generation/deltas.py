@@ -1,7 +1,4 @@
-"""What an answer gains, as it comes: taken to whoever uses it, bundled, bounded, or collected.
-
-Knows deltas only; neither where they come from nor how they are shown.
-"""
+"""What an answer gains, as it comes: taken to whoever uses it, bundled, bounded, or collected."""
 
 from __future__ import annotations
 

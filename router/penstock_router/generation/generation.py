@@ -9,7 +9,7 @@
 A job has one `GenerationRequest` for each choice of each prompt. Entering a `Generation` submits
 them to the fleet; shards send token ids; each `Choice` turns its ids into text and ends itself at a
 stop string; the code that writes the answer gets deltas. Leaving the scope, for whatever reason,
-aborts unfinished choices. Knows no HTTP and no answer shapes.
+aborts unfinished choices.
 """
 
 from __future__ import annotations

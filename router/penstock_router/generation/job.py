@@ -1,7 +1,6 @@
 """A request and its prompts -> a `Job`: lengths checked, choices fanned out.
 
-Knows models and token counts, not texts, streams or answers. An invalid request is refused here at
-the latest, before any shard gets a part of it.
+An invalid request is refused here at the latest, before any shard gets a part of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Streams that outlive a client's connection, for those who resume them in time.
 
 A stream keeps a bounded part of its events. Whoever makes it stops when that part is full, and goes
-on from the last event when all of them were read. Knows no HTTP and writes nothing to clients.
+on from the last event when all of them were read.
 """
 
 from __future__ import annotations

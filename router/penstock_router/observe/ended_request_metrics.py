@@ -1,4 +1,4 @@
-"""Metrics of requests that have ended, from their records. Knows no HTTP."""
+"""Metrics of requests that have ended, from their records."""
 
 from __future__ import annotations
 

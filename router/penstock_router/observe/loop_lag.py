@@ -1,5 +1,5 @@
 """How late the event loop runs its timers: the one number that shows that something blocks it, or
-that it is overloaded. Knows neither HTTP nor Prometheus.
+that it is overloaded.
 
 The lag is measured at the end of a sleep, so that a loop blocked for a second gives one value of a
 second, not many. uvloop's timers have a resolution of 1 ms: less than that is no lag.

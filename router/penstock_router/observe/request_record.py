@@ -3,8 +3,7 @@ end.
 
 The request log, metrics, spans and the console's time line are all made from it, so they cannot
 disagree. A record ends when its last holder releases it: an answer that is made in the background,
-or for a client that may resume, outlives the HTTP request that asked for it. Knows no HTTP, and of
-texts and tokens only their number.
+or for a client that may resume, outlives the HTTP request that asked for it.
 """
 
 from __future__ import annotations

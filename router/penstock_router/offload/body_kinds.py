@@ -1,8 +1,7 @@
 """Kinds of bodies: how each is parsed, and which text work follows once its model is known.
 
 Reading and making are plain functions, and the same ones wherever they run: `dispatch.py` says
-where. Between the two the router finds the model, and what else a body refers to. Knows no HTTP and
-no processes.
+where. Between the two the router finds the model, and what else a body refers to.
 """
 
 from __future__ import annotations

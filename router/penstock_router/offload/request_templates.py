@@ -1,9 +1,8 @@
 """Templates that requests bring: programs of strangers, each of which may never end.
 
 They run in a text process of their own, so that nobody else's text waits for them, and each for a
-few seconds. A client may have as many here as are still free, and each further one of its own
-waits as if it had come later: a client that sends many endless ones delays another's by one at
-most. Knows neither templates nor messages.
+few seconds. A client may have as many here as are still free, and each further one of its own waits
+as if it had come later: a client that sends many endless ones delays another's by one at most.
 """
 
 from __future__ import annotations

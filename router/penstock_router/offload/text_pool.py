@@ -3,7 +3,7 @@
 Bodies get processes in order of arrival, except that a long body also waits for shorter ones that
 arrive a little later. Cancelling `lease` ends the wait. A process whose client has left gets a
 moment to finish its task, so that the next body need not wait for a new process; then it is killed.
-When a process dies, only the request whose body it had fails. Knows messages, not what they mean.
+When a process dies, only the request whose body it had fails.
 """
 
 from __future__ import annotations

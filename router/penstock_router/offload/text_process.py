@@ -2,8 +2,8 @@
 
     python -m penstock_router.offload.text_process FD LOG_LEVEL LOG_FORMAT
 
-Serves the router at the other end of the socket FD, one body at a time, until that end is closed
-or gone. Keeps the files of the models it has worked for, and the last body. Knows no network.
+Serves the router at the other end of the socket FD, one body at a time, until that end is closed or
+gone. Keeps the files of the models it has worked for, and the last body.
 """
 
 from __future__ import annotations

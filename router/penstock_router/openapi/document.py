@@ -1,7 +1,7 @@
 """The OpenAPI document of a table of routes: what is read, answered and refused, as JSON schemas.
 
 Bodies, headers and queries are described by the fields that read them, answers by the types that
-their makers are checked against; nothing is written down twice. Knows no route and no API.
+their makers are checked against; nothing is written down twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Python's types -> JSON schemas: TypedDicts by name, and what they are made of.
 
-msgspec describes types too, but no union of two TypedDicts, which answers have: their parts come
-in several forms. Knows no OpenAPI.
+msgspec describes types too, but no union of two TypedDicts, which answers have: their parts come in
+several forms.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Headers of every answer: the request's id, security headers for browsers, what is left of the
 key's rate limits, and CORS headers if the operator allows other origins.
 
-Knows nothing of the answers' content. A page that has to load anything brings its own policy.
+A page that has to load anything brings its own policy.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ aiohttp bounds what headers are (8 kB a line, 128 of them) and how long a connec
 but not how long headers take: a client that sends a byte at a time would hold a connection for an
 hour. It would keep whatever trailers and further headers come while a request is answered. Bodies
 have timeouts of their own (`routes/base.py`). A connection counts from the moment it is accepted,
-its TLS handshake included. Knows nothing of what requests ask.
+its TLS handshake included.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Bodies that are compressed: which codings there are, and inflating piece by piece.
-
-Knows no HTTP but the names of codings.
-"""
+"""Bodies that are compressed: which codings there are, and inflating piece by piece."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""HTTPS: the server's certificate, reloaded when its files change.
-
-Knows files and Python's ssl, and nothing of HTTP.
-"""
+"""HTTPS: the server's certificate, reloaded when its files change."""
 
 from __future__ import annotations
 

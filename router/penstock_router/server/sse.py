@@ -1,9 +1,9 @@
 """The only writer of a stream's bytes: headers, frames, comments, and the frames of an error.
 
-Headers go out with the first delta, so that what fails before it is an ordinary status; after
-that the error is the stream's last event. A delta becomes an event in the very call that received
-it. Only when a socket's buffer is full does a task wait; deltas gather upstream meanwhile, and the
-next event carries them together. Knows no API: shapes make the frames.
+Headers go out with the first delta, so that what fails before it is an ordinary status; after that
+the error is the stream's last event. A delta becomes an event in the very call that received it.
+Only when a socket's buffer is full does a task wait; deltas gather upstream meanwhile, and the next
+event carries them together.
 """
 
 from __future__ import annotations

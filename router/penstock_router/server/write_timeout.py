@@ -4,7 +4,7 @@ A client has the timeout's seconds to spare. They pass while the socket holds by
 taken; what it takes gives time back, a second for each `_BYTES_A_SECOND`, and so does time in which
 nothing is left to take. When none are left, the connection is cut. So a client that reads nothing
 has the timeout, one that reads more than a kilobyte a second has as long as it needs, and a byte a
-minute buys nothing. Knows a transport; no HTTP.
+minute buys nothing.
 
 What a client takes shows only when the systems at both ends move on what they hold, in steps of a
 hundred kilobytes (`connections.py` bounds what is held here): of a long answer, a reader of some

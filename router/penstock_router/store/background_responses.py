@@ -1,7 +1,7 @@
 """Responses that are made while no client waits for them: their tasks, and how each of them ends.
 
 Cancellations are read from the store, which all workers share: the worker that gets the request to
-cancel may not be the one that makes the response. Knows no HTTP, no models and no answer's form.
+cancel may not be the one that makes the response.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Responses that are kept, for all workers of a router: one SQLite file that each of them opens.
 
-Knows documents of bytes, their ids and statuses, whose they are, and which worker makes which; no
-HTTP, no JSON and no tokens. SQLite runs in one thread of each worker, so that the event loop never
-waits for the disk.
+SQLite runs in one thread of each worker, so that the event loop never waits for the disk.
 
 What bounds the file: it holds `max_bytes` of pages in use. Where a put goes beyond, responses are
 evicted in its transaction: of the key that holds most, the oldest, finished ones first. So whoever

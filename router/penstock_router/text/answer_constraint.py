@@ -2,8 +2,7 @@
 may come before the answer.
 
 A request's constraint is sent unchanged if there is nothing to combine it with. Else all is one
-structural tag: reasoning up to its end mark, then calls, or the format that was asked for. Knows
-how models write calls and reasoning only through their formats and styles; no tokens.
+structural tag: reasoning up to its end mark, then calls, or the format that was asked for.
 """
 
 from __future__ import annotations

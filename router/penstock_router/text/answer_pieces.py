@@ -1,7 +1,4 @@
-"""What an answer's text is made of: reasoning, content and calls of tools, in order.
-
-Knows neither how a model writes them nor how an API shows them.
-"""
+"""What an answer's text is made of: reasoning, content and calls of tools, in order."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ run of sentencepiece's byte tokens turns out not to be UTF-8, `tokenizers` shows
 complete characters within the run; here those characters are shown. To match it, all text of a run
 would have to wait for the run's end, and a run may be a whole answer in a script that the
 vocabulary lacks. The other decoders (WordPiece and others that look at neighbours) decode a small
-window again at each token. Knows no stop strings and no HTTP.
+window again at each token.
 
 The text of an answer is the decoded text of prompt and answer together, minus the prompt's own. A
 character that the prompt began is part of the prompt's text, which shows U+FFFD for it; where the

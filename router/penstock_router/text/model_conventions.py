@@ -1,6 +1,6 @@
 """How a model writes tool calls and reasoning.
 
-Chosen once for a model, by its chat template or as the operator says. Knows no tokens.
+Chosen once for a model, by its chat template or as the operator says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A request's text -> prompts: rendered, tokenized and checked, in one go.
 
 Plain synchronous functions: they run on the event loop for short texts, in a thread for longer
-ones, in a text process for long bodies. Knows no shard, no HTTP and no API's fields.
+ones, in a text process for long bodies.
 """
 
 from __future__ import annotations

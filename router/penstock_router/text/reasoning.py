@@ -5,8 +5,6 @@ nothing but whitespace before it, or reasoning that the prompt has begun already
 all is content, also what looks like a mark. Whitespace right behind the begin mark, before the end
 mark and behind it belongs to neither and is dropped; of reasoning that does not come to its end,
 whitespace at the end is part. So an answer gives the same pieces however its text is cut.
-
-Knows text, neither tokens nor calls.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Finding stop strings, and beginnings of marks, in text that arrives in pieces. Knows no tokens
-and no HTTP.
+"""Finding stop strings, and beginnings of marks, in text that arrives in pieces.
 
 Text is held back only while it could still become a stop string: exactly the longest suffix that
 begins one. The stop that completes first in the text wins; of two that complete on the same

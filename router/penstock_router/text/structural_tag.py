@@ -1,7 +1,6 @@
 """Builds structural tags: the language of constraints in which shards get an answer's format.
 
-A format says what a part of the text is; formats are put into each other. Knows the language only:
-no request, no family of calls, nothing of how shards read it.
+A format says what a part of the text is; formats are put into each other.
 """
 
 from __future__ import annotations

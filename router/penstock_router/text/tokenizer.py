@@ -2,7 +2,7 @@
 
 The library's `Tokenizer.encode` keeps the interpreter lock, and with it the whole process, for as
 long as it takes; `encode_batch_fast`, which is used here, releases it, so that a thread may call
-it. Text that cannot fit is refused on its length, before it is tokenized. Knows no HTTP.
+it. Text that cannot fit is refused on its length, before it is tokenized.
 """
 
 from __future__ import annotations

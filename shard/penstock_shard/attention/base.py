@@ -1,7 +1,5 @@
 """Attention over a paged KV cache: the interface of backends, and a step's batch.
 
-Knows shapes of one decoder layer and of a step. Knows nothing of models, requests or sampling.
-
 Token i of a sequence lives in block `block_table[row, i // block_size]` at offset
 `i % block_size`; that place, counted over all blocks, is its slot. Each backend chooses the memory
 layout of its cache.

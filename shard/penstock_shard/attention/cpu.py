@@ -1,7 +1,5 @@
 """Backend over the CPU kernels: a query's bits are the same in decode and prefill, alone and in any
 batch.
-
-Knows which call of the kernels does what. Knows nothing of models or requests.
 """
 
 from __future__ import annotations

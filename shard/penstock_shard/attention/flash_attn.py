@@ -2,8 +2,7 @@
 
 Written against the signatures of `flash_attn_varlen_func` and `flash_attn_with_kvcache` in
 flash-attn 2.8, and of `flash_attn_with_kvcache` in `flash_attn_interface` of flash-attn 3: tables
-and lengths are int32, data is fp16 or bf16, and 2 needs blocks of a multiple of 256 tokens. Knows
-nothing of models or requests.
+and lengths are int32, data is fp16 or bf16, and 2 needs blocks of a multiple of 256 tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Base of the backends over GPU attention libraries: a paged pair as cache, and two calls a step,
 one for its decodes and one for all other rows.
-
-Knows steps. Knows no library.
 """
 
 from __future__ import annotations

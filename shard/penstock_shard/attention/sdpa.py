@@ -1,8 +1,8 @@
 """Reference backend: torch's scaled_dot_product_attention row by row, on any device and dtype.
 
-The host loops over rows and gathers the blocks of each. Measured on one AVX2 core with 16
-rows of 160 tokens, that is as fast as one padded gather for the whole batch (1.2 against 1.0 ms a
-layer) and clearly faster once lengths differ. It knows nothing of CUDA kernels.
+The host loops over rows and gathers the blocks of each. Measured on one AVX2 core with 16 rows of
+160 tokens, that is as fast as one padded gather for the whole batch (1.2 against 1.0 ms a layer)
+and clearly faster once lengths differ.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Written against the signature in torch 2.13, which first has `block_table`: blocks of a multiple of
 256 tokens, tables, lengths and their sums int32, data fp16 or bf16, head sizes a multiple of 8 up
-to 256, no softcap, no sinks. Knows nothing of models or requests.
+to 256, no softcap, no sinks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Backend over our own Triton kernels, which read the paged cache in place.
 
-Checked in Triton's interpreter only; it never ran on hardware. Knows shapes of tiles and how
-kernels are launched. Knows nothing of models or requests.
+Checked in Triton's interpreter only; it never ran on hardware.
 """
 
 from __future__ import annotations

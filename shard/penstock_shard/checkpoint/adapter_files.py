@@ -3,8 +3,6 @@
 An adapter adds `scale * B @ A` to matrices of a model (Hu et al., 2021, "LoRA"); the scale is
 lora_alpha / rank, or lora_alpha / sqrt(rank) where it is rank-stabilised (Kalajdzievski, 2023).
 Whatever else a configuration says that would change results is refused by its name.
-
-Knows files. Knows nothing of models, and imports no torch.
 """
 
 from __future__ import annotations

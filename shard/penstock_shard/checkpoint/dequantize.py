@@ -2,7 +2,6 @@
 
 The layouts are those of compressed-tensors 0.20 (`pack_quantized`, `naive_quantized`), of
 transformers' `finegrained_fp8`, of AutoGPTQ and of AutoAWQ's GEMM version, read in their sources.
-Knows tensors. Knows nothing of configurations or of which models use what.
 """
 
 from __future__ import annotations

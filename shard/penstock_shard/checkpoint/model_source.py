@@ -1,8 +1,7 @@
 """--model -> a local directory with a complete model: built in, on disk, or from the hub.
 
-Knows files and the hub; imports neither torch nor transformers. HF_TOKEN, HF_HOME, HF_ENDPOINT and
-HF_HUB_OFFLINE are read by huggingface_hub. Weights are taken as safetensors only, since loading
-pickles runs what is in them.
+HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are read by huggingface_hub. Weights are taken as
+safetensors only, since loading pickles runs what is in them.
 """
 
 from __future__ import annotations

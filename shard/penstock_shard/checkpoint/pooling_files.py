@@ -1,7 +1,7 @@
 """Whether a model is meant for embeddings, and how they are pooled: sentence-transformers' files.
 
 `modules.json` lists the modules after the transformer: Pooling, whose own config.json says how it
-pools, and maybe Normalize. Knows these files; imports no torch.
+pools, and maybe Normalize.
 """
 
 from __future__ import annotations

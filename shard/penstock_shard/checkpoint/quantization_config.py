@@ -4,9 +4,6 @@ compressed-tensors, fp8 in blocks, GPTQ and AWQ: each quantized matrix appears u
 shape that it would have in a plain checkpoint, and is dequantized to float32 when it is read, on
 the device that will hold it. Which matrices are quantized, and in what groups, is taken from the
 tensors in the files; the configuration must agree.
-
-Knows configurations and names of tensors. Knows nothing of models, nor of what becomes of the
-matrices.
 """
 
 from __future__ import annotations

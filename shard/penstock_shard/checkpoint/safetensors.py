@@ -1,7 +1,7 @@
 """The safetensors files of a model directory, mapped and read tensor by tensor.
 
-Pages that were read count as this process's memory until they are given back, so code that copies
-a tensor into another form gives its pages back at once. Knows files; knows nothing of models.
+Pages that were read count as this process's memory until they are given back, so code that copies a
+tensor into another form gives its pages back at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes tokenizer.json for a model that comes with older tokenizer files only.
 
 transformers does the conversion; the result is checked on sample strings, because the router works
-with the converted file alone. Knows nothing of weights.
+with the converted file alone.
 """
 
 from __future__ import annotations

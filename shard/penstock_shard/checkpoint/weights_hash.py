@@ -1,4 +1,4 @@
-"""A hash of a model's weights: equal hashes mean equal bytes. Knows files only; imports no torch.
+"""A hash of a model's weights: equal hashes mean equal bytes.
 
 Covers the names and contents of config.json, of every *.safetensors file, and, where the model's
 own code runs, of every *.py file. Pieces of files are hashed on several threads (hashlib releases

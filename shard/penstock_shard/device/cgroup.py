@@ -1,8 +1,4 @@
-"""Memory and processor time that this process's control groups allow: the limits of a container.
-
-Knows the files of cgroup v1 and v2 (see the kernel's admin-guide/cgroup-v1/memory.rst,
-scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst). Knows nothing of the machine around them.
-"""
+"""Memory and processor time that this process's control groups allow: the limits of a container."""
 
 from __future__ import annotations
 

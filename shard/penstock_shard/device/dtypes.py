@@ -1,4 +1,4 @@
-"""The name of a dtype in messages, flags and fingerprints. Knows nothing else."""
+"""The name of a dtype in messages, flags and fingerprints."""
 
 from __future__ import annotations
 

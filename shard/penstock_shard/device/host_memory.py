@@ -1,7 +1,4 @@
-"""Host memory: how much this process may still take, and how much some work takes temporarily.
-
-Knows the machine and its control groups. Knows nothing of what the memory is for; imports no torch.
-"""
+"""Host memory: how much this process may still take, and how much some work takes temporarily."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Whether Triton kernels may be launched on a type of device: one answer for all modules with any.
 
 They may if the package is installed and the check at load, which reports here, found no fault.
-Knows nothing of torch, of kernels or of how they are checked.
 """
 
 from __future__ import annotations

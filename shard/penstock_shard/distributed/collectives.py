@@ -1,7 +1,4 @@
-"""Collectives over the ranks of one model: sum, gather, broadcast; and joining the group.
-
-Knows torch.distributed, and its errors where ranks cannot join. Knows nothing of models.
-"""
+"""Collectives over the ranks of one model: sum, gather, broadcast; and joining the group."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Matrices that produce inner values (queries, keys, values, gate, up) are divided by rows, those that
 consume them (output, down) by columns, as in Megatron-LM (Shoeybi et al., 2019), so that a layer
 needs two all-reduces. The head is divided by rows of the vocabulary. The division is that of
-transformers' `base_model_tp_plan`. Knows specs and names of tensors; knows nothing of how they are
-read or computed with.
+transformers' `base_model_tp_plan`.
 """
 
 from __future__ import annotations

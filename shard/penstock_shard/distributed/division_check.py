@@ -2,7 +2,7 @@
 
 A plan that does not fit the modelling code would make silently wrong text. So logits of a few
 tokens are computed before the module is divided, on one layer of each kind, and after that by all
-ranks together. Knows transformers' modules; knows nothing of plans.
+ranks together.
 """
 
 from __future__ import annotations

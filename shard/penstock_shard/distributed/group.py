@@ -1,8 +1,4 @@
-"""Rank 0 forms the group of ranks: from starting their processes to the whole model.
-
-Knows in which order ranks connect, join torch.distributed, load and are compared. Knows nothing of
-how a part is loaded.
-"""
+"""Rank 0 forms the group of ranks: from starting their processes to the whole model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Messages between the ranks of one model.
 
 Rank 0 leads: it tells the others what to load and what to compute, over a TCP connection to each.
-Tensors go from device to device instead, over torch.distributed. Knows nothing of models; imports
-no torch.
+Tensors go from device to device instead, over torch.distributed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The plan, `base_model_tp_plan`, says for modules by name whether their outputs or their inputs are
 divided. Weights are cut in place, and forward hooks gather or sum results over ranks; modelling
-code stays as it is. Knows transformers' modules and plans. Knows nothing of attention, files or
-requests.
+code stays as it is.
 """
 
 from __future__ import annotations

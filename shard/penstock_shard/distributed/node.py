@@ -1,7 +1,7 @@
 """Keeps the rank processes of a machine alive that has some ranks of a model but not rank 0.
 
 It serves no requests: the shard is where rank 0 is. When a rank ends, all ranks of this machine are
-restarted and wait for rank 0, which has to restart with them. Knows processes; imports no torch.
+restarted and wait for rank 0, which has to restart with them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Products with matrices divided over ranks, and their results combined by gather or sum.
-
-Knows products and sums over ranks. Knows nothing of names or files.
-"""
+"""Products with matrices divided over ranks, and their results combined by gather or sum."""
 
 from __future__ import annotations
 

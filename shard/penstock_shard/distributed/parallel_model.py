@@ -2,8 +2,7 @@
 
 To its callers `MirroredModel` is the whole model. It sends each call to the other ranks, which run
 `follow`, and then makes the call on rank 0's part. Host data of a step goes over the ranks'
-connections, its tensors from device to device, so that the host never waits for a device. Knows
-steps and ranks; knows nothing of how models are divided.
+connections, its tensors from device to device, so that the host never waits for a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rank 0's connections to the other ranks: accepts them, sends messages, notices when one dies.
 
 A step needs all ranks: when one ends, this process ends too, and the shard's server starts the
-engine and all ranks anew. Knows connections; imports no torch.
+engine and all ranks anew.
 """
 
 from __future__ import annotations

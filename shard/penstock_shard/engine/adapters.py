@@ -1,8 +1,7 @@
 """The adapters of an engine: their names, and their indices in the runner.
 
 An adapter is read in a thread while steps go on, and placed between two steps. An unloaded adapter
-loses its name at once, but keeps its index until the last request that uses it has ended. Knows
-requests by their adapters' indices only.
+loses its name at once, but keeps its index until the last request that uses it has ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine: sequences in, steps, outputs out. Knows no sockets, no processes and no torch.
+"""The engine: sequences in, steps, outputs out.
 
 Every sequence that is submitted ends with exactly one output that is last: a finish or an error.
 """

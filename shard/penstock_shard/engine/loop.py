@@ -1,7 +1,4 @@
-"""What an engine process does over and over: takes messages, steps, and sends what came of it.
-
-Knows no threads, no sockets and no time but the clock it is given; `main.py` has the threads.
-"""
+"""What an engine process does over and over: takes messages, steps, and sends what came of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compiles constraints of sequences in threads, so that no step waits for them.
-
-Knows threads and which sequence waits for which matcher; `compiler` compiles.
-"""
+"""Compiles constraints of sequences in threads, so that no step waits for them."""
 
 from __future__ import annotations
 

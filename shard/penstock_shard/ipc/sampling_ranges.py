@@ -1,7 +1,4 @@
-"""Which values sampling parameters may have, in a request or in a model's files.
-
-Knows numbers and the text for one that is out of bounds; nothing of requests or of files.
-"""
+"""Which values sampling parameters may have, in a request or in a model's files."""
 
 from __future__ import annotations
 

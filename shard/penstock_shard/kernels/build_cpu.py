@@ -3,7 +3,7 @@
     python -m penstock_shard.kernels.build_cpu
 
 builds every level that the compiler supports, for container images. A cached library needs no
-compiler. Knows compilers, levels and the cache directory. Knows nothing of what is in the library.
+compiler.
 
 Environment: CC (compiler), PENSTOCK_CACHE (directory, default $XDG_CACHE_HOME/penstock or
 ~/.cache/penstock), PENSTOCK_CPU_LEVEL (the level to use instead of the best).

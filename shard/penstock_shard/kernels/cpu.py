@@ -1,11 +1,10 @@
 """Binding of the CPU kernels in cpu.c: functions on tensors, and types for data in the kernels' own
 layouts (packed weights, the paged cache).
 
-Knows shapes, dtypes and which C function takes what. Knows nothing of models or of a step. All
-results have the same bits whatever the number of rows or threads and whatever the level (avx512,
-avx2, portable); a row of a result depends on that row alone (in attention: and on its sequence).
-Activations are float32 and contiguous. A call releases the interpreter lock; calls run one at a
-time.
+All results have the same bits whatever the number of rows or threads and whatever the level
+(avx512, avx2, portable); a row of a result depends on that row alone (in attention: and on its
+sequence). Activations are float32 and contiguous. A call releases the interpreter lock; calls run
+one at a time.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ By splits, a query's bits depend on its own keys alone, provided that all launch
 of the smallest splits: where splits and tiles of keys begin follows from the query's position,
 tiles have one shape, and a key that a query does not see does not change its result by a bit. The
 host needs no lengths, only the width of the block table, so a captured launch serves all lengths.
-
-Knows shapes and memory. Knows nothing of layers, models or requests.
 """
 
 # mypy cannot check kernels: their arguments have no types before they are launched.

@@ -1,4 +1,4 @@
-"""The shared memory of a device. Knows Triton's driver; knows nothing of kernels."""
+"""The shared memory of a device."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ it. Weights are those of plain torch, up to the last bits of the exponential.
 ones. It gives what sorting the whole row would give: two places in the row's order (largest logit
 first, lower id among equals) are found by bisection over the logits' bits. Rows that are settled
 cost next to nothing, so that it can always be launched.
-
-Knows tensors and nothing else.
 """
 
 # mypy cannot check kernels: Triton evaluates the annotations of their arguments.

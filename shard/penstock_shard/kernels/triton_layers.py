@@ -3,8 +3,6 @@ writes, sums of experts.
 
 Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware. Each
 row is computed by itself, in float32, with sums in one order.
-
-Knows shapes and memory. Knows nothing of layers, models or requests.
 """
 
 # mypy cannot check kernels: their arguments have no types before they are launched.

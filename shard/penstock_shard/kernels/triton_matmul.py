@@ -7,8 +7,6 @@ of more than 64 rows: both use the same instructions (over 64 rows on Hopper, ov
 the same order, so they give the same bits; so do exact products of experts. The other tile sizes
 follow from the weight alone, the number of stages from the device too. Nothing is tuned at run
 time.
-
-Knows shapes and memory. Knows nothing of layers, models or requests.
 """
 
 # mypy cannot check kernels: their arguments have no types before they are launched.

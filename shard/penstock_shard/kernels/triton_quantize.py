@@ -1,6 +1,6 @@
 """A Triton kernel that computes a scale for each token and rounds activations to fp8.
 
-The same bits as `round_in_torch`. Knows tensors and nothing else.
+The same bits as `round_in_torch`.
 """
 
 # mypy cannot check kernels: Triton evaluates the annotations of their arguments.

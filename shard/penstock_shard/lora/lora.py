@@ -9,8 +9,6 @@ device. It costs `adapters * rank` more columns a product.
 
 With tensor parallelism, a rank with some rows of a weight uses the same rows of B, and a rank with
 some columns uses the same columns of A: its addition is then part of the sum over ranks.
-
-Knows matrices. Knows nothing of models, files or requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The LoRA adapters of a loaded model: finds, reads and checks their files, and places weights.
-
-Knows files, and the model's places for adapters. Knows nothing of requests or names.
-"""
+"""The LoRA adapters of a loaded model: finds, reads and checks their files, and places weights."""
 
 from __future__ import annotations
 

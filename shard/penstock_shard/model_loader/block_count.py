@@ -1,4 +1,4 @@
-"""How many KV blocks to have. Knows sizes and flags, not what memory there is; imports no torch."""
+"""How many KV blocks to have."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Chooses a model's attention backend: the first that serves its layers and is right on the device.
 
 A backend is right if on a few steps of random tokens it gives what the reference, sdpa, gives in
-float32. Knows layers, candidates and the reference. Knows nothing of models or requests.
+float32.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ the code that launches them. Our other Python code is not, so that shards of two
 continue each other's requests: MODEL_REVISION and SAMPLER_REVISION stand for it, and
 `tests/comparison` finds results that differ where neither was raised. Libraries are in it by their
 versions.
-
-Knows what results depend on. Knows nothing of how they are computed.
 """
 
 from __future__ import annotations

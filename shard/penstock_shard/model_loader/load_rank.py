@@ -1,8 +1,4 @@
-"""A model directory -> a loaded model, or one rank's part of it: the same on every rank.
-
-Knows in which order the parts that compute a model are chosen, and the limits of flags. Knows
-nothing of self-checks, KV memory or steps.
-"""
+"""A model directory -> a loaded model, or one rank's part of it: the same on every rank."""
 
 from __future__ import annotations
 

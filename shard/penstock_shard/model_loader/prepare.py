@@ -1,7 +1,4 @@
-"""A loaded model -> one that may serve: self-checks, then KV memory and CUDA graphs.
-
-Knows the checks and the order of it all. Knows nothing of how models are loaded.
-"""
+"""A loaded model -> one that may serve: self-checks, then KV memory and CUDA graphs."""
 
 from __future__ import annotations
 

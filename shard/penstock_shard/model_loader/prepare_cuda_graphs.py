@@ -1,7 +1,7 @@
 """CUDA graphs of a loaded model: measures their memory, records them and checks their replays.
 
 If a model cannot be recorded, or a replay gives other logits than the model, steps are launched
-kernel by kernel, and a log line says so. Knows nothing of how graphs work.
+kernel by kernel, and a log line says so.
 """
 
 from __future__ import annotations

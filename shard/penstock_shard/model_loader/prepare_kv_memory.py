@@ -1,8 +1,4 @@
-"""KV memory of a loaded model: measures what the largest step leaves free, and allocates blocks.
-
-Knows what the largest step is, and that each rank has a device of its own. Knows neither how memory
-is measured nor how many blocks are useful.
-"""
+"""KV memory of a loaded model: measures what the largest step leaves free, and allocates blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A model directory -> a transformers module in memory. Knows files and transformers' loader;
-knows nothing of attention, caches or requests.
-"""
+"""A model directory -> a transformers module in memory."""
 
 from __future__ import annotations
 

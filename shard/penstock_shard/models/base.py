@@ -1,4 +1,4 @@
-"""The interface of a model, whichever code computes it. Knows nothing of requests."""
+"""The interface of a model, whichever code computes it."""
 
 from __future__ import annotations
 

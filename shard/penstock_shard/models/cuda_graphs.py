@@ -4,7 +4,7 @@ does not wait for kernel launches.
 A graph computes a fixed number of rows over block tables of a fixed width, at fixed addresses.
 Smaller steps are filled up with padding rows, which see one token, in a block that no request has.
 All graphs share one memory pool, where the next replay overwrites the logits of the last: logits
-are valid until the next forward. Knows nothing of requests or of sampling.
+are valid until the next forward.
 
 Block tables come in several widths because backends launch work for every run of keys that a table
 has room for: with many rows, a table for the longest sequence would cost more than the attention.

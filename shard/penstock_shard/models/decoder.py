@@ -1,8 +1,7 @@
 """One decoder for the Llama family, driven by a spec and written on an ops interface.
 
 Layers are pre-norm. The output of a block is added to the residual stream by the norm that follows
-it, so that each layer is ten calls whatever the number of tokens. Knows layers. Knows nothing of
-checkpoints, requests or of how ops are computed.
+it, so that each layer is ten calls whatever the number of tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A transformers configuration -> the spec of our own decoder, or why it cannot be one.
 
-Strict: a model whose configuration has a value that is not read here runs through transformers'
-own code, since ignoring a value could silently give wrong text. Knows configurations and the names
-of tensors in checkpoints; knows nothing of how layers are computed.
+Strict: a model whose configuration has a value that is not read here runs through transformers' own
+code, since ignoring a value could silently give wrong text.
 """
 
 from __future__ import annotations

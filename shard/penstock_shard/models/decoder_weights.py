@@ -1,7 +1,7 @@
 """The tensors of a checkpoint -> the matrices and norms our decoder runs on.
 
 Tensors are read one matrix at a time, packed, and their pages given back, so that the weights are
-never in memory twice. Knows names of tensors; knows nothing of how layers are computed.
+never in memory twice.
 """
 
 from __future__ import annotations

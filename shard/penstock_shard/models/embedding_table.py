@@ -1,7 +1,4 @@
-"""Embedding tables: kept in a small dtype; rows are widened when they are looked up.
-
-Knows tensors. Knows nothing of models.
-"""
+"""Embedding tables: kept in a small dtype; rows are widened when they are looked up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The feed-forward part of a layer: dense, or a mixture of experts.
 
-Both are called alike. Written on the ops interface. Knows nothing of checkpoints, attention or the
-residual stream.
+Both are called alike. Written on the ops interface.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ Modelling code calls the query, key and value projections one after the other, a
 Here the first call computes the products of all of them, and the later calls get their parts of the
 result. Whether the layers really share an input is checked while the model is probed; where they do
 not, each gets a matrix of its own again.
-
-Knows which layers go together and how a result is kept between their calls. Knows nothing of how
-products are computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A rank's loaded model, with all that the code which checks, follows or runs it needs.
-
-Knows nothing of how it was loaded.
-"""
+"""A rank's loaded model, with all that the code which checks, follows or runs it needs."""
 
 from __future__ import annotations
 

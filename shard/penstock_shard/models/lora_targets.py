@@ -1,7 +1,4 @@
-"""Lets the products of a loaded model take adapters, for our decoder and transformers' code.
-
-Knows how both kinds of model name their products. Knows nothing of how adapters are computed.
-"""
+"""Lets the products of a loaded model take adapters, for our decoder and transformers' code."""
 
 from __future__ import annotations
 

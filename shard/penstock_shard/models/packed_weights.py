@@ -2,8 +2,6 @@
 
 Modelling code keeps calling torch functions on `module.weight`, which is no tensor then but a proxy
 that computes the product.
-
-Knows how transformers' modules hold weights. Knows nothing of attention or requests.
 """
 
 from __future__ import annotations

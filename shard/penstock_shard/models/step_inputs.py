@@ -1,8 +1,4 @@
-"""The inputs of a step in one buffer, so that one copy brings them to the device.
-
-Knows which inputs a forward takes and where each lies in the buffer. Knows nothing of requests or
-of what is computed.
-"""
+"""The inputs of a step in one buffer, so that one copy brings them to the device."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 The modelling code stays as it is: each attention layer calls the function registered here, which
 hands queries, keys and values to whatever `_attention` has set for the current forward. The mask
 function registered along with it gives none, since causality comes from the step's lengths.
-
-Knows transformers' registries and modules. Knows nothing of requests, scheduling or sampling.
 """
 
 from __future__ import annotations

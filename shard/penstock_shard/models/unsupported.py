@@ -4,8 +4,6 @@ transformers does not fail when a model ignores a registered attention function,
 something only in the attention mask, which our function never sees: its text would silently be
 wrong. Four checks: the configuration, the class, what each layer asked attention for when probed,
 and a comparison of logits with those of the model's own attention.
-
-Knows what makes an architecture unfit. Knows nothing of requests or scheduling.
 """
 
 from __future__ import annotations

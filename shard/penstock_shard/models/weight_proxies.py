@@ -2,7 +2,7 @@
 
 torch hands a call with a proxy among its arguments to the proxy (`__torch_function__`). So modules
 are not rewritten, and a use of a weight that no handler covers fails instead of computing something
-else. Knows that protocol. Knows nothing of models.
+else.
 """
 
 from __future__ import annotations

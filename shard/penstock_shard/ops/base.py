@@ -2,7 +2,7 @@
 activation, attention.
 
 Tensors are flat over the T tokens of a step and contiguous; activations are in the `dtype` of the
-ops. Knows shapes. Knows nothing of models, requests or of how anything is computed.
+ops.
 """
 
 from __future__ import annotations

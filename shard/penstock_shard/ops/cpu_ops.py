@@ -1,4 +1,4 @@
-"""Ops over the CPU kernels. Knows which call of the kernels does what; knows nothing of models."""
+"""Ops over the CPU kernels."""
 
 from __future__ import annotations
 

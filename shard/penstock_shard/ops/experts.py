@@ -1,8 +1,7 @@
 """Mixture of experts in plain torch: routing, products of each expert, and their weighted sum.
 
 A token's result depends on its own logits and rows alone and is summed in a fixed order: its bits
-are the same in any batch if those of the products are. Knows tensors and matrices; knows nothing of
-models.
+are the same in any batch if those of the products are.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ fp8 is e4m3 (Micikevicius et al., 2022) with a scale for each output row; activa
 e4m3 too, with a scale for each token. A device without fp8 products emulates them with the same
 rounding: products of two e4m3 numbers are exact in float32, sums are not. int4 quantizes weights
 only, by torchao, in groups of 128.
-
-Knows tensors. Knows nothing of models or files.
 """
 
 from __future__ import annotations

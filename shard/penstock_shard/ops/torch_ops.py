@@ -1,7 +1,4 @@
-"""Ops in plain torch, on any device: the reference, and used where our kernels do not run.
-
-Knows torch functions. Knows nothing of models.
-"""
+"""Ops in plain torch, on any device: the reference, and used where our kernels do not run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Ops over our Triton kernels and torch's products: about ten kernels a layer.
 
-Checked in Triton's interpreter only; they never ran on hardware. Knows which kernel does what.
-Knows nothing of models.
+Checked in Triton's interpreter only; they never ran on hardware.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """How much a step may compute: as much as the limits say, and less after one that ran out of device
-memory. Knows batches and numbers only.
+memory.
 
 A step that fails halves the sequences that a step may have and, where it computed more than one
 token of any sequence, the tokens too. After some steps without another failure both grow again.

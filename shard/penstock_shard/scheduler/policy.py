@@ -1,7 +1,6 @@
 """Whose turn it is: the order of arrival. Requests that aim for more have `priority_policy.py`.
 
-A policy orders sequences and says whom to preempt. It knows nothing of rows, blocks and slots, and
-changes no sequence.
+A policy orders sequences and says whom to preempt.
 """
 
 from __future__ import annotations

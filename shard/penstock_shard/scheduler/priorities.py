@@ -1,4 +1,4 @@
-"""In which order sequences are served. Knows a sequence's objective and the time, nothing of steps.
+"""In which order sequences are served.
 
 Inside a priority class the sequence with the least slack goes first: the time until its next token
 must begin for its objective to be met. A sequence without an objective is due when it has waited

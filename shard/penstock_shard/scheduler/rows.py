@@ -1,4 +1,4 @@
-"""The rows of a step while it is planned, and the batch that a runner gets. Knows no order."""
+"""The rows of a step while it is planned, and the batch that a runner gets."""
 
 from __future__ import annotations
 

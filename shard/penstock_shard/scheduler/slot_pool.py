@@ -1,4 +1,4 @@
-"""Who has which slot of the runner. Knows nothing of why a sequence gets one or leaves it."""
+"""Who has which slot of the runner."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which rows of a step get draft tokens, and how many were accepted. Knows counts and the drafter;
-knows neither how drafts are made nor how they are verified. A scheduler without it drafts nothing.
+"""Which rows of a step get draft tokens, and how many were accepted. A scheduler without it drafts
+nothing.
 
 How many drafts were accepted is known when their step is collected. Until then their sequence is in
 no other step. Where many sequences wait for that, the next step is scheduled only after it, so that

@@ -1,4 +1,4 @@
-"""What is left of a step while it is filled. Knows counts, and not the order of requests.
+"""What is left of a step while it is filled.
 
 Prompts may take less of a step than decodes, and long prompts less than short ones. Each row that
 is added is subtracted here, and each chunk is bounded by what is left.

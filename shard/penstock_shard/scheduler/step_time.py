@@ -1,4 +1,4 @@
-"""How long a step will take, learned from the steps before it. Knows numbers only.
+"""How long a step will take, learned from the steps before it.
 
 A step's time is taken to be linear in what it computes: a fixed part (launching, reading the
 weights), a part for each decode row, one for each prompt token, and one for each key that is

@@ -2,8 +2,7 @@
 
 Each query scores high with one key: its own, the first that it sees, the last before its window,
 the one after its own, or one in the middle; or with none. So at every edge one value dominates the
-result, however many keys there are. Knows layers and steps. Knows nothing of models or of how
-backends work.
+result, however many keys there are.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 One sequence is computed whole, and then again in every way a scheduler may cut it and beside other
 sequences, with several numbers of threads. One layer of each kind runs: layers of a kind run the
 same code on the same shapes, so if one gives equal bits for equal inputs, a stack of them does.
-
-Knows the ways to cut a sequence. Knows nothing of how the model computes.
 """
 
 from __future__ import annotations

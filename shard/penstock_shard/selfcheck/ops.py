@@ -1,7 +1,6 @@
 """Whether our Triton kernels run on a device and compute there what plain torch does.
 
-Attention is checked in `choose_attention.py`, once a model's layers are known. Knows ops, and the
-kernels that the sampler launches. Knows nothing of models.
+Attention is checked in `choose_attention.py`, once a model's layers are known.
 """
 
 from __future__ import annotations

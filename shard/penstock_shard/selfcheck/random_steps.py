@@ -1,6 +1,5 @@
-"""Steps of random tokens on a model that is not serving yet: for checks and measurements at load.
-
-Knows how to make a step. Knows nothing of what is checked.
+"""Steps of random tokens on a model that is not serving yet: for checks and measurements at
+load.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Adapters as the server sees them: which ones the engine has, and the changes it was asked for.
 
 Requests are checked against this, and sent to the engine in order with the changes, so that it
-never gets a request whose adapter it has unloaded. Knows no gRPC, and not how the engine keeps
-adapters.
+never gets a request whose adapter it has unloaded.
 """
 
 from __future__ import annotations

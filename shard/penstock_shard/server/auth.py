@@ -1,7 +1,7 @@
 """Checks a shard's API key before any message of a call is received.
 
 A message may have 64 MB and take a gigabyte once parsed: strangers must not get that far. Probes
-have no key: their health checks are received, but only small ones are parsed. Knows no message.
+have no key: their health checks are received, but only small ones are parsed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Aborts that arrived before the request they abort: two HTTP/2 streams have no order.
-
-Knows ids and attempts, bounded in number and time; nothing of live requests.
-"""
+"""Aborts that arrived before the request they abort: two HTTP/2 streams have no order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vectors of one Embed call: all of them or none. Knows neither gRPC nor how they are made."""
+"""The vectors of one Embed call: all of them or none."""
 
 from __future__ import annotations
 

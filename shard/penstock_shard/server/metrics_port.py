@@ -1,6 +1,6 @@
 """The port that serves metrics over HTTP, in threads: a few at a time, each for a few seconds.
 
-Knows nothing of what the metrics are. Its clients need no key.
+Its clients need no key.
 """
 
 from __future__ import annotations

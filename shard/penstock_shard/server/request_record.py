@@ -1,7 +1,6 @@
 """A record of each request at this shard: updated as its outputs pass, handed on when it ends.
 
-Log lines and trace spans are made from it; a request that is in neither is not recorded. Knows
-neither of them, and only counts tokens.
+Log lines and trace spans are made from it; a request that is in neither is not recorded.
 """
 
 from __future__ import annotations

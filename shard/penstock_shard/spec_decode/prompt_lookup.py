@@ -1,4 +1,4 @@
-"""Drafts of a sequence's next tokens, from its own tokens. Knows token ids and counts only.
+"""Drafts of a sequence's next tokens, from its own tokens.
 
 Where the last tokens of a sequence occurred in it before, the tokens that followed them become the
 draft (prompt lookup decoding, Saxena 2023): answers quote their prompts, and repeat themselves. A

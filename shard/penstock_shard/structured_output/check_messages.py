@@ -1,7 +1,6 @@
 """Messages between the server and its check process.
 
-The server sends first; each check gets one
-verdict, in any order. Knows neither of the two processes.
+The server sends first; each check gets one verdict, in any order.
 """
 
 from __future__ import annotations

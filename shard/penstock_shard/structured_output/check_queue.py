@@ -1,6 +1,5 @@
 """Which constraint is checked next: callers take turns, and slow ones wait apart, so that neither a
-caller with many constraints nor those that take long hold up the others. Bounded. Knows nothing of
-processes.
+caller with many constraints nor those that take long hold up the others. Bounded.
 """
 
 from __future__ import annotations

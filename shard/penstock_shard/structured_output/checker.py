@@ -1,11 +1,11 @@
 """Checks in the server whether constraints can be honoured, by asking a process of its own.
 
-Knows nothing of requests. A few checks run at once; equal constraints share one, and verdicts are
-cached by content. Each constraint gets a short time first: those that need more are checked again
-where they hold up only each other. The process is started as soon as the tokenizer is known:
-reading a large one takes seconds, and neither the first constraint nor one continued from another
-shard should wait for that. A constraint that crashes costs a fork of that process only; if the
-process itself fails, the next check starts another.
+A few checks run at once; equal constraints share one, and verdicts are cached by content. Each
+constraint gets a short time first: those that need more are checked again where they hold up only
+each other. The process is started as soon as the tokenizer is known: reading a large one takes
+seconds, and neither the first constraint nor one continued from another shard should wait for that.
+A constraint that crashes costs a fork of that process only; if the process itself fails, the next
+check starts another.
 """
 
 from __future__ import annotations

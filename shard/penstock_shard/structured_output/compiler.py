@@ -1,7 +1,4 @@
-"""Constraints -> matchers over a model's vocabulary, cached by content.
-
-Knows llguidance's tokenizer, limits and errors; `grammars.py` translates what constraints say.
-"""
+"""Constraints -> matchers over a model's vocabulary, cached by content."""
 
 from __future__ import annotations
 

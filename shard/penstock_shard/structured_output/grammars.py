@@ -1,7 +1,4 @@
-"""Constraints as requests state them -> grammars of llguidance.
-
-Knows the six languages and what each may hold, nothing of tokens but the ids of special ones.
-"""
+"""Constraints as requests state them -> grammars of llguidance."""
 
 from __future__ import annotations
 

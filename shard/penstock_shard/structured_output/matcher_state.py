@@ -1,6 +1,5 @@
-"""The state of a sequence's constraint: how far its matcher has got, and which tokens may follow.
-
-Knows matchers and token ids; knows neither the constraint languages nor logits.
+"""The state of a sequence's constraint: how far its matcher has got, and which tokens may
+follow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exception for a constraint that cannot be honoured. Knows no constraint language."""
+"""The exception for a constraint that cannot be honoured."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The parts of a structural tag as one Lark grammar.
 
 Each part is written together with what follows it, because the rule of a free text contains the
-text that ends it. A special token's text inside a text stands for that token. Knows Lark, nothing
-of JSON.
+text that ends it. A special token's text inside a text stands for that token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Structural tags: free text, literal texts, and other languages between tags.
 
 Reads both forms, the older with `structures` and the newer with `format`, into parts; whatever is
-not understood is refused. Knows no grammar: `structural_lark.py` writes that.
+not understood is refused.
 
 Where other implementations differ: `at_least_one` of triggered tags means that the text begins with
 a tag; free text contains neither its `excludes`, nor a trigger, nor what ends it.

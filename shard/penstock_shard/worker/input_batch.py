@@ -1,8 +1,5 @@
 """A batch -> the tensors of a forward pass.
 
-Knows how rows are packed, where their keys and values go, and which logits are wanted. Knows
-nothing of models or of how tokens are drawn.
-
 This runs between steps of the device, for hundreds of rows: what can be is done for all rows at
 once, and Python looks only at rows with new blocks, chunks of prompts or drafts.
 

@@ -1,7 +1,6 @@
 """The runner that computes tokens with a model: steps in, sampled tokens out.
 
-Ties the model and the sampler together. Knows nothing of queues, block accounting, the wire, or
-how the model was loaded.
+Ties the model and the sampler together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a runner keeps of the sequence in each slot, in arrays indexed by slot.
-
-Knows token ids and blocks; the sampler and the pooler keep more, by slot too. Knows nothing of
-models, and nothing of the sequences that the scheduler has.
-"""
+"""What a runner keeps of the sequence in each slot, in arrays indexed by slot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What is kept of a sequence's tokens, position by position: how often each occurs, how far a bad
 word has matched, how many reasoning tokens there are.
 
-numpy and plain integers only. Knows nothing of logits or of how tokens are drawn.
+numpy and plain integers only.
 """
 
 from __future__ import annotations

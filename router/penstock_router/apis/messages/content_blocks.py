@@ -1,7 +1,7 @@
 """Turns of Anthropic's Messages, made of content blocks -> messages of a chat.
 
 A turn may become several messages: each tool result is a message of its own in a chat, in the
-turn's order. Knows no other field, and nothing of answers.
+turn's order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Items of OpenAI's Responses API, which make up a conversation: read, and turned into messages.
 
 Items are kept in one form, in which they are also listed, stored and continued: each with an id and
-a type, text in arrays of parts. Knows no other field and no answer that is being generated.
+a type, text in arrays of parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Items of a response in progress: extended by pieces of text, shown whole and as events.
 
-The JSON around a piece of text is the same in each event and is rendered once. Knows one item at a
-time: neither their order nor the response that they belong to.
+The JSON around a piece of text is the same in each event and is rendered once.
 """
 
 from __future__ import annotations

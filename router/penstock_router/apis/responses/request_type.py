@@ -1,6 +1,5 @@
-"""A request of OpenAI's Responses API: a chat whose turns are items, and what its answer repeats.
-
-Knows no other field and no store.
+"""A request of OpenAI's Responses API: a chat whose turns are items, and what its answer
+repeats.
 """
 
 from __future__ import annotations

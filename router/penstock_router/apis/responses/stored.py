@@ -1,7 +1,6 @@
 """What is shown of a response that was stored: itself, and pages of its conversation.
 
-Plain functions of stored JSON; `offload/dispatch.py` decides in which process they run. Knows no
-store and no HTTP.
+Plain functions of stored JSON; `offload/dispatch.py` decides in which process they run.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A reader takes an answer's text in pieces. It is a generator that consumes one c
 other and yields when it needs more, so that cuts in the text cannot change the result. Text that it
 has consumed is either shown or held. Held text is dropped once it proves to be syntax of a call,
 and becomes content once it proves to be anything else: no text is lost, and nothing raises.
-
-Knows no model family, no JSON and no tokens.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ come before the name, or as a string that holds JSON, they are held until both a
 members, an "id" or a "type", are dropped unless they could have been meant as arguments: an object
 is not a call if such a member holds an object or a list, or if it has an unknown member and no
 arguments.
-
-Knows no markers.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Strict by RFC 8259, and never raises. It consumes exactly the characters of the value: up to its
 end, or up to the first that is invalid there, so that where it stops does not depend on how the
 text was cut. Work is linear; memory grows by one character per level of nesting.
-
-Knows nothing of calls.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ and false. Lenient where models are: a string may contain line breaks, and `\\/`
 in JSON. Work is linear, and what is held is one word or escape.
 
 Python's own parser is no help: it takes neither of these two, wants the whole text, and needs two
-seconds and half a GB for a list of 1 MB. Knows nothing of calls.
+seconds and half a GB for a list of 1 MB.
 """
 
 from __future__ import annotations

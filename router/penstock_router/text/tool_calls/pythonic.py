@@ -1,7 +1,7 @@
 """Llama 3.2 and 4, Gemma 3: `[f(a=1, b="x"), g()]`, a Python list of calls with named arguments.
 
 The list is the answer, or follows a marker; a list later in the text has no calls. Values are shown
-as JSON while they come. Knows of a value only where it ends.
+as JSON while they come.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Combines schemas. Knows the types of JSON, and no keyword's meaning."""
+"""Combines schemas."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The supported names of `format`, each as keywords that llguidance handles right.
 
 A pattern may allow less than the standard does: no leap seconds, years from 1000, addresses on the
-internet in ASCII only. Names that are in no standard are annotations. Knows no schema.
+internet in ASCII only. Names that are in no standard are annotations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Schemas that only infinite values would meet, as some recursive ones do.
 
-At such a place llguidance generates without end, or stops in the middle. Knows the keywords that
-are left once a schema has been rewritten.
+At such a place llguidance generates without end, or stops in the middle.
 """
 
 from __future__ import annotations

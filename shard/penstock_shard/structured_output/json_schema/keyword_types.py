@@ -1,6 +1,6 @@
 """Which JSON type the value of each keyword must have, so that other modules may rely on it.
 
-Knows no keyword's meaning. Keywords not listed here are checked by the code that handles them.
+Keywords not listed here are checked by the code that handles them.
 """
 
 from __future__ import annotations

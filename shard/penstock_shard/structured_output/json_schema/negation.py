@@ -1,6 +1,6 @@
 """The negation of a schema, as a schema of what it forbids, or of less where that is inexpressible.
 
-Less is safe: the final schema then allows fewer texts. Knows each keyword's opposite.
+Less is safe: the final schema then allows fewer texts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """oneOf as anyOf: each alternative together with the negation of all others.
 
-If a property tells them apart, as in unions with a discriminator, no negation is needed. Knows what
-alternatives may have in common, and not how schemas are negated.
+If a property tells them apart, as in unions with a discriminator, no negation is needed.
 """
 
 from __future__ import annotations

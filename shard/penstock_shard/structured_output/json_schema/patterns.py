@@ -1,7 +1,4 @@
-"""Regular expressions of JSON Schema (ECMA 262) as the Rust dialect that llguidance reads.
-
-Knows where the two dialects differ; what has no exact counterpart is refused.
-"""
+"""Regular expressions of JSON Schema (ECMA 262) as the Rust dialect that llguidance reads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which schema a `$ref` means: URIs, pointers and anchors within one document.
 
-Knows how each draft names schemas. Never fetches anything.
+Never fetches anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """JSON Schema -> the part of it that llguidance handles right.
 
 The result allows the same texts or fewer, never more; a keyword that cannot be expressed that way
-is refused by name. Knows every supported keyword, nothing of grammars.
+is refused by name.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A schema is split into cases: which alternatives a value meets, and which names and items those
 evaluate. In each case the rest is closed with ordinary keywords. Leaving out cases is safe: it only
-allows fewer texts. Knows the keywords that apply to the same value.
+allows fewer texts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """uniqueItems, where it is expressible: for few listed values, as all arrays of them in any order.
 
-For other items a grammar cannot remember what was written before. Knows lists of values, no other
-keyword.
+For other items a grammar cannot remember what was written before.
 """
 
 from __future__ import annotations

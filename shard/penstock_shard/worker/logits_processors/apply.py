@@ -1,7 +1,4 @@
-"""Applies logits processors to the rows of a step, and keeps their states by slot.
-
-Knows neither what a processor does nor how tokens are drawn.
-"""
+"""Applies logits processors to the rows of a step, and keeps their states by slot."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A processor says which requests want it, keeps what it knows of each sequence, and changes the
 logits of all rows that want it in one pass. An element is computed from its own row alone, with
-operations that round the same way everywhere. Knows nothing of distributions.
+operations that round the same way everywhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Verifies drafts: samples a token at each position, up to the first that differs from its draft.
 
 Each token is drawn exactly as it would be without drafts, by its sequence's parameters at its
-position: drafts change how fast tokens come, never which. Knows the sampler; knows neither models
-nor drafters.
+position: drafts change how fast tokens come, never which.
 
 If only logits and position decide, all positions are drawn at once. If earlier tokens decide too
 (penalties, constraints, budgets), positions are drawn one after the other, for the sequences whose

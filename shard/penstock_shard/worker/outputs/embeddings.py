@@ -1,4 +1,4 @@
-"""Final hidden states -> one vector a prompt. Knows nothing of models or of how rows are packed.
+"""Final hidden states -> one vector a prompt.
 
 For a prompt computed in chunks the sum is kept between them, in float64: the mean then does not
 depend on where the chunks were cut, except for the last bit of a value now and then.

@@ -1,7 +1,5 @@
 """Logits -> tokens drawn at random, by temperature, top-k, top-p, min-p and typical-p.
 
-Knows distributions; knows nothing of penalties, requests or what was drawn before.
-
 One uniform number a row is looked up in the row's cumulative distribution. A row without top-k,
 top-p and typical-p has its tokens ordered by id; with top-k or top-p the most likely come first
 (`top_k_top_p.py`); with typical-p those nearest to the row's entropy (`typical_p.py`). Among equals

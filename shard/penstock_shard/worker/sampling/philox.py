@@ -2,7 +2,7 @@
 
 After Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 Counter based: no state, so a token drawn at a position is the same in any batch and after any
-restart. Knows nothing of tokens; numpy only.
+restart.
 """
 
 from __future__ import annotations

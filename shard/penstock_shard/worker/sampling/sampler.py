@@ -1,4 +1,4 @@
-"""Logits -> tokens and log-probabilities. Knows nothing of models, caches or scheduling.
+"""Logits -> tokens and log-probabilities.
 
 A token is a function of (its row of logits, its sequence's parameters, seed, prompt and output so
 far, its position) and of nothing else; other rows only decide which work can be skipped.

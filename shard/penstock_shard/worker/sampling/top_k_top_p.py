@@ -1,5 +1,4 @@
-"""Draws tokens that are ordered by likelihood: with top-k or top-p, and min-p. Knows how a row's
-tokens are weighed, ordered and cut off; other orders are made of the same parts.
+"""Draws tokens that are ordered by likelihood: with top-k or top-p, and min-p.
 
 A token's weight is exp((logit - largest) / temperature) as an integer. Sums of integers are the
 same in any order, so that a row's token is bit for bit the same in any batch, on any number of
