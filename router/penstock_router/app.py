@@ -203,7 +203,6 @@ async def _close_parts(app: web.Application) -> AsyncIterator[None]:
     yield
     await app[ROUTER].models.close()
     await app[ROUTER].bodies.close()
-    await app[ROUTER].exposition.close()
 
 
 async def _store_responses(app: web.Application) -> AsyncIterator[None]:

@@ -45,7 +45,6 @@ KINDS = {
     RANK: set[str](),
     "penstock_shard.structured_output.check_process": set[str](),
     "penstock_router.offload.text_process": set[str](),
-    "penstock_router.observe.merged_metrics": set[str](),
 }
 SMALL = ("--kv-memory", "32M", "--max-model-len", "512", "--max-num-seqs", "4", "--threads", "1")
 # A model compiles its kernels where it finds none, and has another rank.

@@ -32,7 +32,7 @@ _LAG_BUCKETS_S = (
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
 )
 # How often this worker writes its counts, from which other workers answer for it too.
-_WRITE_EVERY_S = 0.5
+WRITE_EVERY_S = 0.5
 
 
 class _BatchedHistogram(Histogram):
@@ -72,7 +72,7 @@ class TokenMeter:
 
     def write_out(self, now_s: float) -> None:
         """Add what was counted to Prometheus's counters."""
-        self._write_at_s = now_s + _WRITE_EVERY_S
+        self._write_at_s = now_s + WRITE_EVERY_S
         if self._num_tokens:
             self._tokens.inc(self._num_tokens)
             self._between_seconds.add(self._gaps, self._gaps_s)

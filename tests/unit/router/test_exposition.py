@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+import threading
 from pathlib import Path
 
 import pytest
 from prometheus_client import Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
 from unit.router.router_doubles import INFO, FakeFleet, FakeShard
 
 from penstock_client.types import LoadReport
-from penstock_router.errors import Unavailable
 from penstock_router.observe import exposition
 from penstock_router.observe.exposition import Exposition
 from penstock_router.observe.fleet_metrics import FleetCollector
-from penstock_router.observe.merged_metrics import MergedMetrics
 from penstock_router.observe.metrics import Metrics
 
 
@@ -69,54 +67,37 @@ async def test_a_shard_that_is_gone_has_a_state_and_no_numbers() -> None:
     assert text.count("gone:1") == 1
 
 
-async def test_a_process_that_adds_up_is_replaced_when_it_has_ended(
+async def test_files_of_several_workers_are_read_once_for_all_who_ask_and_again_when_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(exposition.MULTIPROCESS_DIR, "/nowhere")
+    reads = 0
+
+    def merge() -> list[Metric]:
+        nonlocal reads
+        reads += 1
+        assert threading.current_thread() is not threading.main_thread()
+        return [CounterMetricFamily("read", "Of a test.", value=reads)]
+
+    monkeypatch.setattr(exposition, "_merge", merge)
+    shown = Exposition(Metrics())
+    first, *others = (asyncio.create_task(shown.text()) for _ in range(5))
+    await asyncio.sleep(0)
+    # Who leaves does not take it away from the others.
+    first.cancel()
+    for text in [*await asyncio.gather(*others), await shown.text()]:
+        assert b"read_total 1.0" in text
+    monkeypatch.setattr(shown, "_read_again_at_s", 0.0)
+    assert b"read_total 2.0" in await shown.text()
+
+
+async def test_a_reading_that_fails_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv(exposition.MULTIPROCESS_DIR, str(tmp_path / "none"))
+    shown = Exposition(Metrics())
+    with pytest.raises(ValueError, match="PROMETHEUS_MULTIPROC_DIR"):
+        await shown.text()
     monkeypatch.setenv(exposition.MULTIPROCESS_DIR, str(tmp_path))
-    merged = MergedMetrics()
-    try:
-        assert list(await merged.families()) == []
-        first = merged._process
-        assert first is not None
-        first[0].kill()
-        first[0].wait()
-        assert list(await merged.families()) == []
-        assert merged._process is not first
-    finally:
-        await merged.close()
-
-
-async def test_a_question_that_is_given_up_spoils_no_later_answer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(exposition.MULTIPROCESS_DIR, str(tmp_path))
-    merged = MergedMetrics()
-    try:
-        asking = asyncio.create_task(merged.families())
-        await asyncio.sleep(0.01)
-        asking.cancel()
-        await asyncio.wait({asking})
-        assert list(await merged.families()) == []
-    finally:
-        await merged.close()
-
-
-async def test_a_process_that_ends_over_a_question_is_said_to_have_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(exposition.MULTIPROCESS_DIR, str(tmp_path))
-    merged = MergedMetrics()
-    try:
-        await merged.families()
-        assert merged._process is not None
-        process, ours = merged._process
-        os.kill(process.pid, signal.SIGSTOP)
-        asking = asyncio.create_task(merged.families())
-        await asyncio.sleep(0.01)
-        process.kill()
-        with pytest.raises(Unavailable, match="adds up metrics"):
-            await asking
-        assert list(await merged.families()) == []
-        assert ours.fileno() == -1
-    finally:
-        await merged.close()
+    monkeypatch.setattr(shown, "_read_again_at_s", 0.0)
+    assert await shown.text() == b""
