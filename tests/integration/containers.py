@@ -1,16 +1,13 @@
-"""Containers without an engine: an image's install lines and commands, run as local processes.
+"""Containers without an engine: an image's entry point and probes, run as local processes.
 
-Paths of an image are moved below a folder, ports to free local ones, names of services to
-127.0.0.1. Knows Dockerfiles through their parser, and nothing of compose files or charts.
+Programs are those of the tests' environment. Paths of an image are moved below a folder, ports to
+free local ones, names of services to 127.0.0.1. Knows nothing of compose files or charts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-import os
 import re
-import shutil
 import signal
 import socket
 import ssl
@@ -18,133 +15,23 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from integration.dockerfile import Dockerfile, Image, expand, parse_arg, parse_copy, parse_env
+from integration.images import Image
 from support.processes import free_port, is_alive, wait_until
 
-SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
-# Absolute paths of the images that are moved below the folder of a built one.
-_IMAGE_PATHS = ("/opt/penstock", "/var/cache/penstock", "/src", "/etc/penstock")
-# Of the host, while an image is built: which package index to use, and how to reach it.
-_INSTALLER_VARIABLES = ("PIP_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "HOME")
+# Where an image has files that are written or mounted.
+_IMAGE_PATHS = ("/opt/penstock", "/var/cache/penstock", "/etc/penstock")
 
 # As the kubelet asks over HTTPS: whoever answers.
 ANY_CERTIFICATE = ssl.create_default_context()
 ANY_CERTIFICATE.check_hostname = False
 ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
-
-EditRun = Callable[[str], str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """An image whose files lie below `root`."""
-
-    image: Image
-    root: Path
-
-    def rebase(self, text: str) -> str:
-        return rebase(text, self.root)
-
-    @property
-    def env(self) -> dict[str, str]:
-        return {name: self.rebase(value) for name, value in self.image.env.items()}
-
-    @property
-    def site_packages(self) -> set[str]:
-        (folder,) = (self.root / "opt" / "penstock" / "lib").glob("python*/site-packages")
-        return {path.name for path in folder.iterdir()}
-
-
-def build(
-    file: Dockerfile,
-    target: str,
-    *,
-    context: Path,
-    ignore: str,
-    root: Path,
-    build_args: Mapping[str, str] | None = None,
-    edit_run: EditRun = lambda text: text,
-) -> Built:
-    """Run the install lines of the stage that `target` copies from.
-
-    `ignore` is the text of the Dockerfile's .dockerignore. `edit_run` may change a RUN line, or
-    leave it out by returning None.
-    """
-    stages = {copy.stage for copy in file.copies(target) if copy.stage is not None}
-    (build_stage,) = stages
-    env = {k: v for k, v in os.environ.items() if k.upper().startswith(_INSTALLER_VARIABLES)}
-    env |= {"PIP_CACHE_DIR": str(root / "pip-cache"), "PATH": f"{_python(root)}:{SYSTEM_PATH}"}
-    workdir = root
-    for step in file.steps(build_stage):
-        if step.keyword == "ARG":
-            name, default = parse_arg(step)
-            env[name] = (build_args or {}).get(name, default)
-        elif step.keyword == "ENV":
-            env |= {k: rebase(expand(v, env), root) for k, v in parse_env(step).items()}
-        elif step.keyword == "WORKDIR":
-            workdir = Path(rebase(step.text, root))
-            workdir.mkdir(parents=True, exist_ok=True)
-        elif step.keyword == "COPY":
-            copy = parse_copy(step)
-            if copy.stage is not None:
-                raise step.error("a copy between stages is not known here")
-            for source in copy.sources:
-                _copy(context, source, workdir / copy.destination, ignore)
-        elif step.keyword == "RUN" and (command := edit_run(step.text)) is not None:
-            _run(rebase(command, root), workdir, env)
-    image = file.image(target, SYSTEM_PATH)
-    (root / "var" / "cache" / "penstock").mkdir(parents=True)
-    return Built(image, root)
-
-
-def rebase(text: str, root: Path) -> str:
-    for path in _IMAGE_PATHS:
-        text = re.sub(rf"(?<![\w/.]){path}(?![\w-])", f"{root}{path}", text)
-    return text
-
-
-def _python(root: Path) -> Path:
-    """A folder with nothing but the `python` that the image is based on."""
-    folder = root / "usr-local-bin"
-    folder.mkdir(parents=True)
-    (folder / "python").symlink_to(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
-    return folder
-
-
-def _run(command: str, workdir: Path, env: Mapping[str, str]) -> None:
-    result = subprocess.run(
-        ["/bin/sh", "-ec", command],
-        cwd=workdir,
-        env=dict(env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, f"RUN {command}\n{result.stdout}"
-
-
-def _copy(context: Path, source: str, destination: Path, ignore: str) -> None:
-    """COPY: a folder's content goes into the destination, a file goes below it."""
-    patterns = [line for line in ignore.splitlines() if line and not line.startswith("#")]
-    assert patterns[0] == "*", "a .dockerignore here begins by leaving everything out"
-    assert f"!{source}" in patterns, f"{source} is copied, and kept out by .dockerignore"
-    hidden = [p.removeprefix("**/") for p in patterns[1:] if not p.startswith("!")]
-    if (context / source).is_dir():
-        shutil.copytree(context / source, destination, ignore=shutil.ignore_patterns(*hidden))
-    else:
-        assert not any(fnmatch.fnmatch(source, pattern) for pattern in hidden)
-        shutil.copy(context / source, destination / Path(source).name)
-
-
-# ---- what runs -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +51,7 @@ class Workload:
     # What others reach it by.
     host: str
     port: int
-    built: Built
+    image: Image
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     probes: Mapping[str, Probe]
@@ -221,13 +108,15 @@ class Container:
         self.url = f"{'https' if workload.https else 'http'}://127.0.0.1:{self.port}"
         self._network = network
         self._log_file = log_file
-        built = workload.built
-        self._env = {**built.env, **workload.environment}
+        self._root = log_file.with_suffix("")
+        self._root.mkdir()
+        env = {**workload.image.env, **workload.environment}
+        self._env = {name: self._rebase(value) for name, value in env.items()}
         for path, text in workload.files.items():
-            mounted = Path(built.rebase(path))
+            mounted = Path(self._rebase(path))
             mounted.parent.mkdir(parents=True, exist_ok=True)
             mounted.write_text(text)
-        self._argv = self._localise([*built.image.entrypoint, *workload.arguments])
+        self._argv = self._localise([*workload.image.entrypoint, *workload.arguments])
         self.process = self._start(self._argv)
 
     @property
@@ -290,21 +179,25 @@ class Container:
 
     def _localise(self, words: Sequence[str]) -> list[str]:
         """Paths, addresses of others, of itself, and the ports it listens on."""
-        words = [self._network.local(self.workload.built.rebase(word)) for word in words]
+        words = [self._network.local(self._rebase(word)) for word in words]
         for own, local in self.ports.items():
             address = rf"\b127\.0\.0\.1:{own}\b"
             words = [re.sub(address, f"127.0.0.1:{local}", word) for word in words]
             words = [str(local) if word == str(own) else word for word in words]
-        program = shutil.which(words[0], path=self._env["PATH"])
-        assert program is not None, f"{words[0]} is not in {self._env['PATH']}"
-        return [program, *words[1:]]
+        assert words[0] == "penstock"
+        return [sys.executable, "-m", "penstock_cli.main", *words[1:]]
+
+    def _rebase(self, text: str) -> str:
+        for path in _IMAGE_PATHS:
+            text = re.sub(rf"(?<![\w/.]){path}(?![\w-])", f"{self._root}{path}", text)
+        return text
 
     def _start(self, argv: Sequence[str]) -> subprocess.Popen[bytes]:
         with self._log_file.open("ab") as log:
             return subprocess.Popen(
                 argv,
                 env=self._env,
-                cwd=self.workload.built.root,
+                cwd=self._root,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -14,7 +14,8 @@ from typing import Any
 
 import helm_python
 import yaml
-from integration.containers import Built, Probe, Workload
+from integration.containers import Probe, Workload
+from integration.images import Image
 
 _SERVICE_KEYS = frozenset(
     [
@@ -62,7 +63,7 @@ _INTERPOLATION = re.compile(r"\$\{(\w+):-([^}]*)\}")
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "penstock"
 
 Resource = Mapping[str, Any]
-Images = Mapping[str, Built]
+Images = Mapping[str, Image]
 Secrets = Mapping[str, Mapping[str, str]]
 
 
@@ -108,15 +109,16 @@ def compose_workloads(services: Mapping[str, Mapping[str, Any]], images: Images)
     for name, service in services.items():
         unknown = set(service) - _SERVICE_KEYS
         assert not unknown, f"{name}: {sorted(unknown)} not known here"
-        built = images[service["image"]]
+        image = images[service["image"]]
+        (port,) = image.ports
         kind, *command = service["healthcheck"]["test"]
         assert kind == "CMD", f"{name}: a health check without a shell"
         found.append(
             Workload(
                 host=name,
-                port=built.image.ports[0],
+                port=port,
                 more_ports=tuple(map(int, service.get("expose", ()))),
-                built=built,
+                image=image,
                 arguments=tuple(shlex.split(service["command"])),
                 environment=service["environment"],
                 probes={"health": Probe(tuple(command))},
@@ -193,7 +195,7 @@ def _pod(host: str, service: str, spec: Resource, images: Images, secrets: Secre
     return Workload(
         host=host,
         port=port["containerPort"],
-        built=images[container["image"]],
+        image=images[container["image"]],
         arguments=tuple(container["args"]),
         environment=dict(_variable(entry, secrets) for entry in container.get("env", ())),
         probes={

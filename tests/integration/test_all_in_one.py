@@ -18,17 +18,14 @@ from typing import Any
 import psutil
 import pytest
 from clients.environments import observe
-from integration.dockerfile import parse
-from integration.dockerfile_rules import images
+from integration.images import image
 from support.budget import budget
 from support.processes import free_port, is_alive, wait_until
 
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[2]
-DOCKERFILE = parse((ROOT / "deploy" / "Dockerfile").read_text())
 TOY = ROOT / "shard" / "penstock_shard" / "builtin_model"
-TGI, VLLM = ("cpu", "cuda"), ("vllm-cpu", "vllm-cuda")
 # Which of them computes is nothing to the flags and the routes.
 RUNNER = ("fake", "model")[budget(0, 1)]
 
@@ -37,12 +34,12 @@ class Started:
     """What `docker run IMAGE FLAGS` would run."""
 
     def __init__(self, target: str, folder: Path, *flags: str, **variables: str) -> None:
-        image = DOCKERFILE.image(target, os.environ["PATH"])
+        made = image(target)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_file = folder / "log"
-        home = image.env["HF_HOME"]
-        words = list(image.entrypoint)
+        home = made.env["HF_HOME"]
+        words = list(made.entrypoint)
         assert words[:2] == ["penstock", "translate"]
         # The interpreter here is this user's alone; leaving root has a test of its own.
         place = words.index("--drop-root")
@@ -51,7 +48,8 @@ class Started:
         # Tests run side by side on one machine.
         added = ["--shard-port", str(free_port()), "--runner", RUNNER]
         words[words.index("--") : words.index("--")] = added
-        environment = {**os.environ, **image.env, "HF_HOME": f"{folder}{home}", **variables}
+        path = os.environ["PATH"]
+        environment = {**os.environ, **made.env, "PATH": path, "HF_HOME": f"{folder}{home}"}
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "penstock_cli.main", *words[1:], *flags],
@@ -59,7 +57,7 @@ class Started:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=folder,
-                env={**environment, "PORT": str(self.port), "HF_HUB_OFFLINE": "1"},
+                env={**environment, **variables, "PORT": str(self.port), "HF_HUB_OFFLINE": "1"},
             )
 
     @property
@@ -68,7 +66,7 @@ class Started:
 
     def health(self) -> int:
         """The image's own HEALTHCHECK, in its environment."""
-        check = DOCKERFILE.image("cpu", "/bin").healthcheck
+        check = image("cpu").healthcheck
         command = [sys.executable, "-m", "penstock_cli.main", *check[1:]]
         environment = {**os.environ, "PORT": str(self.port)}
         return subprocess.run(command, env=environment, capture_output=True, check=False).returncode
@@ -163,20 +161,3 @@ def test_what_would_change_answers_silently_is_not_served(tmp_path: Path) -> Non
     assert started.process.wait(30) == 2
     assert "# --quantize: refused: " in started.log
     assert "not served, as answers would differ without --quantize" in started.log
-
-
-def test_each_target_stands_in_for_its_image() -> None:
-    assert set(images(DOCKERFILE)) == {*TGI, *VLLM}
-    # What is built without a target is the last.
-    assert DOCKERFILE.targets[-1] == "cpu"
-    for targets, port, home, command in (
-        (TGI, 80, "/data", ["text-generation-launcher"]),
-        (VLLM, 8000, "/root/.cache/huggingface", ["vllm", "serve"]),
-    ):
-        for target in targets:
-            image = DOCKERFILE.image(target, "/bin")
-            assert image.ports[-1] == int(image.env["PORT"]) == port
-            assert image.env["HF_HOME"] == home
-            words = ["penstock", "translate", "--run", "--drop-root", home, "--", *command]
-            assert list(image.entrypoint) == words
-            assert image.healthcheck == ("penstock", "health")

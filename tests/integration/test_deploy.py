@@ -1,9 +1,8 @@
-"""The images, the compose file and the chart do what they say, without an engine or a cluster.
+"""The compose file and the chart do what they say, without an engine or a cluster.
 
-Each image's own install lines are run in a fresh environment; each service's command,
-environment, ports and probes are then taken from the compose file or the rendered chart and run
-as local processes. What packages ask for is not downloaded but found in the environment of the
-tests; the soak makes the images as they are written.
+Each service's command, environment, ports and probes are taken from the compose file or the
+rendered chart, its entry point from the Dockerfile, and run as local processes.
+`test_images.py` builds the images.
 """
 
 from __future__ import annotations
@@ -11,28 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shlex
-import shutil
-import subprocess
-import sys
 import tomllib
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from integration.containers import (
-    ANY_CERTIFICATE,
-    Built,
-    Container,
-    Network,
-    Workload,
-    build,
-)
-from integration.dockerfile import Dockerfile, parse
+from integration.containers import ANY_CERTIFICATE, Container, Network, Workload
+from integration.images import Image, image, port_of, stages, steps
 from integration.manifests import (
     chart_workloads,
     compose_workloads,
@@ -50,62 +38,16 @@ DEPLOY = ROOT / "deploy"
 FAKE = ("--runner", "fake", "--step-ms", "2")
 KEY = "a key of the test"
 
-TARGETS = [("router", "router"), ("shard", "cpu"), ("shard", "cuda")]
 
-
-def dockerfile(name: str) -> Dockerfile:
-    return parse((DEPLOY / f"Dockerfile.{name}").read_text())
-
-
-def build_image(name: str, target: str, root: Path, edit_run: Callable[[str], str | None]) -> Built:
-    ignore = (DEPLOY / f"Dockerfile.{name}.dockerignore").read_text()
-    return build(
-        dockerfile(name), target, context=ROOT, ignore=ignore, root=root, edit_run=edit_run
-    )
-
-
-def from_here(command: str) -> str | None:
-    """An install line of an image, changed to download nothing and to compile in no time: what
-    penstock asks for is found in the environment of the tests.
-    """
-    if command.startswith("apt-get") or '"$TORCH"' in command:
-        return None
-    if command.startswith("python -m venv"):
-        packages = [path for path in sys.path if path.endswith("site-packages")]
-        return (
-            "python -m venv --without-pip /opt/penstock; cd /opt/penstock/lib/*/site-packages; "
-            f"printf '%s\\n' {shlex.join(packages)} > tests.pth"
-        )
-    if "kernels.build" in command:
-        unoptimised = "printf '%s\\n' '#!/bin/sh' 'exec cc \"$@\" -O0' > cc; chmod +x cc"
-        return f"{unoptimised}; CC=$PWD/cc {command}"
-    here = f"{sys.executable} -m pip --python /opt/penstock/bin/python"
-    offline = "--no-compile --no-deps --no-build-isolation"
-    return command.replace("pip install", f"{here} install {offline}")
-
-
-def as_written(command: str) -> str | None:
-    """But for the compiler, which this machine has."""
-    return None if command.startswith("apt-get") else command
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Built]]:
+def images() -> dict[str, Image]:
     """Both images, by the names that the compose file and the chart use."""
-    roots = {name: tmp_path_factory.mktemp(name) for name in ("router", "shard")}
-    with ThreadPoolExecutor() as pool:
-        router = pool.submit(build_image, "router", "router", roots["router"], from_here)
-        shard = pool.submit(build_image, "shard", "cpu", roots["shard"], from_here)
-        built_router, built_shard = router.result(), shard.result()
-    yield {
-        "penstock-router": built_router,
-        "penstock-shard:cpu": built_shard,
-        f"penstock-router:{app_version()}": built_router,
-        f"penstock-shard:{app_version()}-cpu": built_shard,
+    router, shard = image("router"), image("shard-cpu")
+    return {
+        "penstock-router": router,
+        "penstock-shard:cpu": shard,
+        f"penstock-router:{app_version()}": router,
+        f"penstock-shard:{app_version()}-cpu": shard,
     }
-    # pytest would keep some hundred MB of each of the last runs.
-    for root in roots.values():
-        shutil.rmtree(root)
 
 
 def app_version() -> str:
@@ -114,128 +56,13 @@ def app_version() -> str:
     return version
 
 
-# ---- the images ------------------------------------------------------------------------------
-
-
-def test_each_image_has_its_own_part_and_not_the_others(images: Mapping[str, Built]) -> None:
-    router = images["penstock-router"].site_packages
-    shard = images["penstock-shard:cpu"].site_packages
-    assert {"penstock_router", "penstock_client", "penstock_proto"} <= router
-    assert {"penstock_shard", "penstock_client", "penstock_proto"} <= shard
-    assert "penstock_shard" not in router
-    assert "penstock_router" not in shard
-
-
-@pytest.mark.parametrize(("name", "target"), TARGETS)
-def test_an_image_runs_as_nobody_and_answers_probes(name: str, target: str) -> None:
-    image = dockerfile(name).image(target, "/bin")
-    user, _, group = image.user.partition(":")
-    assert int(user) >= 10_000, "a number, so that runAsNonRoot can be checked"
-    assert user == group
-    assert image.healthcheck[:2] == ("penstock", "health")
-    assert image.healthcheck[-1].endswith(f"127.0.0.1:{image.ports[0]}")
-    assert image.entrypoint == (
-        "penstock",
-        name,
-        "--host",
-        "0.0.0.0",
-        "--port",
-        str(image.ports[0]),
-    )
-
-
-@pytest.mark.parametrize(("name", "target"), TARGETS)
-def test_an_image_takes_the_environment_from_its_build_and_nothing_else(
-    name: str, target: str
-) -> None:
-    (copy,) = dockerfile(name).copies(target)
-    assert (copy.sources, copy.destination) == (("/opt/penstock",), "/opt/penstock")
-    assert copy.stage is not None
-    assert copy.stage.endswith("build")
-
-
-def test_the_cpu_image_has_kernels_and_needs_no_compiler(images: Mapping[str, Built]) -> None:
-    image = images["penstock-shard:cpu"]
-    kernels = Path(image.env["PENSTOCK_CACHE"])
-    # The user of the image is not the one who made it.
-    assert {path.stat().st_mode & 0o777 for path in (kernels, *kernels.iterdir())} == {0o755}
-    code = """if True:
-        from penstock_shard.kernels.build_cpu import libraries, supported_levels
-        print(*(next(libraries(level, print)) for level in supported_levels()))
-    """
-    found = subprocess.run(
-        [image.root / "opt" / "penstock" / "bin" / "python", "-c", code],
-        env={"PENSTOCK_CACHE": str(kernels), "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    assert set(found) <= {str(path) for path in kernels.iterdir()}
-    assert len(found) >= 1
-
-
-def test_the_cuda_image_installs_the_flash_extra_and_the_cpu_image_does_not() -> None:
-    file = dockerfile("shard")
-    runs = {
-        stage: [step.text for step in file.steps(stage) if step.keyword == "RUN"]
-        for stage in ("cuda-build", "cpu-build")
-    }
-    pinned = "pip install --constraint constraints.txt"
-    # An empty FLASH_ATTN leaves it out.
-    extras = '".[shard,${FLASH_ATTN:+flash,}otlp]"'
-    assert runs["cuda-build"][-1] == f"{pinned} --find-links /wheels {extras}"
-    assert f"{pinned} '.[shard,otlp]'" in runs["cpu-build"]
-    # The same torch, before the rest.
-    (torch,) = (run for run in runs["cpu-build"] if '"$TORCH"' in run)
-    assert runs["cuda-build"][1] == torch
-    assert runs["cpu-build"].index(torch) < runs["cpu-build"].index(f"{pinned} '.[shard,otlp]'")
-
-
-def test_what_an_image_copies_is_not_kept_out_of_its_context() -> None:
-    for name in ("router", "shard"):
-        lines = (DEPLOY / f"Dockerfile.{name}.dockerignore").read_text().splitlines()
-        allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
-        file = dockerfile(name)
-        copied = {
-            source
-            for target in file.targets
-            for copy in file.copies(target)
-            if copy.stage is None
-            for source in copy.sources
-        }
-        assert copied == allowed
-
-
-@pytest.mark.soak
-# A slow package index is not what is tested here.
-@pytest.mark.timeout(1800)
-def test_the_images_as_they_are_written_serve_the_builtin_model(tmp_path: Path) -> None:
-    roots = {name: tmp_path / name for name in ("router", "shard")}
-    for root in roots.values():
-        root.mkdir()
-    router = build_image("router", "router", roots["router"], as_written)
-    shard = build_image("shard", "cpu", roots["shard"], as_written)
-    assert {"penstock_router", "tokenizers", "aiohttp"} <= router.site_packages
-    assert not {"torch", "transformers", "numpy", "penstock_shard"} & router.site_packages
-    assert {"penstock_shard", "grpc", "torch", "transformers"} <= shard.site_packages
-    assert not {"penstock_router", "uvloop"} & shard.site_packages
-    services = read_compose(DEPLOY / "compose.yaml", {}, "cpu")
-    built = {"penstock-router": router, "penstock-shard:cpu": shard}
-    with running(compose_workloads(services, built), tmp_path) as containers:
-        check_answers(containers["router"])
-    for root in roots.values():
-        shutil.rmtree(root)
-
-
 # ---- the compose file ------------------------------------------------------------------------
 
 
-def test_the_compose_services_answer_and_their_health_checks_flip_on_kill(
-    images: Mapping[str, Built], tmp_path: Path
-) -> None:
+def test_the_compose_services_answer_and_their_health_checks_flip_on_kill(tmp_path: Path) -> None:
     variables = {"PENSTOCK_SHARD_ARGS": " ".join(FAKE)}
     services = read_compose(DEPLOY / "compose.yaml", variables, "cpu")
-    with running(compose_workloads(services, images), tmp_path) as containers:
+    with running(compose_workloads(services, images()), tmp_path) as containers:
         router, first, second = (containers[name] for name in ("router", "shard-0", "shard-1"))
         check_answers(router)
 
@@ -265,13 +92,13 @@ def test_every_compose_service_is_built_from_a_target_that_exists() -> None:
         recipe = service["build"]
         context = (DEPLOY / recipe["context"]).resolve()
         assert context == ROOT
-        file = parse((context / recipe["dockerfile"]).read_text())
-        assert recipe.get("target", file.targets[-1]) in file.targets
+        assert (context / recipe["dockerfile"]).samefile(DEPLOY / "Dockerfile")
+        assert recipe["target"] in stages()
         stages_args = {
-            step.text.partition("=")[0]
-            for target in file.targets
-            for step in file.steps(target)
-            if step.keyword == "ARG"
+            text.partition("=")[0]
+            for target in stages()
+            for keyword, text in steps(target)
+            if keyword == "ARG"
         }
         assert set(recipe.get("args", {})) <= stages_args
 
@@ -288,9 +115,8 @@ def test_compose_containers_may_do_little_and_get_time_to_stop() -> None:
 def test_the_compose_routers_shards_are_services_of_each_profile(profile: str) -> None:
     services = read_compose(DEPLOY / "compose.yaml", {}, profile)
     addresses = services["router"]["command"].split()[1].split(",")
-    target = "cpu" if profile == "cpu" else "cuda"
-    port = dockerfile("shard").image(target, "/bin").ports[0]
-    assert addresses == [f"{name}:{port}" for name in shard_names(services)]
+    target = "shard-cpu" if profile == "cpu" else "shard-cuda"
+    assert addresses == [f"{name}:{port_of(target)}" for name in shard_names(services)]
     assert set(services) - {"router"} <= set(services["router"]["depends_on"])
 
 
@@ -311,7 +137,7 @@ def test_each_shard_of_the_gpu_profile_has_a_gpu_of_its_own() -> None:
     gpus = []
     for shard in shards.values():
         # An index of CPU builds must not get into this image.
-        assert shard["build"]["target"] == "cuda"
+        assert shard["build"]["target"] == "shard-cuda"
         assert "TORCH_INDEX_URL" not in shard["build"]["args"]
         # What is not set is what the Dockerfile says.
         assert set(shard["build"]["args"].values()) == {None}
@@ -357,7 +183,7 @@ def test_prometheus_scrapes_every_service_of_a_profile_where_it_tells(profile: s
         if name != "router"
     )
     assert scraped == {
-        "penstock-router": [f"router:{dockerfile('router').image('router', '/bin').ports[0]}"],
+        "penstock-router": [f"router:{port_of('router')}"],
         "penstock-shard": [f"{name}:{port}" for name in shard_names(services)],
     }
 
@@ -365,11 +191,9 @@ def test_prometheus_scrapes_every_service_of_a_profile_where_it_tells(profile: s
 # ---- the chart -------------------------------------------------------------------------------
 
 
-def test_the_charts_pods_answer_and_their_probes_flip_on_kill(
-    images: Mapping[str, Built], tmp_path: Path
-) -> None:
+def test_the_charts_pods_answer_and_their_probes_flip_on_kill(tmp_path: Path) -> None:
     values = {"shard": {"extraArgs": list(FAKE)}, "apiKey": {"existingSecret": "keys"}}
-    workloads = chart_workloads(render(values, "demo"), images, {"keys": {"api-key": KEY}})
+    workloads = chart_workloads(render(values, "demo"), images(), {"keys": {"api-key": KEY}})
     with running(workloads, tmp_path) as containers:
         router = containers["demo-penstock-router"]
         first, second = (c for name, c in containers.items() if "toy" in name)
@@ -404,7 +228,7 @@ def test_the_charts_pods_answer_and_their_probes_flip_on_kill(
 
 
 def test_the_charts_pods_with_all_secrets_serve_two_models_over_tls_to_who_has_a_key(
-    images: Mapping[str, Built], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     values = {
         "models": [
@@ -417,7 +241,7 @@ def test_the_charts_pods_with_all_secrets_serve_two_models_over_tls_to_who_has_a
         "resumeKey": {"existingSecret": "keys"},
         "shardTls": {"existingSecret": "shards", "mutual": True, "routerSecret": "router"},
     }
-    workloads = chart_workloads(render(values, "demo"), images, tls_secrets(tmp_path))
+    workloads = chart_workloads(render(values, "demo"), images(), tls_secrets(tmp_path))
     with running(workloads, tmp_path) as containers:
         router = containers["demo-penstock-router"]
         # It is ready before it has found any: it would hold requests.

@@ -33,7 +33,7 @@ from integration.charts import (
     selected,
     templates_of,
 )
-from integration.dockerfile import parse
+from integration.images import Image, image, target_of
 from integration.manifests import CHART, Resource, find, pod_templates, render, render_notes
 
 from penstock_client.fleet.discovery import DnsSource, UnionSource, parse_source
@@ -322,8 +322,8 @@ def test_pods_run_as_the_user_of_their_image_and_may_do_little(case: str) -> Non
         security = spec["securityContext"]
         assert security["runAsNonRoot"] is True
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-        image = image_of(container)
-        assert f"{security['runAsUser']}:{security['runAsGroup']}" == image.user
+        runs = image_of(container)
+        assert f"{security['runAsUser']}:{security['runAsGroup']}" == runs.user
         assert spec["automountServiceAccountToken"] is False
         may = container["securityContext"]
         assert (may["readOnlyRootFilesystem"], may["allowPrivilegeEscalation"]) == (True, False)
@@ -331,15 +331,12 @@ def test_pods_run_as_the_user_of_their_image_and_may_do_little(case: str) -> Non
         writable = {
             mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")
         }
-        assert {"/tmp", image.env.get("HOME", "/tmp")} <= writable
+        assert {"/tmp", runs.env.get("HOME", "/tmp")} <= writable
 
 
-def image_of(container: Resource) -> Any:
-    """The image that a container runs, as its Dockerfile makes it."""
-    repository, _, tag = container["image"].partition(":")
-    name = repository.removeprefix("penstock-")
-    target = "router" if name == "router" else tag.rpartition("-")[2]
-    return parse((ROOT / "deploy" / f"Dockerfile.{name}").read_text()).image(target, "/bin")
+def image_of(container: Resource) -> Image:
+    """The image that a container runs, as the Dockerfile makes it."""
+    return image(target_of(container["image"]))
 
 
 def test_ports_are_those_that_the_images_listen_on() -> None:
