@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,12 @@ def why_not() -> str:
 
 
 class Builder:
-    """Images and containers of its own, in a folder."""
+    """Images and containers of its own, in a folder. What is first asked for is built then."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the base image, which takes a minute or two."""
         self._folder = folder
+        self._built: set[str] = set()
         self._driver = "overlay"
         try:
             self.call("info")
@@ -64,26 +66,15 @@ class Builder:
         self.call("rm", "--all")
         shutil.rmtree(self._folder)
 
-    def build(self, target: str, dockerfile: Path = DOCKERFILE) -> None:
-        """Raises `BuildFailed`."""
-        volumes = [f"--volume={place}:{inside}:ro" for place, inside in self._mounts()]
-        self.call(
-            # With layers targets share their stages; the other format has no health checks.
-            *("build", "--layers", "--format", "docker", "--isolation", "chroot"),
-            *("--network", "host", "--build-arg", f"PYTHON_IMAGE={_BASE}", *volumes),
-            *("--ignorefile", str(DOCKERFILE.with_suffix(".dockerignore"))),
-            *("--file", str(dockerfile), "--target", target, "--tag", _name(target), str(ROOT)),
-        )
-
     def config(self, target: str) -> dict[str, Any]:
-        """What the image says of its containers."""
-        found = json.loads(self.call("inspect", "--type", "image", _name(target)))
+        """What the image says of its containers. Raises `BuildFailed`."""
+        found = json.loads(self.call("inspect", "--type", "image", self._image(target)))
         config: dict[str, Any] = found["Docker"]["config"]
         return config
 
     def container(self, target: str) -> str:
-        """A new container's name."""
-        return self.call("from", _name(target)).strip()
+        """A new container's name. Raises `BuildFailed`."""
+        return self.call("from", self._image(target)).strip()
 
     def run_command(self, container: str, words: Sequence[str]) -> list[str]:
         """What runs this in the container: as the image's user, in its environment, here."""
@@ -99,6 +90,26 @@ class Builder:
     def _buildah(self) -> list[str]:
         places = ["--root", f"{self._folder}/store", "--runroot", f"{self._folder}/run"]
         return ["buildah", *places, "--storage-driver", self._driver]
+
+    def _image(self, target: str) -> str:
+        """Its name."""
+        name = f"localhost/penstock-{target}"
+        if target not in self._built:
+            began = time.monotonic()
+            self._build(target, name)
+            self._built.add(target)
+            print(f"{target}: built in {time.monotonic() - began:.0f} s")
+        return name
+
+    def _build(self, target: str, name: str) -> None:
+        volumes = [f"--volume={place}:{inside}:ro" for place, inside in self._mounts()]
+        self.call(
+            # With layers targets share their stages; the other format has no health checks.
+            *("build", "--layers", "--format", "docker", "--isolation", "chroot"),
+            *("--network", "host", "--build-arg", f"PYTHON_IMAGE={_BASE}", *volumes),
+            *("--ignorefile", str(DOCKERFILE.with_suffix(".dockerignore"))),
+            *("--file", str(DOCKERFILE), "--target", target, "--tag", name, str(ROOT)),
+        )
 
     def _make_base(self) -> None:
         system = self._folder / "base"
@@ -134,10 +145,6 @@ def _pip_options() -> Iterator[tuple[str, str]]:
         name = key.rpartition(".")[2]
         if name in _PIP_OPTIONS:
             yield name, " ".join(str(ast.literal_eval(value)).split())
-
-
-def _name(target: str) -> str:
-    return f"localhost/penstock-{target}"
 
 
 def _output(command: Sequence[str]) -> str:

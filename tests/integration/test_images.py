@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,21 +29,12 @@ FAKE = ("--runner", "fake", "--step-ms", "2")
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     if reason := why_not():
         pytest.skip(reason)
-    made = Builder(tmp_path_factory.mktemp("images"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def images(builder: Builder) -> Builder:
-    for target in BUILT:
-        began = time.monotonic()
-        builder.build(target)
-        print(f"{target}: built in {time.monotonic() - began:.0f} s")
-    return builder
+    builder = Builder(tmp_path_factory.mktemp("images"))
+    yield builder
+    builder.close()
 
 
 @pytest.fixture
