@@ -217,7 +217,8 @@ async def test_clients_of_one_router_take_turns_with_their_slow_constraints(
             await wait_at_shard(count)
             tasks.create_task(ask_from("127.0.0.3", count))
             await wait_at_shard(count + 1)
-    assert ended.index("127.0.0.3") < count / 2
+    # Without turns it would be the last. Answers may overtake each other on a busy machine.
+    assert ended.index("127.0.0.3") <= count / 2
 
 
 def _pattern(number: int, length: int) -> dict[str, str]:
