@@ -51,7 +51,15 @@ def main() -> None:
     """Entry point of the `penstock` command."""
     # Child processes import nothing from their working directory.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    sys.exit(run(sys.argv[1:]))
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads the output, such as `head`, has seen enough. Python writes the rest at its
+        # end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
 
 
 def run(argv: Sequence[str]) -> int:

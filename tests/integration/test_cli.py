@@ -280,3 +280,15 @@ def test_serve_of_a_model_that_is_not_there_ends_with_its_reason(tmp_path: Path)
     # Whatever the router logs until it is ended.
     assert run.stderr.splitlines()[-1].endswith("begins `penstock shard:` says why")
     assert "Traceback" not in run.stderr
+
+
+def test_output_that_nobody_reads_is_no_error_to_tell_of() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        ended = subprocess.run(
+            [*PENSTOCK, "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (1, b"")
