@@ -59,11 +59,11 @@ def _fake_runner(args: argparse.Namespace, scratch: Path) -> Runner:
 def _model_runner(args: argparse.Namespace, scratch: Path) -> Runner:
     from model_maker import make_model
 
-    from penstock_shard.model_loader.create_runner import create_runner
+    from penstock_shard.model_loader.load_model_runner import load_model_runner
 
     directory = args.model or make_model(scratch / "model", "llama-3m")
     config = ShardConfig(device="cpu", threads=1, max_num_seqs=args.sequences)
-    return create_runner(config, directory, progress=lambda line: None)
+    return load_model_runner(config, directory, progress=lambda line: None)
 
 
 class _Timed:

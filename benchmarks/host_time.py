@@ -32,7 +32,7 @@ from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.models.base import Forwarded
+from penstock_shard.models.base import ForwardOutput
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.model_runner import ModelRunner
@@ -64,8 +64,8 @@ class _NoModel:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
-    ) -> Forwarded:
-        return Forwarded(self._logits[: len(logit_rows)], self._logits[:0])
+    ) -> ForwardOutput:
+        return ForwardOutput(self._logits[: len(logit_rows)], self._logits[:0])
 
 
 def main() -> None:

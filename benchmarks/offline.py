@@ -70,7 +70,7 @@ def make_default_model(directory: Path) -> Path:
 
 def run(args: argparse.Namespace, directory: Path) -> None:
     from penstock_shard.device.cpu_threads import default_threads
-    from penstock_shard.model_loader.create_runner import create_runner
+    from penstock_shard.model_loader.load_model_runner import load_model_runner
 
     threads = args.threads or default_threads()
     config = ShardConfig(
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, directory: Path) -> None:
         kv_memory_bytes=2**30,
     )
     begin = time.perf_counter()
-    runner = create_runner(config, directory, progress=lambda line: None)
+    runner = load_model_runner(config, directory, progress=lambda line: None)
     print(
         f"loaded in {time.perf_counter() - begin:.1f} s (without imports); weights in "
         f"{runner.info.dtype}, {threads} threads"

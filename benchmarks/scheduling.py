@@ -62,9 +62,9 @@ def main() -> None:
             max_num_seqs=max(args.max_num_seqs, 80),
             kv_memory_bytes=4 * 2**30,
         )
-        from penstock_shard.model_loader.create_runner import create_runner
+        from penstock_shard.model_loader.load_model_runner import load_model_runner
 
-        runner = create_runner(config, directory, progress=lambda line: None)
+        runner = load_model_runner(config, directory, progress=lambda line: None)
         (objectives if args.what == "slo" else long_prompt)(runner, config, args)
 
 

@@ -45,7 +45,7 @@ def make_runner(variant: Variant, directory: Path) -> tuple[ModelRunner, dict[st
     """A runner with random weights, and a row with its progress lines: which kernels it has, and
     whether it captures graphs. The lines go to standard output too.
     """
-    from penstock_shard.model_loader.create_runner import create_runner
+    from penstock_shard.model_loader.load_model_runner import load_model_runner
 
     said: list[str] = []
 
@@ -64,7 +64,7 @@ def make_runner(variant: Variant, directory: Path) -> tuple[ModelRunner, dict[st
         max_model_len=variant.max_model_len,
         max_num_batched_tokens=8192 if variant.device == "cuda" else 512,
     )
-    runner = create_runner(config, model, progress=progress)
+    runner = load_model_runner(config, model, progress=progress)
     seconds = time.perf_counter() - begun_s
     return runner, {"what": "loaded", "model": variant.label, "seconds": seconds, "said": said}
 

@@ -48,7 +48,7 @@ from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
 from penstock_shard.cli import parse_config as parse_shard_config
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine import main as engine_main
-from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.create_engine import create_engine
 from penstock_shard.engine.loop import EngineLoop
 from penstock_shard.ipc import messages

@@ -86,7 +86,7 @@ def shard_problem(
     """Empty when healthy."""
     import grpc
 
-    from penstock_proto.transport import SPEAKS_HTTP, Connector, explained
+    from penstock_proto.transport import SPEAKS_HTTP, Connector, explain
 
     connector = Connector(tls)
     with connector.open(address, connector.credentials()) as channel:
@@ -97,7 +97,7 @@ def shard_problem(
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return f"no answer in {timeout_s:g} s"
             details = error.details() or ""
-            known = explained(details)
+            known = explain(details)
             if known == SPEAKS_HTTP:
                 known = f"an HTTP server answers there: ask a router as http://{address}"
             return f"no answer ({error.code().name if known == details else known})"

@@ -99,14 +99,14 @@ def _new(args: argparse.Namespace) -> int:
     )
     if args.file is None:
         try:
-            text = key_file_format.added("", entry)
+            text = key_file_format.add_entry("", entry)
         except KeyFileError as error:
             return _fail(str(error))
         print(f"{key}\n\n{text}", end="")
         return 0
     with key_file_format.locked(args.file) as path:
         before = key_file_format.read_text(path) if os.path.exists(path) else ""
-        key_file_format.replace(path, key_file_format.added(before, entry))
+        key_file_format.replace(path, key_file_format.add_entry(before, entry))
     print(key)
     print(
         f"added {entry.name} to {args.file}, which holds only the key's hash: copy the key now",
@@ -136,7 +136,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _revoke(args: argparse.Namespace) -> int:
     with key_file_format.locked(args.file) as path:
-        kept = key_file_format.removed(key_file_format.read_text(path), args.name)
+        kept = key_file_format.remove_entry(key_file_format.read_text(path), args.name)
         key_file_format.replace(path, kept)
     print(f"removed {args.name} from {args.file}; routers refuse its key within two seconds")
     return 0

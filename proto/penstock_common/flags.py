@@ -38,7 +38,7 @@ class OneLineParser(argparse.ArgumentParser):
 # ---- flags as fields ---------------------------------------------------------------------------
 
 
-class How(TypedDict, total=False):
+class FlagOptions(TypedDict, total=False):
     """What may be said of a flag besides its default and its help."""
 
     # Begins a group of --help, which lasts until the next flag that begins one.
@@ -66,13 +66,13 @@ class How(TypedDict, total=False):
     secret: bool
 
 
-def flag(default: T, help: str, **how: typing.Unpack[How]) -> T:
+def flag(default: T, help: str, **how: typing.Unpack[FlagOptions]) -> T:
     """The default of a field that is a flag."""
     secret = how.get("secret", False)
     return dataclasses.field(default=default, repr=not secret, metadata={"help": help, **how})
 
 
-def required(help: str, **how: typing.Unpack[How]) -> Any:
+def required(help: str, **how: typing.Unpack[FlagOptions]) -> Any:
     """The same for a flag that must be given."""
     return dataclasses.field(metadata={"help": help, **how})
 

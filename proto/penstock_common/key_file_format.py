@@ -217,7 +217,7 @@ def entry_text(entry: KeyEntry) -> str:
     return "\n".join([*lines, ""])
 
 
-def added(text: str, entry: KeyEntry) -> str:
+def add_entry(text: str, entry: KeyEntry) -> str:
     """The file's text with one more entry. Raises `KeyFileError` where its name is taken."""
     if any(other.name == entry.name for other in parse(text)):
         raise KeyFileError(f"there is a key {entry.name} already")
@@ -227,7 +227,7 @@ def added(text: str, entry: KeyEntry) -> str:
     return whole
 
 
-def removed(text: str, name: str) -> str:
+def remove_entry(text: str, name: str) -> str:
     """The file's text without that entry; all else, comments too, stays as it is.
 
     Raises `KeyFileError` where there is none, or where it stands in an unusual way.

@@ -62,7 +62,7 @@ def _formatter(log_format: str, stream: TextIO) -> logging.Formatter:
     return TextFormatter() if is_text else JsonFormatter()
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """The text on one line, with nothing in it that a terminal would act on."""
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -76,10 +76,10 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         in_words = getattr(record, IN_WORDS, None)
         record.message = f"{record.name}: {record.message}" if in_words is None else in_words()
-        return escaped(super().formatMessage(record))
+        return escape(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's name
-        return "\n".join(map(escaped, super().formatException(ei).split("\n")))
+        return "\n".join(map(escape, super().formatException(ei).split("\n")))
 
 
 class JsonFormatter(logging.Formatter):

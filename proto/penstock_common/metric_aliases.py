@@ -147,7 +147,7 @@ TGI = (
 SETS: Mapping[str, tuple[Name, ...]] = {"vllm": VLLM, "tgi": TGI}
 
 
-def translated(families: Iterable[Metric], names: Iterable[str], **labels: str) -> Iterator[Metric]:
+def translate(families: Iterable[Metric], names: Iterable[str], **labels: str) -> Iterator[Metric]:
     """The families, and the same under the names of `names`, which are of `SETS`; `labels` are of
     all samples, where those do not show them.
     """

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 1.0
 
 
-async def lasting(
+async def run_lasting(
     work: Callable[[], Awaitable[None]], what: str, pause_s: float = _PAUSE_S
 ) -> None:
     """Run `work` until it returns or this task is cancelled. Whenever it fails, log that under the
@@ -22,5 +22,5 @@ async def lasting(
         try:
             return await work()
         except Exception:
-            logger.exception("%s failed; it goes on in %g s", what, pause_s)
+            logger.exception("%s failed; trying again in %g s", what, pause_s)
         await asyncio.sleep(pause_s)

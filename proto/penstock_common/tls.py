@@ -100,7 +100,7 @@ def read_file(path: str) -> bytes:
         raise TlsFilesUnusable(f"{path}: {error.strerror}") from None
 
 
-class Renewed(Generic[T]):
+class FileReloader(Generic[T]):
     """Something made from files, and made again when what is in them has changed.
 
     What cannot be used (a pair of which one half is written, a file that is gone for the moment)
@@ -134,7 +134,7 @@ class Renewed(Generic[T]):
             self._contents, self.value = self._read_and_make()
         except TlsFilesUnusable as error:
             if str(error) != self._problem:
-                logger.warning("%s; going on with what it held before", error)
+                logger.warning("%s; keeping what it held before", error)
             self._problem = str(error)
             return None
         self._problem = ""

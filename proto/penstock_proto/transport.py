@@ -14,7 +14,7 @@ from typing import Final
 
 import grpc
 
-from penstock_common.tls import Renewed, Tls, check_server_files, read_file
+from penstock_common.tls import FileReloader, Tls, check_server_files, read_file
 
 # A prompt of a million ids is 4 MB; the limit leaves room for log-probabilities beside it.
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -85,9 +85,9 @@ class Connector:
     def __init__(self, tls: Tls | None) -> None:
         """Raises `TlsFilesUnusable`."""
         self._server_name = None if tls is None else tls.server_name
-        self._certificates: Renewed[grpc.ChannelCredentials] | None = None
+        self._certificates: FileReloader[grpc.ChannelCredentials] | None = None
         if tls is not None:
-            self._certificates = Renewed(tls.files, lambda: _channel_credentials(tls))
+            self._certificates = FileReloader(tls.files, lambda: _channel_credentials(tls))
         # gRPC's targets for addresses that are not to be resolved.
         self._targets: dict[str, str] = {}
 
@@ -150,7 +150,7 @@ def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(read_file(tls.ca_file), key, chain)
 
 
-# What `explained` makes of a port at which nobody listens.
+# What `explain` makes of a port at which nobody listens.
 CONNECTION_REFUSED = "connection refused: start the shard, or correct its address"
 # And where a router's port was given for a shard's.
 SPEAKS_HTTP = "an HTTP server answers there, such as a router: give the address of a shard"
@@ -165,7 +165,7 @@ _NO_SUCH_NAME = re.compile(r"errors resolving|DNS resolution failed")
 _HANDSHAKE = re.compile(r"handshake failed.*?SSL_ERROR_SSL: [^:]*:[^:]*:[^:]*:[^:]*:([^:]+)")
 
 
-def explained(details: str) -> str:
+def explain(details: str) -> str:
     """gRPC's text for a failed call, replaced if it hides the reason."""
     if _NOBODY in details:
         return CONNECTION_REFUSED
@@ -213,7 +213,7 @@ def server_credentials(
         )
 
     files = [cert_file, key_file, *([] if client_ca_file is None else [client_ca_file])]
-    certificates = Renewed(files, make)
+    certificates = FileReloader(files, make)
     # None says that nothing has changed, which the stubs do not know.
     return grpc.dynamic_ssl_server_credentials(
         certificates.value,

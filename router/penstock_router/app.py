@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web, web_urldispatcher
 
-from penstock_common.tasks import lasting
+from penstock_common.tasks import run_lasting
 from penstock_common.tracing import SpanSink
 from penstock_common.version import VERSION
 from penstock_router.admission.admission import Admission
@@ -40,7 +40,7 @@ from penstock_router.observe.exposition import Exposition
 from penstock_router.observe.fleet_metrics import FleetCollector
 from penstock_router.observe.loop_lag import watch_loop
 from penstock_router.observe.metrics import Metrics
-from penstock_router.observe.request_log import log_request
+from penstock_router.observe.request_log_line import log_request
 from penstock_router.observe.request_record import Records, RequestRecord
 from penstock_router.observe.tracing import RequestTraces
 from penstock_router.offload.dispatch import Bodies
@@ -104,7 +104,7 @@ def build_app(
     let_in = config.max_concurrent_requests + config.max_queued_requests
     max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
     threads = Threads(executor, max_pending)
-    models = Models(fleet, threads, config, metrics.held)
+    models = Models(fleet, threads, config, metrics.count_held)
     pool = TextPool(config.text_processes, config.log_level, config.log_format)
     memory = SharedBudget(MEMORY_BYTES, metrics.buffered_bytes)
     programs = Programs(TextPool(1, config.log_level, config.log_format), metrics)
@@ -136,7 +136,7 @@ def build_app(
     app[console.CONSOLE] = _console(app[ROUTER])
     app[admin.CHANGES] = admin.Changes(fleet, config.changes_file)
     app.cleanup_ctx.append(
-        _meanwhile(lambda: watch_loop(metrics.loop_was_late), "watching the event loop")
+        _meanwhile(lambda: watch_loop(metrics.observe_loop_lag), "watching the event loop")
     )
     app.cleanup_ctx.append(_meanwhile(app[admin.CHANGES].follow, "following /admin"))
     app.cleanup_ctx.append(_meanwhile(app[ROUTER].keys.follow, "following the file of keys"))
@@ -162,8 +162,8 @@ def _tell_of_requests(app: web.Application, spans: SpanSink | None) -> None:
     app[_TRACES] = RequestTraces(spans, 1.0 if tracing is None else tracing.share)
     request_metrics = RequestMetrics(router.metrics.registry)
     app[_PROBES] = Records()
-    app[_PROBES].on_end.append(request_metrics.ended)
-    router.records.on_end += [request_metrics.ended, app[_TRACES].ended]
+    app[_PROBES].on_end.append(request_metrics.on_request_end)
+    router.records.on_end += [request_metrics.on_request_end, app[_TRACES].on_request_end]
     if router.config.log_requests:
         router.records.on_end.append(log_request)
 
@@ -191,7 +191,7 @@ def _meanwhile(
     """A task that runs for as long as the application does."""
 
     async def context(app: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(lasting(work, what))
+        task = asyncio.create_task(run_lasting(work, what))
         yield
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -257,8 +257,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     if record.route == console.FILES or (route is not None and route.is_open):
         # A probe or a file of the console: counted in metrics, but neither logged nor traced.
         records = request.app[_PROBES]
-        record.finished("probe")
-    with records.held(record):
+        record.record_outcome("probe")
+    with records.track(record):
         # The status that is counted when the client leaves before the answer's end.
         record.status = 499
         response = await _answer(request, handler)
@@ -328,7 +328,7 @@ def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
     form = request[ERROR_FORM]
     response = json_response(form.body(error), status=form.status(error))
-    request[RECORD].failed(error.type, error.param)
+    request[RECORD].record_error(error.type, error.param)
     response.headers.update(error.headers())
     return response
 

@@ -172,7 +172,7 @@ class TimedOut(ApiError):
     type = "TimeoutError"
 
 
-class SlowReader(ConnectionError):
+class SlowClient(ConnectionError):
     """The client took nothing, or next to nothing, for --write-timeout-s; it was cut off."""
 
 

@@ -44,7 +44,7 @@ class GenerationStream(Protocol):
 
     def take(self) -> Output | None: ...
 
-    def listen(self, on_news: Callable[[], None], *, min_tokens: int = 1) -> None: ...
+    def listen(self, on_output: Callable[[], None], *, min_tokens: int = 1) -> None: ...
 
 
 class ShardState(Protocol):
@@ -89,7 +89,7 @@ def state_of(shard: ShardState) -> str:
     return "serving" if shard.ready else "loading"
 
 
-def shown_shard(shard: ShardState) -> dict[str, Any]:
+def describe_shard(shard: ShardState) -> dict[str, Any]:
     """The shard as the API and the console show it; None: not known yet."""
     info, load = shard.info, shard.load
     return {

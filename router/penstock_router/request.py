@@ -104,7 +104,7 @@ class Options:
     stream_interval: int = 1
     include_usage: bool = False
     continuous_usage: bool = False
-    # Objectives for the scheduler. Lower priorities run first.
+    # PriorityPolicy for the scheduler. Lower priorities run first.
     priority: int | None = None
     seconds_between_tokens: float | None = None
     latency_sensitive: bool | None = None

@@ -242,7 +242,7 @@ def _fleet(config: RouterConfig, metrics: Metrics, audit: AuditLog | None) -> Fl
         policy=config.policy,
         patience=Patience(wait_s=config.failover_timeout_s),
         stall_timeout_s=config.stall_timeout_s,
-        observe=metrics.fleet_event,
+        observe=metrics.count_fleet_event,
         audit=audit,
         verify_share=config.verify_share,
         traces_attempts=config.tracing is not None,

@@ -50,7 +50,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def out_of_memory_told(when: str) -> Iterator[None]:
+def report_out_of_memory(when: str) -> Iterator[None]:
     """Turns an out-of-memory error into a ModelError that says which flags to lower. Other errors,
     and ModelErrors of inner code that knew more, pass unchanged.
     """

@@ -26,3 +26,20 @@ def test_links_between_documents_lead_somewhere():
     for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_files_that_pages_name_are_there():
+    tracked = [path.as_posix() for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts]
+    pages = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md"))
+    named = {
+        (page.name, path)
+        for page in pages
+        if page.name != "CHANGELOG.md"
+        for path in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", page.read_text())
+    }
+    assert named
+    assert [
+        (page, path)
+        for page, path in sorted(named)
+        if not any(f"/{t}".endswith(f"/{path}") for t in tracked)
+    ] == []

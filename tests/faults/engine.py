@@ -27,8 +27,8 @@ FAULTS = [
     ),
     Fault(
         "The oldest request is preempted instead of the latest",
-        "Objectives.victim",
-        becomes("max(running, key=expendable)", "min(running, key=expendable)"),
+        "PriorityPolicy.choose_victim",
+        becomes("max(running, key=preemption_key)", "min(running, key=preemption_key)"),
         caught_by="test_the_latest_arrival_is_preempted_when_blocks_run_out",
     ),
     Fault(

@@ -23,7 +23,7 @@ TARGETS = {
     ),
     "continuation": Target(("Continuations",), ("test_continuation", "test_suspects")),
     "scheduler": Target(
-        ("Scheduler", "SchedulingPolicy", "Objectives", "StepBudget"),
+        ("Scheduler", "FcfsPolicy", "PriorityPolicy", "StepBudget"),
         (
             "test_scheduler",
             "test_engine",
@@ -70,19 +70,19 @@ EQUIVALENT: dict[Mutant, str] = {
                 "if sequence.num_computed <= count:",
             ),
             # None is waiting or running then that has an objective.
-            ("Objectives.__init__", "self._num_objectives = 0", "self._num_objectives = 1"),
+            ("PriorityPolicy.__init__", "self._num_objectives = 0", "self._num_objectives = 1"),
             (
-                "Objectives.add",
+                "PriorityPolicy.add",
                 "self._num_objectives += sequence.request.objective is not None",
                 "self._num_objectives -= sequence.request.objective is not None",
             ),
             (
-                "Objectives.remove",
+                "PriorityPolicy.remove",
                 "self._num_objectives -= sequence.request.objective is not None",
                 "self._num_objectives += sequence.request.objective is not None",
             ),
             (
-                "Objectives.bound",
+                "PriorityPolicy.bound",
                 "time_s = self._time_s(decodes, starts_s) if self._num_objectives else UNBOUNDED_S",
                 "time_s = self._time_s(decodes, starts_s) if self._num_objectives or True "
                 "else UNBOUNDED_S",
@@ -139,8 +139,8 @@ EQUIVALENT: dict[Mutant, str] = {
             ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (+1, 0)"),
             ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (-2, 0)"),
             ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (-1, 1)"),
-            ("Objectives._urgency", "token_s = 0.0", "token_s = None"),
-            ("Objectives._urgency", "token_s = 0.0", "token_s = 1.0"),
+            ("PriorityPolicy._urgency", "token_s = 0.0", "token_s = None"),
+            ("PriorityPolicy._urgency", "token_s = 0.0", "token_s = 1.0"),
             ("BlockManager.release", "self._free[block_id] = None", "self._free[block_id] = ''"),
             ("Scheduler.lose", "parts[sequence] = None", "parts[sequence] = ''"),
             (
@@ -155,7 +155,7 @@ EQUIVALENT: dict[Mutant, str] = {
                 "self.last_error: Error | None = None",
                 "self.last_error: Error | None = ''",
             ),
-            ("GenerationStream.__init__", "self._news_tokens = 1", "self._news_tokens = 2"),
+            ("GenerationStream.__init__", "self._min_tokens = 1", "self._news_tokens = 2"),
             (
                 "EarlyAborts.remember",
                 "attempt = max(attempt, self._aborts.get(request_id, (0.0, -1))[1])",
@@ -236,13 +236,13 @@ EQUIVALENT: dict[Mutant, str] = {
         "only how soon others are sent after a defect": [
             (
                 "Continuations._put_due",
-                "sending = lasting(self._send_all_due, 'sending a request on', pause_s=0.0)",
-                "sending = lasting(self._send_all_due, 'sending a request on', pause_s=1.0)",
+                "sending = run_lasting(self._send_all_due, 'sending a request on', pause_s=0.0)",
+                "sending = run_lasting(self._send_all_due, 'sending a request on', pause_s=1.0)",
             ),
             (
                 "Continuations._put_due",
-                "sending = lasting(self._send_all_due, 'sending a request on', pause_s=0.0)",
-                "sending = lasting(self._send_all_due, 'sending a request on')",
+                "sending = run_lasting(self._send_all_due, 'sending a request on', pause_s=0.0)",
+                "sending = run_lasting(self._send_all_due, 'sending a request on')",
             ),
         ],
         "names are told apart by any bytes between them that they do not contain": [

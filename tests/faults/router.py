@@ -67,13 +67,13 @@ FAULTS = [
     ),
     Fault(
         "A greedy key is served in the order in which its requests came",
-        "FairQueue.moved",
+        "FairQueue.update",
         becomes("(share.in_flight, first.number, first)", "(0, first.number, first)"),
         caught_by="test_the_key_with_the_fewest_places_goes_first_and_equals_by_arrival",
     ),
     Fault(
         "A response in the background ends its record with its HTTP request",
-        "Records.held",
+        "Records.track",
         becomes("not record._holders", "record in self.running"),
         caught_by="test_a_response_in_the_background_outlives_the_request_that_asked_for_it",
     ),
@@ -85,13 +85,13 @@ FAULTS = [
     ),
     Fault(
         "Text that was held for a call is dropped when it is none",
-        "CallReader._give_back",
+        "CallParser._give_back",
         left_out("self._content(''.join(self._held))"),
         caught_by="test_a_call_that_is_cut_off_before_its_name_is_given_back_as_text",
     ),
     Fault(
         "What looks like a call within reasoning is one",
-        "AnswerReader._with_calls",
+        "AnswerParser._with_calls",
         becomes("piece.kind is PieceKind.CONTENT", "piece.text"),
         caught_by="test_what_looks_like_a_call_within_reasoning_is_none",
     ),

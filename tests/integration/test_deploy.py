@@ -275,7 +275,7 @@ def tls_secrets(folder: Path) -> dict[str, dict[str, str]]:
 
     entry = key_file_format.KeyEntry(name="test", digest=key_file_format.digest_of(KEY.encode()))
     keys = {
-        "keys.toml": key_file_format.added("", entry),
+        "keys.toml": key_file_format.add_entry("", entry),
         "shard-api-key": "another key",
         "resume-key": "one of sixteen or more",
     }

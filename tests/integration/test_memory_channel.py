@@ -17,7 +17,7 @@ from simulation.virtual_time import Process, VirtualLoop
 
 from penstock_client.rpc import proto_codec
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.transport import CONNECTION_REFUSED, channel_options, explained, server_options
+from penstock_proto.transport import CONNECTION_REFUSED, channel_options, explain, server_options
 from penstock_shard.server import proto_codec as shard_codec
 
 # So many of so many bytes are far more than windows and sockets hold.
@@ -257,7 +257,7 @@ async def a_peer_that_is_gone(world: World) -> list[object]:
     try:
         await world.stub.GetInfo(pb.InfoRequest())
     except grpc.aio.AioRpcError as error:
-        said += [error.code().name, explained(error.details() or "") == CONNECTION_REFUSED]
+        said += [error.code().name, explain(error.details() or "") == CONNECTION_REFUSED]
     return [*said, world.peer.seen]
 
 

@@ -14,7 +14,7 @@ from support.plans import batch_of
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.request import Request, SamplingParams
-from penstock_shard.model_loader.create_runner import create_runner
+from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.scheduler.rows import Row, admission_of
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import Batch, RowResult, Runner
@@ -33,7 +33,7 @@ def load(directory: Path, **settings: object) -> ModelRunner:
         **settings,
     }
     config = ShardConfig(**values)  # type: ignore[arg-type]
-    return create_runner(config, directory, progress=lambda line: None)
+    return load_model_runner(config, directory, progress=lambda line: None)
 
 
 def make_sequence(

@@ -9,7 +9,7 @@ from models.driver import load
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock_shard.selfcheck.random_steps import trial_steps
+from penstock_shard.selfcheck.random_steps import random_steps
 from penstock_shard.worker.model_runner import ModelRunner
 
 _LENGTHS = (70, 33)
@@ -21,7 +21,7 @@ def cut_logits(runner: ModelRunner) -> tuple[list[list[int]], Tensor]:
     """
     info = runner.info
     kv_dtype = {"float32": torch.float32, "float16": torch.float16}[info.kv_dtype]
-    with trial_steps(runner.model, info.vocab_size, info.block_size, 32, kv_dtype) as steps:
+    with random_steps(runner.model, info.vocab_size, info.block_size, 32, kv_dtype) as steps:
         long, short = (steps.sequence(length) for length in _LENGTHS)
         parts = [
             steps.run([(long, 0, 40), (short, 0, 7)]).split([40, 7]),

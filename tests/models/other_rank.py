@@ -20,14 +20,14 @@ from penstock_shard.distributed.messages import (
     Failed,
     Hello,
     Join,
-    Line,
     Loaded,
+    MessageSocket,
     ToRank,
 )
 from penstock_shard.distributed.parallel_model import follow
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import LoraBank, LoraLimits, Shares
-from penstock_shard.model_loader import adapters
+from penstock_shard.model_loader import adapter_store
 from penstock_shard.model_loader.load_rank import load_part
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.ops.base import Ops
@@ -44,7 +44,7 @@ def load_as_told(
     def make_bank(limits: LoraLimits, ops: Ops, *, shares: Shares, **_: bool) -> LoraBank:
         return LoraBank(limits, ops, stacked=stacked, shares=shares)
 
-    with patch.object(adapters, "LoraBank", make_bank):
+    with patch.object(adapter_store, "LoraBank", make_bank):
         return load_part(config, directory, ranks, lambda text: None)
 
 
@@ -54,7 +54,9 @@ class NextModel(Exception):
 
 def main() -> None:
     port, store_port = map(int, sys.argv[1:])
-    line: Line[ToRank] = Line(socket.create_connection(("127.0.0.1", port)), ToRank)
+    line: MessageSocket[ToRank] = MessageSocket(
+        socket.create_connection(("127.0.0.1", port)), ToRank
+    )
     line.send(Hello(REVISION, 1, 2, os.getpid(), "here"))
     ranks = join(torch.device("cpu"), 1, 2, "127.0.0.1", store_port)
     joining = [line.receive()]

@@ -21,7 +21,7 @@ from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.models.base import Forwarded
+from penstock_shard.models.base import ForwardOutput
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.worker.base import Admission
 from penstock_shard.worker.model_runner import ModelRunner
@@ -54,7 +54,7 @@ class Reader:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
-    ) -> Forwarded:
+    ) -> ForwardOutput:
         self._cache[batch.slots] = input_ids
         self.num_tokens += len(input_ids)
         logits = torch.empty(len(logit_rows), VOCABULARY)
@@ -63,7 +63,7 @@ class Reader:
             index = torch.arange(int(positions[token]) + 1)
             places = batch.block_table[row].long()[index // BLOCK] * BLOCK + index % BLOCK
             logits[place] = logits_after(self._cache[places].tolist())
-        return Forwarded(logits, logits[:0])
+        return ForwardOutput(logits, logits[:0])
 
 
 def logits_after(token_ids: abc.Sequence[int]) -> Tensor:

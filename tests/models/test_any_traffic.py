@@ -36,7 +36,7 @@ from penstock_shard.ipc.request import (
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_shard.models.base import Forwarded
+from penstock_shard.models.base import ForwardOutput
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.matcher_state import MaskFiller
 from penstock_shard.worker.sampling import sampler as sampler_module
@@ -74,11 +74,11 @@ class _Model:
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attention: Any, logit_rows: Tensor, *_: Any
-    ) -> Forwarded:
+    ) -> ForwardOutput:
         _hold(self._fails)
         token, position = (part.index_select(0, logit_rows) for part in (input_ids, positions))
         logits = self._table.index_select(0, (token * 31 + position * 7) % _ROWS)
-        return Forwarded(logits, logits[:0])
+        return ForwardOutput(logits, logits[:0])
 
 
 def _hold(fails: Callable[[], bool]) -> None:

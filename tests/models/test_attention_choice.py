@@ -21,7 +21,7 @@ from penstock_shard.attention.backend_order import (
     RAN_ON_HARDWARE,
     Candidate,
     candidates,
-    described,
+    describe_backend,
     make_backend,
 )
 from penstock_shard.attention.base import AttentionBackend, LayerSpec, NotHere, Unusable
@@ -32,8 +32,8 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader import choose_attention
-from penstock_shard.model_loader.choose_attention import AttentionWish, choose_backend
-from penstock_shard.model_loader.create_runner import create_runner
+from penstock_shard.model_loader.choose_attention import AttentionOptions, choose_backend
+from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.ops.torch_ops import TorchOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -76,10 +76,12 @@ def test_hopper_gets_flash_attn_3_where_it_is_installed(
     hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, library_stand_ins.flash_attn_2())
-    assert described(make_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2.8.3 ")
+    assert describe_backend(make_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2.8.3 ")
     install(monkeypatch, library_stand_ins.flash_attn_3())
-    assert described(make_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 3 ")
-    assert described(make_backend("flash_attn", CUDA, BF16), CUDA).startswith("flash_attn 3 ")
+    assert describe_backend(make_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 3 ")
+    assert describe_backend(make_backend("flash_attn", CUDA, BF16), CUDA).startswith(
+        "flash_attn 3 "
+    )
 
 
 def test_other_devices_never_get_flash_attn_3(
@@ -89,7 +91,7 @@ def test_other_devices_never_get_flash_attn_3(
     with pytest.raises(NotHere, match=r"capability 9\.0"):
         make_flash_attention_3(CUDA, BF16)
     install(monkeypatch, library_stand_ins.flash_attn_2())
-    assert described(make_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2")
+    assert describe_backend(make_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2")
 
 
 def test_float32_passes_the_libraries_over(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +114,7 @@ def test_a_named_backend_that_is_not_here_is_refused_before_anything_is_loaded(
     config = ShardConfig(device="cpu", attention_backend="flash_attn", dtype="bfloat16")
     line = r"^--attention-backend flash_attn: .* install penstock\[flash\], or use sdpa$"
     with pytest.raises(ModelError, match=line):
-        create_runner(config, model_dir("llama"), progress=lines.append)
+        load_model_runner(config, model_dir("llama"), progress=lines.append)
     assert lines == []
 
 
@@ -204,7 +206,7 @@ def choice(
     found = tuple(Candidate("any", maker(backend)) for backend in backends)
     monkeypatch.setattr(choose_attention, "candidates", lambda name, device: found)
     ops, lines = make_ops(dtype), list[str]()
-    backend = choose_backend(ops, layers, AttentionWish(**wish), lines.append)
+    backend = choose_backend(ops, layers, AttentionOptions(**wish), lines.append)
     return backend.name, lines
 
 
@@ -298,7 +300,7 @@ def exact_ops(backend: AttentionBackend) -> TorchOps:
 
 
 def test_the_backend_of_exact_ops_is_tried_and_kept_or_refused() -> None:
-    right, wish = Wrong(), AttentionWish()
+    right, wish = Wrong(), AttentionOptions()
     chosen = choose_backend(exact_ops(right), [PLAIN], wish, lambda line: pytest.fail(line))
     assert chosen is right
     with pytest.raises(ModelError, match="wrong differs from sdpa"):
@@ -348,7 +350,7 @@ def test_a_device_that_faults_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(choose_attention, "_difference", fails)
     with pytest.raises(ModelError, match=r"wrong fails .*; use another --attention-backend"):
-        choose_backend(ops, [PLAIN], AttentionWish(), print)
+        choose_backend(ops, [PLAIN], AttentionOptions(), print)
 
 
 def test_varlen_attn_of_this_torch_fails_on_cpu_in_one_line(
@@ -376,8 +378,8 @@ def test_the_page_says_which_backends_have_run_on_hardware() -> None:
 
 
 def test_info_says_where_a_backend_is_untested() -> None:
-    assert described(SdpaBackend(), CPU) == "sdpa"
-    assert described(SdpaBackend(), CUDA) == "sdpa (untested on cuda)"
+    assert describe_backend(SdpaBackend(), CPU) == "sdpa"
+    assert describe_backend(SdpaBackend(), CUDA) == "sdpa (untested on cuda)"
 
 
 def test_every_backend_that_can_be_chosen_has_its_line() -> None:

@@ -33,7 +33,7 @@ from penstock_shard.models.decoder_spec import decoder_spec, rope_tables
 from penstock_shard.models.decoder_weights import read_weights
 from penstock_shard.ops.base import Ops
 from penstock_shard.ops.torch_ops import TorchOps
-from penstock_shard.selfcheck.random_steps import Row, trial_steps
+from penstock_shard.selfcheck.random_steps import Row, random_steps
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.model_runner import ModelRunner
 
@@ -144,7 +144,7 @@ def test_exact_bits_are_the_same_alone_and_in_a_batch(
     runner = on_device(model_dir(family), exact=True, dtype=dtype, enforce_eager=True)
     assert runner.info.batch_invariant
     kv_dtype = getattr(torch, runner.info.kv_dtype)
-    with trial_steps(runner.model, VOCABULARY, runner.info.block_size, 32, kv_dtype) as steps:
+    with random_steps(runner.model, VOCABULARY, runner.info.block_size, 32, kv_dtype) as steps:
         watched = steps.sequence(60)
         others = [steps.sequence(length) for length in (1, 30, 17, 50)]
         alone = steps.run([(watched, 0, 60)])
@@ -197,7 +197,7 @@ def decoder(directory: Path, ops: Ops) -> Decoder:
 
 def logits_of(model: Decoder) -> Tensor:
     """A prompt, its rest beside another prompt, and decodes of both."""
-    with trial_steps(model, VOCABULARY, 16, 12, F32) as steps:
+    with random_steps(model, VOCABULARY, 16, 12, F32) as steps:
         first, second = steps.sequence(70), steps.sequence(40)
         parts = [
             steps.run([(first, 0, 50)]),

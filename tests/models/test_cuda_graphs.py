@@ -40,7 +40,7 @@ from penstock_shard.models.cuda_graphs import (
 )
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.step_inputs import InputLayout
-from penstock_shard.selfcheck.random_steps import TrialSteps
+from penstock_shard.selfcheck.random_steps import RandomSteps
 
 Directory = Callable[[str], Path]
 
@@ -145,8 +145,8 @@ def test_inputs_from_elsewhere_are_copied_to_where_the_graph_reads(model_dir: Di
     graphs = graphed(loaded.model, pool)
     # Steps without rows of nobody, over tables as wide as they are here.
     graphs.capture([GraphShape(3, 2)], 16, pad_block=NUM_BLOCKS)
-    steps = TrialSteps(loaded.model, 384, 16, NUM_BLOCKS)
-    others = TrialSteps(graphs, 384, 16, NUM_BLOCKS)
+    steps = RandomSteps(loaded.model, 384, 16, NUM_BLOCKS)
+    others = RandomSteps(graphs, 384, 16, NUM_BLOCKS)
     sequences = [steps.sequence(length) for length in (20, 5, 31)]
     steps.run([(sequence, 0, len(sequence.token_ids) - 1) for sequence in sequences])
     expected = steps.decode(sequences)

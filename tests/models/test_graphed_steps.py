@@ -176,9 +176,9 @@ def test_a_step_with_drafts_has_a_row_for_each_token_and_is_else_the_same(
     assert batch.places.tolist() == plain.places.tolist() == [0, 1, 4]
     assert batch.sampled_logits is not None
     assert batch.sampled_logits.tolist() == [0]
-    assert batch.gaps is not None
-    assert batch.gaps.places is not None
-    assert batch.gaps.places.tolist() == [0]
+    assert batch.pending is not None
+    assert batch.pending.places is not None
+    assert batch.pending.places.tolist() == [0]
 
 
 def test_drafts_that_would_read_too_much_again_are_not_replayed(

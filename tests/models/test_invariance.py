@@ -24,9 +24,9 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.kernels.build_cpu import supported_levels
 from penstock_shard.kernels.cpu import load_kernels
 from penstock_shard.model_loader import fingerprint
-from penstock_shard.model_loader.create_runner import create_runner
+from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.ops.cpu_ops import CpuMatrix, CpuOps
-from penstock_shard.selfcheck.random_steps import Row, trial_steps
+from penstock_shard.selfcheck.random_steps import Row, random_steps
 from penstock_shard.worker.model_runner import ModelRunner
 
 Directory = Callable[[str], Path]
@@ -62,7 +62,7 @@ def test_every_family_is_batch_invariant_on_the_cpu_kernels(
 def test_any_cut_among_any_others_gives_the_same_bits(family: str, model_dir: Directory) -> None:
     rng = seeded(f"cuts of {family}")
     runner = load(model_dir(family), dtype="auto")
-    with trial_steps(runner.model, runner.info.vocab_size, 16, 64, torch.float16) as steps:
+    with random_steps(runner.model, runner.info.vocab_size, 16, 64, torch.float16) as steps:
         watched = steps.sequence(60)
         others = [steps.sequence(rng.randint(1, 100)) for _ in range(8)]
         expected = steps.run([(watched, 0, 60)])
@@ -113,7 +113,7 @@ def test_every_level_of_the_kernels_gives_the_same_bits(
 def lines_of_a_load(directory: Path, **settings: object) -> tuple[ModelRunner, list[str]]:
     values: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_blocks": 64, **settings}
     lines: list[str] = []
-    return create_runner(ShardConfig(**values), directory, progress=lines.append), lines
+    return load_model_runner(ShardConfig(**values), directory, progress=lines.append), lines
 
 
 def check_variance_is_found(directory: Path, way: str, **settings: object) -> None:

@@ -28,18 +28,18 @@ from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.host_memory import extra_host_bytes
 from penstock_shard.distributed.messages import Join
-from penstock_shard.distributed.start_ranks import RankPlace
+from penstock_shard.distributed.start_ranks import RankSpec
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import SamplingParams
-from penstock_shard.model_loader import create_runner as create
+from penstock_shard.model_loader import load_model_runner as create
 from penstock_shard.model_loader import load_rank, prepare_kv_memory, rank_main
 from penstock_shard.model_loader.block_count import KVShape, choose_num_blocks
-from penstock_shard.model_loader.create_runner import create_runner
+from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
 from penstock_shard.models import decoder_weights
-from penstock_shard.models.base import Forwarded
+from penstock_shard.models.base import ForwardOutput
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.selfcheck.random_steps import TrialSequence
+from penstock_shard.selfcheck.random_steps import RandomSequence
 from penstock_shard.worker.base import Admission
 from penstock_shard.worker.logits_processors.apply import LogitsShaping
 from penstock_shard.worker.sampling.sampler import SampleRows
@@ -176,7 +176,7 @@ def test_a_failed_load_does_not_wait_for_the_hash(
 def test_progress_is_told_in_percent(model_dir: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_weights, "_REPORT_S", 0.0)
     lines: list[str] = []
-    create_runner(
+    load_model_runner(
         ShardConfig(device="cpu", kv_blocks=64), model_dir("llama"), progress=lines.append
     )
     percents = [int(line.split()[-2]) for line in lines if line.endswith("%")]
@@ -223,7 +223,7 @@ def test_without_a_compiler_torch_computes_and_the_reason_is_told(
     lines: list[str] = []
     settings: dict[str, object] = {"device": "cpu", "threads": 1, "kv_blocks": 64, **flags}
     config = ShardConfig(**settings)  # type: ignore[arg-type]
-    runner = create_runner(config, model_dir(family), progress=lines.append)
+    runner = load_model_runner(config, model_dir(family), progress=lines.append)
     info = runner.info
     assert (info.dtype, info.kv_dtype, info.attention_backend) == expected
     assert not info.batch_invariant
@@ -279,7 +279,7 @@ def test_a_step_that_does_not_fit_names_the_flags(
 ) -> None:
     good = Decoder.forward
 
-    def forward(self: Decoder, input_ids: torch.Tensor, *args: Any, **others: Any) -> Forwarded:
+    def forward(self: Decoder, input_ids: torch.Tensor, *args: Any, **others: Any) -> ForwardOutput:
         if len(input_ids) == 700:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
         return good(self, input_ids, *args, **others)
@@ -334,7 +334,7 @@ def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
             drawn.extend(self._sampling[slot] for slot in rows.slots.tolist())
 
     monkeypatch.setattr(prepare_kv_memory, "Sampler", Draws)
-    sequence = TrialSequence([1], [0])
+    sequence = RandomSequence([1], [0])
     steps: Any = SimpleNamespace(
         sequence=lambda length: sequence,
         run=lambda rows, wanted: torch.empty(len(wanted), 9, device="meta"),
@@ -400,4 +400,4 @@ def test_memory_that_ends_while_a_rank_loads_is_one_line(
     join = Join(ShardConfig(device="cpu", tensor_parallel_size=2), str(tmp_path), 0)
     nobody: Any = None
     with pytest.raises(ModelError, match=r"^out of memory at load: Tried .*--max-num-seqs"):
-        rank_main._load(nobody, join, RankPlace(1, 2, 1, 2), "127.0.0.1")
+        rank_main._load(nobody, join, RankSpec(1, 2, 1, 2), "127.0.0.1")

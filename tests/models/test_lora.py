@@ -28,12 +28,12 @@ from penstock_shard.lora.lora import (
     StackedDelta,
     TokenAdapters,
 )
-from penstock_shard.model_loader.adapters import read_weights
+from penstock_shard.model_loader.adapter_store import read_weights
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.lora_targets import make_adaptable
 from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.ops.torch_ops import TorchOps
-from penstock_shard.selfcheck.random_steps import Row, trial_steps
+from penstock_shard.selfcheck.random_steps import Row, random_steps
 from penstock_shard.sequence import Sequence
 
 Directory = Callable[[str], Path]
@@ -114,7 +114,7 @@ class Adapted:
         """
         info = self.runner.info
         kv_dtype = getattr(torch, info.kv_dtype)
-        with trial_steps(
+        with random_steps(
             self.runner.model, info.vocab_size, info.block_size, 32, kv_dtype
         ) as steps:
             sequences = []
@@ -191,7 +191,9 @@ def test_a_token_has_the_same_bits_alone_and_beside_other_adapters(
 def _logits_of(adapted: Adapted, token_ids: list[int], index: int) -> Tensor:
     info = adapted.runner.info
     kv_dtype = getattr(torch, info.kv_dtype)
-    with trial_steps(adapted.runner.model, info.vocab_size, info.block_size, 32, kv_dtype) as steps:
+    with random_steps(
+        adapted.runner.model, info.vocab_size, info.block_size, 32, kv_dtype
+    ) as steps:
         sequence = steps.sequence(len(token_ids))
         sequence.token_ids[:] = array("I", token_ids)
         sequence.adapter_index = index

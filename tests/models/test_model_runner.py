@@ -17,7 +17,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import SamplingParams
-from penstock_shard.model_loader.create_runner import create_runner
+from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.scheduler.rows import Row
@@ -175,7 +175,7 @@ def test_eos_ids_that_no_logit_stands_for_are_left_out(
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
     config = ShardConfig(device="cpu", threads=1, kv_blocks=64)
     lines: list[str] = []
-    assert create_runner(config, directory, progress=lines.append).info.eos_token_ids == served
+    assert load_model_runner(config, directory, progress=lines.append).info.eos_token_ids == served
     told = [line for line in lines if "eos_token_id" in line]
     assert len(told) == (0 if served == (1, 383) else 1)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch
 from penstock_shard.ipc.request import Constraint, SamplingParams
-from penstock_shard.models.base import CausalModel, Forwarded
+from penstock_shard.models.base import CausalModel, ForwardOutput
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.worker.base import StepOutOfMemory
 from penstock_shard.worker.model_runner import ModelRunner
@@ -143,10 +143,10 @@ class _Shapes:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
-    ) -> Forwarded:
+    ) -> ForwardOutput:
         last = input_ids.index_select(0, logit_rows)
         logits = torch.nn.functional.one_hot(last + 1, 384).float()
-        return Forwarded(logits, logits[:0])
+        return ForwardOutput(logits, logits[:0])
 
 
 # ---- memory ----
@@ -163,7 +163,7 @@ class _Short:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, *args: Any) -> Forwarded:
+    def forward(self, *args: Any) -> ForwardOutput:
         self.num_steps += 1
         if self.num_steps in self._failing:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
@@ -278,7 +278,7 @@ def test_steps_behind_one_whose_sampling_failed_late_are_void(
 
 def test_other_failures_are_raised_as_they_are(model_dir: Directory) -> None:
     class Broken(_Short):
-        def forward(self, *args: Any) -> Forwarded:
+        def forward(self, *args: Any) -> ForwardOutput:
             raise RuntimeError("device-side assert")
 
     loaded = load(model_dir("llama"))

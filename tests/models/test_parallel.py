@@ -34,9 +34,9 @@ from transformers import (
 
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.config import ShardConfig
-from penstock_shard.distributed import module_slices
-from penstock_shard.distributed.collectives import MeetingPoint, Ranks
-from penstock_shard.distributed.decoder_slices import (
+from penstock_shard.distributed import divide_module
+from penstock_shard.distributed.collectives import RankRendezvous, Ranks
+from penstock_shard.distributed.divide_decoder import (
     EMBEDDING,
     HEAD,
     SlicedTensors,
@@ -48,14 +48,14 @@ from penstock_shard.distributed.messages import Join
 from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.distributed.rank_connections import Followers, await_ranks
 from penstock_shard.errors import ModelError
-from penstock_shard.model_loader.adapters import adapter_store
+from penstock_shard.model_loader.adapter_store import adapter_store
 from penstock_shard.model_loader.load_rank import load_part
 from penstock_shard.model_loader.transformers_loader import load_config
-from penstock_shard.models.base import CausalModel, Forwarded
+from penstock_shard.models.base import CausalModel, ForwardOutput
 from penstock_shard.models.decoder_spec import decoder_spec, tensor_shapes
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.selfcheck.batch_invariance import first_variance
-from penstock_shard.selfcheck.random_steps import trial_steps
+from penstock_shard.selfcheck.random_steps import random_steps
 
 BLOCK, NUM_BLOCKS = 16, 32
 # Of a logit, in standard deviations of all.
@@ -70,7 +70,7 @@ class TwoRanks:
     """This process and another, which load models together."""
 
     def __init__(self) -> None:
-        self._meeting_point = MeetingPoint(2, alone=True)
+        self._meeting_point = RankRendezvous(2, alone=True)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             ports = [listener.getsockname()[1], self._meeting_point.port]
             script = Path(__file__).with_name("other_rank.py")
@@ -115,7 +115,7 @@ def config_of(**settings: Any) -> ShardConfig:
 
 def cut_logits(model: CausalModel, vocab_size: int, adapters: tuple[int, int] = (0, 0)) -> Tensor:
     """Of two random sequences in chunks beside decodes, over shuffled blocks."""
-    with trial_steps(model, vocab_size, BLOCK, NUM_BLOCKS, torch.float32) as steps:
+    with random_steps(model, vocab_size, BLOCK, NUM_BLOCKS, torch.float32) as steps:
         long, short = steps.sequence(70), steps.sequence(33)
         long.adapter_index, short.adapter_index = adapters
         parts = [
@@ -129,7 +129,7 @@ def cut_logits(model: CausalModel, vocab_size: int, adapters: tuple[int, int] = 
 
 def greedy(model: CausalModel, vocab_size: int, count: int = 24, adapter: int = 0) -> list[int]:
     """Tokens after a random prompt, each the best."""
-    with trial_steps(model, vocab_size, BLOCK, NUM_BLOCKS, torch.float32) as steps:
+    with random_steps(model, vocab_size, BLOCK, NUM_BLOCKS, torch.float32) as steps:
         sequence = steps.sequence(20 + count)
         sequence.adapter_index = adapter
         logits = steps.run([(sequence, 0, 20)], [19])
@@ -203,7 +203,7 @@ def test_final_hidden_states_are_those_of_one(
 def _hidden(model: CausalModel) -> Tensor:
     """Of two tokens of a sequence of 40."""
     recorder = WithHidden(model)
-    with trial_steps(recorder, 384, BLOCK, NUM_BLOCKS, torch.float32) as steps:
+    with random_steps(recorder, 384, BLOCK, NUM_BLOCKS, torch.float32) as steps:
         steps.run([(steps.sequence(40), 0, 40)])
     return recorder.hidden
 
@@ -218,9 +218,9 @@ class WithHidden:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, *inputs: Any, **more: Any) -> Forwarded:
+    def forward(self, *inputs: Any, **more: Any) -> ForwardOutput:
         forward: Any = self._model.forward
-        forwarded: Forwarded = forward(*inputs, hidden_rows=torch.tensor([3, 30]), **more)
+        forwarded: ForwardOutput = forward(*inputs, hidden_rows=torch.tensor([3, 30]), **more)
         self.hidden = forwarded.hidden.clone()
         return forwarded
 
@@ -411,16 +411,16 @@ def test_sizes_that_differ_from_layer_to_layer_are_looked_at_where_weights_are_c
     """A configuration has a list of them then, as Gemma 3n has."""
     text = SimpleNamespace(num_attention_heads=4, intermediate_size=[64, 128])
     module: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
-    module_slices._check_sizes(module, 2)
+    divide_module._check_sizes(module, 2)
     with pytest.raises(ModelError, match="num_attention_heads is 4"):
-        module_slices._check_sizes(module, 3)
+        divide_module._check_sizes(module, 3)
 
 
 def test_a_number_for_each_head_is_divided_like_the_heads() -> None:
     """As attention sinks are, where a plan names them."""
     module: Any = nn.Module()
     module.sinks = nn.Parameter(torch.arange(4.0), requires_grad=False)
-    module_slices._divide("sinks", module, "colwise", Ranks(1, 2))
+    divide_module._divide("sinks", module, "colwise", Ranks(1, 2))
     assert module.sinks.tolist() == [2.0, 3.0]
 
 

@@ -266,10 +266,10 @@ def tokens_of(directory: Path, lines: list[str] | None = None) -> list[int | Non
     """Twelve greedy tokens after a fixed prompt."""
     if lines is not None:
         from penstock_shard.config import ShardConfig
-        from penstock_shard.model_loader.create_runner import create_runner
+        from penstock_shard.model_loader.load_model_runner import load_model_runner
 
         config = ShardConfig(device="cpu", dtype="float32", threads=1, kv_blocks=64)
-        runner = create_runner(config, directory, progress=lines.append)
+        runner = load_model_runner(config, directory, progress=lines.append)
     else:
         runner = load(directory)
     driver = Driver(runner)

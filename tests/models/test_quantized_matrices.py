@@ -25,7 +25,8 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device import triton_support
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader import choose_ops as choose
-from penstock_shard.model_loader.choose_ops import choose_ops, choose_weights, kv_dtype
+from penstock_shard.model_loader.choose_kv_cache_dtype import choose_kv_cache_dtype
+from penstock_shard.model_loader.choose_ops import choose_ops, choose_weights
 from penstock_shard.ops import quantized, torch_ops
 from penstock_shard.ops.quantized import (
     FP8,
@@ -38,7 +39,7 @@ from penstock_shard.ops.quantized import (
     round_weight,
 )
 from penstock_shard.ops.torch_ops import DenseMatrix, TorchOps
-from penstock_shard.selfcheck.random_steps import trial_steps
+from penstock_shard.selfcheck.random_steps import random_steps
 from penstock_shard.worker.model_runner import ModelRunner
 
 Directory = Callable[[str], Path]
@@ -446,17 +447,17 @@ def test_what_a_cache_in_fp8_cannot_hold_becomes_its_largest_value() -> None:
 def test_backends_that_keep_no_fp8_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ShardConfig(kv_cache_dtype="fp8", attention_backend="flash_attn")
     with pytest.raises(ModelError, match="attention backend flash_attn keeps keys and values as"):
-        kv_dtype(config, fp8_ops(torch.bfloat16))
+        choose_kv_cache_dtype(config, fp8_ops(torch.bfloat16))
     config = ShardConfig(kv_cache_dtype="fp8")
-    assert kv_dtype(config, fp8_ops(torch.bfloat16)) is FP8
+    assert choose_kv_cache_dtype(config, fp8_ops(torch.bfloat16)) is FP8
     ops = TorchOps(CUDA, torch.bfloat16, "bfloat16", SdpaBackend())
     for capability, served in (((8, 0), False), ((8, 9), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         if served:
-            assert kv_dtype(config, ops) is FP8
+            assert choose_kv_cache_dtype(config, ops) is FP8
         else:
             with pytest.raises(ModelError, match=r"fp8: needs a GPU of compute capability 8\.9"):
-                kv_dtype(config, ops)
+                choose_kv_cache_dtype(config, ops)
 
 
 def test_the_cpu_kernels_keep_no_fp8(model_dir: Directory) -> None:
@@ -502,7 +503,7 @@ def root_mean_square_error(
     """Of logits in chunks and decodes against the reference's, in deviations of these."""
     info = runner.info
     cached = {"float32": torch.float32, "float8_e4m3fn": FP8}[info.kv_dtype]
-    with trial_steps(runner.model, info.vocab_size, info.block_size, 16, cached) as steps:
+    with random_steps(runner.model, info.vocab_size, info.block_size, 16, cached) as steps:
         sequence = steps.sequence(60)
         parts = [steps.run([(sequence, *span)]) for span in ((0, 40), (40, 1), (41, 19))]
     expected = reference(directory, [sequence.token_ids])

@@ -16,7 +16,7 @@ from support.processes import wait_until
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.distributed import collectives, group, parallel_model
-from penstock_shard.distributed.collectives import MeetingPoint, Ranks
+from penstock_shard.distributed.collectives import RankRendezvous, Ranks
 from penstock_shard.distributed.messages import (
     REVISION,
     Arrived,
@@ -24,13 +24,13 @@ from penstock_shard.distributed.messages import (
     FromRank,
     Hello,
     Join,
-    Line,
     Loaded,
+    MessageSocket,
     ToRank,
 )
 from penstock_shard.distributed.parallel_model import MirroredModel, RankFailed
 from penstock_shard.distributed.rank_connections import Followers
-from penstock_shard.distributed.start_ranks import RankPlace
+from penstock_shard.distributed.start_ranks import RankSpec
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader import rank_main
 from penstock_shard.models.cuda_graphs import GraphedModel
@@ -43,10 +43,10 @@ def config_of_two() -> ShardConfig:
 @pytest.mark.parametrize("fails", [False, True], ids=["without a word", "with a reason"])
 def test_the_end_of_a_rank_is_noticed_unless_it_has_said_why(fails: bool) -> None:
     ours, theirs = _connected()
-    other: Line[ToRank] = Line(theirs, ToRank)
+    other: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
     hello = Hello(REVISION, 1, 2, 4711, "there")
     lost: list[str] = []
-    followers = Followers({1: (hello, Line(ours, FromRank))}, on_lost=lost.append)
+    followers = Followers({1: (hello, MessageSocket(ours, FromRank))}, on_lost=lost.append)
     if fails:
         other.send(Failed("does not fit"))
     other.close()
@@ -64,11 +64,11 @@ def test_rank_0_does_not_wait_for_one_that_cannot_come(
 ) -> None:
     """As on another machine that has too few devices, or not the model."""
     ours, theirs = _connected()
-    line: Line[FromRank] = Line(ours, FromRank)
+    line: MessageSocket[FromRank] = MessageSocket(ours, FromRank)
     lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), line)}
     monkeypatch.setattr(group, "await_ranks", lambda *_: lines)
     monkeypatch.setattr(group, "start_rank", lambda *_: None)
-    other: Line[ToRank] = Line(theirs, ToRank)
+    other: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
     other.send(Failed("torch finds 1 CUDA devices here"))
     with pytest.raises(ModelError, match="rank 1: torch finds 1 CUDA devices here"):
         group.gather_group(config_of_two(), tmp_path, torch.device("cpu"), lambda text: None)
@@ -86,12 +86,12 @@ def test_a_rank_that_fails_in_a_step_does_not_look_as_if_it_could_not_load(
 
     monkeypatch.setattr(rank_main, "_load", lambda *_: (SimpleNamespace(), 0))
     monkeypatch.setattr(parallel_model, "follow", fail)
-    line: Line[ToRank] = Line(theirs, ToRank)
+    line: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
     join = Join(config_of_two(), str(tmp_path), 0)
     with pytest.raises(RankFailed):
-        rank_main._serve(line, queue.SimpleQueue(), join, RankPlace(1, 2, 1, 2), "127.0.0.1")
+        rank_main._serve(line, queue.SimpleQueue(), join, RankSpec(1, 2, 1, 2), "127.0.0.1")
     line.close()
-    heard: Line[FromRank] = Line(ours, FromRank)
+    heard: MessageSocket[FromRank] = MessageSocket(ours, FromRank)
     assert heard.receive() is None
     heard.close()
 
@@ -118,7 +118,7 @@ def test_a_rank_that_cannot_go_on_says_why_and_shows_its_stack_only_for_a_defect
     monkeypatch.setattr(parallel_model, "follow", fail)
     join = Join(config_of_two(), str(tmp_path), 0)
     line: Any = SimpleNamespace(send=None)
-    args = (line, queue.SimpleQueue[ToRank](), join, RankPlace(1, 2, 1, 2), "127.0.0.1")
+    args = (line, queue.SimpleQueue[ToRank](), join, RankSpec(1, 2, 1, 2), "127.0.0.1")
     if words is None:
         with pytest.raises(AssertionError):
             rank_main._serve_or_say(*args)
@@ -134,7 +134,7 @@ def test_a_rank_that_cannot_go_on_says_why_and_shows_its_stack_only_for_a_defect
 def test_memory_that_ends_while_graphs_are_recorded_ends_the_engine() -> None:
     """The others wait for this rank in the middle of it: there is no going on without graphs."""
     ours, theirs = _connected()
-    line: Line[FromRank] = Line(ours, FromRank)
+    line: MessageSocket[FromRank] = MessageSocket(ours, FromRank)
     lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), line)}
     model = MirroredModel(WithoutMemory(), Ranks(0, 2), Followers(lines, on_lost=lambda _: None))
     with pytest.raises(RankFailed, match="--enforce-eager"):
@@ -162,19 +162,19 @@ def refused(*words: str) -> Any:
 
 def test_a_rank_that_never_comes_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "_MEET_S", 0.1)
-    meeting_point = MeetingPoint(2, alone=True)
-    with refused("rank 1 of 2 did not come", f"port {meeting_point.port}", "within 0.1 s"):
-        meeting_point.await_others(lambda: None)
+    rendezvous = RankRendezvous(2, alone=True)
+    with refused("rank 1 of 2 did not come", f"port {rendezvous.port}", "within 0.1 s"):
+        rendezvous.await_others(lambda: None)
 
 
 def test_a_rank_that_cannot_come_says_why_while_rank_0_waits_for_it() -> None:
     ours, theirs = _connected()
-    lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), Line[FromRank](ours, FromRank))}
+    lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), MessageSocket[FromRank](ours, FromRank))}
     followers = Followers(lines, on_lost=lambda _: None)
-    other: Line[ToRank] = Line(theirs, ToRank)
+    other: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
     other.send(Failed("cannot reach where the 2 ranks meet"))
     with refused("rank 1: cannot reach where the 2 ranks meet"):
-        MeetingPoint(2, alone=True).await_others(followers.check)
+        RankRendezvous(2, alone=True).await_others(followers.check)
     other.close()
 
 
@@ -203,7 +203,7 @@ def test_ranks_that_cannot_exchange_tensors_say_so_in_one_line(
 
     monkeypatch.setattr(dist, "init_process_group", fail)
     with refused("rank 0 cannot exchange tensors", words):
-        MeetingPoint(1, alone=True).join(torch.device(device))
+        RankRendezvous(1, alone=True).join(torch.device(device))
 
 
 def test_a_rank_that_cannot_exchange_tensors_ends_rank_0_which_waits_for_it(
@@ -211,8 +211,8 @@ def test_a_rank_that_cannot_exchange_tensors_ends_rank_0_which_waits_for_it(
 ) -> None:
     """Rank 0 is within torch then, for as long as the longest step may take."""
     ours, theirs = _connected()
-    lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), Line[FromRank](ours, FromRank))}
-    other: Line[ToRank] = Line(theirs, ToRank)
+    lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), MessageSocket[FromRank](ours, FromRank))}
+    other: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
     lost: list[str] = []
 
     def meet(*_: object, **__: object) -> None:
@@ -223,7 +223,7 @@ def test_a_rank_that_cannot_exchange_tensors_ends_rank_0_which_waits_for_it(
     monkeypatch.setattr(group, "await_ranks", lambda *_: lines)
     monkeypatch.setattr(group, "start_rank", lambda *_: None)
     monkeypatch.setattr(Followers, "_end", lambda _, reason: lost.append(reason))
-    monkeypatch.setattr(MeetingPoint, "await_others", lambda *_: None)
+    monkeypatch.setattr(RankRendezvous, "await_others", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", meet)
     other.send(Arrived())
     group.gather_group(config_of_two(), tmp_path, torch.device("cpu"), lambda text: None)
@@ -240,9 +240,9 @@ def test_a_rank_that_came_first_waits_for_one_that_has_to_fetch_the_model(
         waits.append(store.timeout)
 
     monkeypatch.setattr(dist, "init_process_group", meet)
-    meeting_point = MeetingPoint(2, alone=True)
-    collectives.join(torch.device("cpu"), 1, 2, "127.0.0.1", meeting_point.port)
-    meeting_point.join(torch.device("cpu"))
+    rendezvous = RankRendezvous(2, alone=True)
+    collectives.join(torch.device("cpu"), 1, 2, "127.0.0.1", rendezvous.port)
+    rendezvous.join(torch.device("cpu"))
     assert waits == [timedelta(hours=2)] * 2
 
 

@@ -37,7 +37,7 @@ from penstock_shard.ops.torch_ops import TorchOps
 from penstock_shard.selfcheck import batch_invariance
 from penstock_shard.selfcheck import ops as check
 from penstock_shard.selfcheck.batch_invariance import first_variance
-from penstock_shard.selfcheck.random_steps import Row, trial_steps
+from penstock_shard.selfcheck.random_steps import Row, random_steps
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -72,7 +72,7 @@ def make_decoder(directory: Path, ops: Ops) -> Decoder:
 
 def generated(model: Decoder, prompt: int) -> tuple[list[list[int]], Tensor]:
     """Greedy tokens of two sequences, a chunk of one beside a decode of the other; their logits."""
-    with trial_steps(model, VOCABULARY, 16, 6, F32) as steps:
+    with random_steps(model, VOCABULARY, 16, 6, F32) as steps:
         long, short = steps.sequence(prompt + 3), steps.sequence(6)
         logits = [steps.run([(long, 0, prompt), (short, 0, 3)])[[prompt - 1, prompt + 2]]]
         for step in range(3):
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_plain_torch(family: str, prompt: int, model_dir: Di
 @pytest.mark.parametrize("family", ["mixtral", "gemma2"][: budget(1, 2)])
 def test_exact_ops_give_the_same_bits_in_any_step(family: str, model_dir: Directory) -> None:
     model = make_decoder(model_dir(family), triton_ops(exact=True))
-    with model.shortened(), trial_steps(model, VOCABULARY, 16, 10, F32) as steps:
+    with model.shortened(), random_steps(model, VOCABULARY, 16, 10, F32) as steps:
         watched = steps.sequence(14)
         others = [steps.sequence(n) for n in (2, 4, 3)]
         whole = steps.run([(watched, 0, 14)])

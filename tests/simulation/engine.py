@@ -12,7 +12,7 @@ import msgspec
 from support.compilers import EOS_IDS, VOCAB_SIZE, two_ended_compiler
 from support.engines import runner_info
 
-from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat

@@ -248,7 +248,7 @@ class SimulatedFleet:
         answer.token_times_s += [self.now_s] * len(output.token_ids)
         if output.cached_tokens is not None:
             answer.cached_tokens = output.cached_tokens
-            self._policy.learned(shard.address, shard.address, request, output.cached_tokens)
+            self._policy.learn(shard.address, shard.address, request, output.cached_tokens)
         if output.is_last:
             del self._requests[output.request_id]
             self._next_turn(talk)

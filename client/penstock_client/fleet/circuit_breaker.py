@@ -32,18 +32,18 @@ class CircuitBreaker:
         """Whether a request may be sent."""
         return not self.is_open or now_s >= self._try_at_s
 
-    def sent(self, now_s: float) -> None:
+    def record_sent(self, now_s: float) -> None:
         """A request was sent; if the breaker is open, no other may be for a while."""
         if self.is_open:
             self._open_s = min(2 * self._open_s, _MAX_OPEN_S)
             self._try_at_s = now_s + self._open_s
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """A request gave its first output."""
         if self._failures:
             self.reset()
 
-    def failed(self, now_s: float) -> None:
+    def record_failure(self, now_s: float) -> None:
         """A request ended because of the shard."""
         self._failures += 1
         # Later failures are of requests that were already running, or of trials.

@@ -114,7 +114,7 @@ class DnsSource:
         return f"dns://{authority(self.name, self.port)}"
 
     def addresses(self) -> AsyncGenerator[frozenset[str], None]:
-        settling = Settling(self.settle_s)
+        settling = DelayedRemoval(self.settle_s)
         return _poll(str(self), self._look, self.interval_s, settling, self.clock, self.sleep)
 
     async def _look(self) -> frozenset[str]:
@@ -151,7 +151,7 @@ class FileSource:
 
     def addresses(self) -> AsyncGenerator[frozenset[str], None]:
         # A line removed from a file is removed on purpose: no need to wait.
-        settling = Settling(0.0)
+        settling = DelayedRemoval(0.0)
         return _poll(str(self), self._look, self.interval_s, settling, self.clock, self.sleep)
 
     async def _look(self) -> frozenset[str]:
@@ -168,7 +168,7 @@ class UnionSource:
     async def addresses(self) -> AsyncGenerator[frozenset[str], None]:
         latest = [frozenset[str]()] * len(self.parts)
         current: frozenset[str] = frozenset()
-        troubles = _Troubles("all sources of shard addresses together")
+        troubles = _SourceErrors("all sources of shard addresses together")
         changed = asyncio.Event()
 
         async def follow(index: int) -> None:
@@ -196,7 +196,7 @@ class UnionSource:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _merge(
-        self, latest: Sequence[frozenset[str]], current: frozenset[str], troubles: _Troubles
+        self, latest: Sequence[frozenset[str]], current: frozenset[str], troubles: _SourceErrors
     ) -> frozenset[str]:
         merged = frozenset[str]().union(*latest)
         try:
@@ -211,7 +211,7 @@ class UnionSource:
 # ---- what they share ----
 
 
-class Settling:
+class DelayedRemoval:
     """Addresses join at once and leave when they have been missing for `settle_s`."""
 
     def __init__(self, settle_s: float) -> None:
@@ -228,7 +228,7 @@ class Settling:
         return self._kept
 
 
-class _Troubles:
+class _SourceErrors:
     """Logs a source's troubles: each once, and not again while it keeps coming back."""
 
     def __init__(self, source: str) -> None:
@@ -250,7 +250,7 @@ class _Troubles:
 
     def over(self) -> None:
         if self._told:
-            logger.info("%s: good again", self._source)
+            logger.info("%s: recovered", self._source)
         self._told = False
 
 
@@ -258,12 +258,12 @@ async def _poll(
     source: str,
     look: Callable[[], Awaitable[frozenset[str]]],
     interval_s: float,
-    settling: Settling,
+    settling: DelayedRemoval,
     clock: Clock,
     sleep: Sleep,
 ) -> AsyncGenerator[frozenset[str], None]:
     """Look, settle, yield what changed, sleep. `look` raises `ValueError` when it finds no set."""
-    troubles = _Troubles(source)
+    troubles = _SourceErrors(source)
     current: frozenset[str] = frozenset()
     while True:
         try:

@@ -49,7 +49,7 @@ class Embeddings:
         """How many calls are open to a shard."""
         return len(self._calls.get(shard, ()))
 
-    def shard_changed(self, shard: ShardState) -> None:
+    def on_shard_change(self, shard: ShardState) -> None:
         """If the shard is gone, send its batches elsewhere."""
         if shard.info is None:
             self._drop(shard)
@@ -96,7 +96,7 @@ class Embeddings:
         """Raises `ShardUnavailable` if the shard is lost meanwhile, or as `ShardClient.embed`."""
         assert shard.info is not None  # it fits
         now_s = self._clock()
-        shard.sent(sum(map(len, request.inputs)), now_s, num_requests=len(request.inputs))
+        shard.record_sent(sum(map(len, request.inputs)), now_s, num_requests=len(request.inputs))
         call = asyncio.ensure_future(
             shard.client.embed(request, instance_id=shard.info.instance_id)
         )
@@ -107,14 +107,14 @@ class Embeddings:
                 raise ShardUnavailable(f"shard {shard.address}: {shard.problem or 'was left'}")
             vectors = call.result()
         except ShardUnavailable:
-            shard.breaker.failed(self._clock())
+            shard.breaker.record_failure(self._clock())
             raise
         finally:
             call.cancel()
             del self._calls[shard][call]
             if not self._calls[shard]:
                 del self._calls[shard]
-        shard.breaker.succeeded()
+        shard.breaker.record_success()
         return vectors
 
     def _drop(self, shard: ShardState) -> None:

@@ -49,7 +49,7 @@ from penstock_client.types import (
 )
 from penstock_common.clock import Clock
 from penstock_common.request_bounds import TRIAL_TOKENS
-from penstock_common.tasks import lasting
+from penstock_common.tasks import run_lasting
 from penstock_common.tracing import SpanContext
 
 _MAX_BACK_OFF_S = 1.0
@@ -148,7 +148,7 @@ class Continuations:
         for stream in list(self._waiting):
             self._end(stream, ShardUnavailable(_CLOSED))
 
-    def shard_changed(self, shard: ShardState) -> None:
+    def on_shard_change(self, shard: ShardState) -> None:
         """A shard became ready or unready, or wants to hand its requests over to others."""
         if shard.handing_over:
             self._put_due(self._on(shard))
@@ -160,7 +160,7 @@ class Continuations:
 
     # ---- called by streams ----
 
-    def fed(self, stream: FleetStream, output: Output) -> None:
+    def on_output(self, stream: FleetStream, output: Output) -> None:
         """A shard gave something."""
         shard, info = stream.shard, stream.info
         if stream.made_by is not info or stream.waited_s:
@@ -168,7 +168,7 @@ class Continuations:
         if stream.engine_deaths and len(stream.token_ids) - stream.taken_up_at >= TRIAL_TOKENS:
             self._clear(stream)
         if output.cached_tokens is not None and shard is not None and info is not None:
-            self._policy.learned(
+            self._policy.learn(
                 shard.address, info.instance_id, stream.request, output.cached_tokens
             )
         if stream.ended:
@@ -179,7 +179,7 @@ class Continuations:
         """The first outputs of an attempt; tokens that were known before it are already cut off."""
         if stream.shard is None or stream.info is None:
             return
-        stream.shard.breaker.succeeded()
+        stream.shard.breaker.record_success()
         if stream.attempts[-1].first_output_s is None:
             stream.attempts[-1].first_output_s = time.perf_counter()
         if not output.token_ids and output.prompt_logprobs is None:
@@ -202,7 +202,7 @@ class Continuations:
             self._suspects.discard(stream)
             self._put_due([other for other in self._waiting if other.is_suspect])
 
-    def failed(self, stream: FleetStream, error: PenstockError) -> None:
+    def on_failure(self, stream: FleetStream, error: PenstockError) -> None:
         """A shard dropped the request: it goes on, or ends."""
         shard = stream.shard
         if stream.info is not None:
@@ -222,7 +222,7 @@ class Continuations:
         self._wait(stream)
         self._put_due([stream])
 
-    def cancelled(self, stream: GenerationStream) -> None:
+    def on_cancel(self, stream: GenerationStream) -> None:
         """The reader left, or an output had a gap: abort the request at its shard."""
         assert isinstance(stream, FleetStream)
         if stream.shard is not None:
@@ -240,7 +240,7 @@ class Continuations:
         if isinstance(error, ShardUnavailable):
             stream.was_dropped = True
             if shard is not None:
-                shard.breaker.failed(self._clock())
+                shard.breaker.record_failure(self._clock())
             if error.engine_died:
                 stream.engine_deaths += 1
                 if stream.engine_deaths >= POISON_DEATHS:
@@ -406,7 +406,7 @@ class Continuations:
             suspect=stream.is_suspect,
         )
         shard.client.attach(stream, request, attempt)
-        shard.sent(len(request.prompt_token_ids) + len(request.output_token_ids), now_s)
+        shard.record_sent(len(request.prompt_token_ids) + len(request.output_token_ids), now_s)
         self._stop_waiting(stream)
         stream.waiting_since_s = now_s
         stream.shard, stream.info = shard, info
@@ -448,7 +448,7 @@ class Continuations:
         """Have the streams sent, or moved, in the next turns of the event loop."""
         self._due.update(dict.fromkeys(streams))
         if self._sender is None or self._sender.done():
-            sending = lasting(self._send_all_due, "sending a request on", pause_s=0.0)
+            sending = run_lasting(self._send_all_due, "sending a request on", pause_s=0.0)
             self._sender = asyncio.get_running_loop().create_task(sending)
 
     async def _send_all_due(self) -> None:

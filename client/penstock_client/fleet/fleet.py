@@ -30,7 +30,7 @@ from penstock_client.fleet.shard_state import ShardState, ShardWatch, check_serv
 from penstock_client.load_balancing.policies import make_policy
 from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
 from penstock_common.clock import Clock
-from penstock_common.tasks import lasting
+from penstock_common.tasks import run_lasting
 from penstock_common.tls import Tls
 from penstock_proto.transport import Connector
 
@@ -107,7 +107,7 @@ class Fleet:
         if isinstance(source, StaticSource):
             self._said = source.fixed
             self._update()
-        following = lasting(lambda: self._follow(source), "following the addresses of shards")
+        following = run_lasting(lambda: self._follow(source), "following the addresses of shards")
         self._following = asyncio.get_running_loop().create_task(following)
 
     async def __aenter__(self) -> Self:
@@ -281,7 +281,7 @@ class Fleet:
             self._shard_changed(shard)
 
     def _ended(self, stream: FleetStream) -> None:
-        self._verification.ended(stream)
+        self._verification.on_stream_end(stream)
         if self._audit is not None and not self._verification.owns(stream):
             self._audit.record(_record(stream))
 
@@ -341,7 +341,7 @@ class Fleet:
         if not self._warned_of_key:
             self._warned_of_key = True
             logger.warning(
-                "the key for shards goes to %s in the clear, whoever that is: use TLS "
+                "the API key for shards is sent unencrypted to %s: use TLS "
                 "(--tls-cert-file at shards, --shard-tls-ca-file at routers)",
                 address,
             )
@@ -369,7 +369,7 @@ class Fleet:
         await self._watches.pop(shard.address).close()
 
     def _learned(self, shard: ShardState, info: ShardInfo) -> None:
-        for name in shard.learned(info):
+        for name in shard.update_info(info):
             # Requests must not wait for shards that are away to return with an adapter that was
             # unloaded here.
             for other in self._shards.values():
@@ -378,8 +378,8 @@ class Fleet:
     def _shard_changed(self, shard: ShardState) -> None:
         self._changed.set()
         if not self._closed:
-            self._continuations.shard_changed(shard)
-            self._embeddings.shard_changed(shard)
+            self._continuations.on_shard_change(shard)
+            self._embeddings.on_shard_change(shard)
 
 
 def _record(stream: FleetStream) -> AuditRecord:

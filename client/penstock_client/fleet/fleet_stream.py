@@ -23,16 +23,16 @@ from penstock_client.types import (
 FIRST_BACK_OFF_S = 0.05
 
 
-class Keeper(Protocol):
+class StreamOwner(Protocol):
     """Sends a stream's request, and is called with what comes of it."""
 
-    def fed(self, stream: FleetStream, output: Output) -> None:
+    def on_output(self, stream: FleetStream, output: Output) -> None:
         """A shard sent an output."""
 
-    def failed(self, stream: FleetStream, error: PenstockError) -> None:
+    def on_failure(self, stream: FleetStream, error: PenstockError) -> None:
         """A shard failed the request."""
 
-    def cancelled(self, stream: GenerationStream) -> None:
+    def on_cancel(self, stream: GenerationStream) -> None:
         """Its reader left."""
 
 
@@ -40,8 +40,8 @@ class FleetStream(GenerationStream):
     """The stream of a request that may change shards. Iterate it like any `GenerationStream`."""
 
     __slots__ = (
-        "_keeper",
         "_kind",
+        "_owner",
         "attempts_in_vain",
         "avoided",
         "back_off_s",
@@ -63,11 +63,11 @@ class FleetStream(GenerationStream):
         "was_dropped",
     )
 
-    def __init__(self, request: GenerationRequest, keeper: Keeper, now_s: float) -> None:
+    def __init__(self, request: GenerationRequest, owner: StreamOwner, now_s: float) -> None:
         """`now_s` is of the clock that all its times are of."""
         given = len(request.output_token_ids)
-        super().__init__(new_request_id(), -1, given, keeper.cancelled)
-        self._keeper = keeper
+        super().__init__(new_request_id(), -1, given, owner.on_cancel)
+        self._owner = owner
         self._kind = b""
         self.request = request
         # The output so far, from all shards.
@@ -129,14 +129,14 @@ class FleetStream(GenerationStream):
         # `_accept` has cut off tokens that were known.
         self.token_ids += output.token_ids
         self.finish_reason = output.finish_reason
-        self._keeper.fed(self, output)
+        self._owner.on_output(self, output)
         # Last, because the reader may cancel the stream here.
         self._tell()
 
     def fail(self, error: PenstockError) -> None:
         """The shard failed it: go on elsewhere, or end."""
         if not self.ended:
-            self._keeper.failed(self, error)
+            self._owner.on_failure(self, error)
 
     def end(self, error: PenstockError) -> None:
         """End with an error; try no other shard."""

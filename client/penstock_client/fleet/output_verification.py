@@ -52,7 +52,7 @@ class Verification:
         """Whether the stream is one that verifies, not a caller's."""
         return stream.request_id in self._ours
 
-    def ended(self, stream: FleetStream) -> None:
+    def on_stream_end(self, stream: FleetStream) -> None:
         """A request of the fleet has ended."""
         if not self._share or random.random() >= self._share or len(self._tasks) >= _MAX_AT_ONCE:
             return

@@ -24,7 +24,7 @@ from penstock_client.load_balancing.base import Candidate
 from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
 from penstock_common.clock import Clock
-from penstock_common.tasks import lasting
+from penstock_common.tasks import run_lasting
 from penstock_proto.transport import CONNECTION_REFUSED, Connector
 
 logger = logging.getLogger(__name__)
@@ -123,13 +123,13 @@ class ShardState:
         finally:
             await progress.aclose()
 
-    def sent(self, num_tokens: int, now_s: float, num_requests: int = 1) -> None:
+    def record_sent(self, num_tokens: int, now_s: float, num_requests: int = 1) -> None:
         """Count what was sent and is not in a report yet."""
-        self.breaker.sent(now_s)
+        self.breaker.record_sent(now_s)
         self.sent_requests += num_requests
         self.sent_prompt_tokens += num_tokens
 
-    def learned(self, info: ShardInfo) -> set[str]:
+    def update_info(self, info: ShardInfo) -> set[str]:
         """Take the shard's info; returns the names of adapters that it unloaded."""
         before, self.info, self.last_info = self.last_info, info, info
         if before is None or before.instance_id != info.instance_id:
@@ -143,7 +143,7 @@ class ShardState:
             left = {other: last.adapters[other] for other in last.adapters if other != name}
             self.last_info = dataclasses.replace(last, adapters=left)
 
-    def reported(self, load: LoadReport) -> None:
+    def update_load(self, load: LoadReport) -> None:
         """Take a report. It counts all that the shard's server has received; so count from 0."""
         self.load = load
         self.sent_requests = 0
@@ -217,7 +217,7 @@ class ShardWatch:
         # The revision of adapters that `info` shows, and whether `changed` is still to be called.
         self._adapters_revision = 0
         self._has_new_adapters = False
-        watching = lasting(self._watch, f"the watch of shard {shard.address}")
+        watching = run_lasting(self._watch, f"the watch of shard {shard.address}")
         self._task = asyncio.get_running_loop().create_task(watching)
 
     async def close(self) -> None:
@@ -291,7 +291,7 @@ class ShardWatch:
     def _note(self, load: LoadReport) -> None:
         shard = self.shard
         before = (shard.ready, shard.handing_over)
-        shard.reported(load)
+        shard.update_load(load)
         shard.connected = True
         if shard.ready:
             shard.problem = ""

@@ -62,7 +62,7 @@ class Policy(Protocol):
         """
         ...
 
-    def learned(
+    def learn(
         self, address: str, instance_id: str, request: GenerationRequest, cached_tokens: int
     ) -> None:
         """Called with a request's first output: how many tokens of its prompt were cached there."""

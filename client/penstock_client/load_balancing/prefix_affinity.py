@@ -36,13 +36,13 @@ class PrefixAffinity(Policy):
         pieces = prompt_pieces(request)
         held = [self._memory.num_held(candidate, pieces) for candidate in candidates]
         chosen, decision = decide(candidates, held)
-        self._memory.sent(chosen, request, pieces)
+        self._memory.record_sent(chosen, request, pieces)
         return decision
 
-    def learned(
+    def learn(
         self, address: str, instance_id: str, request: GenerationRequest, cached_tokens: int
     ) -> None:
-        self._memory.answered(instance_id, request, cached_tokens)
+        self._memory.record_answer(instance_id, request, cached_tokens)
 
 
 def decide(candidates: Sequence[Candidate], held: Sequence[int]) -> tuple[Candidate, Decision]:

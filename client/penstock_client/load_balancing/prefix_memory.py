@@ -120,7 +120,9 @@ class PrefixMemory:
             return 0
         return cache.num_held(pieces)
 
-    def sent(self, candidate: Candidate, request: GenerationRequest, pieces: list[bytes]) -> None:
+    def record_sent(
+        self, candidate: Candidate, request: GenerationRequest, pieces: list[bytes]
+    ) -> None:
         """The request was sent there, so its pieces will be in that cache."""
         cache = self._caches.get(candidate.address)
         if cache is None or cache.instance_id != candidate.instance_id:
@@ -136,7 +138,9 @@ class PrefixMemory:
         _trim(self._caches, _MAX_SHARDS)
         _trim(self._unanswered, _MAX_UNANSWERED)
 
-    def answered(self, instance_id: str, request: GenerationRequest, cached_tokens: int) -> None:
+    def record_answer(
+        self, instance_id: str, request: GenerationRequest, cached_tokens: int
+    ) -> None:
         """The shard has computed the prompt, and found `cached_tokens` of it in its cache."""
         sent = self._unanswered.pop(id(request), None)
         if sent is None or sent.cache.instance_id != instance_id:

@@ -30,11 +30,11 @@ class GenerationStream:
     __slots__ = (
         "_ended",
         "_error",
-        "_news_tokens",
+        "_min_tokens",
         "_next_position",
         "_next_prompt_index",
         "_on_cancel",
-        "_on_news",
+        "_on_output",
         "_pending",
         "approximate",
         "attempt",
@@ -63,8 +63,8 @@ class GenerationStream:
         # The next index of the prompt's log-probabilities; the token at index 0 has none.
         self._next_prompt_index = 1
         self._on_cancel = on_cancel
-        self._on_news: Callable[[], None] = _nobody
-        self._news_tokens = 1
+        self._on_output: Callable[[], None] = _nobody
+        self._min_tokens = 1
         self._pending: Output | None = None
         self._error: PenstockError | None = None
         # No more will arrive: finished, failed or cancelled.
@@ -96,13 +96,13 @@ class GenerationStream:
             raise self._error.with_traceback(None)
         return output
 
-    def listen(self, on_news: Callable[[], None], *, min_tokens: int = 1) -> None:
-        """Have `on_news` called when `min_tokens` tokens can be taken, and at the end.
+    def listen(self, on_output: Callable[[], None], *, min_tokens: int = 1) -> None:
+        """Have `on_output` called when `min_tokens` tokens can be taken, and at the end.
 
         It is called by the task that receives for all streams of a shard: it must be quick, and
         raise nothing.
         """
-        self._on_news, self._news_tokens = on_news, min_tokens
+        self._on_output, self._min_tokens = on_output, min_tokens
 
     def __aiter__(self) -> Self:
         return self
@@ -137,7 +137,7 @@ class GenerationStream:
         self._ended = True
         self._pending = None
         self._on_cancel(self)
-        self._on_news()
+        self._on_output()
 
     # ---- called by the connection ----
 
@@ -148,8 +148,8 @@ class GenerationStream:
 
     def _tell(self) -> None:
         pending = self._pending
-        if self._ended or (pending is not None and len(pending.token_ids) >= self._news_tokens):
-            self._on_news()
+        if self._ended or (pending is not None and len(pending.token_ids) >= self._min_tokens):
+            self._on_output()
 
     def _accept(self, output: Output) -> bool:
         """Keep an output for the reader, without notifying it; False if tokens are missing."""
@@ -174,7 +174,7 @@ class GenerationStream:
             return
         self._ended = True
         self._error = error
-        self._on_news()
+        self._on_output()
 
     def _align(self, output: Output) -> str:
         """Cut off tokens that are known; returns an error text if there is a gap, "" if not."""

@@ -46,7 +46,7 @@ from penstock_client.types import (
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardStub
-from penstock_proto.transport import FIELD_METADATA, explained
+from penstock_proto.transport import FIELD_METADATA, explain
 
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     pb.Finish.REASON_STOP: FinishReason.STOP,
@@ -350,7 +350,7 @@ def _error_of_code(
 def call_error(error: grpc.RpcError, address: str) -> PenstockError:
     """The exception for a call that ended with a status."""
     code: grpc.StatusCode = error.code()
-    details = explained(error.details() or code.name)
+    details = explain(error.details() or code.name)
     # Typed by each of gRPC's two kinds of calls in its own way.
     metadata: Any = error.trailing_metadata() or ()
     field = next((str(value) for key, value in metadata if key == FIELD_METADATA), "")

@@ -44,7 +44,7 @@ from penstock_router.observe.metrics import Metrics
 
 _STOPPING = "the router is shutting down"
 _MAX_RETRY_AFTER_S = 60
-# How far back `Pace` looks, roughly.
+# How far back `QueuePace` looks, roughly.
 _PACE_S = 10.0
 
 
@@ -111,7 +111,7 @@ class _Scope:
             raise self._limit._error() from None
 
 
-class Pace:
+class QueuePace:
     """How fast places come free: a decaying average since the worker was last idle."""
 
     def __init__(self, now_s: float) -> None:
@@ -123,7 +123,7 @@ class Pace:
         self._weight = 0.0
         self._at_s = self._since_s = now_s
 
-    def came_free(self, places: int, now_s: float) -> None:
+    def record_freed(self, places: int, now_s: float) -> None:
         self._weight = self._weight_at(now_s) + places
         self._at_s = now_s
 
@@ -188,7 +188,7 @@ class Ticket(Waiting):
         """It is prepared, and has no places yet."""
         return self.state == "waiting"
 
-    def held(self, amount: _Amount) -> int:
+    def queued_amount(self, amount: _Amount) -> int:
         """How many of the queue's sequences or tokens are this request's."""
         return self.places if amount == "queued" else self.prompt_tokens
 
@@ -212,7 +212,7 @@ def _latest(account: _Account, amount: _Amount, excess: int) -> list[Ticket]:
     for ticket in reversed(account.tickets):
         if excess <= 0:
             break
-        if held := ticket.held(amount):
+        if held := ticket.queued_amount(amount):
             found.append(ticket)
             excess -= held
     return found
@@ -231,7 +231,7 @@ class Admission:
         self._all = _Account()
         self._accounts: dict[str, _Account] = {}
         self._queue = FairQueue()
-        self._pace = Pace(time.monotonic())
+        self._pace = QueuePace(time.monotonic())
         self._running: set[TimeLimit] = set()
         self._idle = asyncio.Event()
         self.stopping = False
@@ -333,7 +333,7 @@ class Admission:
         max_places = self._limit if own is None else min(own, self._limit)
         if account.max_places != max_places:
             account.max_places = max_places
-            self._queue.moved(account)
+            self._queue.update(account)
 
     def _check_width(self, account: _Account, sequences: int, param: str) -> None:
         if sequences <= account.max_places:
@@ -449,9 +449,9 @@ class Admission:
         if state == "gone":
             return
         if state == "in flight":
-            self._pace.came_free(ticket.places, time.monotonic())
+            self._pace.record_freed(ticket.places, time.monotonic())
             self._change(account, in_flight=-ticket.places)
-            self._queue.moved(account)
+            self._queue.update(account)
         else:
             del account.tickets[ticket]
             self._change(account, queued=-ticket.places, queued_tokens=-ticket.prompt_tokens)

@@ -26,7 +26,7 @@ class Share:
     """The places that one key has, and its requests that wait for more, in their order."""
 
     in_flight: int = 0
-    # How many places it may have at once. After changing it, call `FairQueue.moved`.
+    # How many places it may have at once. After changing it, call `FairQueue.update`.
     max_places: float = math.inf
     waiting: OrderedDict[Waiting, None] = field(default_factory=OrderedDict)
 
@@ -63,7 +63,7 @@ class FairQueue:
         self._num_added += 1
         request.share.waiting[request] = None
         if len(request.share.waiting) == 1:
-            self.moved(request.share)
+            self.update(request.share)
 
     def remove(self, request: Waiting) -> None:
         """The request has its places, or gave up."""
@@ -73,9 +73,9 @@ class FairQueue:
         if self._turn is request:
             self._turn = None
         if was_first:
-            self.moved(request.share)
+            self.update(request.share)
 
-    def moved(self, share: Share) -> None:
+    def update(self, share: Share) -> None:
         """The share's places in flight, its bound or its first request have changed."""
         if not share.waiting:
             return

@@ -56,7 +56,7 @@ class Shape(Protocol):
     def closing(self) -> Sequence[bytes]:
         """The frames after the last delta's."""
 
-    def failed(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         """The last frames of a stream that fails."""
 
     def whole(self, deltas: Sequence[Delta]) -> Any:

@@ -137,7 +137,7 @@ def _arguments_object(arguments: str) -> JsonObject | str:
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class FunctionCall:
     """A function call in an earlier answer; `arguments` are JSON text or the object."""
 
     call_id: str
@@ -146,7 +146,7 @@ class Called:
 
 
 def assistant_message(
-    text: str | None, reasoning: str | None = None, calls: Sequence[Called] = ()
+    text: str | None, reasoning: str | None = None, calls: Sequence[FunctionCall] = ()
 ) -> Message:
     """The assistant's message as templates expect it. Only a message with calls may lack content:
     templates distinguish missing content from empty content.
@@ -161,7 +161,7 @@ def assistant_message(
     return message
 
 
-def _shown_call(call: Called) -> JsonObject:
+def _shown_call(call: FunctionCall) -> JsonObject:
     arguments = call.arguments
     if isinstance(arguments, str):
         arguments = _arguments_object(arguments)

@@ -133,7 +133,7 @@ def _reader(tool: Callable[[str, Any], Tool], at_least: int) -> Callable[[str, A
 
 
 @dataclass(frozen=True, slots=True)
-class AskedChoice:
+class ParsedToolChoice:
     """What a body's tool_choice asks for."""
 
     choice: ToolChoice
@@ -143,14 +143,14 @@ class AskedChoice:
     parallel: bool | None = None
 
 
-def _chat_choice(name: str, value: Any) -> AskedChoice:
+def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
     if isinstance(value, dict) and "function" in value and "type" not in value:
         # Hugging Face's clients give no type.
         value = {"type": "function", **value}
     return _openai_choice(name, value, _function_name)
 
 
-def _flat_choice(name: str, value: Any) -> AskedChoice:
+def _flat_choice(name: str, value: Any) -> ParsedToolChoice:
     return _openai_choice(name, value, _own_name)
 
 
@@ -162,13 +162,15 @@ def _own_name(where: str, entry: JsonObject) -> str:
     return _read_name(f"{where}.name", entry.get("name"))
 
 
-def _openai_choice(name: str, value: Any, named: Callable[[str, JsonObject], str]) -> AskedChoice:
+def _openai_choice(
+    name: str, value: Any, named: Callable[[str, JsonObject], str]
+) -> ParsedToolChoice:
     words = "none, auto, required or an object that names a function"
     match value:
         case "none" | "auto" | "required":
-            return AskedChoice(ToolChoice(value))
+            return ParsedToolChoice(ToolChoice(value))
         case {"type": "function"}:
-            return AskedChoice(ToolChoice("named", named(name, value)))
+            return ParsedToolChoice(ToolChoice("named", named(name, value)))
         case {"type": "allowed_tools"}:
             return _read_allowed(name, value, named)
         case {"type": other}:
@@ -178,7 +180,7 @@ def _openai_choice(name: str, value: Any, named: Callable[[str, JsonObject], str
 
 def _read_allowed(
     name: str, value: JsonObject, named: Callable[[str, JsonObject], str]
-) -> AskedChoice:
+) -> ParsedToolChoice:
     """The allowed tools: in chats nested under "allowed_tools", in responses flat."""
     key = "allowed_tools"
     held = value
@@ -196,10 +198,10 @@ def _read_allowed(
         where = f"{name}.tools[{index}]"
         _check_type(where, read_object(where, entry).get("type"), "function")
         names.append(named(where, entry))
-    return AskedChoice(ToolChoice(mode), allowed=tuple(names))
+    return ParsedToolChoice(ToolChoice(mode), allowed=tuple(names))
 
 
-def _message_choice(name: str, value: Any) -> AskedChoice:
+def _message_choice(name: str, value: Any) -> ParsedToolChoice:
     given = read_object(name, value)
     alone = given.get("disable_parallel_tool_use")
     if alone is not None:
@@ -207,14 +209,14 @@ def _message_choice(name: str, value: Any) -> AskedChoice:
     parallel = None if alone is None else not alone
     match given.get("type"):
         case "none":
-            return AskedChoice(ToolChoice("none"), parallel=parallel)
+            return ParsedToolChoice(ToolChoice("none"), parallel=parallel)
         case "auto":
-            return AskedChoice(ToolChoice("auto"), parallel=parallel)
+            return ParsedToolChoice(ToolChoice("auto"), parallel=parallel)
         case "any":
-            return AskedChoice(ToolChoice("required"), parallel=parallel)
+            return ParsedToolChoice(ToolChoice("required"), parallel=parallel)
         case "tool":
             tool = _read_name(f"{name}.name", given.get("name"))
-            return AskedChoice(ToolChoice("named", tool), parallel=parallel)
+            return ParsedToolChoice(ToolChoice("named", tool), parallel=parallel)
         case other:
             raise refusal(f"{name}.type", "auto, any, tool or none", other)
 
@@ -227,7 +229,7 @@ def tool_options(values: JsonObject, *, idle: Iterable[str] = ("none",)) -> Json
     takes it. Choices in `idle` are accepted without tools.
     """
     tools: tuple[Tool, ...] = values.get("tools", ())
-    asked: AskedChoice = values.get("tool_choice") or AskedChoice(ToolChoice("auto"))
+    asked: ParsedToolChoice = values.get("tool_choice") or ParsedToolChoice(ToolChoice("auto"))
     if not tools:
         if "tool_choice" in values and asked.choice.mode not in idle:
             raise BadRequest("tool_choice: needs tools", param="tool_choice")

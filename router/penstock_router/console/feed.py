@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from penstock_client.types import AttemptRecord
-from penstock_common.tasks import lasting
+from penstock_common.tasks import run_lasting
 from penstock_router.admission.admission import Admission
 from penstock_router.errors import TooManyRequests
-from penstock_router.fleet import Fleet, ShardState, shown_shard
+from penstock_router.fleet import Fleet, ShardState, describe_shard
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import Records, RequestRecord
 
@@ -79,7 +79,7 @@ class Console:
         if len(self._watchers) >= MAX_WATCHERS:
             raise TooManyRequests(f"the console has {MAX_WATCHERS} watchers, which is all it takes")
         if self._task is None:
-            self._task = asyncio.create_task(lasting(self._keep_looking, "the console"))
+            self._task = asyncio.create_task(run_lasting(self._keep_looking, "the console"))
         frames: Frames = asyncio.Queue(_MAX_FRAMES_BEHIND)
         frames.put_nowait(self._everything())
         self._watchers.append(frames)
@@ -130,7 +130,7 @@ class Console:
 
     def _everything(self) -> bytes:
         records = [*self._ended, *self._running()]
-        requests = [shown_request(record) for record in records]
+        requests = [describe_request(record) for record in records]
         return _fleet_frame(self._fleet_now(time.monotonic())) + _frame("requests", requests)
 
     def _running(self) -> Iterable[RequestRecord]:
@@ -147,7 +147,7 @@ class Console:
             record for record, state in progress.items() if self._progress.get(record) != state
         ]
         self._progress = progress
-        return [shown_request(record) for record in (*ended, *moved)]
+        return [describe_request(record) for record in (*ended, *moved)]
 
     def _fleet_now(self, now_s: float) -> dict[str, Any]:
         router = {
@@ -158,15 +158,15 @@ class Console:
             # How many running requests are shown at most.
             "followed": _MAX_RUNNING,
         }
-        shards = [self._shown_shard(shard, now_s) for shard in self._fleet.shards]
+        shards = [self._describe_shard(shard, now_s) for shard in self._fleet.shards]
         self._rates.forget_others([shard["address"] for shard in shards])
         return {**self._about, "router": router, "shards": shards}
 
-    def _shown_shard(self, shard: ShardState, now_s: float) -> dict[str, Any]:
+    def _describe_shard(self, shard: ShardState, now_s: float) -> dict[str, Any]:
         info, load = shard.info, shard.load
         steps_per_s, step_s = self._rates.look(shard, now_s)
         return {
-            **shown_shard(shard),
+            **describe_shard(shard),
             "device": None if info is None else info.device,
             "dtype": None if info is None else info.dtype,
             "queued_prompt_tokens": load.queued_prompt_tokens,
@@ -179,7 +179,7 @@ class Console:
 
 
 @dataclass(frozen=True, slots=True)
-class _Looks:
+class _StepSamples:
     """Polls of one engine: when, its steps so far, and how long they took."""
 
     instance_id: str
@@ -190,7 +190,7 @@ class StepRates:
     """Steps a second and the mean time of a step, over the last polls of each shard."""
 
     def __init__(self) -> None:
-        self._looks: dict[str, _Looks] = {}
+        self._looks: dict[str, _StepSamples] = {}
 
     def forget_others(self, addresses: Collection[str]) -> None:
         """Forget shards whose addresses are not among these: they have left."""
@@ -206,7 +206,7 @@ class StepRates:
             or known.instance_id != load.instance_id
             or load.steps_total < known.seen[-1][1]
         ):
-            known = self._looks[shard.address] = _Looks(load.instance_id)
+            known = self._looks[shard.address] = _StepSamples(load.instance_id)
         looks = known.seen
         looks.append((now_s, load.steps_total, load.steps_seconds_total))
         (then_s, steps_before, seconds_before), elapsed_s = looks[0], now_s - looks[0][0]
@@ -217,7 +217,7 @@ class StepRates:
         return round(steps / (now_s - then_s), 1), round(seconds / steps, 6) if steps else None
 
 
-def shown_request(record: RequestRecord) -> dict[str, Any]:
+def describe_request(record: RequestRecord) -> dict[str, Any]:
     """A record as the console shows it: unix times, and no text of any request."""
 
     def at(time_s: float | None) -> float | None:

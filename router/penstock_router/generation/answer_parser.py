@@ -27,13 +27,13 @@ def choose_conventions(job: Job) -> Conventions:
     return conventions if tools_of(asked) else dataclasses.replace(conventions, tool_format=None)
 
 
-def make_reader(job: Job) -> AnswerReader | None:
+def make_parser(job: Job) -> AnswerParser | None:
     """A parser for one of the job's answers; None where answers are plain text only."""
     conventions = choose_conventions(job)
-    return None if conventions == Conventions() else AnswerReader(job, conventions)
+    return None if conventions == Conventions() else AnswerParser(job, conventions)
 
 
-class AnswerReader:
+class AnswerParser:
     """Tells the text of one answer into pieces, and counts the tokens of its reasoning.
 
     They are those up to the mark that ends reasoning: up to its own token or, where it has none, up

@@ -13,7 +13,7 @@ from typing import Literal
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
 from penstock_router.fleet import GenerationStream
-from penstock_router.generation.answer_parser import make_reader
+from penstock_router.generation.answer_parser import make_parser
 from penstock_router.generation.job import Job
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
 from penstock_router.text.detokenizer import REPLACEMENT
@@ -47,7 +47,7 @@ class Delta:
     known_token_ids: Sequence[int] = ()
 
 
-class Gathered:
+class DeltaBuffer:
     """What came of one choice, as one delta. Texts are kept apart until then: adding each to all
     before it would copy a long answer once for each of its tokens.
     """
@@ -99,7 +99,7 @@ class Choice:
         self.index = index
         self.finished = False
         # `stream` has an output that was not taken yet.
-        self.has_news = False
+        self.has_output = False
         # `stream.progress` at the last check, and how many checks in a row found no progress.
         self._seen_progress, self._silent_looks = -1, 0
         # The first attempt's: later ones find what it cached.
@@ -112,7 +112,7 @@ class Choice:
         self._options = options
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
         # None where the answer can only be text.
-        self._reader = make_reader(job)
+        self._reader = make_parser(job)
         self._detokenizer = job.model.tokenizer.detokenizers.start(
             prompt.token_ids,
             skip_special_tokens=options.skip_special_tokens,
@@ -136,7 +136,7 @@ class Choice:
     def is_silent_for(self, looks: int) -> bool:
         """Check for progress; whether this many checks in a row found none."""
         progress = self.stream.progress
-        if progress != self._seen_progress or self.has_news:
+        if progress != self._seen_progress or self.has_output:
             self._seen_progress, self._silent_looks = progress, 0
         else:
             self._silent_looks += 1

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_router.generation.choice import Delta
-from penstock_router.generation.deltas import Deltas, Wrapped
+from penstock_router.generation.deltas import Deltas, DeltasWrapper
 from penstock_router.observe.request_record import Usage
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class ChoiceProgress:
     """How much of one choice a client has, from a stream that was cut off."""
 
     tokens: int = 0
@@ -27,18 +27,18 @@ class Delivered:
     reasoning_tokens: int | None = None
 
 
-_NOTHING = Delivered()
+_NOTHING = ChoiceProgress()
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
     """Where an answer goes on. Without `choices` it is a new one."""
 
-    choices: tuple[Delivered, ...] = ()
+    choices: tuple[ChoiceProgress, ...] = ()
     # The fingerprint of the numerics of all tokens so far, of which the rest must be; "": any.
     numerics: str = ""
 
-    def of(self, index: int) -> Delivered:
+    def of(self, index: int) -> ChoiceProgress:
         """How much of a choice the client has."""
         return self.choices[index] if self.choices else _NOTHING
 
@@ -52,7 +52,7 @@ class ResumePoint:
 BEGINNING = ResumePoint()
 
 
-class Progress:
+class ClientProgress:
     """How much of each choice was sent."""
 
     def __init__(self, point: ResumePoint, num_choices: int) -> None:
@@ -85,14 +85,14 @@ def skip_delivered(deltas: Deltas, point: ResumePoint, usage: Usage) -> Deltas:
     """The deltas of an answer that is made again, without what its client has. `usage` counts that
     already; its tokens are not counted once more.
     """
-    return _Rest(deltas, point, usage) if point.choices else deltas
+    return _Remainder(deltas, point, usage) if point.choices else deltas
 
 
-class _Rest(Wrapped):
+class _Remainder(DeltasWrapper):
     def __init__(self, source: Deltas, point: ResumePoint, usage: Usage) -> None:
         super().__init__(source)
         self._usage = usage
-        self._choices = {index: _Known(point.of(index)) for index in point.begun}
+        self._choices = {index: _DeliveredPrefix(point.of(index)) for index in point.begun}
 
     def take(self) -> Delta | None:
         while (delta := self._source.take()) is not None:
@@ -106,10 +106,10 @@ class _Rest(Wrapped):
         return None
 
 
-class _Known:
+class _DeliveredPrefix:
     """What is still to be taken off one choice."""
 
-    def __init__(self, delivered: Delivered) -> None:
+    def __init__(self, delivered: ChoiceProgress) -> None:
         self._tokens, self._characters = delivered.tokens, delivered.characters
         # What was taken off since the last delta that was not empty then.
         self.token_ids: list[int] = []

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from penstock_router.errors import BadRequest
-from penstock_router.generation.choice import Delta, Gathered
+from penstock_router.generation.best_of import pick_best
+from penstock_router.generation.choice import Delta, DeltaBuffer
 from penstock_router.generation.job import Job
 from penstock_router.request import Options
 
@@ -27,16 +28,16 @@ _DELTAS_A_TURN = 16
 _LET_OTHERS_RUN: Wait = functools.partial(asyncio.sleep, 0)
 
 
-def ignore_news() -> None:
+def ignore_output() -> None:
     """A listener that does nothing."""
 
 
 class Deltas(ABC):
     """A source of deltas for one reader, which as a rule calls `for_each`.
 
-    A reader that is done listening calls `listen(ignore_news)`: otherwise reader and source form a
-    reference cycle. Iterating wakes a task for each delta; it is for whoever must know of the first
-    one before going on, as its error has a status of its own while no header is sent.
+    A reader that is done listening calls `listen(ignore_output)`: otherwise reader and source form
+    a reference cycle. Iterating wakes a task for each delta; it is for whoever must know of the
+    first one before going on, as its error has a status of its own while no header is sent.
     """
 
     @property
@@ -49,8 +50,8 @@ class Deltas(ABC):
         """The next delta; None if there is none yet. Raises the error that ended the source."""
 
     @abstractmethod
-    def listen(self, on_news: Callable[[], None]) -> None:
-        """Have `on_news` called when there may be a delta, or the end; it must not raise."""
+    def listen(self, on_output: Callable[[], None]) -> None:
+        """Have `on_output` called when there may be a delta, or the end; it must not raise."""
 
     def __aiter__(self) -> Self:
         return self
@@ -65,7 +66,7 @@ class Deltas(ABC):
         return delta
 
 
-class Wrapped(Deltas):
+class DeltasWrapper(Deltas):
     """Another source's deltas, changed."""
 
     def __init__(self, source: Deltas) -> None:
@@ -75,8 +76,8 @@ class Wrapped(Deltas):
     def ended(self) -> bool:
         return self._source.ended
 
-    def listen(self, on_news: Callable[[], None]) -> None:
-        self._source.listen(on_news)
+    def listen(self, on_output: Callable[[], None]) -> None:
+        self._source.listen(on_output)
 
 
 # ---- Fewer and larger ones ---------------------------------------------------------------------
@@ -85,15 +86,15 @@ class Wrapped(Deltas):
 def bundle(deltas: Deltas, interval: int) -> Deltas:
     """Deltas of at least `interval` tokens; each choice's first one comes at once, and its last one
     has whatever is left."""
-    return deltas if interval == 1 else _Bundled(deltas, interval)
+    return deltas if interval == 1 else _DeltaBundler(deltas, interval)
 
 
-class _Bundled(Wrapped):
+class _DeltaBundler(DeltasWrapper):
     def __init__(self, source: Deltas, interval: int) -> None:
         super().__init__(source)
         self._interval = interval
         # For each choice that has begun: what is held back.
-        self._held: dict[int, Gathered | None] = {}
+        self._held: dict[int, DeltaBuffer | None] = {}
         # What ended the source; it is raised once nothing is held back.
         self._error: Exception | None = None
 
@@ -119,7 +120,7 @@ class _Bundled(Wrapped):
             begins = delta.index not in self._held
             held = self._held.get(delta.index)
             if held is None:
-                held = Gathered(delta)
+                held = DeltaBuffer(delta)
             else:
                 held.add(delta)
             is_enough = held.num_tokens >= self._interval
@@ -138,12 +139,12 @@ async def for_each(deltas: Deltas, use: Use) -> None:
     woken. If `use` returns something to wait for, that is awaited before the next delta is taken;
     deltas gather where they arrive meanwhile. Raises what the source or `use` raises.
     """
-    await _Pump(deltas, use).run()
+    await _DeltaPump(deltas, use).run()
 
 
-class _Pump:
-    """See `for_each`. The task that runs `run` does the waiting, and all else happens in `_on_news`
-    wherever that is called.
+class _DeltaPump:
+    """See `for_each`. The task that runs `run` does the waiting, and all else happens in
+    `_on_output`, wherever that is called.
     """
 
     def __init__(self, deltas: Deltas, use: Use) -> None:
@@ -156,11 +157,11 @@ class _Pump:
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        self._deltas.listen(self._on_news)
+        self._deltas.listen(self._on_output)
         try:
             while True:
                 self._needed = loop.create_future()
-                self._on_news()
+                self._on_output()
                 await self._needed
                 if self._error is not None:
                     raise self._error
@@ -170,10 +171,10 @@ class _Pump:
                 await wait()
         finally:
             # Break reference cycles: the source, and the error's traceback, refer to this object.
-            self._deltas.listen(ignore_news)
+            self._deltas.listen(ignore_output)
             self._error = None
 
-    def _on_news(self) -> None:
+    def _on_output(self) -> None:
         """Take what can be taken at once, until the task has to wait for something, or to end."""
         if self._needed.done():
             return
@@ -200,10 +201,10 @@ def bound(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Delta
 
     Raises `BadRequest` once they take more than `max_bytes`, and what `hold` raises.
     """
-    return deltas if options.logprobs is None else _Bound(deltas, options, max_bytes, hold)
+    return deltas if options.logprobs is None else _DeltaLimit(deltas, options, max_bytes, hold)
 
 
-class _Bound(Wrapped):
+class _DeltaLimit(DeltasWrapper):
     def __init__(self, source: Deltas, options: Options, max_bytes: int, hold: Hold) -> None:
         super().__init__(source)
         self._hold = hold
@@ -232,35 +233,13 @@ async def collect(deltas: Deltas, job: Job, max_bytes: int, hold: Hold) -> list[
 
     Raises what `bound` raises.
     """
-    gathered: dict[int, Gathered] = {}
+    gathered: dict[int, DeltaBuffer] = {}
 
     def add(delta: Delta) -> None:
         if delta.index in gathered:
             gathered[delta.index].add(delta)
         else:
-            gathered[delta.index] = Gathered(delta)
+            gathered[delta.index] = DeltaBuffer(delta)
 
     await for_each(bound(deltas, job.options, max_bytes, hold), add)
-    return _pick_best(job, [gathered[index].whole() for index in sorted(gathered)])
-
-
-def _pick_best(job: Job, deltas: list[Delta]) -> list[Delta]:
-    """The n most likely of each prompt's choices, by log-probability a token."""
-    n, candidates = job.options.n, job.choices_per_prompt
-    if n == candidates:
-        return deltas
-    best: list[Delta] = []
-    for start in range(0, len(deltas), candidates):
-        ranked = sorted(deltas[start : start + candidates], key=mean_logprob, reverse=True)
-        best += ranked[:n]
-    for index, delta in enumerate(best):
-        delta.index = index
-        if job.options.logprobs is None:
-            delta.logprobs = None
-    return best
-
-
-def mean_logprob(delta: Delta) -> float:
-    """The mean log-probability of a token, by which `best_of` ranks choices."""
-    values = delta.logprobs.chosen if delta.logprobs is not None else []
-    return sum(values) / len(values) if values else 0.0
+    return pick_best(job, [gathered[index].whole() for index in sorted(gathered)])

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock_router.errors import BadRequest
 from penstock_router.generation.answer_parser import choose_conventions
-from penstock_router.generation.client_progress import Delivered, ResumePoint
+from penstock_router.generation.client_progress import ChoiceProgress, ResumePoint
 from penstock_router.generation.job import Job
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.prompts import pack_ids
@@ -57,7 +57,7 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
         """Where the answer goes on."""
         counts = self.counts or ((None, None),) * len(self.choices)
         pairs = zip(self.choices, counts, strict=True)
-        known = tuple(Delivered(*choice, *counted) for choice, counted in pairs)
+        known = tuple(ChoiceProgress(*choice, *counted) for choice, counted in pairs)
         return ResumePoint(known, self.numerics)
 
 

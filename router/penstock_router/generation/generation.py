@@ -28,7 +28,7 @@ from penstock_client.errors import Overloaded, RequestRefused, ShardFailed
 from penstock_client.types import ConstraintKind, GenerationRequest, Output
 from penstock_router.errors import (
     BadRequest,
-    SlowReader,
+    SlowClient,
     TimedOut,
     TooManyRequests,
     Unavailable,
@@ -39,7 +39,7 @@ from penstock_router.errors import (
 from penstock_router.fleet import Fleet
 from penstock_router.generation.choice import Choice, Delta
 from penstock_router.generation.client_progress import BEGINNING, ResumePoint
-from penstock_router.generation.deltas import Deltas, ignore_news
+from penstock_router.generation.deltas import Deltas, ignore_output
 from penstock_router.generation.job import Job
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import RequestRecord, Usage, outcome_of
@@ -102,8 +102,8 @@ class Generation(Deltas):
         self._next_look: asyncio.TimerHandle | None = None
         self._failure: TimedOut | None = None
         # Choices with outputs that were not taken yet, in the order of arrival.
-        self._with_news: deque[Choice] = deque()
-        self._on_news: Callable[[], None] = ignore_news
+        self._with_output: deque[Choice] = deque()
+        self._on_output: Callable[[], None] = ignore_output
 
     async def __aenter__(self) -> Self:
         try:
@@ -174,14 +174,14 @@ class Generation(Deltas):
             self._next_look.cancel()
         # Break the reference cycle: otherwise prompts stay in memory until the garbage collector
         # runs over all of the process's objects.
-        self._on_news = ignore_news
+        self._on_output = ignore_output
         cause = _abort_cause(error)
         if self._unfinished and cause == "error" and isinstance(error, Exception):
             # Not every error counts as a failure: a shard may have refused the request.
             outcome = outcome_of(as_api_error(error).status)
-            self._record.finished(outcome, type(error).__name__)
+            self._record.record_outcome(outcome, type(error).__name__)
         elif self._unfinished:
-            self._record.finished(cause)
+            self._record.record_outcome(cause)
         self._abort(cause)
 
     def put_down(self) -> None:
@@ -199,7 +199,7 @@ class Generation(Deltas):
         self._meter.write_out(time.perf_counter())
         self._unfinished -= 1
         self._record.made_tokens += choice.stream.num_tokens
-        choice.stream.listen(ignore_news)
+        choice.stream.listen(ignore_output)
         # A stream that the shard refused or ended has nothing to abort.
         if abort_cause is not None and not choice.stream.ended:
             self._count_cut(choice, abort_cause)
@@ -229,7 +229,7 @@ class Generation(Deltas):
                 self._failure = TimedOut(
                     f"nothing came from the shard for {self._silence_timeout_s:g} s"
                 )
-                self._on_news()
+                self._on_output()
                 return
         self._look_again()
 
@@ -253,23 +253,23 @@ class Generation(Deltas):
     def ended(self) -> bool:
         return not self._unfinished
 
-    def listen(self, on_news: Callable[[], None]) -> None:
-        self._on_news = on_news
+    def listen(self, on_output: Callable[[], None]) -> None:
+        self._on_output = on_output
 
     def _came(self, choice: Choice) -> None:
         """The choice's stream has an output or its end. It merges outputs until they are taken."""
-        if not (choice.has_news or choice.finished):
-            choice.has_news = True
-            self._with_news.append(choice)
-            self._on_news()
+        if not (choice.has_output or choice.finished):
+            choice.has_output = True
+            self._with_output.append(choice)
+            self._on_output()
 
     def take(self) -> Delta | None:
         """The next delta of any choice; None when none has anything to show now."""
         if self._failure is not None:
             raise self._failure
-        while self._with_news:
-            choice = self._with_news.popleft()
-            choice.has_news = False
+        while self._with_output:
+            choice = self._with_output.popleft()
+            choice.has_output = False
             delta = None if choice.finished else self._take_of(choice)
             if delta is not None:
                 return delta
@@ -287,8 +287,8 @@ class Generation(Deltas):
         if choice.stream.ended and output.finish_reason is None:
             # The stream ended with an error, which its next `take` raises. It will not notify
             # again, so queue the choice here.
-            choice.has_news = True
-            self._with_news.append(choice)
+            choice.has_output = True
+            self._with_output.append(choice)
         self._observe(choice, output)
         reasoning = choice.reasoning_tokens
         delta = choice.take(output)
@@ -335,7 +335,7 @@ class Generation(Deltas):
             self._end(choice, None if output.finish_reason is not None else "stop_string")
             if self.ended:
                 # "tool_calls" counts as "stop".
-                self._record.finished("length" if delta.finish_reason == "length" else "stop")
+                self._record.record_outcome("length" if delta.finish_reason == "length" else "stop")
 
     def _observe(self, choice: Choice, output: Output) -> None:
         count = len(output.token_ids)
@@ -349,8 +349,8 @@ class Generation(Deltas):
                 self._record.first_token_s = now
                 ttft_s = now - self._record.arrived_s
                 self._metrics.first_token_seconds.labels(self._model).observe(ttft_s)
-            on_news = functools.partial(self._came, choice)
-            choice.stream.listen(on_news, min_tokens=choice.tokens_at_once)
+            on_output = functools.partial(self._came, choice)
+            choice.stream.listen(on_output, min_tokens=choice.tokens_at_once)
         else:
             # Once per output, however many tokens it bundles: a loop over the tokens would cost
             # most under load, when outputs bundle many.
@@ -374,7 +374,7 @@ def _num_ids(request: GenerationRequest) -> int:
 def _abort_cause(error: BaseException | None) -> str:
     if error is None or isinstance(error, GeneratorExit):
         return "abandoned"
-    if isinstance(error, SlowReader):
+    if isinstance(error, SlowClient):
         return "slow_reader"
     if isinstance(error, asyncio.CancelledError | ConnectionError):
         return "disconnect"

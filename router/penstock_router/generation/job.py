@@ -14,7 +14,7 @@ from penstock_client.types import GenerationRequest, Objective, SamplingParams, 
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 from penstock_router.served_models import ServedModel
-from penstock_router.text.prompts import Prepared, Prompt
+from penstock_router.text.prompts import PreparedPrompts, Prompt
 from penstock_router.text.tokenizer import prompt_too_long
 
 # How many sequences are made, or changed, in one turn of the event loop: each takes some 6 us.
@@ -27,7 +27,7 @@ class Job:
 
     model: ServedModel
     options: Options
-    prepared: Prepared
+    prepared: PreparedPrompts
     requests: tuple[GenerationRequest, ...]
 
     @property
@@ -43,7 +43,7 @@ class Job:
 
 
 async def make_job(
-    options: Options, model: ServedModel, prepared: Prepared, drawn_seed: int
+    options: Options, model: ServedModel, prepared: PreparedPrompts, drawn_seed: int
 ) -> Job:
     """The job of a request whose text is prepared. One invalid prompt refuses the whole request.
 
@@ -64,7 +64,7 @@ async def make_job(
 
 
 def _make_request(
-    options: Options, model: ServedModel, prepared: Prepared, prompt: Prompt
+    options: Options, model: ServedModel, prepared: PreparedPrompts, prompt: Prompt
 ) -> GenerationRequest:
     """What a prompt's choices have in common: all but their seeds."""
     thinking_budget = _thinking_budget(options, model, prepared.reasoning_begun)
@@ -163,7 +163,7 @@ def _prompt_logprobs(options: Options) -> int | None:
     return max(wanted, default=None)
 
 
-def _sampling(options: Options, prepared: Prepared) -> SamplingParams:
+def _sampling(options: Options, prepared: PreparedPrompts) -> SamplingParams:
     return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,

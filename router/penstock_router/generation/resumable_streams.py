@@ -66,7 +66,7 @@ class LiveStream:
         self._news = asyncio.Event()
         # Set when readers took something, came or left.
         self._read = asyncio.Event()
-        self._readers: set[Reader] = set()
+        self._readers: set[EventReader] = set()
         self._error: BaseException | None = None
         self._ended = False
         self._expiry: asyncio.TimerHandle | None = None
@@ -75,12 +75,12 @@ class LiveStream:
 
     def start(
         self, make: Callable[[LiveStream], Awaitable[None]], forget: Callable[[], None]
-    ) -> Reader:
+    ) -> EventReader:
         """Begin. `make` puts the events; `forget` is called when no reader may join any more."""
         self._forget = forget
         self._task = asyncio.ensure_future(make(self))
         self._task.add_done_callback(self._made)
-        return Reader(self, 0)
+        return EventReader(self, 0)
 
     def _made(self, task: asyncio.Future[None]) -> None:
         self._ended = True
@@ -121,23 +121,23 @@ class LiveStream:
         nobody = math.inf if by_nobody else -1
         return min((reader.sent for reader in self._readers), default=nobody)
 
-    def reader_after(self, cursor: Cursor) -> Reader | None:
+    def read_after(self, cursor: Cursor) -> EventReader | None:
         """A reader of the events after the one with this cursor; None if that one is not kept."""
         if cursor == self._after and not self._num_dropped:
-            return Reader(self, 0)
+            return EventReader(self, 0)
         for position, event in enumerate(self._events, self._num_dropped + 1):
             if event.cursor == cursor:
-                return Reader(self, position)
+                return EventReader(self, position)
         return None
 
     # ---- called by readers ----
 
-    def join(self, reader: Reader) -> None:
+    def join(self, reader: EventReader) -> None:
         self._readers.add(reader)
         if self._expiry is not None:
             self._expiry.cancel()
 
-    def leave(self, reader: Reader) -> None:
+    def leave(self, reader: EventReader) -> None:
         self._readers.discard(reader)
         self.note_sent()
         if not self._readers:
@@ -189,7 +189,7 @@ class LiveStream:
         await asyncio.wait((self._task,))
 
 
-class Reader:
+class EventReader:
     """One client's position in a live stream. It counts as reading until its scope is left."""
 
     def __init__(self, stream: LiveStream, position: int) -> None:
@@ -237,14 +237,14 @@ class LiveStreams:
         self._memory = memory
         self._streams: dict[tuple[bytes, str, int, int], LiveStream] = {}
 
-    def join(self, cursor: Cursor) -> Reader | None:
+    def join(self, cursor: Cursor) -> EventReader | None:
         """A reader of what follows the event with this cursor, if its stream is still here."""
         stream = self._streams.get(cursor.answer)
-        return None if stream is None else stream.reader_after(cursor)
+        return None if stream is None else stream.read_after(cursor)
 
     def begin(
         self, cursor: Cursor, make: Callable[[LiveStream], Awaitable[None]], client: str = ""
-    ) -> Reader:
+    ) -> EventReader:
         """Begin a stream of what follows the cursor, in place of an older one; its reader.
 
         Raises `TooManyRequests` if this client's streams, bodies and answers hold too much.

@@ -101,7 +101,7 @@ class RequestMetrics:
             "request_output_tokens", "Output tokens of each request.", _TOKEN_BUCKETS
         )
 
-    def ended(self, record: RequestRecord) -> None:
+    def on_request_end(self, record: RequestRecord) -> None:
         """Count a request of any kind."""
         ended_s = record.ended_s
         assert ended_s is not None

@@ -18,7 +18,7 @@ from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from penstock_common.metric_aliases import translated
+from penstock_common.metric_aliases import translate
 from penstock_router.observe.metrics import WRITE_EVERY_S, Metrics
 
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
@@ -67,7 +67,7 @@ class Exposition:
     def _pieces(self, own: Iterable[Metric]) -> Iterator[bytes]:
         """The text a piece at a time, each made when it is asked for."""
         others = itertools.chain.from_iterable(other.collect() for other in self._others)
-        for family in translated(itertools.chain(own, others), self._names):
+        for family in translate(itertools.chain(own, others), self._names):
             for start in range(0, max(1, len(family.samples)), _SAMPLES_A_PIECE):
                 yield _text(family, start)
 

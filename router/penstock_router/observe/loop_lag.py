@@ -16,7 +16,7 @@ INTERVAL_S = 0.05
 WINDOW_S = 10.0
 
 
-class RecentWorst:
+class RecentMaximum:
     """The largest of the values of the last `window_s`."""
 
     def __init__(self, window_s: float) -> None:
@@ -38,7 +38,7 @@ async def watch_loop(observe: Callable[[float, float], None]) -> None:
     """Every `INTERVAL_S`, call `observe` with the loop's lag in seconds and the worst of the last
     `WINDOW_S`; runs until cancelled.
     """
-    worst = RecentWorst(WINDOW_S)
+    worst = RecentMaximum(WINDOW_S)
     while True:
         due_s = time.perf_counter() + INTERVAL_S
         await asyncio.sleep(INTERVAL_S)

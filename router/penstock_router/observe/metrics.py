@@ -197,17 +197,17 @@ class Metrics:
 
     # ---- what happened ----
 
-    def held(self, model: str, change: int) -> None:
+    def count_held(self, model: str, change: int) -> None:
         """`change` more requests wait for a shard of this model."""
         self.requests_held.labels(model).inc(change)
 
-    def loop_was_late(self, lag_s: float, worst_s: float) -> None:
+    def observe_loop_lag(self, lag_s: float, worst_s: float) -> None:
         """The lag of one timer, and the worst of the last ones."""
         self.loop_lag_seconds.observe(lag_s)
         self.loop_lag_worst_seconds.set(worst_s)
         self.loop_lag_worst_s = worst_s
 
-    def fleet_event(self, event: str, reason: str) -> None:
+    def count_fleet_event(self, event: str, reason: str) -> None:
         """Called by the fleet for each of its events."""
         self.fleet_events.labels(event, reason).inc()
 

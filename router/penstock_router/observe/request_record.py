@@ -103,11 +103,11 @@ class RequestRecord:
         if len(self.sequences) < _NUM_SEQUENCES:
             self.sequences.append(attempts)
 
-    def failed(self, error: str, field: str | None) -> None:
+    def record_error(self, error: str, field: str | None) -> None:
         """Set the error that the client got; the outcome follows from the status."""
         self.error = self.error or (f"{error}: {field}" if field else error)
 
-    def finished(self, outcome: str, error: str = "") -> None:
+    def record_outcome(self, outcome: str, error: str = "") -> None:
         """Set how it ended; only the first call counts."""
         if not self.outcome:
             self.outcome, self.error = outcome, self.error or error
@@ -133,7 +133,7 @@ class Records:
         self.on_end: list[Callable[[RequestRecord], None]] = []
 
     @contextmanager
-    def held(self, record: RequestRecord) -> Iterator[RequestRecord]:
+    def track(self, record: RequestRecord) -> Iterator[RequestRecord]:
         """The record runs at least until this scope is left."""
         record._holders += 1
         self.running[record] = None
@@ -147,7 +147,7 @@ class Records:
     def _end(self, record: RequestRecord) -> None:
         del self.running[record]
         record.ended_s = time.perf_counter()
-        record.finished(outcome_of(record.status))
+        record.record_outcome(outcome_of(record.status))
         for listener in self.on_end:
             try:
                 listener(record)

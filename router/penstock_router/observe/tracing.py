@@ -47,7 +47,7 @@ class RequestTraces:
         context, parent_span_id = begin(given, self._share)
         return context.traceparent, parent_span_id
 
-    def ended(self, record: RequestRecord) -> None:
+    def on_request_end(self, record: RequestRecord) -> None:
         """Called with the record of each request that has ended."""
         context = SpanContext.parse(record.traceparent)
         if self._sink is not None and context is not None and context.sampled:

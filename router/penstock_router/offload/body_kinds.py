@@ -28,7 +28,7 @@ from penstock_router.json_fields import INT32_MAX, JsonObject, decode_object
 from penstock_router.request import ChatRequest
 from penstock_router.text.prompts import (
     INLINE_IDS,
-    Prepared,
+    PreparedPrompts,
     TextModel,
     chat_prompt,
     embedding_prompts,
@@ -55,7 +55,7 @@ class BodyKind:
     parse: Callable[[JsonObject], Any]
     # (request, model, JSON of earlier messages) -> prompts, or the JSON of the answer. Raises
     # `BadRequest`.
-    work: Callable[[Any, TextModel, bytes], Prepared | bytes]
+    work: Callable[[Any, TextModel, bytes], PreparedPrompts | bytes]
     # Whether `work` takes well under a millisecond.
     is_short: Callable[[Any], bool]
     errors: ErrorForm = ERRORS
@@ -102,14 +102,16 @@ def read(kind: AnyKind, data: bytes | memoryview, *, with_digest: bool) -> Readi
 # ---- What asks for tokens, or for vectors ------------------------------------------------------
 
 
-def _generate(asked: tgi_answers.GenerateRequest, model: TextModel, earlier: bytes) -> Prepared:
+def _generate(
+    asked: tgi_answers.GenerateRequest, model: TextModel, earlier: bytes
+) -> PreparedPrompts:
     prepared = prepare_prompts(asked, model)
     [inputs] = asked.prompts
     assert isinstance(inputs, str)
     return dataclasses.replace(prepared, full_text=inputs) if asked.full_text else prepared
 
 
-def _respond(asked: ResponsesRequest, model: TextModel, earlier: bytes) -> Prepared:
+def _respond(asked: ResponsesRequest, model: TextModel, earlier: bytes) -> PreparedPrompts:
     if earlier:
         asked = asked.after(msgspec.json.decode(earlier))
     return dataclasses.replace(
@@ -121,7 +123,9 @@ def _respond(asked: ResponsesRequest, model: TextModel, earlier: bytes) -> Prepa
 
 def _of(
     api: Api[Any],
-    work: Callable[..., Prepared] = lambda asked, model, earlier: prepare_prompts(asked, model),
+    work: Callable[..., PreparedPrompts] = lambda asked, model, earlier: prepare_prompts(
+        asked, model
+    ),
 ) -> BodyKind:
     return BodyKind(
         name=api.name,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock_router.admission.shared_budget import SharedBudget
-from penstock_router.apis.responses.stored import Page, show_stored
+from penstock_router.apis.responses.stored import Page, read_stored
 from penstock_router.errors import ApiError, TooManyRequests
 from penstock_router.observe.metrics import Metrics
 from penstock_router.offload import request_templates
@@ -39,7 +39,7 @@ from penstock_router.offload.text_messages import (
 )
 from penstock_router.offload.text_pool import Lease, Reply, TextPool
 from penstock_router.served_models import Models, ServedModel
-from penstock_router.text.prompts import Prepared
+from penstock_router.text.prompts import PreparedPrompts
 from penstock_router.text.tokenizer import INLINE_CHARS
 from penstock_router.thread_pool import Threads
 
@@ -206,12 +206,12 @@ class Bodies:
     async def show(
         self, client: str, response: bytes, messages: bytes, page: Page | None = None
     ) -> bytes | bytearray:
-        """`show_stored`, here or in a text process. Raises what `show_stored` raises, and
+        """`read_stored`, here or in a text process. Raises what `read_stored` raises, and
         the errors of `read`.
         """
         num_bytes = len(response) + len(messages)
         if num_bytes <= LONG_BYTES:
-            return show_stored(response, messages, page)
+            return read_stored(response, messages, page)
         with self.incoming(client) as incoming:
             incoming.enqueue(num_bytes)
             lease = await self.pool.lease(num_bytes, asyncio.get_running_loop().time())
@@ -249,7 +249,9 @@ class Body:
         self._lease = lease
         self.is_long = lease is not None
 
-    async def work(self, model: ServedModel, earlier: bytes = b"") -> Prepared | bytes | bytearray:
+    async def work(
+        self, model: ServedModel, earlier: bytes = b""
+    ) -> PreparedPrompts | bytes | bytearray:
         """Run its kind's text work; `earlier` is the JSON of earlier messages of the conversation.
 
         Raises what that work raises, `TooManyRequests`, `Unavailable` and `TimeoutError`.
@@ -269,7 +271,7 @@ class Body:
 
     async def _run_program(
         self, model: ServedModel, earlier: bytes
-    ) -> Prepared | bytes | bytearray:
+    ) -> PreparedPrompts | bytes | bytearray:
         """The text work of a request that brings its template, which may run for ever even on a
         short text: in a process that can be killed, and that nobody else waits for.
         """
@@ -285,7 +287,7 @@ class Body:
 
     async def _work_elsewhere(
         self, model: ServedModel, earlier: bytes
-    ) -> Prepared | bytes | bytearray:
+    ) -> PreparedPrompts | bytes | bytearray:
         lease, incoming = self._lease, self._incoming
         pieces: Sequence[bytes] = ()
         # From here on `let_go` must not give the lease back.
@@ -303,7 +305,7 @@ class Body:
         pieces: Sequence[bytes],
         earlier: bytes,
         max_s: float | None = None,
-    ) -> Prepared | bytes | bytearray:
+    ) -> PreparedPrompts | bytes | bytearray:
         report, after = await self._ask_to_work(lease, model, pieces, earlier, max_s)
         if isinstance(report, NeedsFiles):
             await self._send_files(lease, model)

@@ -18,7 +18,7 @@ from penstock_client.types import Constraint
 from penstock_router import errors
 from penstock_router.apis.responses.stored import Page
 from penstock_router.errors import ApiError, ContextExceeded
-from penstock_router.text.prompts import ID_BYTES, Prepared, Prompt, pack_ids, unpack_ids
+from penstock_router.text.prompts import ID_BYTES, PreparedPrompts, Prompt, pack_ids, unpack_ids
 
 # The lengths of the message and of the bytes after it.
 HEADER = struct.Struct("<IQ")
@@ -68,7 +68,7 @@ class Files(msgspec.Struct, tag=True, frozen=True):
 
 
 class Show(msgspec.Struct, tag=True, frozen=True):
-    """Show a stored response, which follows, then its conversation; `page` is `show_stored`'s."""
+    """Show a stored response, which follows, then its conversation; `page` is `read_stored`'s."""
 
     page: Page | None
     response_bytes: int
@@ -178,7 +178,7 @@ def unpack_asked(data: bytes, kind: type[Any]) -> Any:
 # ---- Prompts -----------------------------------------------------------------------------------
 
 
-def pack_prepared(prepared: Prepared) -> tuple[WasPrepared, list[bytes | memoryview]]:
+def pack_prepared(prepared: PreparedPrompts) -> tuple[WasPrepared, list[bytes | memoryview]]:
     """The message, and the bytes after it."""
     prompts = prepared.prompts
     message = WasPrepared(
@@ -196,14 +196,14 @@ def pack_prepared(prepared: Prepared) -> tuple[WasPrepared, list[bytes | memoryv
     return message, [*ids, allowed, *repeated, prepared.conversation]
 
 
-def unpack_prepared(message: WasPrepared, data: memoryview) -> Prepared:
+def unpack_prepared(message: WasPrepared, data: memoryview) -> PreparedPrompts:
     """What `pack_prepared` packed. Ids become arrays; JSON is not copied from `data`."""
     counts = [count for count, _ in message.prompts] + [message.num_allowed]
     num_bytes = ID_BYTES * sum(counts)
     *prompts, allowed = map(unpack_ids, split(data, [ID_BYTES * count for count in counts]))
     repeated = split(data[num_bytes:], message.repeated.values())
     rows = zip(prompts, message.prompts, strict=True)
-    return Prepared(
+    return PreparedPrompts(
         tuple(Prompt(ids, text) for ids, (_, text) in rows),
         message.bad_words,
         allowed,

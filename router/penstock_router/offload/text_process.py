@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock_common.logs import set_up_logging
-from penstock_router.apis.responses.stored import show_stored
+from penstock_router.apis.responses.stored import read_stored
 from penstock_router.errors import ApiError, as_api_error
 from penstock_router.offload.body_kinds import KINDS, Reading, read
 from penstock_router.offload.text_messages import (
@@ -90,7 +90,7 @@ class TextWorker:
                 case Show():
                     sizes = task.response_bytes, task.messages_bytes
                     response, messages = split(after, sizes)
-                    return WasAnswered(), (show_stored(response, messages, task.page),)
+                    return WasAnswered(), (read_stored(response, messages, task.page),)
             kind = task.kind
             return self._work(task, after)
         except MemoryError:

@@ -20,7 +20,7 @@ from penstock_client.errors import PenstockError
 from penstock_client.fleet.allowed_networks import Ip, locate
 from penstock_client.fleet.discovery import check_address
 from penstock_router.errors import BadRequest, NotFound, Unavailable
-from penstock_router.fleet import Fleet, ShardState, shown_shard
+from penstock_router.fleet import Fleet, ShardState, describe_shard
 from penstock_router.routes.base import ROUTER, check_admin, json_response, read_object
 
 _POLL_S = 0.25
@@ -163,7 +163,7 @@ def _check_address(address: str) -> str:
 def _show_shard(shard: ShardState) -> dict[str, Any]:
     info = shard.info
     return {
-        **shown_shard(shard),
+        **describe_shard(shard),
         "ready": shard.ready,
         "draining": shard.load.draining,
         "leaving": shard.leaving,

@@ -156,7 +156,7 @@ def admit_request(
         max_concurrent=None if key is None else key.max_concurrent_requests,
         rates=None if key is None else key.rates,
     )
-    with router.records.held(record), entered as ticket:
+    with router.records.track(record), entered as ticket:
         record.admitted_s = time.perf_counter()
         yield ticket
 
@@ -378,7 +378,7 @@ async def send(request: web.Request, response: web.StreamResponse) -> None:
             response.force_close()
         await response.prepare(request)
         await response.write_eof()
-        await write_timeout_of(request.transport).sent()
+        await write_timeout_of(request.transport).wait_sent()
 
 
 def _divide(response: web.StreamResponse) -> None:

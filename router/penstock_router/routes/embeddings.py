@@ -22,7 +22,7 @@ from penstock_router.routes.base import (
     send,
 )
 from penstock_router.served_models import ServedModel
-from penstock_router.text.prompts import Prepared
+from penstock_router.text.prompts import PreparedPrompts
 
 # Most bytes that one number of a vector takes in an answer.
 _FLOAT_BYTES = 24
@@ -42,7 +42,7 @@ async def embed(request: web.Request, body: Body) -> web.Response:
                 )
             _check_served(router, model, asked)
             prepared = await body.work(model)
-            assert isinstance(prepared, Prepared)
+            assert isinstance(prepared, PreparedPrompts)
         num_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         record.usage, record.model = Usage(num_tokens), model.info.model
         record.prepared_s = time.perf_counter()
@@ -58,7 +58,7 @@ async def embed(request: web.Request, body: Body) -> web.Response:
 
 
 async def _compute(
-    request: web.Request, asked: EmbedRequest, model: ServedModel, prepared: Prepared
+    request: web.Request, asked: EmbedRequest, model: ServedModel, prepared: PreparedPrompts
 ) -> web.Response:
     router, name = request.app[ROUTER], model.info.model
     inputs = [prompt.token_ids for prompt in prepared.prompts]

@@ -49,7 +49,7 @@ from penstock_router.routes.base import (
 )
 from penstock_router.served_models import ServedModel
 from penstock_router.server import sse
-from penstock_router.text.prompts import Prepared
+from penstock_router.text.prompts import PreparedPrompts
 
 _Result = TypeVar("_Result")
 
@@ -261,7 +261,7 @@ async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
     async with ticket.limit.scope():
         model = await router.models.get(asked.model)
         made = await call.body.work(model, call.earlier)
-        assert isinstance(made, Prepared)
+        assert isinstance(made, PreparedPrompts)
         job = await make_job(asked, model, made, call.drawn_seed)
     _check_size(job, router.config.max_answer_bytes)
     for shard in router.fleet.shards:

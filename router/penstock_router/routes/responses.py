@@ -57,7 +57,7 @@ from penstock_router.store.response_store import (
     FAILED,
     UNFINISHED,
     ResponseTooLarge,
-    Stored,
+    StoredResponse,
     StoreUnavailable,
 )
 
@@ -70,7 +70,9 @@ _CANCEL_POLL_S = 0.05
 _PAGE_ITEMS = 20
 _LIMIT = integer(1, 100)
 _ORDER = one_of("asc", "desc")
-RETRIEVE_QUERY = table([Field("stream", one_of("false"), "Stored responses are not streamed.")])
+RETRIEVE_QUERY = table(
+    [Field("stream", one_of("false"), "StoredResponse responses are not streamed.")]
+)
 ITEMS_QUERY = table(
     [
         Field("limit", _LIMIT, f"Items of a page; default {_PAGE_ITEMS}."),
@@ -254,7 +256,7 @@ def _read_limit(given: str | None) -> int:
     return limit
 
 
-async def _get(request: web.Request) -> Stored:
+async def _get(request: web.Request) -> StoredResponse:
     response_id = request.match_info["id"]
     stored = await _find(request, response_id)
     if stored is None:
@@ -262,7 +264,7 @@ async def _get(request: web.Request) -> Stored:
     return stored
 
 
-async def _find(request: web.Request, response_id: str) -> Stored | None:
+async def _find(request: web.Request, response_id: str) -> StoredResponse | None:
     with _store_errors():
         return await request.app[ROUTER].responses.get(response_id, _reader(request))
 
@@ -279,7 +281,7 @@ def _not_found(response_id: str) -> NotFound:
     return NotFound(f"Response with id {shorten(response_id)} not found.")
 
 
-async def _show(request: web.Request, stored: Stored) -> web.Response:
+async def _show(request: web.Request, stored: StoredResponse) -> web.Response:
     """The stored JSON, not decoded, except of a failed response: its process may be gone."""
     if stored.status != FAILED:
         return encoded_response(stored.response)

@@ -15,7 +15,7 @@ from penstock_router.admission.admission import TimeLimit
 from penstock_router.apis.base import Shape
 from penstock_router.errors import BadRequest
 from penstock_router.generation.choice import Delta
-from penstock_router.generation.client_progress import Progress, skip_delivered
+from penstock_router.generation.client_progress import ClientProgress, skip_delivered
 from penstock_router.generation.deltas import Wait, bundle, for_each
 from penstock_router.generation.event_ids import MAX_SEQUENCES, Cursor, job_digest
 from penstock_router.generation.generation import Generation
@@ -168,7 +168,7 @@ class EventMaker:
     after: Cursor | None = None
 
     def __post_init__(self) -> None:
-        self._progress = Progress(self.generation.point, len(self.generation.job.requests))
+        self._progress = ClientProgress(self.generation.point, len(self.generation.job.requests))
         self._opening = [] if self.cursor.choices else self.shape.opening()
 
     async def run(self) -> Cursor | None:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock_router.offload.dispatch import Body
 from penstock_router.routes.base import ROUTER, admit_request, encoded_response, json_response, send
-from penstock_router.text.prompts import Prepared
+from penstock_router.text.prompts import PreparedPrompts
 
 
 async def answer(request: web.Request, body: Body) -> web.Response:
@@ -17,7 +17,7 @@ async def answer(request: web.Request, body: Body) -> web.Response:
     with admit_request(request, 1) as ticket:
         async with ticket.limit.scope():
             data = await body.work(await request.app[ROUTER].models.get(body.asked.model))
-        assert not isinstance(data, Prepared)
+        assert not isinstance(data, PreparedPrompts)
         response = encoded_response(data)
         del data
         await send(request, response)

@@ -91,7 +91,7 @@ class Runner(web.AppRunner):
         server = super().server
         if server is None:
             return None
-        return cast(web.Server, Door(server, *self._limits, self._error_response))
+        return cast(web.Server, ConnectionFactory(server, *self._limits, self._error_response))
 
     @asynccontextmanager
     async def listening(
@@ -106,7 +106,7 @@ class Runner(web.AppRunner):
             yield
             await site.stop()
             return
-        door = cast(Door, self.server)
+        door = cast(ConnectionFactory, self.server)
         listener.listen(BACKLOG)
         listener.setblocking(False)
         door.accept_tls(listener, tls)
@@ -160,7 +160,7 @@ def _allowed(max_connections: int) -> int:
     return allowed
 
 
-class Door:
+class ConnectionFactory:
     """Makes the protocol of each connection to a server."""
 
     def __init__(
@@ -249,7 +249,7 @@ class Connection(web.RequestHandler):
         *("_head", "_header_timer", "_is_last", "_request", "_unfinished", "write_timeout"),
     )
 
-    def __init__(self, door: Door, server: web.Server) -> None:
+    def __init__(self, door: ConnectionFactory, server: web.Server) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **_HTTP)
         self._door = door
         # Whose it is, while it counts.

@@ -7,8 +7,8 @@ import contextlib
 import ssl
 from collections.abc import AsyncGenerator
 
-from penstock_common.tasks import lasting
-from penstock_common.tls import Renewed, load_pair
+from penstock_common.tasks import run_lasting
+from penstock_common.tls import FileReloader, load_pair
 
 _LOOK_EVERY_S = 1.0
 
@@ -22,7 +22,7 @@ class HttpsFiles:
         """Raises `TlsFilesUnusable`."""
         self._files = (cert_file, key_file)
         self.context = _server_context()
-        self._loaded = Renewed(self._files, self._load)
+        self._loaded = FileReloader(self._files, self._load)
 
     def _load(self) -> None:
         # First into another context: loading unusable files may fail halfway.
@@ -48,7 +48,7 @@ async def https_context(
         yield None
         return
     files = HttpsFiles(cert_file, key_file)
-    following = asyncio.create_task(lasting(files.follow, "following the files of TLS"))
+    following = asyncio.create_task(run_lasting(files.follow, "following the files of TLS"))
     try:
         yield files.context
     finally:

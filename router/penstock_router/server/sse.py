@@ -26,7 +26,7 @@ from penstock_router.generation.choice import Delta
 from penstock_router.generation.deltas import Deltas, Wait, for_each
 from penstock_router.generation.event_ids import Cursor
 from penstock_router.generation.generation import Generation
-from penstock_router.generation.resumable_streams import Reader
+from penstock_router.generation.resumable_streams import EventReader
 from penstock_router.server.write_timeout import write_timeout_of
 from penstock_router.thread_pool import Threads
 
@@ -130,7 +130,7 @@ class EventStream:
         or was cut off because it reads too slowly.
         """
         if self.busy:
-            await self._write_timeout.sent()
+            await self._write_timeout.wait_sent()
 
     async def end(self) -> None:
         """End the body."""
@@ -178,7 +178,7 @@ async def stream(
     """
 
     async def show_error(error: ApiError) -> bytes:
-        return await make_edge(lambda: (shape.failed(error),))
+        return await make_edge(lambda: (shape.failure(error),))
 
     async def make_edge(make_frames: Callable[[], Sequence[bytes]]) -> bytes:
         def work() -> bytes:
@@ -221,7 +221,7 @@ async def stream(
 
 async def follow(
     request: web.Request,
-    reader: Reader,
+    reader: EventReader,
     write_id: Callable[[Cursor], str],
     frames_of: Callable[[ApiError], bytes],
     *,

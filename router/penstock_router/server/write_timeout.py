@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol, cast
 
-from penstock_router.errors import SlowReader
+from penstock_router.errors import SlowClient
 
 _BYTES_A_SECOND = 1024
 # How often, in each timeout, it is checked what the client took.
@@ -48,13 +48,13 @@ class WriteTimeout:
         """Whether the client has not taken all that was written."""
         return not self._nothing_left.is_set()
 
-    async def sent(self) -> None:
-        """Wait until the client has taken everything. Raises `SlowReader` if it is cut off before,
+    async def wait_sent(self) -> None:
+        """Wait until the client has taken everything. Raises `SlowClient` if it is cut off before,
         and `ConnectionError` if it left.
         """
         await self._nothing_left.wait()
         if self._is_cut:
-            raise SlowReader("the client reads nothing, or next to nothing")
+            raise SlowClient("the client reads nothing, or next to nothing")
         if self._transport.is_closing():
             raise ConnectionResetError("the client left")
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 
-from penstock_common.tasks import lasting
+from penstock_common.tasks import run_lasting
 from penstock_router.store.response_store import ResponseStore, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Background:
         making.add_done_callback(lambda _: self._making.pop(response_id))
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(
-                lasting(self._watch, "watching for responses to cancel")
+                run_lasting(self._watch, "watching for responses to cancel")
             )
 
     def cancel(self, response_id: str) -> None:

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
-from penstock_common.tasks import lasting
+from penstock_common.tasks import run_lasting
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class ResponseTooLarge(StoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """A response that is kept.
 
     `status` is the truth: `response` is as it was put, also when its worker died since.
@@ -349,7 +349,7 @@ class ResponseStore:
             self._thread.shutdown()
             raise
         self._beating = asyncio.create_task(
-            lasting(self._keep_beating, "beating in the response store")
+            run_lasting(self._keep_beating, "beating in the response store")
         )
 
     def _open(self) -> None:
@@ -409,12 +409,12 @@ class ResponseStore:
             _trim(self._connection, self._max_bytes, key)
         _shorten_log(self._connection, self._wal)
 
-    async def get(self, response_id: str, reader: str | None = None) -> Stored | None:
+    async def get(self, response_id: str, reader: str | None = None) -> StoredResponse | None:
         """The response; None if it is unknown, deleted, expired, evicted or of another key than the
         reader's. The reader None may read all.
         """
         rows = await self._call(self._select, _GET, _key(response_id), reader)
-        return Stored(*rows[0]) if rows else None
+        return StoredResponse(*rows[0]) if rows else None
 
     async def delete(self, response_id: str, reader: str | None = None) -> bool:
         """Delete a response; whether it was there for this reader. One that is being made will be

@@ -16,7 +16,7 @@ from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest, Options, Tool
 from penstock_router.text.reasoning import ReasoningStyle
-from penstock_router.text.structural_tag import (
+from penstock_router.text.structural_tag_builder import (
     ANY_TEXT,
     either,
     json_format,

@@ -59,7 +59,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedPrompts:
     """A request for tokens after its text work."""
 
     prompts: tuple[Prompt, ...]
@@ -77,7 +77,7 @@ class Prepared:
     reasoning_begun: bool = False
 
 
-def prepare_prompts(request: Options, model: TextModel) -> Prepared:
+def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
     """The prompts of a request of either kind. One invalid prompt refuses the whole request."""
     begun, style = False, model.conventions.reasoning
     if isinstance(request, ChatRequest):
@@ -91,7 +91,7 @@ def prepare_prompts(request: Options, model: TextModel) -> Prepared:
         assert isinstance(request, CompletionRequest)
         prompts = completion_prompts(request, model)
     _check_ids(model, request)
-    return Prepared(
+    return PreparedPrompts(
         tuple(prompts),
         _bad_words(model, request),
         request.allowed_token_ids,
@@ -100,7 +100,7 @@ def prepare_prompts(request: Options, model: TextModel) -> Prepared:
     )
 
 
-def embedding_prompts(request: CompletionRequest, model: TextModel) -> Prepared:
+def embedding_prompts(request: CompletionRequest, model: TextModel) -> PreparedPrompts:
     """The inputs of a request for vectors."""
     if request.truncate_prompt_tokens == -1:
         # No output follows: the input may fill the whole context.
@@ -108,7 +108,7 @@ def embedding_prompts(request: CompletionRequest, model: TextModel) -> Prepared:
     prompts = completion_prompts(request, model, "input")
     if not all(prompt.token_ids for prompt in prompts):
         raise BadRequest("input: one of the inputs has no tokens", param="input")
-    return Prepared(tuple(prompts))
+    return PreparedPrompts(tuple(prompts))
 
 
 def is_short(request: Options) -> bool:

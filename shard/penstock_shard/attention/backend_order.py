@@ -68,7 +68,7 @@ def title(backend: AttentionBackend) -> str:
     return f"{backend.name} {version}".strip()
 
 
-def described(backend: AttentionBackend, device: torch.device) -> str:
+def describe_backend(backend: AttentionBackend, device: torch.device) -> str:
     """The title, with a remark if the backend has never run on this type of device."""
     if device.type in RAN_ON_HARDWARE.get(backend.name, ()):
         return title(backend)

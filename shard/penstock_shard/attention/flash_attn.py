@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec, NotHere, Unusable
-from penstock_shard.attention.gpu_library import Attending, LibraryBackend, Pair, serves
+from penstock_shard.attention.gpu_library import AttentionParams, LibraryBackend, Pair, serves
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.errors import first_line
 
@@ -34,7 +34,9 @@ class _FlashAttention(LibraryBackend):
         self.version = version
         self._library = library
 
-    def _decode(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
+    def _decode(
+        self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
+    ) -> Tensor:
         rows = batch.num_decodes
         attended: Tensor = self._library.flash_attn_with_kvcache(
             query.unsqueeze(1),
@@ -62,7 +64,9 @@ class FlashAttention2(_FlashAttention):
             return f"needs keys and values of one size, not {spec.head_dim} and {spec.head_dim_v}"
         return super().refusal(spec, dtype)
 
-    def _prefill(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
+    def _prefill(
+        self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
+    ) -> Tensor:
         rows = batch.num_decodes
         attended: Tensor = self._library.flash_attn_varlen_func(
             query,
@@ -98,7 +102,9 @@ class FlashAttention3(_FlashAttention):
             return f"has no kernel for keys of {keys} and values of {values}"
         return super().refusal(spec, dtype)
 
-    def _prefill(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
+    def _prefill(
+        self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
+    ) -> Tensor:
         rows = batch.num_decodes
         attended: Tensor = self._library.flash_attn_with_kvcache(
             query,
@@ -150,7 +156,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise NotHere(f"flash_attn serves float16 and bfloat16, not {name}; change --dtype")
 
 
-def _options(how: Attending) -> dict[str, Any]:
+def _options(how: AttentionParams) -> dict[str, Any]:
     """Arguments that all calls share. Without a window both sides are -1, and `causal` alone
     bounds the keys.
     """

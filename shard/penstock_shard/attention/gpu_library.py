@@ -25,7 +25,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Attending:
+class AttentionParams:
     """A layer's attention parameters, in the form that the libraries take."""
 
     scale: float
@@ -69,7 +69,7 @@ class LibraryBackend(PairBackend, ABC):
     ) -> Tensor:
         if sinks is not None:
             raise ValueError(f"{self.name} knows no attention sinks")
-        how = Attending(scale, -1 if window is None else window - 1, softcap or 0.0)
+        how = AttentionParams(scale, -1 if window is None else window - 1, softcap or 0.0)
         decodes = batch.num_decodes
         if decodes == len(batch.query_lens):
             return self._decode(query, cache, batch, how)
@@ -82,11 +82,15 @@ class LibraryBackend(PairBackend, ABC):
         return torch.cat(parts)
 
     @abstractmethod
-    def _decode(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
+    def _decode(
+        self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
+    ) -> Tensor:
         """query [num_decodes, Hq, D], one a row -> [num_decodes, Hq, Dv]."""
 
     @abstractmethod
-    def _prefill(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
+    def _prefill(
+        self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
+    ) -> Tensor:
         """The same for the rows after the decodes: query [T - num_decodes, Hq, D]."""
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec, NotHere
-from penstock_shard.attention.gpu_library import Attending, LibraryBackend, Pair, serves
+from penstock_shard.attention.gpu_library import AttentionParams, LibraryBackend, Pair, serves
 from penstock_shard.device.dtypes import dtype_name
 
 _NEEDED = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table"}
@@ -38,7 +38,9 @@ class TorchVarlen(LibraryBackend):
             return f"needs keys and values of one size, not {spec.head_dim} and {spec.head_dim_v}"
         return super().refusal(spec, dtype)
 
-    def _decode(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
+    def _decode(
+        self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
+    ) -> Tensor:
         rows = slice(0, batch.num_decodes)
         sums = batch.cu_queries[: batch.num_decodes + 1]
         # A decode's query is the last of its row and sees all keys, so it needs no causal bound;
@@ -47,7 +49,9 @@ class TorchVarlen(LibraryBackend):
         bound = batch.block_table.shape[1] * batch.block_size
         return self._call(query, cache, batch, rows, sums, (1, bound), how.scale, sides)
 
-    def _prefill(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
+    def _prefill(
+        self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
+    ) -> Tensor:
         rows = slice(batch.num_decodes, len(batch.query_lens))
         longest = max(batch.query_lens[rows]), max(batch.seq_lens[rows])
         sums = batch.prefill_cu_queries

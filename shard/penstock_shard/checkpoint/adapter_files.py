@@ -198,18 +198,18 @@ def _pair(
         raise ModelError(f"{weights}: lora_{missing} of {module} is missing")
     rank, in_features = shapes[halves["A"]]
     out_features, inner = shapes[halves["B"]]
-    stated = _told_of(config, told, module, "r", "rank_pattern")
+    stated = _value_for(config, told, module, "r", "rank_pattern")
     if not 1 <= rank == inner == stated:
         raise ModelError(
             f"{weights}: {module} has lora_A of rank {rank} and lora_B of rank {inner}; "
             f"{CONFIG} says {stated:g}"
         )
-    alpha = _told_of(config, told, module, "lora_alpha", "alpha_pattern")
+    alpha = _value_for(config, told, module, "lora_alpha", "alpha_pattern")
     scale = alpha / (math.sqrt(rank) if told.get("use_rslora") else rank)
     return LowRankPair(module, rank, in_features, out_features, scale, halves["A"], halves["B"])
 
 
-def _told_of(path: Path, told: Mapping[str, Any], module: str, name: str, pattern: str) -> float:
+def _value_for(path: Path, told: Mapping[str, Any], module: str, name: str, pattern: str) -> float:
     """The field's value for a module: that of the first pattern which the module's name ends with,
     as peft looks it up, or the one for all.
     """

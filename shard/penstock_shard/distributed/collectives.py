@@ -90,7 +90,7 @@ def join(device: torch.device, rank: int, size: int, address: str, port: int) ->
     return _meet(store, device, rank, size)
 
 
-class MeetingPoint:
+class RankRendezvous:
     """The TCPStore through which ranks join. Open while this object lives; after `join` torch keeps
     it open.
     """

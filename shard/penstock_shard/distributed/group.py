@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.distributed.collectives import MeetingPoint, Ranks
+from penstock_shard.distributed.collectives import RankRendezvous, Ranks
 from penstock_shard.distributed.messages import Arrived, Call, Join, Loaded
 from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.distributed.rank_connections import Followers, await_ranks
-from penstock_shard.distributed.start_ranks import listen, places_here, start_rank
+from penstock_shard.distributed.start_ranks import listen, local_ranks, start_rank
 from penstock_shard.errors import ModelError
 from penstock_shard.models.loaded_model import LoadedModel
 
@@ -64,16 +64,16 @@ def gather_group(
     with contextlib.closing(listener):
         port = listener.getsockname()[1]
         processes = {
-            place.rank: start_rank(place, "127.0.0.1", port) for place in places_here(config)[1:]
+            place.rank: start_rank(place, "127.0.0.1", port) for place in local_ranks(config)[1:]
         }
         progress(f"starting ranks 1 to {size - 1} of {size}")
         lines = await_ranks(listener, size, processes, progress)
-    meeting_point = MeetingPoint(size, alone=config.nnodes == 1)
+    rendezvous = RankRendezvous(size, alone=config.nnodes == 1)
     followers = Followers(lines, list(processes.values()))
-    followers.tell(Join(config, str(model_dir), meeting_point.port))
+    followers.tell(Join(config, str(model_dir), rendezvous.port))
     # Joining torch.distributed blocks until all ranks do, so first let each say whether it can.
     followers.answers(Arrived)
-    meeting_point.await_others(followers.check)
+    rendezvous.await_others(followers.check)
     with followers.watched():
-        ranks = meeting_point.join(device)
+        ranks = rendezvous.join(device)
     return RankGroup(ranks, followers)

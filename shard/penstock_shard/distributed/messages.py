@@ -111,7 +111,7 @@ FromRank = Hello | Arrived | Loaded | Failed | FreeMemory
 Received = TypeVar("Received")
 
 
-class Line(Generic[Received]):
+class MessageSocket(Generic[Received]):
     """One end of a connection between two ranks: a single thread receives, any thread may send."""
 
     def __init__(self, connection: socket.socket, receives: Any) -> None:

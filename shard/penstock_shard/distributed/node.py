@@ -13,7 +13,7 @@ import threading
 import time
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.distributed.start_ranks import places_here, start_rank
+from penstock_shard.distributed.start_ranks import local_ranks, start_rank
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def serve_node(config: ShardConfig) -> int:
 
 def _run_ranks(config: ShardConfig, stop: threading.Event) -> bool:
     """Run this machine's ranks until one ends or `stop` is set; whether none of them failed."""
-    places = places_here(config)
+    places = local_ranks(config)
     names = ", ".join(str(place.rank) for place in places)
     logger.info("rank %s of %d, for rank 0 at %s", names, places[0].size, config.master_addr)
     assert config.master_addr is not None

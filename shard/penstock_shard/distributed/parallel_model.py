@@ -34,7 +34,7 @@ from penstock_shard.distributed.messages import (
 from penstock_shard.distributed.rank_connections import Followers
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import AdapterWeights, LoraBank, LowRank
-from penstock_shard.models.base import CausalModel, Forwarded
+from penstock_shard.models.base import CausalModel, ForwardOutput
 from penstock_shard.models.cuda_graphs import GraphedModel, GraphShape, StaticInputs
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.step_inputs import StepInputs
@@ -97,7 +97,7 @@ class MirroredModel:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
-    ) -> Forwarded:
+    ) -> ForwardOutput:
         tensors = {
             "input_ids": input_ids,
             "positions": positions,

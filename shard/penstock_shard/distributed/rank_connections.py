@@ -27,8 +27,8 @@ from penstock_shard.distributed.messages import (
     FreeMemory,
     FromRank,
     Hello,
-    Line,
     Loaded,
+    MessageSocket,
     ToRank,
 )
 from penstock_shard.errors import ModelError
@@ -48,7 +48,7 @@ class _Follower:
 
     rank: int
     name: str
-    line: Line[FromRank]
+    line: MessageSocket[FromRank]
     answers: queue.SimpleQueue[FromRank] = field(default_factory=queue.SimpleQueue)
     failed: Failed | None = None
 
@@ -62,7 +62,7 @@ class Followers:
 
     def __init__(
         self,
-        lines: dict[int, tuple[Hello, Line[FromRank]]],
+        lines: dict[int, tuple[Hello, MessageSocket[FromRank]]],
         processes: Sequence[subprocess.Popen[bytes]] = (),
         on_lost: Callable[[str], object] | None = None,
     ) -> None:
@@ -144,12 +144,12 @@ def await_ranks(
     size: int,
     processes: dict[int, subprocess.Popen[bytes]],
     progress: Callable[[str], None],
-) -> dict[int, tuple[Hello, Line[FromRank]]]:
+) -> dict[int, tuple[Hello, MessageSocket[FromRank]]]:
     """Accept the connections of all ranks but 0. `processes` are the ranks on this machine.
 
     Raises ModelError if one of these ends before it connects, or if any rank is of another release.
     """
-    lines: dict[int, tuple[Hello, Line[FromRank]]] = {}
+    lines: dict[int, tuple[Hello, MessageSocket[FromRank]]] = {}
     reported_s = time.monotonic()
     listener.settimeout(_POLL_S)
     while len(lines) < size - 1:
@@ -175,12 +175,12 @@ def _check_alive(processes: dict[int, subprocess.Popen[bytes]], connected: set[i
             raise ModelError(f"rank {rank} ended with status {status} before it could load")
 
 
-def _greet(connection: socket.socket, size: int) -> tuple[Hello, Line[FromRank]] | None:
+def _greet(connection: socket.socket, size: int) -> tuple[Hello, MessageSocket[FromRank]] | None:
     """Receive a connection's Hello. None if it is no rank's; raises ModelError for a rank of
     another release or group size.
     """
     connection.settimeout(_HELLO_S)
-    line: Line[FromRank] = Line(connection, FromRank)
+    line: MessageSocket[FromRank] = MessageSocket(connection, FromRank)
     try:
         hello = line.receive()
     except (msgspec.DecodeError, TimeoutError):

@@ -14,7 +14,7 @@ from penstock_shard.config import ShardConfig
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankSpec:
     """The rank of a process, and its place on its machine."""
 
     rank: int
@@ -31,12 +31,12 @@ class RankPlace:
         return self.rank >= self.num_beside
 
 
-def places_here(config: ShardConfig) -> list[RankPlace]:
+def local_ranks(config: ShardConfig) -> list[RankSpec]:
     """The ranks of this machine, in order. On the first machine rank 0 is among them."""
     size = config.tensor_parallel_size
     count = size // config.nnodes
     first = config.node_rank * count
-    return [RankPlace(first + index, size, index, count) for index in range(count)]
+    return [RankSpec(first + index, size, index, count) for index in range(count)]
 
 
 def listen(config: ShardConfig) -> socket.socket:
@@ -46,7 +46,7 @@ def listen(config: ShardConfig) -> socket.socket:
     return socket.create_server(("", config.master_port), backlog=config.tensor_parallel_size)
 
 
-def start_rank(place: RankPlace, address: str, port: int) -> subprocess.Popen[bytes]:
+def start_rank(place: RankSpec, address: str, port: int) -> subprocess.Popen[bytes]:
     """Start the process of a rank other than 0; it connects to rank 0 at `address`:`port`."""
     numbers = (port, place.rank, place.size, place.device_index, place.num_beside)
     # A rank on another machine downloads the model there.

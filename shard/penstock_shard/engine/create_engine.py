@@ -10,7 +10,7 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.model_loader.load_runner import LoadedRunner
-from penstock_shard.scheduler.priority_policy import Objectives
+from penstock_shard.scheduler.priority_policy import PriorityPolicy
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.scheduler.speculation import Speculation
 from penstock_shard.scheduler.step_time import StepTime
@@ -54,7 +54,7 @@ def create_scheduler(
 ) -> Scheduler:
     """A scheduler that aims for requests' objectives, with drafts if there is a drafter."""
     step_time = StepTime()
-    policy = Objectives(blocks, step_time, aging_s)
+    policy = PriorityPolicy(blocks, step_time, aging_s)
     speculation = None
     if drafter is not None:
         speculation = Speculation(drafter, blocks, limits.max_num_seqs)

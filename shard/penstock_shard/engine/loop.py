@@ -11,7 +11,7 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import Beat, FromEngine, Inbox, Load, StepOutputs
 
 if TYPE_CHECKING:
-    from penstock_shard.engine.adapters import EngineAdapters
+    from penstock_shard.engine.adapter_slots import EngineAdapters
 
 BEAT_S = 0.25
 # A beat that is later than this means that the whole process was held up, its step included.

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from penstock_common.logs import set_up_logging
 from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
-from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.create_engine import create_engine, create_matchers
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.ipc.messages import (

@@ -78,7 +78,7 @@ def _length(header: bytes) -> int | None:
     if length ^ turned == _ALL_BITS:
         return int(length)
     logger.error(
-        "a message of another process makes no sense: %s is no length; is it of another version?",
+        "a message of another process cannot be decoded: %s is no length; is it of another version?",
         header.hex(),
     )
     return None

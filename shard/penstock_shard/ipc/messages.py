@@ -244,7 +244,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Messag
         return decoder.decode(body)
     except ValueError as error:
         # From msgspec, or from text that is not UTF-8.
-        logger.error("a message between server and engine makes no sense: %s", error)
+        logger.error("a message between server and engine cannot be decoded: %s", error)
         return None
 
 

@@ -67,7 +67,7 @@ class BlockManager:
         self._insertions = 0
         self._tables: dict[Sequence, _Table] = {}
         # What `take_new` has not returned yet.
-        self._untold: dict[Sequence, list[int]] = {}
+        self._new_blocks: dict[Sequence, list[int]] = {}
 
     @property
     def num_free(self) -> int:
@@ -95,10 +95,12 @@ class BlockManager:
 
     def take_new(self, sequences: abc.Collection[Sequence]) -> list[abc.Sequence[int]]:
         """The blocks that each got since this was last asked of it."""
-        untold = self._untold
-        if not untold:
+        new_blocks = self._new_blocks
+        if not new_blocks:
             return [()] * len(sequences)
-        return [untold.pop(sequence) if sequence in untold else () for sequence in sequences]
+        return [
+            new_blocks.pop(sequence) if sequence in new_blocks else () for sequence in sequences
+        ]
 
     def acquire_prefix(self, sequence: Sequence) -> int:
         """Give a sequence, which has no blocks yet, those that hold its longest cached prefix.
@@ -122,7 +124,7 @@ class BlockManager:
             table.cached_serial = self._cached[block_id].serial
         table.num_cached = len(table.block_ids)
         if table.block_ids:
-            self._untold[sequence] = list(table.block_ids)
+            self._new_blocks[sequence] = list(table.block_ids)
         return len(table.block_ids) * self.block_size
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -134,7 +136,7 @@ class BlockManager:
         if missing > 0:
             new = [self._take() for _ in range(missing)]
             table.block_ids += new
-            self._untold.setdefault(sequence, []).extend(new)
+            self._new_blocks.setdefault(sequence, []).extend(new)
         return True
 
     def cache_full_blocks(self, sequences: Iterable[Sequence]) -> None:
@@ -169,7 +171,7 @@ class BlockManager:
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
                 self._free[block_id] = None
-        self._untold.pop(sequence, None)
+        self._new_blocks.pop(sequence, None)
         # Its hashes are kept: the tokens are the same when it comes again.
         self._tables[sequence] = _Table(hashes=table.hashes)
 

@@ -71,7 +71,7 @@ def no_room(shape: KVShape, blocks: int, free_bytes: int, flag: str) -> str:
     )
 
 
-def described(shape: KVShape, blocks: int, config: ShardConfig, on_cpu: bool) -> str:
+def describe_blocks(shape: KVShape, blocks: int, config: ShardConfig, on_cpu: bool) -> str:
     """One line for the log: how much there is, and on cpu how to get more than the default."""
     size = f"{blocks} blocks of {shape.block_size} tokens ({blocks * shape.block_bytes >> 20} MiB)"
     is_default = config.kv_blocks is None and config.kv_memory_bytes is None

@@ -28,7 +28,7 @@ from penstock_shard.errors import (
     is_out_of_memory,
 )
 from penstock_shard.ops.base import Ops
-from penstock_shard.selfcheck.attention import make_trial
+from penstock_shard.selfcheck.attention import make_case
 
 # Largest difference to float32 over the same rounded keys, values and queries, relative to
 # 1 + |expected|: so absolute near 0, as values are about 1.
@@ -39,7 +39,7 @@ _MOST_QUERIES = {"cuda": 300, "cpu": 24}
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionWish:
+class AttentionOptions:
     """The flags that concern attention."""
 
     # --attention-backend: a name, or "auto".
@@ -50,7 +50,7 @@ class AttentionWish:
 
 
 def choose_backend(
-    ops: Ops, layers: Sequence[LayerSpec], wish: AttentionWish, progress: Callable[[str], None]
+    ops: Ops, layers: Sequence[LayerSpec], wish: AttentionOptions, progress: Callable[[str], None]
 ) -> AttentionBackend:
     """The best backend that serves all layers. If better ones were passed over, one line of
     progress says why.
@@ -69,7 +69,7 @@ def choose_backend(
     raise ModelError(f"{flag}{'; '.join(reasons)}; use --attention-backend sdpa")
 
 
-def _backends(ops: Ops, wish: AttentionWish, reasons: list[str]) -> Iterator[AttentionBackend]:
+def _backends(ops: Ops, wish: AttentionOptions, reasons: list[str]) -> Iterator[AttentionBackend]:
     """The backends to try. Reasons why others cannot be made are added to `reasons`."""
     if ops.exact:
         # Exact ops come with the one backend that is exact too.
@@ -95,7 +95,7 @@ def _kinds(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
 
 
 def _fault(
-    backend: AttentionBackend, ops: Ops, layers: Sequence[LayerSpec], wish: AttentionWish
+    backend: AttentionBackend, ops: Ops, layers: Sequence[LayerSpec], wish: AttentionOptions
 ) -> str | None:
     """Why the backend does not serve these layers here, to follow its name; None if it does."""
     for layer in layers:
@@ -155,7 +155,7 @@ def _difference(
 ) -> str | None:
     """How results differ from the reference's by more than rounding explains; None if not."""
     most = _MOST_QUERIES.get(ops.device.type, max(_MOST_QUERIES.values()))
-    trial = make_trial(layer, ops.dtype, kv_dtype, ops.device, most)
+    trial = make_case(layer, ops.dtype, kv_dtype, ops.device, most)
     full = torch.float32
     bound = _TOLERANCE[ops.dtype]
     for got, want in zip(

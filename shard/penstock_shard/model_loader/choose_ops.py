@@ -1,6 +1,6 @@
 """Chooses the ops that compute a model, from the flags and from what this machine has.
 
-Knows which ops there are, not how they work. The attention backend is chosen once the model's
+The attention backend is chosen once the model's
 layers are known: see `choose_attention.py`.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal, cast
 import torch
 from transformers import PreTrainedConfig
 
-from penstock_shard.attention.backend_order import READS_ANY_CACHE, make_backend
+from penstock_shard.attention.backend_order import make_backend
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.checkpoint.quantization_config import scheme_of
 from penstock_shard.config import ShardConfig
@@ -25,7 +25,6 @@ from penstock_shard.model_loader.transformers_loader import resolve_dtype
 from penstock_shard.ops.base import Ops, WeightKind
 from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.ops.quantized import (
-    FP8,
     has_torchao,
     multiplies_fp8,
     multiplies_int4,
@@ -33,7 +32,6 @@ from penstock_shard.ops.quantized import (
 from penstock_shard.ops.torch_ops import TorchOps, packs_half
 from penstock_shard.selfcheck.ops import triton_fault
 
-_KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "fp8": FP8}
 # Values of --dtype with which weights on a GPU may be fp8 or int4: activations are bfloat16 then.
 _WITH_FEW_BITS = ("auto", "bfloat16")
 
@@ -163,28 +161,6 @@ def choose_weights(
     if not has_torchao():
         raise ModelError(f"{flag}: needs torchao; install penstock[int4]")
     return "int4"
-
-
-def kv_dtype(config: ShardConfig, ops: Ops) -> torch.dtype:
-    """The dtype of cached keys and values. Raises ModelError for one that is not served here."""
-    wanted = _KV_DTYPES.get(config.kv_cache_dtype)
-    if isinstance(ops, CpuOps):
-        if wanted is FP8:
-            raise ModelError(
-                "--kv-cache-dtype fp8: the cpu kernels keep keys and values in float32 or "
-                "float16; use --attention-backend sdpa, or a GPU"
-            )
-        return wanted or (torch.float32 if ops.weights == "float32" else torch.float16)
-    if wanted is FP8 and ops.device.type == "cuda" and not multiplies_fp8(ops.device):
-        raise ModelError("--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or later")
-    # "auto" is resolved later, with this dtype in mind.
-    named = config.attention_backend
-    if wanted not in (None, ops.dtype) and named != "auto" and named not in READS_ANY_CACHE:
-        raise ModelError(
-            f"--kv-cache-dtype {config.kv_cache_dtype}: attention backend {named} "
-            f"keeps keys and values as {dtype_name(ops.dtype)}; use --attention-backend triton"
-        )
-    return wanted or ops.dtype
 
 
 def _kernels(config: ShardConfig, progress: Callable[[str], None]) -> CpuKernels | None:

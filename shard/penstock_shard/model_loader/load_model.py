@@ -27,13 +27,13 @@ from penstock_shard.checkpoint.quantization_config import (
 )
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.distributed.collectives import Ranks
-from penstock_shard.distributed.decoder_slices import SlicedTensors, local_spec, rank_shares
+from penstock_shard.distributed.divide_decoder import SlicedTensors, local_spec, rank_shares
+from penstock_shard.distributed.divide_module import divide_module
 from penstock_shard.distributed.division_check import check_division, logits_of_whole
-from penstock_shard.distributed.module_slices import divide_module
 from penstock_shard.distributed.parallel_linear import parallel_weights
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Shares
-from penstock_shard.model_loader.choose_attention import AttentionWish, choose_backend
+from penstock_shard.model_loader.choose_attention import AttentionOptions, choose_backend
 from penstock_shard.model_loader.transformers_loader import LoadOptions, load_module
 from penstock_shard.models import unsupported
 from penstock_shard.models.decoder import Decoder
@@ -61,7 +61,7 @@ from penstock_shard.ops.base import Ops, Rope
 _ODD_VALUES = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
 # Flags with which transformers modules keep their weights as ordinary tensors.
 _PLAINEST = "--attention-backend sdpa --dtype float32"
-_BEST = AttentionWish()
+_BEST = AttentionOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def load_model(
     files: ModelFiles,
     ops: Ops,
     progress: Callable[[str], None],
-    wish: AttentionWish = _BEST,
+    wish: AttentionOptions = _BEST,
     ranks: Ranks | None = None,
 ) -> ModelPart:
     """Load the weights, and set the ops' attention backend to one that serves the model; `progress`
@@ -144,7 +144,7 @@ class _Loading:
     # None for random weights.
     checkpoint: Checkpoint | None
     ops: Ops
-    wish: AttentionWish
+    wish: AttentionOptions
     ranks: Ranks | None
     progress: Callable[[str], None]
 

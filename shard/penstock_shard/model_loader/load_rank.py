@@ -12,9 +12,10 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device.cpu_threads import default_threads
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.errors import ModelError
-from penstock_shard.model_loader.adapters import open_bank
-from penstock_shard.model_loader.choose_attention import AttentionWish
-from penstock_shard.model_loader.choose_ops import choose_ops, kv_dtype
+from penstock_shard.model_loader.adapter_store import open_bank
+from penstock_shard.model_loader.choose_attention import AttentionOptions
+from penstock_shard.model_loader.choose_kv_cache_dtype import choose_kv_cache_dtype
+from penstock_shard.model_loader.choose_ops import choose_ops
 from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.transformers_loader import load_config, resolve_device
 from penstock_shard.models import unsupported
@@ -38,7 +39,7 @@ def load_part(
     max_model_len = _max_model_len(config, hf_config)
     unsupported.check_config(hf_config, max_model_len)
     ops = choose_ops(config, hf_config, device, progress)
-    cached_as = kv_dtype(config, ops)
+    cached_as = choose_kv_cache_dtype(config, ops)
     num_beside = config.tensor_parallel_size // config.nnodes
     threads = config.threads or max(1, default_threads() // num_beside)
     ops.set_threads(threads)
@@ -46,7 +47,7 @@ def load_part(
     progress(f"loading {name}, weights in {ops.weights}, on {device}")
     dummy = config.load_format == "dummy"
     files = ModelFiles(model_dir, hf_config, max_model_len, config.trust_remote_code, dummy)
-    wish = AttentionWish(config.attention_backend, cached_as, config.block_size)
+    wish = AttentionOptions(config.attention_backend, cached_as, config.block_size)
     loaded = load_model(files, ops, progress, wish, ranks)
     part = loaded.model
     if ranks is not None:

@@ -56,14 +56,14 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
         return LoadedRunner(_fake_runner(config, source.path, files), files, source.revision)
     # Imported here, because importing torch takes seconds and half a gigabyte.
     progress("importing torch, which takes some seconds")
-    from penstock_shard.model_loader.create_runner import create_runner
+    from penstock_shard.model_loader.load_model_runner import load_model_runner
 
     if "tokenizer.json" not in files:
         from penstock_shard.checkpoint.tokenizer_conversion import convert_tokenizer
 
         files["tokenizer.json"] = convert_tokenizer(source.path, config.trust_remote_code)
     return LoadedRunner(
-        create_runner(config, source.path, progress=progress), files, source.revision
+        load_model_runner(config, source.path, progress=progress), files, source.revision
     )
 
 

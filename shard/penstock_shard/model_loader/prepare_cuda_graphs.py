@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock_shard.device.gpu_memory import empty_caches, used_bytes
 from penstock_shard.errors import ModelError, first_line, is_out_of_memory
 from penstock_shard.models.cuda_graphs import Graphs, GraphShape
-from penstock_shard.selfcheck.random_steps import TrialSequence, TrialSteps
+from penstock_shard.selfcheck.random_steps import RandomSequence, RandomSteps
 
 # Least size assumed for a graph: those of small models take less than the driver can report.
 _LEAST_GRAPH_BYTES = 2 * 2**20
@@ -34,7 +34,7 @@ class _Decodes:
     served, with one.
     """
 
-    sequences: list[TrialSequence]
+    sequences: list[RandomSequence]
     logits: list[Tensor]
 
 
@@ -121,7 +121,7 @@ class GraphPreparation:
     def _expected(self, block_size: int, num_blocks: int, has_adapters: bool) -> _Decodes | None:
         """Decodes computed by the model itself; None if the cache has no room for any."""
         assert self.graphs.num_graphs == 0, "what is to be compared with would be a replay"
-        steps = TrialSteps(self.graphs, self.vocab_size, block_size, num_blocks)
+        steps = RandomSteps(self.graphs, self.vocab_size, block_size, num_blocks)
         lengths = [length for length in _CHECK_LENGTHS if length <= self.max_model_len]
         while sum(-(-length // block_size) for length in lengths) > num_blocks:
             lengths.pop(0)
@@ -139,7 +139,7 @@ class GraphPreparation:
         bound that rounding explains. The cache already has the keys and values of earlier tokens.
         """
         args = (self.vocab_size, block_size, num_blocks)
-        replayed = TrialSteps(self.graphs, *args, graphs=self.graphs)
+        replayed = RandomSteps(self.graphs, *args, graphs=self.graphs)
         found = torch.stack(_decoded(replayed, decodes.sequences, len(decodes.logits)))
         expected = torch.stack(decodes.logits)
         tolerance = _TOLERANCE.get(expected.dtype, _TOLERANCE[torch.bfloat16])
@@ -151,7 +151,7 @@ class GraphPreparation:
 
 
 def _decoded(
-    steps: TrialSteps, sequences: abc.Sequence[TrialSequence], num_adapters: int
+    steps: RandomSteps, sequences: abc.Sequence[RandomSequence], num_adapters: int
 ) -> list[Tensor]:
     """Logits of the last tokens, for each adapter index below `num_adapters`; 0 is no adapter."""
     logits = []

@@ -14,14 +14,19 @@ from penstock_shard.device.host_memory import extra_host_bytes, free_host_bytes
 from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.errors import ModelError, is_out_of_memory
 from penstock_shard.ipc.request import SamplingParams
-from penstock_shard.model_loader.block_count import KVShape, choose_num_blocks, described, no_room
+from penstock_shard.model_loader.block_count import (
+    KVShape,
+    choose_num_blocks,
+    describe_blocks,
+    no_room,
+)
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.selfcheck.random_steps import (
+    RandomSequence,
+    RandomSteps,
     Row,
-    TrialSequence,
-    TrialSteps,
     admission_of,
-    trial_steps,
+    random_steps,
 )
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
@@ -63,7 +68,7 @@ class MemoryPreparation:
                 raise
             flag = "--kv-blocks, --kv-memory or --gpu-memory-utilization"
             raise ModelError(no_room(shape, num_blocks, free, flag)) from error
-        progress(described(shape, num_blocks, self.config, self._on_cpu))
+        progress(describe_blocks(shape, num_blocks, self.config, self._on_cpu))
         return num_blocks
 
     @property
@@ -91,7 +96,7 @@ class MemoryPreparation:
         num_blocks = -(-length // self.block_size)
         args = (loaded.vocab_size, self.block_size, num_blocks, loaded.kv_dtype)
         try:
-            with loaded.model.shortened(), trial_steps(loaded.model, *args) as steps:
+            with loaded.model.shortened(), random_steps(loaded.model, *args) as steps:
                 if self._on_cpu:
                     extra = extra_host_bytes(lambda: self._largest_step(steps, length))
                     return free_host_bytes() - extra
@@ -107,7 +112,7 @@ class MemoryPreparation:
             ) from error
         return free_bytes(loaded.model.device, self.config.gpu_memory_utilization) - extra
 
-    def _largest_step(self, steps: TrialSteps, length: int) -> None:
+    def _largest_step(self, steps: RandomSteps, length: int) -> None:
         """Compute a step of the most tokens and the most rows of logits, and sample from these."""
         tokens = self._most_tokens
         sequence = steps.sequence(length)
@@ -120,7 +125,7 @@ class MemoryPreparation:
         if logits.device.type == "cpu":
             torch.softmax(logits, dim=-1, dtype=torch.float64)
             return
-        one_token = TrialSequence([0], [])
+        one_token = RandomSequence([0], [])
         # Each row with penalties, all filters and log-probabilities; then the cheaper parameters.
         for sampling in (_COSTLY, *_BY_KERNELS):
             sampler = Sampler(every_processor())

@@ -26,12 +26,12 @@ from penstock_shard.distributed.messages import (
     Failed,
     Hello,
     Join,
-    Line,
     Loaded,
+    MessageSocket,
     ToRank,
 )
-from penstock_shard.distributed.start_ranks import RankPlace
-from penstock_shard.errors import ModelError, out_of_memory_told
+from penstock_shard.distributed.start_ranks import RankSpec
+from penstock_shard.errors import ModelError, report_out_of_memory
 
 if TYPE_CHECKING:
     from penstock_shard.distributed.collectives import Ranks
@@ -48,11 +48,11 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     address, port, *numbers = sys.argv[1:]
-    place = RankPlace(*map(int, numbers))
+    place = RankSpec(*map(int, numbers))
     connection = _connect(address, int(port), patiently=place.is_elsewhere)
     if connection is None:
         return 1
-    line: Line[ToRank] = Line(connection, ToRank)
+    line: MessageSocket[ToRank] = MessageSocket(connection, ToRank)
     line.send(Hello(REVISION, place.rank, place.size, os.getpid(), socket.gethostname()))
     join = line.receive()
     if not isinstance(join, Join):
@@ -67,10 +67,10 @@ def main() -> int:
 
 
 def _serve_or_say(
-    line: Line[ToRank],
+    line: MessageSocket[ToRank],
     inbox: queue.SimpleQueue[ToRank],
     join: Join,
-    place: RankPlace,
+    place: RankSpec,
     address: str,
 ) -> int:
     """`_serve`; if this rank fails, the last line of the log says why."""
@@ -85,10 +85,10 @@ def _serve_or_say(
 
 
 def _serve(
-    line: Line[ToRank],
+    line: MessageSocket[ToRank],
     inbox: queue.SimpleQueue[ToRank],
     join: Join,
-    place: RankPlace,
+    place: RankSpec,
     address: str,
 ) -> int:
     # Imported here, so that rank 0 hears of us before torch is imported.
@@ -102,14 +102,14 @@ def _serve(
         with contextlib.suppress(OSError):
             line.send(Failed(str(error)))
         return 1
-    with out_of_memory_told("in what rank 0 asked for"):
+    with report_out_of_memory("in what rank 0 asked for"):
         follow(loaded, ranks, inbox.get, line.send)
     return 0
 
 
-@out_of_memory_told("at load")
+@report_out_of_memory("at load")
 def _load(
-    line: Line[ToRank], join: Join, place: RankPlace, address: str
+    line: MessageSocket[ToRank], join: Join, place: RankSpec, address: str
 ) -> tuple[LoadedModel, Ranks]:
     """Load this rank's part of the model, and report to rank 0."""
     from penstock_shard.checkpoint.weights_hash import hash_weights
@@ -154,7 +154,7 @@ def _connect(address: str, port: int, *, patiently: bool) -> socket.socket | Non
             return connection
 
 
-def _receive(line: Line[ToRank], inbox: queue.SimpleQueue[ToRank]) -> None:
+def _receive(line: MessageSocket[ToRank], inbox: queue.SimpleQueue[ToRank]) -> None:
     while (message := line.receive()) is not None:
         inbox.put(message)
     # Rank 0 is gone, and nobody needs what is computed here.

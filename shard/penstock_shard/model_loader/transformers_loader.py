@@ -16,7 +16,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from penstock_shard.checkpoint.weight_files import read_object
 from penstock_shard.errors import ModelError, first_line
 
 _DTYPES = {
@@ -181,17 +180,3 @@ def _is_in_layers(name: str, module: PreTrainedModel) -> bool:
         for child, _ in stack.named_children()
     }
     return any(name.startswith(layer) for layer in layers)
-
-
-def generation_defaults(model_dir: Path) -> dict[str, Any]:
-    """generation_config.json as it stands; empty if there is none.
-
-    Raises ModelError if it is not a JSON object.
-    """
-    path = model_dir / "generation_config.json"
-    if not path.exists():
-        return {}
-    try:
-        return read_object(path)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {first_line(error)}") from error

@@ -15,7 +15,7 @@ from penstock_shard.attention.base import AttentionBatch, LayerSpec
 MODEL_REVISION = 2
 
 
-class Forwarded(NamedTuple):
+class ForwardOutput(NamedTuple):
     """Logits [N, V] of the tokens in `logit_rows`; final hidden states [M, H], after the last norm,
     of those in `hidden_rows`. The hidden states are valid until the next forward.
     """
@@ -51,7 +51,7 @@ class CausalModel(Protocol):
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
-    ) -> Forwarded:
+    ) -> ForwardOutput:
         """input_ids and positions int64 [T]; logit_rows int64 [N] and hidden_rows int64 [M] are
         ascending indices into the T tokens. Where N is T, logit_rows are all tokens in order.
         `adapters` int64 [T] has the index of each token's adapter, 0 for none; None where no token

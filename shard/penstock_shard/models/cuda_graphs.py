@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.models.base import CausalModel, Forwarded
+from penstock_shard.models.base import CausalModel, ForwardOutput
 from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batch
 
 # (bound, step): up to `bound` rows, the number of rows is padded to a multiple of `step`. Steps of
@@ -284,7 +284,7 @@ class GraphedModel:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
-    ) -> Forwarded:
+    ) -> ForwardOutput:
         shape = GraphShape(len(input_ids), batch.block_table.shape[1], adapters is not None)
         captured = self._captured.get(shape) if hidden_rows is None else None
         if captured is None or batch.num_decodes != shape.num_rows:
@@ -300,7 +300,7 @@ class GraphedModel:
             logits = logits[: len(logit_rows)]
         elif len(logit_rows) < len(logits):
             logits = logits.index_select(0, logit_rows)
-        return Forwarded(logits, captured.no_hidden)
+        return ForwardOutput(logits, captured.no_hidden)
 
     def _capture(self, shape: GraphShape, graph: Graph) -> _Captured:
         static = self._static_inputs(shape)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerCache, LayerSpec
 from penstock_shard.lora.lora import TokenAdapters
-from penstock_shard.models.base import Forwarded
+from penstock_shard.models.base import ForwardOutput
 from penstock_shard.models.decoder_spec import DecoderSpec
 from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
 from penstock_shard.models.feed_forward import FeedForwardScratch
@@ -131,7 +131,7 @@ class Decoder:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
-    ) -> Forwarded:
+    ) -> ForwardOutput:
         rows = logit_rows if hidden_rows is None else torch.cat([logit_rows, hidden_rows])
         needs_all = hidden_rows is None and len(logit_rows) == len(input_ids)
         stream = self._weights.embedding.rows(input_ids)
@@ -148,7 +148,7 @@ class Decoder:
             update = self._feed_forward(layer, stream, attended, tokens)
         hidden = self._final_norm(stream, update)
         count = len(logit_rows)
-        return Forwarded(self._logits(hidden[:count]), hidden[count:])
+        return ForwardOutput(self._logits(hidden[:count]), hidden[count:])
 
     def _attention(
         self,

@@ -105,7 +105,7 @@ PackedTable.handlers = {functional.embedding: _embedding}
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _WeightUse:
     """A parameter to pack, or the parameters of sibling layers to fuse into one matrix."""
 
     names: tuple[str, ...]
@@ -133,7 +133,7 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
     value that the kind of weights cannot hold.
     """
     # The largest first, while little else is in memory: packing it needs the most.
-    places = sorted(_places(module, ops), key=lambda place: place.nbytes, reverse=True)
+    places = sorted(_weight_uses(module, ops), key=lambda place: place.nbytes, reverse=True)
     reported_s = time.monotonic()
     for done, place in enumerate(places):
         _pack(place, ops)
@@ -153,7 +153,7 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
         module.register_parameter("dtype_of_activations", nn.Parameter(empty))
 
 
-def _pack(place: _Place, ops: Ops) -> None:
+def _pack(place: _WeightUse, ops: Ops) -> None:
     weights = [weight.data for weight in place.weights]
     tensors = ", ".join(f"{name}.{place.parameter}" for name in place.names)
     if weights[0].dtype not in _DTYPES:
@@ -171,23 +171,23 @@ def _pack(place: _Place, ops: Ops) -> None:
     give_back_pages(weights)
 
 
-def _places(module: PreTrainedModel, ops: Ops) -> Iterator[_Place]:
+def _weight_uses(module: PreTrainedModel, ops: Ops) -> Iterator[_WeightUse]:
     head = module.get_output_embeddings() if ops.dense_head else None
     fused: set[nn.Module] = set()
     for siblings in find_siblings(module):
         fused.update(siblings.linears)
-        yield _Place(siblings.names, siblings.linears, "weight", siblings)
+        yield _WeightUse(siblings.names, siblings.linears, "weight", siblings)
     for name, holder in module.named_modules():
         if holder in fused:
             continue
         if isinstance(holder, nn.Linear | Conv1D | nn.Embedding) or _is_router(name, holder):
             exact = name.rpartition(".")[2] in _ROUTERS or (head is not None and holder is head)
-            yield _Place((name,), (holder,), "weight", exact=exact)
+            yield _WeightUse((name,), (holder,), "weight", exact=exact)
         elif hasattr(holder, "is_transposed"):
             # transformers marks experts so: weights have 3 dimensions, biases 2.
             for parameter, value in list(holder.named_parameters(recurse=False)):
                 if value.dim() == 3:
-                    yield _Place((name,), (holder,), parameter)
+                    yield _WeightUse((name,), (holder,), parameter)
 
 
 def _is_router(name: str, holder: nn.Module) -> bool:

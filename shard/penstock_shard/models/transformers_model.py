@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from penstock_shard.attention.base import AttentionBatch, LayerCache, LayerSpec
 from penstock_shard.lora.lora import TokenAdapters
-from penstock_shard.models.base import Forwarded
+from penstock_shard.models.base import ForwardOutput
 from penstock_shard.ops.base import Ops
 
 ATTENTION_NAME = "penstock"
@@ -171,7 +171,7 @@ class TransformersModel:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
-    ) -> Forwarded:
+    ) -> ForwardOutput:
         self.token_adapters = None if adapters is None else TokenAdapters(adapters)
         backend = self._ops.backend
 
@@ -191,11 +191,11 @@ class TransformersModel:
         with _attention(attend), self._threads():
             if hidden_rows is None:
                 logits = self._call(input_ids, positions, logit_rows)
-                return Forwarded(logits, logits.new_empty(0, self.hidden_size))
+                return ForwardOutput(logits, logits.new_empty(0, self.hidden_size))
             rows = torch.cat([logit_rows, hidden_rows])
             with self._diverted(len(logit_rows)) as diverted:
                 logits = self._call(input_ids, positions, rows)
-        return Forwarded(logits, torch.cat(diverted))
+        return ForwardOutput(logits, torch.cat(diverted))
 
     @contextmanager
     def _diverted(self, num_logits: int) -> Iterator[list[Tensor]]:

@@ -6,7 +6,7 @@ from penstock_shard.ipc.request import Objective
 from penstock_shard.sequence import Sequence
 
 
-def expendable(sequence: Sequence) -> tuple[int, bool, int]:
+def preemption_key(sequence: Sequence) -> tuple[int, bool, int]:
     """The largest is preempted first: by lowest class, then no objective, then latest arrival."""
     return (
         sequence.request.priority,

@@ -1,6 +1,6 @@
 """The policy for requests with objectives: priorities, deadlines, seconds between tokens.
 
-Sequences are served by `priorities.py`. A step is bounded by the time left to sequences that limit
+Sequences are served by `urgency.py`. A step is bounded by the time left to sequences that limit
 the seconds between their tokens, and a waiting sequence of a higher class may preempt a running one
 of a lower. While no live request has an objective it is the order of arrival, at that cost.
 """
@@ -11,12 +11,12 @@ from collections import abc, deque
 from dataclasses import dataclass
 
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.policy import SchedulingPolicy
-from penstock_shard.scheduler.preemption import expendable
-from penstock_shard.scheduler.priorities import Urgency, seconds_between_tokens, urgency
+from penstock_shard.scheduler.fcfs_policy import FcfsPolicy
+from penstock_shard.scheduler.preemption import preemption_key
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.scheduler.step_budget import UNBOUNDED_S, StepBudget
 from penstock_shard.scheduler.step_time import StepTime
+from penstock_shard.scheduler.urgency import Urgency, seconds_between_tokens, urgency
 from penstock_shard.sequence import Sequence, SequenceState
 
 # The share of the time left to an objective that a step is planned to take: step times vary.
@@ -25,7 +25,7 @@ _MARGIN = 0.95
 _AGED_TOKENS = 16
 
 
-class Objectives(SchedulingPolicy):
+class PriorityPolicy(FcfsPolicy):
     """Serves whoever has the least time left, within classes of priority."""
 
     def __init__(self, blocks: BlockManager, step_time: StepTime, aging_s: float) -> None:
@@ -79,7 +79,7 @@ class Objectives(SchedulingPolicy):
             if sequence.state is SequenceState.RUNNING:
                 self._by_age = not aged
 
-    def outranked(
+    def find_outranked(
         self,
         running: abc.Collection[Sequence],
         waiting: abc.Collection[Sequence],
@@ -106,10 +106,10 @@ class Objectives(SchedulingPolicy):
         # Only if preempting all of them would free enough blocks.
         if sum(len(self._blocks.blocks_of(sequence)) for sequence in lower) < missing:
             return None
-        return max(lower, key=expendable)
+        return max(lower, key=preemption_key)
 
-    def victim(self, running: abc.Collection[Sequence]) -> Sequence:
-        return max(running, key=expendable)
+    def choose_victim(self, running: abc.Collection[Sequence]) -> Sequence:
+        return max(running, key=preemption_key)
 
     # ---- order ----
 

@@ -22,8 +22,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.fcfs_policy import FcfsPolicy
 from penstock_shard.scheduler.oom_backoff import StepBounds
-from penstock_shard.scheduler.policy import SchedulingPolicy
 from penstock_shard.scheduler.rows import Row, Rows
 from penstock_shard.scheduler.slot_pool import SlotPool
 from penstock_shard.scheduler.step_budget import StepBudget
@@ -68,7 +68,7 @@ class Scheduler:
         limits: SchedulerLimits,
         blocks: BlockManager,
         step_time: StepTime | None = None,
-        policy: SchedulingPolicy | None = None,
+        policy: FcfsPolicy | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         """By default sequences run in the order of arrival, and every decode row computes one
@@ -77,7 +77,7 @@ class Scheduler:
         self._limits = limits
         self._blocks = blocks
         self._step_time = StepTime() if step_time is None else step_time
-        self._policy = SchedulingPolicy() if policy is None else policy
+        self._policy = FcfsPolicy() if policy is None else policy
         self._speculation = speculation
         self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
         self.slots = SlotPool()
@@ -335,7 +335,7 @@ class Scheduler:
             # A preempted sequence's blocks come free when a launched step is collected: wait.
             if self._leaving:
                 return False
-            victim = self._policy.victim(self._running)
+            victim = self._policy.choose_victim(self._running)
             self._preempt(victim, "the shard is out of KV blocks")
             if victim is sequence:
                 return False
@@ -449,7 +449,7 @@ class Scheduler:
         if not self._waiting or self._leaving:
             return
         has_free_slot = len(self._running) < self.bounds.sequences
-        outranked = self._policy.outranked(
+        outranked = self._policy.find_outranked(
             self._running, self._waiting, now_s, has_free_slot=has_free_slot
         )
         if outranked is not None:

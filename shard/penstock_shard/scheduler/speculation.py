@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import abc
 
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.priorities import seconds_between_tokens
 from penstock_shard.scheduler.rows import Row, Rows
 from penstock_shard.scheduler.step_budget import UNBOUNDED_S, StepBudget
 from penstock_shard.scheduler.step_time import StepSize, step_size
+from penstock_shard.scheduler.urgency import seconds_between_tokens
 from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 

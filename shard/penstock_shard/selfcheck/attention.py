@@ -56,7 +56,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class AttentionCase:
     """Sequences over one layer, and how their tokens are spread over steps."""
 
     spec: LayerSpec
@@ -106,13 +106,13 @@ class Trial:
             yield Outcome(attended, batch.num_decodes)
 
 
-def make_trial(
+def make_case(
     spec: LayerSpec,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device,
     most_queries: int,
-) -> Trial:
+) -> AttentionCase:
     """Sequences of several lengths, one longer than the layer's window. Both dtypes hold their
     numbers exactly. The last `most_queries` tokens of each are computed.
     """
@@ -130,7 +130,7 @@ def make_trial(
         own = noise(min(length, most_queries), spec.num_heads, spec.head_dim)
         return Tokens((own + _leaning(spec, key, len(own))).to(dtype).float(), key, value)
 
-    return Trial(
+    return AttentionCase(
         spec,
         tuple(tokens(length) for length in lengths),
         noise(spec.num_heads).to(dtype).float() if spec.has_sinks else None,

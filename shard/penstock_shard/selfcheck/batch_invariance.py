@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.models.base import CausalModel
-from penstock_shard.selfcheck.random_steps import Row, TrialSteps, trial_steps
+from penstock_shard.selfcheck.random_steps import RandomSteps, Row, random_steps
 
 # Length of the tested sequence: more than the 256 keys that the attention kernel takes in one run,
 # and than small sliding windows.
@@ -57,7 +57,7 @@ def first_variance(
     num_blocks = -(-length // block_size) + num_fillers * -(-chunk // block_size)
     with (
         model.shortened(),
-        trial_steps(model, vocab_size, block_size, num_blocks, kv_dtype) as steps,
+        random_steps(model, vocab_size, block_size, num_blocks, kv_dtype) as steps,
     ):
         watched = _Watched(steps, length, chunk)
         set_threads(1)
@@ -74,7 +74,7 @@ def first_variance(
 class _Watched:
     """A sequence with some tokens whose logits are compared, and other sequences beside it."""
 
-    def __init__(self, steps: TrialSteps, length: int, chunk: int) -> None:
+    def __init__(self, steps: RandomSteps, length: int, chunk: int) -> None:
         self._steps = steps
         self._length = length
         self._chunk = chunk

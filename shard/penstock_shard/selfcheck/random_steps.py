@@ -25,7 +25,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(slots=True)
-class TrialSequence:
+class RandomSequence:
     """Random tokens, and the blocks for them."""
 
     token_ids: list[int]
@@ -34,10 +34,10 @@ class TrialSequence:
 
 
 # A sequence, the first of its tokens to compute, and how many.
-Row = tuple[TrialSequence, int, int]
+Row = tuple[RandomSequence, int, int]
 
 
-class TrialSteps:
+class RandomSteps:
     """Gives out sequences, with blocks of their own, and computes parts of them."""
 
     def __init__(
@@ -58,14 +58,14 @@ class TrialSteps:
         # So that an error in reading block tables changes results.
         self._random.shuffle(self._free)
 
-    def sequence(self, length: int) -> TrialSequence:
+    def sequence(self, length: int) -> RandomSequence:
         """A sequence of random tokens, none of them computed."""
         needed = -(-length // self._block_size)
         blocks, self._free = self._free[:needed], self._free[needed:]
         assert len(blocks) == needed, (
             f"{length} tokens need {needed} blocks, {len(blocks)} are left"
         )
-        return TrialSequence(self._random.choices(range(self.vocab_size), k=length), blocks)
+        return RandomSequence(self._random.choices(range(self.vocab_size), k=length), blocks)
 
     @torch.inference_mode()
     def run(self, rows: abc.Sequence[Row], logit_rows: abc.Sequence[int] | None = None) -> Tensor:
@@ -79,7 +79,7 @@ class TrialSteps:
         return forwarded.logits
 
     @torch.inference_mode()
-    def decode(self, sequences: abc.Sequence[TrialSequence]) -> Tensor:
+    def decode(self, sequences: abc.Sequence[RandomSequence]) -> Tensor:
         """Compute the last token of each in one step; a copy of their logits [N, V], which a later
         replay of a graph does not overwrite.
         """
@@ -96,15 +96,15 @@ class TrialSteps:
 
 
 @contextmanager
-def trial_steps(
+def random_steps(
     model: CausalModel, vocab_size: int, block_size: int, num_blocks: int, kv_dtype: torch.dtype
-) -> Iterator[TrialSteps]:
-    """`TrialSteps` with a cache that lasts as long as the context. Raises torch's error if memory
+) -> Iterator[RandomSteps]:
+    """`RandomSteps` with a cache that lasts as long as the context. Raises torch's error if memory
     runs out.
     """
     model.allocate(num_blocks, block_size, kv_dtype)
     try:
-        yield TrialSteps(model, vocab_size, block_size, num_blocks)
+        yield RandomSteps(model, vocab_size, block_size, num_blocks)
     finally:
         model.free()
 
@@ -129,7 +129,7 @@ def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
 
 
 def admission_of(
-    slot: int, sequence: TrialSequence, sampling: SamplingParams = _GREEDY, **fields: Any
+    slot: int, sequence: RandomSequence, sampling: SamplingParams = _GREEDY, **fields: Any
 ) -> Admission:
     """What a runner is told of the sequence; `fields` are those of its request."""
     token_ids = array("I", sequence.token_ids)

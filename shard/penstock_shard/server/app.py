@@ -26,7 +26,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.server import proto_codec
 from penstock_shard.server.auth import KeyCheck
 from penstock_shard.server.metrics import serve_metrics
-from penstock_shard.server.request_log import log_request
+from penstock_shard.server.request_log_line import log_request
 from penstock_shard.server.request_record import Follower
 from penstock_shard.server.servicer import ShardServicer
 from penstock_shard.server.supervisor import EngineFailed, EngineSupervisor, ModelRefused

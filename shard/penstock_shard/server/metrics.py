@@ -17,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock_common.metric_aliases import translated
+from penstock_common.metric_aliases import translate
 from penstock_common.version import VERSION
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.messages import Error, Load, Output, Ready
@@ -145,17 +145,17 @@ class ShardMetrics:
 
     # ---- what happened ----
 
-    def began(self, num_tokens: int, queue_s: float) -> None:
+    def on_request_start(self, num_tokens: int, queue_s: float) -> None:
         """A request is in its first step."""
         self._prompt_tokens.inc(num_tokens)
         self._queue_seconds.observe(queue_s)
 
-    def prefilled(self, seconds: float, cached_tokens: int) -> None:
+    def on_first_token(self, seconds: float, cached_tokens: int) -> None:
         """A request gave its first token."""
         self._prefill_seconds.observe(seconds)
         self._cached_tokens.inc(cached_tokens)
 
-    def ended(self, last: Output, num_tokens: int, seconds: float) -> None:
+    def on_request_end(self, last: Output, num_tokens: int, seconds: float) -> None:
         """`last` ended a request that gave `num_tokens`, `seconds` after it came."""
         outcome = _outcome(last)
         self._requests.labels(outcome).inc()
@@ -163,11 +163,11 @@ class ShardMetrics:
         if outcome in _CUT_SHORT:
             self._aborted_tokens.inc(num_tokens)
 
-    def refused(self, error: Error) -> None:
+    def on_refusal(self, error: Error) -> None:
         """A request was refused."""
         self._requests.labels(error.code.name.lower()).inc()
 
-    def stepped(self, before: Load, after: Load, num_tokens: int) -> None:
+    def on_step(self, before: Load, after: Load, num_tokens: int) -> None:
         """A step gave `num_tokens`. The engine's counters are totals, so take the differences."""
         if num_tokens:
             self._output_tokens.inc(num_tokens)
@@ -184,7 +184,7 @@ class ShardMetrics:
             self._draft_tokens.inc(after.draft_tokens_total - before.draft_tokens_total)
             self._accepted_tokens.inc(after.accepted_tokens_total - before.accepted_tokens_total)
 
-    def engine_died(self) -> None:
+    def on_engine_death(self) -> None:
         self._restarts.inc()
 
 
@@ -251,7 +251,7 @@ class _Everything(Collector):
     def collect(self) -> Iterator[Metric]:
         families = chain(self._registry.collect(), self._engine.collect())
         config = self._config
-        return translated(families, config.metrics_names, model=config.model_name)
+        return translate(families, config.metrics_names, model=config.model_name)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -77,4 +77,4 @@ class _Server(ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an exception, but not of callers that left or sent nothing."""
         if not isinstance(sys.exc_info()[1], OSError):
-            logger.exception("a question for metrics failed")
+            logger.exception("metrics could not be answered")

@@ -202,7 +202,7 @@ class ShardServicer(proto_codec.Servicer):
                 )
             checked = check(incoming, ready.info, self._config, outbox.namespace)
         except Refusal as refusal:
-            self._engine.metrics.refused(refusal.error)
+            self._engine.metrics.on_refusal(refusal.error)
             refused = Output(outbox.namespace + request_id, attempt, 0, [], error=refusal.error)
             outlet(refused)
             return

@@ -24,7 +24,7 @@ from penstock_shard.ipc import messages
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
-from penstock_shard.server.adapters import Loaded, ServerAdapters
+from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.early_aborts import EarlyAborts
 from penstock_shard.server.engine_process import EngineProcess, StartProcess, start_engine_process
 from penstock_shard.server.metrics import ShardMetrics
@@ -189,7 +189,7 @@ class EngineSupervisor:
             return
         refusal = self._refusal_of(request, suspect)
         if refusal is not None:
-            self.metrics.refused(refusal)
+            self.metrics.on_refusal(refusal)
             deliver(_ending(*key, error=refusal))
             return
         present = self._routes.get(request.request_id)
@@ -341,7 +341,7 @@ class EngineSupervisor:
             route.deadline.cancel()
         if route.checking is not None:
             route.checking.cancel()
-        self.metrics.ended(last, route.num_given, self._clock() - route.arrived_s)
+        self.metrics.on_request_end(last, route.num_given, self._clock() - route.arrived_s)
 
     def _schedule_flush(self) -> None:
         """Send one message to the engine for all that this turn of the event loop queues."""
@@ -462,7 +462,7 @@ class EngineSupervisor:
                 case messages.Ready():
                     self._became_ready(message)
                 case messages.AdapterChanged():
-                    self.adapters.answered(message)
+                    self.adapters.on_answer(message)
                 case messages.Progress():
                     logger.info("%s", message.text)
                 case messages.LoadFailed():
@@ -497,7 +497,7 @@ class EngineSupervisor:
         self._ready = ready
         self._refusal = ""
         self.instance_id = uuid.uuid4().hex
-        self.adapters.became_ready(ready.info.adapters)
+        self.adapters.on_engine_ready(ready.info.adapters)
         info, tokenizer = ready.info, ready.tokenizer_files.get("tokenizer.json")
         if tokenizer is not None and info.capabilities & CONSTRAINT_KINDS:
             self._checker.use(tokenizer, info.vocab_size, info.eos_token_ids)
@@ -519,7 +519,7 @@ class EngineSupervisor:
             if route is not None:
                 route.started_s = self._clock()
                 route.queue_s = route.started_s - route.arrived_s
-                self.metrics.began(route.num_tokens, route.queue_s)
+                self.metrics.on_request_start(route.num_tokens, route.queue_s)
 
     def _take_step(self, step: messages.StepOutputs) -> None:
         self._worked = self._worked or bool(step.outputs)
@@ -531,7 +531,7 @@ class EngineSupervisor:
             if output.token_ids:
                 if not route.num_given and route.started_s is not None:
                     seconds = self._clock() - route.started_s
-                    self.metrics.prefilled(seconds, output.cached_tokens or 0)
+                    self.metrics.on_first_token(seconds, output.cached_tokens or 0)
                 route.num_given += len(output.token_ids)
                 num_tokens += len(output.token_ids)
             if output.is_last:
@@ -541,7 +541,7 @@ class EngineSupervisor:
             if route.suspect:
                 route.suspect = route.num_given < TRIAL_TOKENS
             route.deliver(output)
-        self.metrics.stepped(self.load, step.load, num_tokens)
+        self.metrics.on_step(self.load, step.load, num_tokens)
         if step.load != self.load:
             self.load = step.load
             self._notify()
@@ -549,12 +549,12 @@ class EngineSupervisor:
     def _died(self) -> None:
         """End the live requests as retryable, and mark those that may have killed the engine."""
         if self._ready is not None:
-            self.metrics.engine_died()
+            self.metrics.on_engine_death()
         self._ready = None
         self.load = messages.Load()
         self._beat = messages.Beat(0.0, 0.0)
         self._requests, self._aborts, self._adapter_changes = [], [], []
-        self.adapters.died()
+        self.adapters.on_engine_death()
         started = [route for route in self._routes.values() if route.started_s is not None]
         charged = [route for route in started if route.suspect] or started
         for route in charged:

@@ -35,7 +35,7 @@ _NONE: Integers = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SamplingInputs:
     """The rows that sample, in columns: their slots, on the host and on the device (int64), the
     output positions, and their indices in the batch.
     """
@@ -47,7 +47,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Gaps:
+class PendingTokens:
     """Input tokens that the step before is still to sample, by their slots, int64 [G] on the
     device. Their places in `input_ids` are `places` int64 [G], or the first G if None.
     """
@@ -73,8 +73,8 @@ class Inputs:
     batch: Batch
     logit_rows: Tensor
     hidden_rows: Tensor | None
-    gaps: Gaps | None
-    sampled: Sampled | None
+    pending: PendingTokens | None
+    sampled: SamplingInputs | None
     sampled_logits: Integers | None
     places: Integers
     is_plain: bool
@@ -148,8 +148,8 @@ class InputBuilder:
         columns = _Columns.of(batch, self._slots)
         lengths = columns.starts + columns.counts
         tokens = _Tokens.of(columns)
-        wanted = _wanted(columns, tokens.offsets)
-        gaps = _gaps(columns, lengths, self._slots)
+        wanted = _output_rows(columns, tokens.offsets)
+        pending = _pending_tokens(columns, lengths, self._slots)
         adapters = _adapters(columns, tokens, self._slots)
         rows = _AttentionRows(columns.slots, tokens.offsets, lengths)
         static = self._static(columns, tokens, wanted, lengths, bool(len(adapters)))
@@ -157,9 +157,9 @@ class InputBuilder:
             rows = _AttentionRows.of_tokens(columns.slots, tokens)
         extra = [
             columns.slots[columns.samples],
-            columns.slots[gaps],
+            columns.slots[pending],
             # If every token of the pass is missing, no places are needed.
-            tokens.offsets[1:][gaps] - 1 if len(gaps) < tokens.total else _NONE,
+            tokens.offsets[1:][pending] - 1 if len(pending) < tokens.total else _NONE,
             wanted.logit_rows if static is None else _NONE,
             wanted.hidden_rows,
         ]
@@ -178,7 +178,7 @@ class InputBuilder:
             static.memory.copy_(buffer, non_blocking=True)
             inputs, attention = static.inputs, static.attention
         parts = torch.split(inputs.extra[: sum(sizes)], sizes)
-        device_slots, gap_slots, places, logit_rows, hidden_rows = parts
+        device_slots, pending_slots, places, logit_rows, hidden_rows = parts
         return Inputs(
             input_ids=inputs.input_ids,
             positions=inputs.positions,
@@ -186,7 +186,9 @@ class InputBuilder:
             batch=batch,
             logit_rows=logit_rows if static is None else static.rows[: tokens.total],
             hidden_rows=hidden_rows if len(wanted.hidden_rows) else None,
-            gaps=Gaps(gap_slots, places if len(places) else None) if len(gaps) else None,
+            pending=PendingTokens(pending_slots, places if len(places) else None)
+            if len(pending)
+            else None,
             sampled=_sampled(columns, lengths, device_slots, self._slots),
             sampled_logits=wanted.sampled_logits,
             places=wanted.places,
@@ -199,7 +201,7 @@ class InputBuilder:
         self,
         columns: _Columns,
         tokens: _Tokens,
-        wanted: _Wanted,
+        wanted: _OutputRows,
         lengths: Integers,
         has_adapters: bool,
     ) -> StaticInputs | None:
@@ -306,7 +308,7 @@ class _AttentionRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _OutputRows:
     """Which outputs of a pass are wanted, see `Inputs`; and the first of each row's logits."""
 
     logit_rows: Integers
@@ -315,17 +317,17 @@ class _Wanted:
     places: Integers
 
 
-def _wanted(columns: _Columns, offsets: Integers) -> _Wanted:
+def _output_rows(columns: _Columns, offsets: Integers) -> _OutputRows:
     last = offsets[1:] - 1
     if columns.is_plain:
-        return _Wanted(last[columns.samples], None, _NONE, _NONE)
+        return _OutputRows(last[columns.samples], None, _NONE, _NONE)
     # Of each row: its first `first` tokens, and then its last one if it samples.
     first = columns.scored + columns.verified
     counts = first + columns.samples
     places = np.cumsum(counts) - counts
     logit_rows = _runs(offsets[:-1], counts)
     logit_rows[(places + first)[columns.samples]] = last[columns.samples]
-    return _Wanted(
+    return _OutputRows(
         logit_rows=logit_rows,
         sampled_logits=(places + first)[columns.samples] if first.any() else None,
         hidden_rows=_runs(offsets[1:] - columns.pooled, columns.pooled),
@@ -346,7 +348,7 @@ def _adapters(columns: _Columns, tokens: _Tokens, slots: Slots) -> Integers:
     return index[tokens.rows] if index.any() else _NONE
 
 
-def _gaps(columns: _Columns, lengths: Integers, slots: Slots) -> Integers:
+def _pending_tokens(columns: _Columns, lengths: Integers, slots: Slots) -> Integers:
     """The rows whose last token is still to be sampled. Rows with drafts never lack one: the host
     knows all tokens before those, which are no tokens of the sequence yet.
     """
@@ -369,14 +371,14 @@ def _token_ids(batch: Batch, columns: _Columns, tokens: _Tokens, slots: Slots) -
 
 def _sampled(
     columns: _Columns, lengths: Integers, device_slots: Tensor, slots: Slots
-) -> Sampled | None:
+) -> SamplingInputs | None:
     if not len(device_slots):
         return None
     positions = lengths - slots.num_prompt_tokens[columns.slots]
     chosen = np.flatnonzero(columns.samples)
     if len(chosen) == len(lengths):
-        return Sampled(columns.slots, device_slots, positions, chosen)
-    return Sampled(columns.slots[chosen], device_slots, positions[chosen], chosen)
+        return SamplingInputs(columns.slots, device_slots, positions, chosen)
+    return SamplingInputs(columns.slots[chosen], device_slots, positions[chosen], chosen)
 
 
 def _num_decodes(counts: Integers) -> int:

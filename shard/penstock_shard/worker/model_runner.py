@@ -20,10 +20,10 @@ from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.worker.base import AdapterStore, Batch, RowResult, StepOutOfMemory
-from penstock_shard.worker.input_batch import Gaps, InputBuilder, Inputs, Sampled
+from penstock_shard.worker.input_batch import InputBuilder, Inputs, PendingTokens, SamplingInputs
 from penstock_shard.worker.logits_processors.apply import LogitsShaping
 from penstock_shard.worker.outputs.base import PendingOutput, RowOutput
-from penstock_shard.worker.sampling.sampler import Enqueued, Sampler, SampleRows
+from penstock_shard.worker.sampling.sampler import PendingSamples, Sampler, SampleRows
 from penstock_shard.worker.slot_state import Slots
 
 MakeOutputs = Callable[[Slots, Sampler], abc.Sequence[RowOutput]]
@@ -36,7 +36,7 @@ class _Pass:
     inputs: Inputs
     # Logits to sample from, until they are sampled.
     logits: Tensor | None = None
-    enqueued: Enqueued | None = None
+    enqueued: PendingSamples | None = None
     # What rows give besides sampled tokens.
     outputs: abc.Sequence[PendingOutput] = ()
 
@@ -177,8 +177,8 @@ class ModelRunner:
     def _forward(self, forward: _Pass, *, prepares: bool) -> tuple[Tensor, Tensor]:
         """Have the model compute; all its logits and hidden states."""
         inputs = forward.inputs
-        if inputs.gaps is not None:
-            self._fill(inputs, inputs.gaps)
+        if inputs.pending is not None:
+            self._fill(inputs, inputs.pending)
         if prepares and inputs.sampled is not None:
             self._sampler.prepare(_sample_rows(inputs.sampled))
         logits, hidden = self.model.forward(
@@ -195,14 +195,14 @@ class ModelRunner:
             forward.logits = logits.index_select(0, sampled)
         return logits, hidden
 
-    def _fill(self, inputs: Inputs, gaps: Gaps) -> None:
+    def _fill(self, inputs: Inputs, pending: PendingTokens) -> None:
         """Fill in the input tokens that the step before samples."""
-        if gaps.places is None:
-            ids = inputs.input_ids[: len(gaps.slots)]
-            torch.index_select(self._last_tokens, 0, gaps.slots, out=ids)
+        if pending.places is None:
+            ids = inputs.input_ids[: len(pending.slots)]
+            torch.index_select(self._last_tokens, 0, pending.slots, out=ids)
         else:
-            last = self._last_tokens.index_select(0, gaps.slots)
-            inputs.input_ids.index_copy_(0, gaps.places, last)
+            last = self._last_tokens.index_select(0, pending.slots)
+            inputs.input_ids.index_copy_(0, pending.places, last)
 
     def _sample(self, forward: _Pass) -> None:
         sampled, logits = forward.inputs.sampled, forward.logits
@@ -269,5 +269,5 @@ def _finish_all(outputs: abc.Sequence[PendingOutput], results: list[RowResult]) 
         output.finish(results)
 
 
-def _sample_rows(sampled: Sampled) -> SampleRows:
+def _sample_rows(sampled: SamplingInputs) -> SampleRows:
     return SampleRows(sampled.slots, sampled.positions)

@@ -136,7 +136,7 @@ class World:
     def add(self, name: str, **differences: object) -> ShardState:
         shard = ShardState(name)
         shard.client = Double(name)  # type: ignore[assignment]
-        shard.learned(info(name, **differences))
+        shard.update_info(info(name, **differences))
         shard.load = LoadReport(serving=True, num_blocks=10)
         self.shards[name] = shard
         return shard
@@ -323,7 +323,7 @@ async def test_a_request_waits_for_a_shard_and_is_sent_as_soon_as_one_is_ready(m
     world = make()
     stream = world.start()
     shard = world.add("a")
-    world.continuations.shard_changed(shard)
+    world.continuations.on_shard_change(shard)
     await settled()
     assert world.where(stream) == "a"
 
@@ -333,10 +333,10 @@ async def test_a_request_that_waits_ends_when_its_model_comes_back_with_another_
 ) -> None:
     world = make()
     stream = world.start(model="m", tokenizer_hash="t")
-    world.continuations.shard_changed(world.add("other", model="other", tokenizer_hash="u"))
+    world.continuations.on_shard_change(world.add("other", model="other", tokenizer_hash="u"))
     await settled()
     assert not stream.ended
-    world.continuations.shard_changed(world.add("new", tokenizer_hash="u"))
+    world.continuations.on_shard_change(world.add("new", tokenizer_hash="u"))
     await settled()
     assert stream.ended
     with pytest.raises(NoShardAvailable, match="tokenizer"):
@@ -351,7 +351,7 @@ async def test_a_request_that_was_taken_waits_for_its_tokenizer(make: Make) -> N
     stream.fail(ShardUnavailable("gone"))
     await settled()
     world.shards["a"].info = info("a")
-    world.continuations.shard_changed(world.shards["a"])
+    world.continuations.on_shard_change(world.shards["a"])
     await settled()
     assert world.where(stream) == "a"
     assert stream.attempt == 1
@@ -522,11 +522,11 @@ async def test_a_shard_that_hands_over_is_left_for_one_that_gives_the_same_token
     world.add("other", numerics_fingerprint="other")
     shard = world.shards["a"]
     shard.load = LoadReport(serving=True, draining=True, handing_over=True)
-    world.continuations.shard_changed(shard)
+    world.continuations.on_shard_change(shard)
     await settled()
     assert world.where(stream) == "a"
     world.add("same")
-    world.continuations.shard_changed(shard)
+    world.continuations.on_shard_change(shard)
     await settled()
     assert (world.where(stream), world.at("a").detached) == ("same", [0])
     assert list(world.last(stream).request.output_token_ids) == [10]
@@ -542,7 +542,7 @@ async def test_a_defect_where_requests_are_sent_on_costs_the_one_it_shows_on(
     failing.refusal = ZeroDivisionError("nobody foresaw this")
     moving = world.shards["a"]
     moving.load = LoadReport(serving=True, draining=True, handing_over=True)
-    world.continuations.shard_changed(moving)
+    world.continuations.on_shard_change(moving)
     async with asyncio.timeout(5):
         for stream in (first, second):
             with pytest.raises(ShardFailed, match="ZeroDivisionError"):
@@ -568,7 +568,7 @@ async def test_a_reader_that_leaves_while_its_request_waits_ends_the_wait(make: 
     world = make()
     stream = world.start()
     stream.cancel()
-    world.continuations.shard_changed(world.add("a"))
+    world.continuations.on_shard_change(world.add("a"))
     await settled()
     assert world.at("a").sent == []
 
@@ -612,14 +612,14 @@ def lose(world: World, name: str) -> None:
     """The shard says nothing any more."""
     shard = world.shards[name]
     shard.info, shard.load = None, LoadReport()
-    world.continuations.shard_changed(shard)
+    world.continuations.on_shard_change(shard)
 
 
 def come_back(world: World, name: str, **differences: object) -> None:
     shard = world.shards[name]
-    shard.learned(info(name, **differences))
+    shard.update_info(info(name, **differences))
     shard.load = LoadReport(serving=True, num_blocks=10)
-    world.continuations.shard_changed(shard)
+    world.continuations.on_shard_change(shard)
 
 
 async def test_a_request_ends_at_once_when_its_adapter_is_unloaded_everywhere(make: Make) -> None:
@@ -633,8 +633,8 @@ async def test_a_request_ends_at_once_when_its_adapter_is_unloaded_everywhere(ma
     await settled()
     assert not taken.ended
     assert holder.info is not None
-    assert holder.learned(dataclasses.replace(holder.info, adapters={})) == {"x"}
-    world.continuations.shard_changed(holder)
+    assert holder.update_info(dataclasses.replace(holder.info, adapters={})) == {"x"}
+    world.continuations.on_shard_change(holder)
     await settled()
     for stream in (taken, waiting):
         assert stream.ended
@@ -651,7 +651,7 @@ async def test_a_request_waits_while_the_only_shard_with_its_adapter_restarts(ma
     lose(world, "holder")
     taken.fail(ShardUnavailable("gone"))
     late = world.start(adapter="x")
-    world.continuations.shard_changed(world.shards["bare"])
+    world.continuations.on_shard_change(world.shards["bare"])
     await settled()
     assert [taken.ended, late.ended] == [False, False]
     come_back(world, "holder", adapters=adapters("hash"))
@@ -761,7 +761,7 @@ async def test_time_without_a_shard_and_time_on_one_without_room_add_up(make: Ma
     world = make(wait_s=60.0, clock=lambda: now_s)
     stream = world.start()
     now_s = 3.0
-    world.continuations.shard_changed(world.add("a"))
+    world.continuations.on_shard_change(world.add("a"))
     await settled()
     assert (world.where(stream), stream.waited_s) == ("a", 3.0)
     now_s = 7.0
@@ -887,9 +887,9 @@ async def test_what_a_shard_hands_over_waits_for_the_first_that_can_take_it(make
     stream = world.start()
     shard = world.shards["a"]
     shard.load = LoadReport(serving=True, draining=True, handing_over=True)
-    world.continuations.shard_changed(shard)
+    world.continuations.on_shard_change(shard)
     await settled()
-    world.continuations.shard_changed(world.add("b"))
+    world.continuations.on_shard_change(world.add("b"))
     await settled()
     assert world.where(stream) == "b"
 
@@ -900,7 +900,7 @@ async def test_a_fleet_that_is_closed_takes_and_moves_nothing(make: Make) -> Non
     world.add("b")
     shard = world.shards["a"]
     shard.load = LoadReport(serving=True, draining=True, handing_over=True)
-    world.continuations.shard_changed(shard)
+    world.continuations.on_shard_change(shard)
     world.continuations.close()
     await settled()
     assert world.where(stream) == "a"
@@ -921,7 +921,7 @@ async def test_a_stream_that_waits_is_looked_at_once_however_many_shards_come(ma
 
     world.continuations._send = look  # type: ignore[method-assign]
     for shard in shards:
-        world.continuations.shard_changed(shard)
+        world.continuations.on_shard_change(shard)
     await settled()
     # Once, and perhaps once more as its time had come.
     assert 1 <= len(looked) <= 3
@@ -937,7 +937,7 @@ async def test_what_is_verified_when_the_fleet_closes_is_still_no_caller_s_reque
     world.continuations._ended = lambda stream: owned.append(verification.owns(stream))
     stream = world.start()
     stream.feed(Output([10], 0, finish_reason=FinishReason.LENGTH))
-    verification.ended(stream)
+    verification.on_stream_end(stream)
     await settled()
     await verification.close()
     assert owned == [False, True]
@@ -972,10 +972,10 @@ class Storm:
                 self.replace(shard)
             case 9:
                 shard.load = LoadReport(serving=True, draining=True, handing_over=True)
-                world.continuations.shard_changed(shard)
+                world.continuations.on_shard_change(shard)
             case 10:
                 shard.load = LoadReport(serving=True, num_blocks=10)
-                world.continuations.shard_changed(shard)
+                world.continuations.on_shard_change(shard)
             case 11 if self.streams:
                 rng.choice(self.streams).cancel()
         self.check()
@@ -1023,7 +1023,7 @@ class Storm:
             numerics_fingerprint=rng.choice(["f", "f", "g"]),
         )
         shard.breaker.reset()
-        self.world.continuations.shard_changed(shard)
+        self.world.continuations.on_shard_change(shard)
 
     def check(self) -> None:
         parts = self.world.continuations
@@ -1109,7 +1109,7 @@ class Remembering:
         self.chosen.append((request, session))
         return Decision(candidates[0].address, "session")
 
-    def learned(self, *what: Any) -> None:
+    def learn(self, *what: Any) -> None:
         self.cached.append(what)
 
 
@@ -1203,7 +1203,7 @@ async def test_what_ends_a_request_or_moves_it_is_counted_by_its_reason(make: Ma
     poisonous.fail(_died())
     world.add("b")
     world.shards["a"].load = LoadReport(serving=True, draining=True, handing_over=True)
-    world.continuations.shard_changed(world.shards["a"])
+    world.continuations.on_shard_change(world.shards["a"])
     await settled()
     assert moved.attempts[0].ended_because == "drain"
     vain = world.start()
@@ -1234,7 +1234,7 @@ async def test_what_fails_counts_against_the_shard_and_an_open_breaker_lets_one_
     shard = world.add("b")
     for _ in range(5):
         # Long enough ago for one to try.
-        shard.breaker.failed(-100.0)
+        shard.breaker.record_failure(-100.0)
     trial, next_one = world.start(shard="b"), world.start(shard="b")
     assert world.where(trial) == "b"
     assert next_one.shard is None
@@ -1255,7 +1255,7 @@ async def test_what_was_sent_to_a_shard_counts_the_output_that_it_computes_again
 async def test_those_that_wait_are_sent_in_the_order_they_came(make: Make) -> None:
     world = make()
     streams = [world.start(prompt_token_ids=[i]) for i in range(10)]
-    world.continuations.shard_changed(world.add("a"))
+    world.continuations.on_shard_change(world.add("a"))
     await settled()
     assert [sent.stream for sent in world.at("a").sent] == streams
 
@@ -1268,7 +1268,7 @@ async def test_others_get_a_turn_when_sending_takes_long(
     world = make(clock=lambda: next(ticks) * step_s)
     for i in range(10):
         world.start(prompt_token_ids=[i])
-    world.continuations.shard_changed(world.add("a"))
+    world.continuations.on_shard_change(world.add("a"))
     counts = []
     while len(world.at("a").sent) < 10:
         await asyncio.sleep(0)
@@ -1388,7 +1388,7 @@ async def test_a_request_waits_for_a_shard_with_its_tokenizer_that_takes_nothing
 ) -> None:
     world = make("a")
     for _ in range(5):
-        world.shards["a"].breaker.failed(1e9)
+        world.shards["a"].breaker.record_failure(1e9)
     stream = world.start(tokenizer_hash="t")
     assert stream.shard is None
     assert not stream.ended
@@ -1400,7 +1400,7 @@ async def test_a_request_waits_for_its_model_though_others_are_served(make: Make
     world.add("other", model="other")
     stream = world.start(model="m", adapter="x")
     assert shard.info is not None
-    shard.learned(dataclasses.replace(shard.info, adapters={}))
+    shard.update_info(dataclasses.replace(shard.info, adapters={}))
     lose(world, "a")
     stream.fail(ShardUnavailable("gone"))
     await settled()

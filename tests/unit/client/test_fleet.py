@@ -46,7 +46,7 @@ async def test_without_a_shard_every_door_says_which_shard_and_why() -> None:
 async def test_a_report_settles_what_was_sent_before_it() -> None:
     shard = ShardState("127.0.0.1:1")
     shard.sent_requests, shard.sent_prompt_tokens = 3, 500
-    shard.reported(LoadReport(running=3))
+    shard.update_load(LoadReport(running=3))
     assert (shard.sent_requests, shard.sent_prompt_tokens, shard.load.running) == (0, 0, 3)
     await shard.client.close()
 
@@ -204,7 +204,7 @@ async def test_a_key_that_leaves_the_machine_in_the_clear_is_warned_of_once_with
     monkeypatch.setattr(ShardWatch, "_watch", connects_to_nobody)
     async with Fleet([address, "127.0.0.1:2"], api_key=api_key) as fleet:
         fleet.add("10.0.0.2:2" if warned else "127.0.0.1:3")
-    warnings = [record.message for record in caplog.records if "in the clear" in record.message]
+    warnings = [record.message for record in caplog.records if "unencrypted" in record.message]
     assert len(warnings) == warned
     assert all(address in text and "--shard-tls-ca-file" in text for text in warnings)
 
@@ -221,11 +221,11 @@ async def test_a_shard_whose_watch_meets_an_error_nobody_foresaw_is_down_until_i
     async def info(timeout_s: float) -> Any:
         return SimpleNamespace(instance_id="", adapters={})
 
-    def learned(shard: ShardState, info: Any) -> None:
+    def learn(shard: ShardState, info: Any) -> None:
         info.instance_id = shard.load.instance_id
         if shard.ready:
             raise ZeroDivisionError("nobody foresaw this")
-        shard.learned(info)
+        shard.update_info(info)
 
     seen: list[tuple[bool, str]] = []
     changed = asyncio.Semaphore(0)
@@ -237,7 +237,7 @@ async def test_a_shard_whose_watch_meets_an_error_nobody_foresaw_is_down_until_i
     shard = ShardState("127.0.0.1:1")
     monkeypatch.setattr(shard.client, "watch_load", reports)
     monkeypatch.setattr(shard.client, "info", info)
-    watch = ShardWatch(shard, 5.0, learned, note)
+    watch = ShardWatch(shard, 5.0, learn, note)
     async with asyncio.timeout(10):
         for _ in range(3):
             await changed.acquire()

@@ -158,21 +158,21 @@ name = "second"
 
 
 def test_an_entry_is_taken_out_and_all_else_stays() -> None:
-    assert key_file_format.removed(COMMENTED, "first") == (
+    assert key_file_format.remove_entry(COMMENTED, "first") == (
         f'# Keys of the house.\n\n\n# Of the second.\n[[ keys ]]\nhash = "{OTHER}"\n'
         'name = "second"\n# Its last line is a comment.\n'
     )
-    rest = key_file_format.removed(COMMENTED, "second")
+    rest = key_file_format.remove_entry(COMMENTED, "second")
     assert [entry.name for entry in key_file_format.parse(rest)] == ["first"]
     assert "# Its last line is a comment." in rest
 
 
 def test_what_is_not_there_or_written_unusually_is_not_taken_out() -> None:
     with pytest.raises(KeyFileError, match="there is no key 'third'"):
-        key_file_format.removed(COMMENTED, "third")
+        key_file_format.remove_entry(COMMENTED, "third")
     inline = f'keys = [{{name = "first", hash = "{HASH}"}}]\n'
     with pytest.raises(KeyFileError, match="take it out by hand"):
-        key_file_format.removed(inline, "first")
+        key_file_format.remove_entry(inline, "first")
 
 
 def test_a_new_file_is_its_owners_alone_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from penstock_client.fleet.allowed_networks import AddressInfo
 from penstock_client.fleet.discovery import (
     MAX_ADDRESSES,
     MAX_FILE_BYTES,
+    DelayedRemoval,
     DnsSource,
     FileSource,
-    Settling,
     Source,
     StaticSource,
     UnionSource,
@@ -196,7 +196,7 @@ def test_a_bad_source_is_refused_with_value_and_rule(text: str, message: str) ->
 
 
 def test_an_address_that_flaps_stays_and_one_that_is_gone_leaves() -> None:
-    settling = Settling(15)
+    settling = DelayedRemoval(15)
     assert settling.update(frozenset("ab"), 0) == frozenset("ab")
     assert settling.update(frozenset("a"), 5) == frozenset("ab")
     assert settling.update(frozenset("abc"), 10) == frozenset("abc"), "new ones join at once"
@@ -207,7 +207,7 @@ def test_an_address_that_flaps_stays_and_one_that_is_gone_leaves() -> None:
 
 
 def test_without_a_settling_time_a_set_is_what_was_found() -> None:
-    settling = Settling(0)
+    settling = DelayedRemoval(0)
     settling.update(frozenset("ab"), 0)
     assert settling.update(frozenset("bc"), 0) == frozenset("bc")
 
@@ -218,7 +218,7 @@ def test_a_settled_set_is_what_was_found_within_the_settling_time() -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     settle_s = rng.choice([0, 3, 10])
-    settling, history = Settling(settle_s), list[tuple[int, set[str]]]()
+    settling, history = DelayedRemoval(settle_s), list[tuple[int, set[str]]]()
     now_s = 0
     for _ in range(500):
         now_s += rng.randrange(1, 6)
@@ -271,7 +271,7 @@ async def test_failing_and_empty_answers_keep_the_last_set_and_are_told_once(
         "dns://shards:7: lookup failed: TimeoutError; keeping the last good set (size 1)",
     ]
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.INFO] == [
-        "dns://shards:7: good again"
+        "dns://shards:7: recovered"
     ]
 
 

@@ -33,7 +33,7 @@ def _prompt(*parts: int) -> GenerationRequest:
 
 
 def _send(memory: PrefixMemory, to: Candidate, request: GenerationRequest) -> None:
-    memory.sent(to, request, prompt_pieces(request))
+    memory.record_sent(to, request, prompt_pieces(request))
 
 
 def _held(memory: PrefixMemory, by: Candidate, request: GenerationRequest) -> int:
@@ -95,10 +95,10 @@ def test_what_a_shard_turned_out_not_to_have_is_forgotten_with_all_that_is_older
     oldest, middle, newest = _prompt(1), _prompt(2, 3), _prompt(4)
     for request in (oldest, middle, newest):
         _send(memory, _A, request)
-        memory.answered(_A.instance_id, request, 0)
+        memory.record_answer(_A.instance_id, request, 0)
     again = _prompt(2, 3, 8)
     _send(memory, _A, again)
-    memory.answered(_A.instance_id, again, 0)
+    memory.record_answer(_A.instance_id, again, 0)
     assert _held(memory, _A, oldest) == 0
     assert _held(memory, _A, newest) == 1
     # It has been computed there by now.
@@ -110,9 +110,9 @@ def test_a_shard_that_has_what_it_should_keeps_its_memory() -> None:
     older, request, again = _prompt(1), _prompt(2, 3), _prompt(2, 3, 4)
     for sent in (older, request):
         _send(memory, _A, sent)
-        memory.answered(_A.instance_id, sent, 0)
+        memory.record_answer(_A.instance_id, sent, 0)
     _send(memory, _A, again)
-    memory.answered(_A.instance_id, again, 2 * PIECE_TOKENS)
+    memory.record_answer(_A.instance_id, again, 2 * PIECE_TOKENS)
     assert _held(memory, _A, older) == 1
 
 
@@ -122,9 +122,9 @@ def test_a_shard_with_large_blocks_is_not_blamed_for_half_a_block() -> None:
     older, request, again = _prompt(1, 1), _prompt(2, 3, 4), _prompt(2, 3, 4, 5)
     for sent in (older, request):
         _send(memory, large, sent)
-        memory.answered(large.instance_id, sent, 0)
+        memory.record_answer(large.instance_id, sent, 0)
     _send(memory, large, again)
-    memory.answered(large.instance_id, again, 256)
+    memory.record_answer(large.instance_id, again, 256)
     assert _held(memory, large, older) == 2
 
 
@@ -133,11 +133,11 @@ def test_prompts_of_one_moment_do_not_blame_the_shard_for_what_is_being_computed
     slow, older, first, second = _prompt(9), _prompt(1), _prompt(2, 3), _prompt(2, 3, 4)
     _send(memory, _A, slow)
     _send(memory, _A, older)
-    memory.answered(_A.instance_id, older, 0)
+    memory.record_answer(_A.instance_id, older, 0)
     _send(memory, _A, first)
     _send(memory, _A, second)
-    memory.answered(_A.instance_id, first, 0)
-    memory.answered(_A.instance_id, second, 0)
+    memory.record_answer(_A.instance_id, first, 0)
+    memory.record_answer(_A.instance_id, second, 0)
     assert _held(memory, _A, slow) == 1
     assert _held(memory, _A, older) == 1
 
@@ -146,15 +146,15 @@ def test_an_answer_of_an_engine_that_is_gone_changes_nothing() -> None:
     memory = PrefixMemory()
     older, request = _prompt(1), _prompt(1, 2)
     _send(memory, _A, older)
-    memory.answered(_A.instance_id, older, 0)
+    memory.record_answer(_A.instance_id, older, 0)
     _send(memory, _A, request)
-    memory.answered("another", request, 0)
+    memory.record_answer("another", request, 0)
     assert _held(memory, _A, older) == 1
 
 
 def test_an_answer_to_a_request_that_was_never_sent_changes_nothing() -> None:
     memory = PrefixMemory()
-    memory.answered(_A.instance_id, _prompt(1), 0)
+    memory.record_answer(_A.instance_id, _prompt(1), 0)
     assert _held(memory, _A, _prompt(1)) == 0
 
 
@@ -170,7 +170,7 @@ def test_unanswered_requests_and_shards_that_are_gone_are_bounded() -> None:
     memory = PrefixMemory()
     requests = [GenerationRequest([1]) for _ in range(6000)]
     for index, request in enumerate(requests):
-        memory.sent(_candidate(f"pod-{index}"), request, [])
+        memory.record_sent(_candidate(f"pod-{index}"), request, [])
     assert len(memory._unanswered) <= 4096
     assert len(memory._caches) <= 1024
 
@@ -182,7 +182,7 @@ def test_a_piece_is_never_held_without_those_before_it() -> None:
         request = _prompt(*(rng.randrange(3) for _ in range(rng.randint(1, 8))))
         _send(memory, _A, request)
         if rng.random() < 0.7:
-            memory.answered(_A.instance_id, request, rng.randint(0, 8) * PIECE_TOKENS)
+            memory.record_answer(_A.instance_id, request, rng.randint(0, 8) * PIECE_TOKENS)
         pieces = prompt_pieces(_prompt(*(rng.randrange(3) for _ in range(8))))
         held = [piece in memory._caches["a"].pieces for piece in pieces]
         assert held == sorted(held, reverse=True)

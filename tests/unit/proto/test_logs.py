@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock_common import logs
-from penstock_common.logs import IN_WORDS, JsonFormatter, TextFormatter, escaped
+from penstock_common.logs import IN_WORDS, JsonFormatter, TextFormatter, escape
 
 # How long examples take says more of the machine than of the code.
 ANY_PACE = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -104,7 +104,7 @@ def test_a_traceback_on_a_terminal_moves_no_cursor() -> None:
 
 
 def test_control_characters_are_written_out() -> None:
-    assert escaped("a\nb\x1b[31m\u2028é") == "a\\u000ab\\u001b[31m\\u2028é"
+    assert escape("a\nb\x1b[31m\u2028é") == "a\\u000ab\\u001b[31m\\u2028é"
 
 
 def test_lines_are_written_by_a_thread_and_all_by_the_end() -> None:

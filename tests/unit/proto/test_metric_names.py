@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from penstock_common.metric_aliases import SETS, translated
+from penstock_common.metric_aliases import SETS, translate
 from penstock_common.shared_flags import METRIC_NAMES
 
 # As those servers' own dashboards and the scalers made for them have them.
@@ -84,7 +84,7 @@ def test_what_has_a_label_that_they_lack_is_summed_over_it() -> None:
     ours.add_metric(["/v1/chat/completions", "400", "refused", ""], 11)
     ours.add_metric(["/health", "200", "probe", ""], 13)
     ours.add_metric(["/", "200", "probe", ""], 17)
-    families = list(translated([ours], ["vllm", "tgi"]))
+    families = list(translate([ours], ["vllm", "tgi"]))
     name = "vllm:request_success_total"
     assert values(one(families, "vllm:request_success")) == {
         (name, (("finished_reason", "stop"), ("model_name", "m"))): 5,
@@ -105,7 +105,7 @@ def test_a_histogram_stays_one() -> None:
     )
     for model, seconds in (("a", 0.5), ("a", 1.5), ("b", 9.0)):
         ours.labels(model).observe(seconds)
-    families = list(translated(registry.collect(), ["vllm"]))
+    families = list(translate(registry.collect(), ["vllm"]))
     theirs = one(families, "vllm:time_to_first_token_seconds")
     assert theirs.type == "histogram"
     of_a = {
@@ -129,7 +129,7 @@ def test_sums_are_of_all_families_that_are_there() -> None:
     ]
     ours[1].add_metric(["s0", "m"], 4)
     ours[1].add_metric(["s1", "m"], 5)
-    families = list(translated(ours, ["tgi", "vllm"]))
+    families = list(translate(ours, ["tgi", "vllm"]))
     assert values(one(families, "tgi_queue_size")) == {("tgi_queue_size", ()): 12}
     name = "vllm:num_requests_waiting"
     assert values(one(families, name)) == {
@@ -141,7 +141,7 @@ def test_sums_are_of_all_families_that_are_there() -> None:
 def test_labels_that_all_samples_have_are_put_in_and_ours_come_out_as_they_are() -> None:
     registry = CollectorRegistry()
     Counter("penstock_shard_prompt_tokens", "…", registry=registry).inc(7)
-    ours, *theirs = translated(registry.collect(), ["vllm"], model="m")
+    ours, *theirs = translate(registry.collect(), ["vllm"], model="m")
     assert ours.samples == next(iter(registry.collect())).samples
     assert values(one(theirs, "vllm:prompt_tokens")) == {
         ("vllm:prompt_tokens_total", (("model_name", "m"),)): 7
@@ -150,4 +150,4 @@ def test_labels_that_all_samples_have_are_put_in_and_ours_come_out_as_they_are()
 
 def test_without_a_set_nothing_is_added() -> None:
     ours = GaugeMetricFamily("penstock_router_sequences_queued", "…", value=3)
-    assert list(translated([ours], [])) == [ours]
+    assert list(translate([ours], [])) == [ours]

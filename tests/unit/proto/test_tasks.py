@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock_common.tasks import lasting
+from penstock_common.tasks import run_lasting
 
 
 async def test_work_that_fails_is_logged_and_done_again_until_it_returns(
@@ -18,10 +18,10 @@ async def test_work_that_fails_is_logged_and_done_again_until_it_returns(
         if left:
             raise left.pop(0)
 
-    await lasting(work, "counting", pause_s=0.0)
+    await run_lasting(work, "counting", pause_s=0.0)
     assert [record.message for record in caplog.records] == [
-        "counting failed; it goes on in 0 s",
-        "counting failed; it goes on in 0 s",
+        "counting failed; trying again in 0 s",
+        "counting failed; trying again in 0 s",
     ]
     assert "ZeroDivisionError: first" in caplog.text
 
@@ -39,7 +39,7 @@ async def test_whoever_cancels_it_ends_it_at_work_and_in_a_pause() -> None:
 
     for doing in (work, failing):
         begun.clear()
-        task = asyncio.create_task(lasting(doing, "waiting"))
+        task = asyncio.create_task(run_lasting(doing, "waiting"))
         await begun.wait()
         await asyncio.sleep(0)
         task.cancel()

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from support.certificates import Authority, Pair, SwappedFolder
 
-from penstock_common.tls import Renewed, Tls, TlsFilesUnusable, check_server_files
-from penstock_proto.transport import explained
+from penstock_common.tls import FileReloader, Tls, TlsFilesUnusable, check_server_files
+from penstock_proto.transport import explain
 from penstock_router.server.https import HttpsFiles
 
 
@@ -91,7 +91,7 @@ class _Watched:
         self.made = 0
         self._pair = pair
         files = [str(pair.cert), str(pair.key)]
-        self.renewed = Renewed(files, self._make, lambda: self.now_s)
+        self.renewed = FileReloader(files, self._make, lambda: self.now_s)
 
     def _make(self) -> int:
         check_server_files(str(self._pair.cert), str(self._pair.key), None)
@@ -134,7 +134,7 @@ def test_half_a_change_costs_one_line_and_the_whole_is_taken_when_it_is_there(
     pair.cert.write_bytes(next_pair.cert.read_bytes())
     assert [watched.look() for _ in range(3)] == [None, None, None]
     assert [record.message for record in caplog.records] == [
-        f"{pair.key}: not the key of {pair.cert}; going on with what it held before"
+        f"{pair.key}: not the key of {pair.cert}; keeping what it held before"
     ]
     pair.key.write_bytes(next_pair.key.read_bytes())
     assert watched.look() == 2
@@ -155,9 +155,9 @@ def test_what_changes_while_it_is_read_is_read_again(authority: Authority) -> No
         return "made"
 
     with pytest.raises(TlsFilesUnusable, match="being written to"):
-        Renewed(files, make)
+        FileReloader(files, make)
     others.clear()
-    renewed = Renewed(files, make, lambda: now_s)
+    renewed = FileReloader(files, make, lambda: now_s)
     others.append(authority.issue("x"))
     now_s = 1.0
     authority.issue("x").copy_to(pair)
@@ -246,4 +246,4 @@ def _handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> str | None:
     ],
 )
 def test_what_grpc_says_of_a_connection_is_said_in_words(details: str, said: str) -> None:
-    assert explained(details) == said
+    assert explain(details) == said

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.admission.admission import Admission, Pace, Ticket
+from penstock_router.admission.admission import Admission, QueuePace, Ticket
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, TimedOut, TooManyRequests, Unavailable
 from penstock_router.observe.metrics import Metrics
@@ -444,19 +444,19 @@ async def test_stopping_is_over_when_all_have_ended() -> None:
 
 
 def test_the_pace_is_that_at_which_places_came_free_of_late() -> None:
-    pace = Pace(0.0)
+    pace = QueuePace(0.0)
     for tenth in range(1, 301):
-        pace.came_free(2, tenth / 10)
+        pace.record_freed(2, tenth / 10)
     assert pace.seconds_until(40, 30.0) == pytest.approx(2.0, rel=0.1)
     for tenth in range(301, 601):
-        pace.came_free(1, tenth / 10)
+        pace.record_freed(1, tenth / 10)
     assert pace.seconds_until(40, 60.0) == pytest.approx(4.0, rel=0.1)
 
 
 def test_a_pace_is_known_soon_and_forgotten_when_all_stands_still() -> None:
-    pace = Pace(0.0)
+    pace = QueuePace(0.0)
     for hundredth in range(1, 101):
-        pace.came_free(1, hundredth / 100)
+        pace.record_freed(1, hundredth / 100)
     assert pace.seconds_until(100, 1.0) == pytest.approx(1.0, rel=0.1)
     assert pace.seconds_until(100, 31.0) > 60
     pace.begin(100.0)

@@ -13,14 +13,14 @@ from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Out
 from penstock_router.apis.base import Envelope
 from penstock_router.apis.tgi.answers import GenerateRequest
 from penstock_router.apis.tgi.requests import GENERATE_STREAM
-from penstock_router.generation.choice import Choice, Delta, Gathered, first_rows
+from penstock_router.generation.choice import Choice, Delta, DeltaBuffer, first_rows
 from penstock_router.generation.job import Job
 from penstock_router.observe.request_record import Usage
 from penstock_router.request import CompletionRequest
 from penstock_router.served_models import ServedModel
 from penstock_router.text.answer_pieces import Piece, PieceKind
 from penstock_router.text.model_conventions import Conventions
-from penstock_router.text.prompts import Prepared, Prompt, TextModel
+from penstock_router.text.prompts import PreparedPrompts, Prompt, TextModel
 from penstock_router.text.tokenizer import load_tokenizer
 
 EOS = INFO.eos_token_ids[0]
@@ -39,7 +39,7 @@ def choice_of(model: ServedModel, prompt: Prompt | None = None, **options: Any) 
     prompt = prompt or Prompt([5], "$")
     asked = CompletionRequest(prompts=(list(prompt.token_ids),), **options)
     request = GenerationRequest(prompt_token_ids=prompt.token_ids)
-    return Choice(Job(model, asked, Prepared((prompt,)), (request,)), 0)
+    return Choice(Job(model, asked, PreparedPrompts((prompt,)), (request,)), 0)
 
 
 def outputs_of(
@@ -57,7 +57,7 @@ def outputs_of(
 
 def taken(choice: Choice, outputs: Iterator[Output]) -> Delta:
     """All deltas as one."""
-    whole = Gathered(Delta(0, "", []))
+    whole = DeltaBuffer(Delta(0, "", []))
     for output in outputs:
         delta = choice.take(output)
         if delta is not None:
@@ -254,7 +254,7 @@ def test_what_a_long_answer_copies_grows_with_its_length_and_no_faster(with_piec
 
     for num_tokens in (100, 1000):
         Counted.copied = 0
-        whole = Gathered(delta())
+        whole = DeltaBuffer(delta())
         for _ in range(num_tokens - 1):
             whole.add(delta())
         answer = whole.whole()
@@ -266,7 +266,7 @@ def test_what_a_long_answer_copies_grows_with_its_length_and_no_faster(with_piec
 def test_a_stream_of_tgi_copies_its_text_once_at_its_end(model: ServedModel) -> None:
     asked = GenerateRequest(prompts=("x",), samples=False, details=False, stream=True)
     prompt = Prompt([5], "$")
-    job = Job(model, asked, Prepared((prompt,)), (GenerationRequest(prompt_token_ids=[5]),))
+    job = Job(model, asked, PreparedPrompts((prompt,)), (GenerationRequest(prompt_token_ids=[5]),))
     shape = GENERATE_STREAM.make_shape(job, Envelope("r", 1, 0.0, Usage(1)))
     Counted.copied = 0
     for _ in range(1000):

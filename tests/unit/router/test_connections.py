@@ -24,7 +24,7 @@ from penstock_router.server import connections
 from penstock_router.server.connections import (
     _HANDSHAKES_A_CLIENT,
     Connection,
-    Door,
+    ConnectionFactory,
     Runner,
     _allowed,
 )
@@ -237,7 +237,9 @@ class FromAddress(asyncio.Transport):
 
 async def test_one_address_leaves_connections_to_others() -> None:
     server = web.Server(_quick)  # type: ignore[arg-type]
-    door = Door(server, 8, 30, 60, SharedBudget(MEMORY_BYTES), lambda reason: web.Response())
+    door = ConnectionFactory(
+        server, 8, 30, 60, SharedBudget(MEMORY_BYTES), lambda reason: web.Response()
+    )
 
     def connect(address: str) -> Connection | None:
         connection, transport = door(), FromAddress(address)
@@ -261,7 +263,7 @@ async def test_one_address_leaves_connections_to_others() -> None:
 async def test_unfinished_headers_of_one_address_leave_memory_to_others() -> None:
     memory = SharedBudget(1_000_000)
     server = web.Server(_quick)  # type: ignore[arg-type]
-    door = Door(server, 100, 30, 60, memory, lambda reason: web.Response())
+    door = ConnectionFactory(server, 100, 30, 60, memory, lambda reason: web.Response())
     head = REQUEST[:-2] + b"".join(b"X-%d: %b\r\n" % (number, b"a" * 8000) for number in range(9))
     open_ones = []
     for _ in range(20):

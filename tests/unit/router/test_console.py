@@ -22,7 +22,7 @@ from unit.router.router_doubles import (
 
 from penstock_client.types import AttemptRecord, LoadReport
 from penstock_router.console import feed as console
-from penstock_router.console.feed import StepRates, shown_request
+from penstock_router.console.feed import StepRates, describe_request
 from penstock_router.observe.request_record import RequestRecord
 from penstock_router.routes.base import ROUTER
 from penstock_router.routes.console import CONSOLE
@@ -221,10 +221,10 @@ async def test_the_end_of_a_request_that_was_shown_is_told_however_many_end_besi
         looks, records = router.app[CONSOLE], router.app[ROUTER].records
         shown = new_record("shown")
         with looks.watched():
-            with records.held(shown):
+            with records.track(shown):
                 looks._news(0.0)
             for number in range(2 * console._MAX_ENDED):
-                with records.held(new_record(f"refused-{number}")):
+                with records.track(new_record(f"refused-{number}")):
                     pass
             frame = looks._news(0.25).decode()
         told = json.loads(frame.split("event: requests\ndata: ")[1])
@@ -355,7 +355,7 @@ def test_a_request_s_times_are_unix_times_and_its_attempts_are_in_order() -> Non
             AttemptRecord("b:2", "continued", 52.25),
         ]
     )
-    shown = shown_request(record)
+    shown = describe_request(record)
     assert (shown["arrived_at"], shown["placed_at"], shown["ended_at"]) == (1000.0, 1000.5, None)
     first, second = shown["attempts"]
     assert (first["shard"], first["ended_at"], first["ended_because"]) == (

@@ -27,7 +27,13 @@ from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.served_models import ServedModel
 from penstock_router.text.chat_template import ChatTemplate
 from penstock_router.text.model_conventions import Conventions, conventions_named, conventions_of
-from penstock_router.text.prompts import Prepared, TextModel, is_short, prepare_prompts, render
+from penstock_router.text.prompts import (
+    PreparedPrompts,
+    TextModel,
+    is_short,
+    prepare_prompts,
+    render,
+)
 from penstock_router.text.tokenizer import Tokenizer, load_tokenizer
 
 ADD = Tool(
@@ -189,7 +195,7 @@ def test_a_request_with_long_tools_is_not_short() -> None:
 def test_a_prompt_says_whether_reasoning_has_begun(tokenizer: Tokenizer) -> None:
     json_object = Constraint(ConstraintKind.JSON_OBJECT)
 
-    def prepared(source: str, **fields: Any) -> Prepared:
+    def prepared(source: str, **fields: Any) -> PreparedPrompts:
         asked = chat(constraint=json_object, **fields)
         return prepare_prompts(asked, model_of(tokenizer, source))
 

@@ -29,7 +29,7 @@ class _Failing(Deltas):
             raise Unavailable("no shard is left")
         return self._left.popleft()
 
-    def listen(self, on_news: Callable[[], None]) -> None:
+    def listen(self, on_output: Callable[[], None]) -> None:
         pass
 
 

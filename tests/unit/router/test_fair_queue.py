@@ -16,7 +16,7 @@ def place(queue: FairQueue, request: Waiting) -> None:
 
 def release(queue: FairQueue, request: Waiting) -> None:
     request.share.in_flight -= request.places
-    queue.moved(request.share)
+    queue.update(request.share)
 
 
 def line_up(queue: FairQueue, *requests: Waiting) -> None:
@@ -136,7 +136,7 @@ def test_a_key_that_moves_up_and_down_for_long_leaves_nothing_behind() -> None:
     queue.add(Waiting(share, 1))
     for number in range(10_000):
         share.in_flight = number % 7
-        queue.moved(share)
+        queue.update(share)
     assert len(queue._heap) < 100
 
 

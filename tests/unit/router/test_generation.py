@@ -69,7 +69,7 @@ class _Ready(Deltas):
         self.left -= 1
         return Delta(self.left, "x", [5])
 
-    def listen(self, on_news: Callable[[], None]) -> None:
+    def listen(self, on_output: Callable[[], None]) -> None:
         pass
 
 

@@ -59,7 +59,7 @@ from penstock_router.offload.text_pool import Lease, TextPool, TextProcess
 from penstock_router.offload.text_process import MAX_MODELS, TextWorker
 from penstock_router.routes import base
 from penstock_router.served_models import Models, ServedModel
-from penstock_router.text.prompts import Prepared, Prompt, pack_ids, unpack_ids
+from penstock_router.text.prompts import PreparedPrompts, Prompt, pack_ids, unpack_ids
 from penstock_router.thread_pool import Threads
 
 USER = {"role": "user", "content": "the quick brown fox 日本語 😀"}
@@ -192,7 +192,7 @@ async def outcome(bodies: Bodies, kind: str, data: bytes, earlier: bytes = b"") 
         model = await bodies.models.get(body.asked.model)
         made = await body.work(model, earlier)
         asked = body.asked.without_text()
-        if isinstance(made, Prepared) and body.kind.api is not None:
+        if isinstance(made, PreparedPrompts) and body.kind.api is not None:
             job = await make_job(asked, model, made, drawn_seed=1)
             return body.kind.name, body.digest, plain(asked), plain(job)
         return body.kind.name, body.digest, plain(asked), plain(made)
@@ -295,7 +295,7 @@ async def test_of_a_long_body_no_text_and_no_list_of_ids_comes_back(
         body = await read_long(bodies, "completions", {"prompt": [text, [5] * 10]})
         assert body.asked.prompts == ("", "")
         made = await body.work(await bodies.models.get(""))
-        assert isinstance(made, Prepared)
+        assert isinstance(made, PreparedPrompts)
         assert made.prompts == (Prompt(array("I", byte_level.encode(text).ids)),
                                 Prompt(array("I", [5] * 10)))  # fmt: skip
 
@@ -320,7 +320,7 @@ async def read_long(bodies: Bodies, kind: str, body: dict[str, Any]) -> Body:
 
 async def answered(body: Body, model: ServedModel) -> Any:
     made = await body.work(model)
-    assert not isinstance(made, Prepared)
+    assert not isinstance(made, PreparedPrompts)
     return msgspec.json.decode(made)
 
 
@@ -395,7 +395,7 @@ async def test_what_a_job_is_made_of_does_not_depend_on_where_its_text_was_worke
     model, ids = await models.get(""), [5, 6, 499]
     request = parse_completion({"prompt": ids})
     here, there = [
-        await make_job(request, model, Prepared((Prompt(given), Prompt([7]))), drawn_seed=1)
+        await make_job(request, model, PreparedPrompts((Prompt(given), Prompt([7]))), drawn_seed=1)
         for given in (ids, array("I", ids))
     ]
     info = model.info
@@ -810,7 +810,7 @@ def test_ids_are_little_endian_and_come_back_in_one_block() -> None:
 def test_prompts_are_the_same_after_their_way() -> None:
     prompts = (Prompt([5, 6], "text"), Prompt([], None), Prompt(array("I", [7])))
     repeated = {"store": msgspec.Raw(b"true"), "user": msgspec.Raw(b'"me"')}
-    given = Prepared(prompts, [[1], [2, 3]], (9, 8), "full", b'[{"a":1}]', repeated)
+    given = PreparedPrompts(prompts, [[1], [2, 3]], (9, 8), "full", b'[{"a":1}]', repeated)
     message, parts = pack_prepared(given)
     frame = framed(message, sum(map(len, parts)))
     message_bytes, after_bytes = HEADER.unpack(frame[: HEADER.size])

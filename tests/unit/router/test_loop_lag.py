@@ -9,11 +9,11 @@ import time
 
 from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router
 
-from penstock_router.observe.loop_lag import RecentWorst, watch_loop
+from penstock_router.observe.loop_lag import RecentMaximum, watch_loop
 
 
 def test_the_worst_is_that_of_the_window_and_falls_when_it_leaves() -> None:
-    worst = RecentWorst(10.0)
+    worst = RecentMaximum(10.0)
     assert worst.add(0.5, now_s=100.0) == 0.5
     assert worst.add(0.1, now_s=105.0) == 0.5
     assert worst.add(0.2, now_s=109.9) == 0.5
@@ -25,7 +25,7 @@ def test_the_worst_is_the_largest_of_all_in_the_window() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    worst, came, now_s = RecentWorst(10.0), [], 0.0
+    worst, came, now_s = RecentMaximum(10.0), [], 0.0
     for _ in range(500):
         now_s += rng.random()
         came.append((now_s, float(rng.randrange(20))))

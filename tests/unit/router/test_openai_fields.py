@@ -9,7 +9,7 @@ import pytest
 from support.budget import budget, seeded
 from unit.router.router_doubles import random_text
 
-from penstock_router.apis.chat_messages import Called, assistant_message, tool_message
+from penstock_router.apis.chat_messages import FunctionCall, assistant_message, tool_message
 from penstock_router.apis.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -328,7 +328,7 @@ def test_what_other_apis_say_becomes_the_same_messages() -> None:
         },
         {"role": "tool", "tool_call_id": "c1", "content": "7"},
     ]
-    calls = [Called("c1", "f", {"a": 1}), Called("c2", "g", "{")]
+    calls = [FunctionCall("c1", "f", {"a": 1}), FunctionCall("c2", "g", "{")]
     made = [assistant_message(None, "hm", calls), tool_message("c1", "7")]
     assert chat(messages=given).messages == made
     assert assistant_message("x") == {"role": "assistant", "content": "x"}

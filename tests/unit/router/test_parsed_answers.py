@@ -22,11 +22,11 @@ from unit.router.router_doubles import (
 )
 
 from penstock_client.types import FinishReason, GenerationRequest, Output
-from penstock_router.generation.choice import Choice, Delta, Gathered
+from penstock_router.generation.choice import Choice, Delta, DeltaBuffer
 from penstock_router.generation.client_progress import (
     BEGINNING,
-    Delivered,
-    Progress,
+    ChoiceProgress,
+    ClientProgress,
     ResumePoint,
     skip_delivered,
 )
@@ -38,7 +38,7 @@ from penstock_router.routes.base import ROUTER
 from penstock_router.served_models import ServedModel
 from penstock_router.text.answer_pieces import PieceKind
 from penstock_router.text.model_conventions import Conventions
-from penstock_router.text.prompts import Prepared, Prompt, TextModel
+from penstock_router.text.prompts import PreparedPrompts, Prompt, TextModel
 from penstock_router.text.reasoning import STYLES
 from penstock_router.text.tokenizer import load_tokenizer
 from penstock_router.text.tool_calls.hermes import HermesFormat
@@ -88,7 +88,7 @@ def choice_of(
     prompt = prompt or Prompt([5], "$")
     asked = ChatRequest(messages=[], **options)
     request = GenerationRequest(prompt_token_ids=prompt.token_ids)
-    prepared = Prepared((prompt,), reasoning_begun=begun)
+    prepared = PreparedPrompts((prompt,), reasoning_begun=begun)
     return Choice(Job(model, asked, prepared, (request,)), 0)
 
 
@@ -115,7 +115,7 @@ def deltas_of(
 
 
 def whole(deltas: Sequence[Delta]) -> Delta:
-    total = Gathered(Delta(0, "", []))
+    total = DeltaBuffer(Delta(0, "", []))
     for delta in deltas:
         total.add(delta)
     return total.whole()
@@ -193,7 +193,9 @@ def test_a_completion_is_text_whatever_its_model_does(
     tokenizer: Tokenizer, model: ServedModel
 ) -> None:
     asked = CompletionRequest(prompts=([5],))
-    job = Job(model, asked, Prepared((Prompt([5]),)), (GenerationRequest(prompt_token_ids=[5]),))
+    job = Job(
+        model, asked, PreparedPrompts((Prompt([5]),)), (GenerationRequest(prompt_token_ids=[5]),)
+    )
     choice = Choice(job, 0)
     total = whole(deltas_of(choice, encoded(tokenizer, "<think>a</think>b")))
     assert (total.pieces, total.text, choice.reasoning_tokens) == (None, "ab", None)
@@ -359,11 +361,11 @@ class _Listed(Deltas):
     def take(self) -> Delta | None:
         return self._left.pop(0) if self._left else None
 
-    def listen(self, on_news: Callable[[], None]) -> None:
+    def listen(self, on_output: Callable[[], None]) -> None:
         """There is nothing to wait for."""
 
 
-async def rest_of(deltas: Sequence[Delta], *delivered: Delivered) -> list[Delta]:
+async def rest_of(deltas: Sequence[Delta], *delivered: ChoiceProgress) -> list[Delta]:
     """What is left, with the usage checked against it."""
     usage = Usage(0, sum(known.tokens for known in delivered))
     usage.completion_tokens += sum(len(delta.token_ids) for delta in deltas)
@@ -385,10 +387,10 @@ async def test_an_answer_that_is_taken_up_again_goes_on_where_it_was(
     for _ in range(budget(60, 3000)):
         first = deltas_of(choice_of(model, **CALLS, **options), ids, rng.randrange(1, 6))
         cut = rng.randrange(len(first))
-        progress = Progress(BEGINNING, 1)
+        progress = ClientProgress(BEGINNING, 1)
         for delta in first[:cut]:
             progress.add(delta)
-        [delivered] = [Delivered(*choice) for choice in progress.choices]
+        [delivered] = [ChoiceProgress(*choice) for choice in progress.choices]
         again = deltas_of(choice_of(model, **CALLS, **options), ids, rng.randrange(1, 9))
         rest = await rest_of(again, delivered)
         assert list(rest[0].known_token_ids) == ids[: delivered.tokens]
@@ -403,7 +405,9 @@ async def test_the_name_of_a_call_is_never_shown_in_part(
 ) -> None:
     ids = encoded(tokenizer, CALL)
     for characters in (1, 2):
-        rest = await rest_of(deltas_of(choice_of(model, **CALLS), ids), Delivered(1, characters))
+        rest = await rest_of(
+            deltas_of(choice_of(model, **CALLS), ids), ChoiceProgress(1, characters)
+        )
         assert shown(whole(rest))[0] == ("call", "add", 0)
 
 

@@ -164,8 +164,8 @@ def test_a_record_ends_once_when_its_last_holder_lets_go() -> None:
     ended: list[RequestRecord] = []
     records.on_end.append(ended.append)
     record = new_record()
-    with records.held(record):
-        with records.held(record):
+    with records.track(record):
+        with records.track(record):
             assert list(records.running) == [record]
         assert not ended
     assert ended == [record]
@@ -182,7 +182,7 @@ def test_a_listener_that_fails_costs_neither_the_others_nor_the_request(
     ended: list[RequestRecord] = []
     records.on_end += [fail, ended.append]
     record = new_record()
-    with records.held(record):
+    with records.track(record):
         pass
     assert ended == [record]
     assert "a defect" in caplog.text
@@ -190,10 +190,10 @@ def test_a_listener_that_fails_costs_neither_the_others_nor_the_request(
 
 def test_what_is_said_first_of_an_end_counts() -> None:
     records, record = Records(), new_record()
-    with records.held(record):
+    with records.track(record):
         record.status = 200
-        record.finished("disconnect")
-        record.finished("length")
+        record.record_outcome("disconnect")
+        record.record_outcome("length")
     assert record.outcome == "disconnect"
 
 

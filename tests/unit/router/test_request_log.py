@@ -18,7 +18,7 @@ from unit.router.router_doubles import FakeFleet, memory_router
 
 from penstock_client.types import Adapter, AttemptRecord
 from penstock_common.logs import JsonFormatter, TextFormatter
-from penstock_router.observe.request_log import fields_of, log_request
+from penstock_router.observe.request_log_line import fields_of, log_request
 from penstock_router.observe.request_record import RequestRecord, Usage
 
 # How long examples take says more of the machine than of the code.
@@ -140,7 +140,7 @@ def test_what_is_not_known_is_left_out() -> None:
     refused = RequestRecord(
         request_id="mine", method="POST", route="unknown", arrived_s=1.0, ended_s=1.5, status=404
     )
-    refused.finished("refused", "NotFound: model")
+    refused.record_outcome("refused", "NotFound: model")
     assert fields_of(refused) == {
         **{"request_id": "mine", "method": "POST", "route": "unknown", "stream": False},
         **{"status": 404, "outcome": "refused", "error": "NotFound: model"},

@@ -35,7 +35,7 @@ def counted(*records: RequestRecord) -> CollectorRegistry:
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry)
     for each in records:
-        metrics.ended(each)
+        metrics.on_request_end(each)
     return registry
 
 

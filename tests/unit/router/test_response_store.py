@@ -26,7 +26,7 @@ from penstock_router.store.response_store import (
     MIN_BYTES,
     ResponseStore,
     ResponseTooLarge,
-    Stored,
+    StoredResponse,
     StoreUnavailable,
     StoreUnusable,
     store_file,
@@ -118,14 +118,14 @@ async def test_every_worker_gets_what_one_has_put(
     store: ResponseStore, other: ResponseStore
 ) -> None:
     await store.put("resp_1", b'{"id": 1}', b"[1]", status="completed")
-    assert await other.get("resp_1") == Stored(b'{"id": 1}', b"[1]", "completed")
+    assert await other.get("resp_1") == StoredResponse(b'{"id": 1}', b"[1]", "completed")
     assert await other.get("resp_2") is None
 
 
 async def test_a_second_put_replaces_the_first(store: ResponseStore, other: ResponseStore) -> None:
     await store.put("resp_1", b"", b"[]", status="in_progress")
     await other.put("resp_1", b"end", b"[1]", status="incomplete")
-    assert await store.get("resp_1") == Stored(b"end", b"[1]", "incomplete")
+    assert await store.get("resp_1") == StoredResponse(b"end", b"[1]", "incomplete")
 
 
 async def test_what_is_deleted_is_gone_and_is_deleted_once(store: ResponseStore) -> None:
@@ -141,7 +141,7 @@ async def test_an_id_may_be_any_text(store: ResponseStore) -> None:
     for number, response_id in enumerate(ids):
         await store.put(response_id, str(number).encode(), b"", status="queued")
     for number, response_id in enumerate(ids):
-        assert await store.get(response_id) == Stored(str(number).encode(), b"", "queued")
+        assert await store.get(response_id) == StoredResponse(str(number).encode(), b"", "queued")
         assert await store.request_cancel(response_id)
         assert await store.cancel_requested(ids) == {*ids[: number + 1]}
         assert await store.delete(response_id)
@@ -172,12 +172,14 @@ async def test_two_workers_tell_what_a_table_in_memory_would(
     store: ResponseStore, other: ResponseStore
 ) -> None:
     rng = seeded("responses of two workers")
-    expected: dict[str, Stored] = {}
+    expected: dict[str, StoredResponse] = {}
     for _ in range(budget(300, 20_000)):
         worker, name = rng.choice([store, other]), f"resp_{rng.randrange(8)}"
         match rng.randrange(4):
             case 0 | 1:
-                new = Stored(rng.randbytes(rng.randrange(9000)), rng.randbytes(3), "completed")
+                new = StoredResponse(
+                    rng.randbytes(rng.randrange(9000)), rng.randbytes(3), "completed"
+                )
                 await worker.put(name, new.response, new.messages, status=new.status)
                 expected[name] = new
             case 2:
@@ -556,7 +558,9 @@ async def test_nothing_is_lost_where_several_processes_write_at_once(path: str) 
         async with make_store(path) as store:
             assert await kept(store, *ids) == ids
             for name in ids[::50]:
-                assert await store.get(name) == Stored(name.encode() * 500, b"[]", "completed")
+                assert await store.get(name) == StoredResponse(
+                    name.encode() * 500, b"[]", "completed"
+                )
 
 
 async def test_several_processes_keep_to_the_bound_together(path: str) -> None:
@@ -591,7 +595,7 @@ async def test_the_event_loop_goes_on_while_a_large_response_waits_for_the_disk(
         assert await longest_lag_s(putting) < 1.0
     reading = asyncio.create_task(store.get("large"))
     assert await longest_lag_s(reading) < 1.0
-    assert await reading == Stored(document, b"", "completed")
+    assert await reading == StoredResponse(document, b"", "completed")
 
 
 async def test_a_store_that_is_locked_for_too_long_says_so(
@@ -671,7 +675,7 @@ async def test_a_response_is_there_for_its_key_and_for_those_who_may_read_all(
             assert (await other.get(name, reader) is not None) == there
         for reader in ("bob", ""):
             assert not await other.delete(name, reader)
-        assert await store.get(name, "alice") == Stored(b"end", b"", status)
+        assert await store.get(name, "alice") == StoredResponse(b"end", b"", status)
         assert await other.delete(name, "alice")
         assert await store.get(name) is None
     await put(store, "anybodys")

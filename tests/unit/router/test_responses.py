@@ -563,7 +563,7 @@ async def test_a_long_stored_response_is_read_in_a_text_process(
     def here(*_: object) -> bytes:
         raise AssertionError("read on the event loop")
 
-    monkeypatch.setattr(dispatch, "show_stored", here)
+    monkeypatch.setattr(dispatch, "read_stored", here)
     path = "/v1/responses/resp_1/input_items"
     page = (await router.get(f"{path}?order=asc&limit=2&after=msg_0")).json()
     assert (page["data"], page["has_more"]) == (items[1:3], True)

@@ -24,7 +24,7 @@ from penstock_router.errors import BadRequest
 from penstock_router.generation.choice import Delta, EndReason
 from penstock_router.generation.job import Job
 from penstock_router.text.answer_pieces import Piece, PieceKind
-from penstock_router.text.prompts import Prepared
+from penstock_router.text.prompts import PreparedPrompts
 
 THOUGHT = Piece(PieceKind.REASONING, "Well")
 SAID = Piece(PieceKind.CONTENT, "Hello")
@@ -53,7 +53,7 @@ def shape_of(reasoning_tokens: int | None = None, **fields: Any) -> ResponseShap
     }
     job = SimpleNamespace(
         options=asked,
-        prepared=Prepared((), conversation=b'[{"type":"message"}]', repeated=repeated),
+        prepared=PreparedPrompts((), conversation=b'[{"type":"message"}]', repeated=repeated),
         model=SimpleNamespace(info=INFO, name=INFO.model, tokenizer=names),
     )
     return ResponseShape(cast(Job, job), envelope_of("resp_1", reasoning_tokens))
@@ -227,7 +227,7 @@ def test_of_an_answer_that_is_cut_off_the_last_item_is_incomplete(pieces: list[P
 def test_a_stream_that_fails_keeps_what_was_said_so_far() -> None:
     shape = shape_of(stream=True)
     frames = b"".join(shape.opening()) + (shape.chunk(delta_of([THOUGHT, CALL, ARGUMENTS])) or b"")
-    final = events_in(frames + shape.failed(BadRequest("no")))[-1]
+    final = events_in(frames + shape.failure(BadRequest("no")))[-1]
     assert final["type"] == "response.failed"
     output = final["response"]["output"]
     assert [(item["type"], item["status"]) for item in output] == [

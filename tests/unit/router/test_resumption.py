@@ -28,15 +28,15 @@ from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.generation import resumable_streams
 from penstock_router.generation.choice import Delta
-from penstock_router.generation.client_progress import BEGINNING, Delivered, ResumePoint
+from penstock_router.generation.client_progress import BEGINNING, ChoiceProgress, ResumePoint
 from penstock_router.generation.deltas import Deltas
 from penstock_router.generation.event_ids import MAX_SEQUENCES, Cursor, CursorCodec, body_digest
 from penstock_router.generation.resumable_streams import (
     RESERVED_BYTES,
     Event,
+    EventReader,
     LiveStream,
     LiveStreams,
-    Reader,
 )
 from penstock_router.observe.request_record import Usage
 from penstock_router.routes.base import ROUTER
@@ -52,7 +52,7 @@ def _after(number: int) -> Cursor:
     return Cursor(b"", "", 0, 0, "n", ((number, 0, False),))
 
 
-async def _read(reader: Reader | None) -> list[bytes]:
+async def _read(reader: EventReader | None) -> list[bytes]:
     assert reader is not None
     payloads = []
     with reader:
@@ -86,7 +86,9 @@ def test_the_digest_of_a_body_does_not_depend_on_the_order_of_its_fields() -> No
 
 
 def test_a_choice_of_which_only_counts_are_known_has_not_begun() -> None:
-    point = ResumePoint((Delivered(cached_tokens=3), Delivered(1), Delivered(finished=True)))
+    point = ResumePoint(
+        (ChoiceProgress(cached_tokens=3), ChoiceProgress(1), ChoiceProgress(finished=True))
+    )
     assert point.begun == {1, 2}
     assert BEGINNING.begun == set()
 
@@ -205,7 +207,7 @@ class _ManyAtOnce(Deltas):
     def take(self) -> Delta | None:
         return Delta(self._left.pop(), "x", [5]) if self._left else None
 
-    def listen(self, on_news: Callable[[], None]) -> None:
+    def listen(self, on_output: Callable[[], None]) -> None:
         """There is nothing to wait for."""
 
 

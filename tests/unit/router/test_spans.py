@@ -33,7 +33,7 @@ class Sink:
 
 def spans_of(record: RequestRecord) -> list[Span]:
     sink = Sink()
-    RequestTraces(sink).ended(record)
+    RequestTraces(sink).on_request_end(record)
     return sink.spans
 
 

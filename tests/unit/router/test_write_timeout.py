@@ -28,7 +28,7 @@ from unit.router.router_doubles import (
 )
 
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
-from penstock_router.errors import SlowReader
+from penstock_router.errors import SlowClient
 from penstock_router.offload.dispatch import LONG_BYTES
 from penstock_router.routes.base import ROUTER
 from penstock_router.server.connections import Runner
@@ -77,8 +77,8 @@ def _survives(bytes_each_s: list[int], timeout_s: float = 60.0) -> bool:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             if transport.closed:
-                with pytest.raises(SlowReader):
-                    await write_timeout.sent()
+                with pytest.raises(SlowClient):
+                    await write_timeout.wait_sent()
                 return False
         write_timeout.end()
         return True
@@ -124,7 +124,7 @@ async def test_waiting_for_a_client_who_left_ends() -> None:
     transport = Socket()
     write_timeout = WriteTimeout(transport, 60.0)
     write_timeout.pause()
-    waiting = asyncio.create_task(write_timeout.sent())
+    waiting = asyncio.create_task(write_timeout.wait_sent())
     await asyncio.sleep(0)
     transport.closed = True
     write_timeout.end()

@@ -100,11 +100,11 @@ async def test_the_engine_never_gets_one_whose_adapter_went_meanwhile() -> None:
     supervisor = _Supervisor()
     adapters = supervisor.adapters
     kept, gone, replaced = (Adapter(name, name, "", 4) for name in ("kept", "gone", "replaced"))
-    adapters.became_ready((kept, gone, replaced))
+    adapters.on_engine_ready((kept, gone, replaced))
     for adapter in adapters.loaded:
         supervisor.take(adapter.name, GOOD, adapter=adapter)
     await _settled()
-    adapters.became_ready((kept, Adapter("replaced", "other", "", 4)))
+    adapters.on_engine_ready((kept, Adapter("replaced", "other", "", 4)))
     supervisor.checker.answers[GOOD].set_result("")
     await _settled()
     assert supervisor.submitted == [("kept", 0)]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.messages import AdapterChange, AdapterChanged
 from penstock_shard.worker.base import ReadAdapter

@@ -15,7 +15,7 @@ from support.engines import make_engine, make_request
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine import main as engine_main
-from penstock_shard.engine.adapters import EngineAdapters
+from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.loop import EngineLoop, Heartbeat
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.messages import Inbox
@@ -120,7 +120,7 @@ time.sleep(60)
     )
     assert ended.returncode == 0
     [line] = ended.stderr.splitlines()
-    assert "makes no sense" in line
+    assert "cannot be decoded" in line
 
 
 def test_a_dead_engine_waits_for_nobody_that_still_reads_or_compiles() -> None:
@@ -147,12 +147,12 @@ def test_the_seconds_that_torch_takes_to_import_are_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    stub = ModuleType("penstock_shard.model_loader.create_runner")
+    stub = ModuleType("penstock_shard.model_loader.load_model_runner")
 
-    def create_runner(*_: object, **__: object) -> None:
+    def load_model_runner(*_: object, **__: object) -> None:
         raise ModelError("; ".join(said))
 
-    stub.create_runner = create_runner  # type: ignore[attr-defined]
+    stub.load_model_runner = load_model_runner  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
     with pytest.raises(ModelError, match="importing torch"):
         load_runner(ShardConfig(), said.append)

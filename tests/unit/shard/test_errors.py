@@ -8,7 +8,7 @@ from penstock_shard.errors import (
     ModelError,
     first_line,
     is_out_of_memory,
-    out_of_memory_told,
+    report_out_of_memory,
 )
 
 
@@ -49,7 +49,7 @@ def test_memory_that_is_short_is_known_by_class_or_by_words(
 def test_memory_that_is_short_is_told_in_one_line_and_nothing_else_is() -> None:
     with (
         pytest.raises(ModelError, match=r"^out of memory at load: no room; .*lower --max-num") as e,
-        out_of_memory_told("at load"),
+        report_out_of_memory("at load"),
     ):
         raise OutOfMemoryError("no room\nat all")
     assert "\n" not in str(e.value)
@@ -58,6 +58,6 @@ def test_memory_that_is_short_is_told_in_one_line_and_nothing_else_is() -> None:
         ModelError("said already"),
         MemoryError("out of memory"),
     ):
-        with pytest.raises(type(error)) as raised, out_of_memory_told("at load"):
+        with pytest.raises(type(error)) as raised, report_out_of_memory("at load"):
             raise error
         assert raised.value is error

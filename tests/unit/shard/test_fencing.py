@@ -39,7 +39,7 @@ class Engine:
     def metrics(self) -> Engine:
         return self
 
-    def refused(self, error: link.Error) -> None:
+    def on_refusal(self, error: link.Error) -> None:
         self.refusals.append(error.code)
 
     def live_attempt(self, request_id: str) -> int | None:

@@ -12,7 +12,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device import cgroup, host_memory
 from penstock_shard.device.host_memory import extra_host_bytes, free_host_bytes
 from penstock_shard.errors import ModelError
-from penstock_shard.model_loader.block_count import KVShape, choose_num_blocks, described
+from penstock_shard.model_loader.block_count import KVShape, choose_num_blocks, describe_blocks
 
 MIB = 2**20
 # One sequence: 128 blocks of half a MiB.
@@ -57,11 +57,11 @@ def test_blocks_of_a_tiny_model_are_bounded_in_number() -> None:
 
 
 def test_the_log_says_how_much_memory_and_how_to_give_it_more() -> None:
-    text = described(SHAPE, 512, ShardConfig(), on_cpu=True)
+    text = describe_blocks(SHAPE, 512, ShardConfig(), on_cpu=True)
     assert text.startswith("KV cache: 512 blocks of 16 tokens (256 MiB); ")
     assert "--kv-memory" in text
     for config, on_cpu in ((ShardConfig(kv_blocks=512), True), (ShardConfig(), False)):
-        assert "--kv" not in described(SHAPE, 512, config, on_cpu)
+        assert "--kv" not in describe_blocks(SHAPE, 512, config, on_cpu)
 
 
 def test_gpu_takes_what_is_free() -> None:

@@ -109,9 +109,9 @@ def test_a_step_is_the_difference_of_two_loads() -> None:
         draft_tokens_total=6,
         accepted_tokens_total=4,
     )
-    metrics.stepped(before, after, num_tokens=3)
+    metrics.on_step(before, after, num_tokens=3)
     # What is said between steps is none.
-    metrics.stepped(after, after, num_tokens=0)
+    metrics.on_step(after, after, num_tokens=0)
     assert value(metrics, "step_seconds_count") == 1
     assert value(metrics, "step_seconds_sum") == 0.25
     assert value(metrics, "step_sequences_sum") == 3
@@ -195,7 +195,7 @@ async def test_an_engine_that_dies_is_counted_and_what_ran_in_it(
 
 def test_a_refusal_is_counted_by_its_code() -> None:
     metrics = ShardMetrics()
-    metrics.refused(Error(Code.INVALID_ARGUMENT, "no"))
+    metrics.on_refusal(Error(Code.INVALID_ARGUMENT, "no"))
     assert value(metrics, "requests_total", outcome="invalid_argument") == 1
 
 

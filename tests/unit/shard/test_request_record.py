@@ -16,7 +16,7 @@ from penstock_common.tracing import Span
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Load, Output, Work
 from penstock_shard.ipc.request import FinishReason
-from penstock_shard.server.request_log import fields_of, log_request
+from penstock_shard.server.request_log_line import fields_of, log_request
 from penstock_shard.server.request_record import Follower, ShardRecord
 from penstock_shard.server.tracing import METHOD, spans_of, trace_request
 from penstock_shard.server.validation import IncomingRequest

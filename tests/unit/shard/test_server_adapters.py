@@ -10,7 +10,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import AdapterChange, AdapterChanged
 from penstock_shard.ipc.runner_info import Adapter
-from penstock_shard.server.adapters import ServerAdapters
+from penstock_shard.server.adapter_changes import ServerAdapters
 from penstock_shard.server.validation import Refusal
 
 
@@ -20,7 +20,7 @@ class Adapters(ServerAdapters):
     def __init__(self) -> None:
         self.sent: list[AdapterChange] = []
         super().__init__(ShardConfig(enable_lora=True), self.sent.append, lambda loaded: None)
-        self.became_ready((_adapter("one"),))
+        self.on_engine_ready((_adapter("one"),))
 
     @property
     def names(self) -> list[str]:
@@ -43,12 +43,12 @@ async def _both(adapters: Adapters) -> tuple[asyncio.Task[Adapter], asyncio.Task
 async def test_one_that_was_there_before_its_unloading_does_not_come_back() -> None:
     adapters = Adapters()
     loading, unloading = await _both(adapters)
-    adapters.answered(AdapterChanged(1, _adapter("one")))
+    adapters.on_answer(AdapterChanged(1, _adapter("one")))
     assert adapters.names == []
     # The engine would not know it.
     with pytest.raises(Refusal, match="not loaded here"):
         await adapters.unload("one")
-    adapters.answered(AdapterChanged(2))
+    adapters.on_answer(AdapterChanged(2))
     assert adapters.names == []
     await asyncio.gather(loading, unloading)
 
@@ -56,8 +56,8 @@ async def test_one_that_was_there_before_its_unloading_does_not_come_back() -> N
 async def test_one_that_was_read_after_its_unloading_is_there() -> None:
     adapters = Adapters()
     loading, unloading = await _both(adapters)
-    adapters.answered(AdapterChanged(2))
-    adapters.answered(AdapterChanged(1, _adapter("one")))
+    adapters.on_answer(AdapterChanged(2))
+    adapters.on_answer(AdapterChanged(1, _adapter("one")))
     assert adapters.names == ["one"]
     await asyncio.gather(loading, unloading)
 
@@ -65,12 +65,12 @@ async def test_one_that_was_read_after_its_unloading_is_there() -> None:
 async def test_an_engine_that_dies_ends_what_it_was_asked_for() -> None:
     adapters = Adapters()
     loading, unloading = await _both(adapters)
-    adapters.died()
+    adapters.on_engine_death()
     for task in (loading, unloading):
         with pytest.raises(Refusal, match="engine died"):
             await task
     assert adapters.to_start_with == []
-    adapters.became_ready((_adapter("one"),))
+    adapters.on_engine_ready((_adapter("one"),))
     assert adapters.names == ["one"]
 
 
@@ -82,9 +82,9 @@ async def test_no_more_are_asked_for_than_an_engine_can_have_read_soon() -> None
         await adapters.load("next", "source")
     assert refused.value.error.code is Code.RESOURCE_EXHAUSTED
     assert len(adapters.sent) == 64
-    adapters.answered(AdapterChanged(1, _adapter("a0")))
+    adapters.on_answer(AdapterChanged(1, _adapter("a0")))
     tasks.append(asyncio.create_task(adapters.load("next", "source")))
     await asyncio.sleep(0)
     assert adapters.sent[-1].name == "next"
-    adapters.died()
+    adapters.on_engine_death()
     await asyncio.gather(*tasks, return_exceptions=True)

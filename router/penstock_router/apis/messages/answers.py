@@ -225,7 +225,7 @@ class MessageShape:
             _event("message_stop"),
         ]
 
-    def failed(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         """The error as an event."""
         return _error_frames(error)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock_router.apis.chat_messages import (
     TEXT,
-    Called,
+    FunctionCall,
     assistant_message,
     check_size,
     tool_message,
@@ -112,12 +112,12 @@ def _read_result(name: str, block: JsonObject, tools_by_id: dict[str, str]) -> M
 
 
 @dataclass(slots=True)
-class _Said:
+class _AssistantTurn:
     """The content of one assistant turn, collected from its blocks."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[Called] = field(default_factory=list)
+    calls: list[FunctionCall] = field(default_factory=list)
 
     def message(self) -> Message:
         text = "\n".join(self.texts) if self.texts else None
@@ -125,7 +125,7 @@ class _Said:
 
 
 def _read_assistant(name: str, blocks: list[Any], tools_by_id: dict[str, str]) -> Message:
-    said = _Said()
+    said = _AssistantTurn()
     for index, value in enumerate(blocks):
         at = f"{name}[{index}]"
         block = read_object(at, value)
@@ -138,22 +138,22 @@ def _read_assistant(name: str, blocks: list[Any], tools_by_id: dict[str, str]) -
     return said.message()
 
 
-def _read_text(name: str, block: JsonObject, said: _Said) -> None:
+def _read_text(name: str, block: JsonObject, said: _AssistantTurn) -> None:
     said.texts.append(STRING.read(f"{name}.text", block.get("text")))
 
 
-def _read_thinking(name: str, block: JsonObject, said: _Said) -> None:
+def _read_thinking(name: str, block: JsonObject, said: _AssistantTurn) -> None:
     said.reasoning.append(STRING.read(f"{name}.thinking", block.get("thinking")))
 
 
-def _read_redacted(name: str, block: JsonObject, said: _Said) -> None:
+def _read_redacted(name: str, block: JsonObject, said: _AssistantTurn) -> None:
     """Checked and dropped: only the service that encrypted it can read it."""
     STRING.read(f"{name}.data", block.get("data"))
 
 
-def _read_call(name: str, block: JsonObject, said: _Said) -> None:
+def _read_call(name: str, block: JsonObject, said: _AssistantTurn) -> None:
     said.calls.append(
-        Called(
+        FunctionCall(
             call_id=_NAME.read(f"{name}.id", block.get("id")),
             name=_NAME.read(f"{name}.name", block.get("name")),
             arguments=OBJECT.read(f"{name}.input", block.get("input")),
@@ -161,7 +161,7 @@ def _read_call(name: str, block: JsonObject, said: _Said) -> None:
     )
 
 
-_OF_ASSISTANT: dict[str, Callable[[str, JsonObject, _Said], None]] = {
+_OF_ASSISTANT: dict[str, Callable[[str, JsonObject, _AssistantTurn], None]] = {
     "text": _read_text,
     "thinking": _read_thinking,
     "redacted_thinking": _read_redacted,

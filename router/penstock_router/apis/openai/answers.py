@@ -271,7 +271,7 @@ class _OpenAIShape(ABC):
             return [DONE]
         return [self._full_chunk([], usage=usage_object(self._usage)), DONE]
 
-    def failed(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         """The error and [DONE]."""
         return error_frames(error)
 

@@ -17,13 +17,13 @@ from penstock_router.apis.base import Envelope, call_id
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
 from penstock_router.apis.responses.items import Item, ItemStatus, Part
 from penstock_router.apis.responses.output_items import (
-    Growing,
-    GrowingCall,
-    GrowingMessage,
-    GrowingReasoning,
+    CallBuilder,
+    ItemBuilder,
+    MessageBuilder,
+    ReasoningBuilder,
     output_text,
 )
-from penstock_router.apis.responses.request_type import Repeated, ResponsesRequest
+from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest
 from penstock_router.errors import ApiError
 from penstock_router.generation.choice import Delta, EndReason
 from penstock_router.generation.job import Job
@@ -87,7 +87,7 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseAnswer(Repeated):
+class ResponseAnswer(EchoedFields):
     """A response, finished or not."""
 
     id: str
@@ -179,9 +179,9 @@ class ResponseShape:
         self._tokenizer = job.model.tokenizer
         self.usage = envelope.usage
         self._id_stem = envelope.response_id.removeprefix("resp_")
-        self._items: list[Growing] = []
+        self._items: list[ItemBuilder] = []
         # The last item, which grows.
-        self._growing: Growing | None = None
+        self._growing: ItemBuilder | None = None
         self._num_calls = 0
         # Log-probabilities of tokens whose text no message has shown yet.
         self._logprobs: list[msgspec.Raw] = []
@@ -230,7 +230,7 @@ class ResponseShape:
             return
         for piece in delta.pieces:
             self._say(piece.kind, piece.text)
-        if self._logprobs and isinstance(self._growing, GrowingMessage):
+        if self._logprobs and isinstance(self._growing, MessageBuilder):
             self._say(_CONTENT, "")
 
     def _note_logprobs(self, delta: Delta) -> None:
@@ -253,26 +253,26 @@ class ResponseShape:
             self._frames.append(item.delta(text, logprobs, self._number))
             self._number += 1
 
-    def _begin(self, kind: PieceKind, text: str) -> Growing:
+    def _begin(self, kind: PieceKind, text: str) -> ItemBuilder:
         """Complete the item before and begin another."""
         if self._growing is not None and self._streams:
-            self._close(self._growing, self._growing.shown(COMPLETED))
+            self._close(self._growing, self._growing.as_item(COMPLETED))
         stem, index = self._id_stem, len(self._items)
-        item: Growing
+        item: ItemBuilder
         if kind is PieceKind.CALL:
-            item = GrowingCall(stem, index, call_id(self.answer["id"], 0, self._num_calls), text)
+            item = CallBuilder(stem, index, call_id(self.answer["id"], 0, self._num_calls), text)
             self._num_calls += 1
         elif kind is PieceKind.REASONING:
-            item = GrowingReasoning(stem, index)
+            item = ReasoningBuilder(stem, index)
         else:
-            item = GrowingMessage(stem, index)
+            item = MessageBuilder(stem, index)
         self._items.append(item)
         self._growing = item
         if self._streams:
             self._frames += [self._event(name, **fields) for name, fields in item.opening()]
         return item
 
-    def _close(self, item: Growing, shown: Item) -> None:
+    def _close(self, item: ItemBuilder, shown: Item) -> None:
         self._frames += [self._event(name, **fields) for name, fields in item.closing(shown)]
 
     # ---- ends ----
@@ -308,8 +308,8 @@ class ResponseShape:
         self.answer["status"] = status
         self.answer["completed_at"] = self.answer["incomplete_details"] = None
         last: ItemStatus = COMPLETED if status == COMPLETED else INCOMPLETE
-        before = [item.shown(COMPLETED) for item in self._items[:-1]]
-        self.answer["output"] = before + [item.shown(last) for item in self._items[-1:]]
+        before = [item.as_item(COMPLETED) for item in self._items[:-1]]
+        self.answer["output"] = before + [item.as_item(last) for item in self._items[-1:]]
 
     def stored(self) -> tuple[bytes, bytes]:
         """As JSON: the answer, and the conversation including it, for later responses."""
@@ -352,7 +352,7 @@ class ResponseShape:
         frames, self._frames = self._frames, []
         return [*frames, self._event(f"response.{self.answer['status']}", response=self.answer)]
 
-    def failed(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         """The response with its error; before it the first event, if that was not sent."""
         frames = b""
         if self._number == 0:

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict
 
-from penstock_router.apis.chat_messages import Called, assistant_message, check_size, tool_message
+from penstock_router.apis.chat_messages import (
+    FunctionCall,
+    assistant_message,
+    check_size,
+    tool_message,
+)
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     STRING,
@@ -98,12 +103,12 @@ Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
 
 
 @dataclass(slots=True)
-class _Said:
+class _AssistantTurn:
     """A message of the assistant, collected from a run of reasoning, message and call items."""
 
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    calls: list[Called] = field(default_factory=list)
+    calls: list[FunctionCall] = field(default_factory=list)
 
     def takes(self, item: Item) -> bool:
         """Whether the item belongs to this message; else it begins another.
@@ -115,7 +120,7 @@ class _Said:
 
     def add(self, item: Item) -> None:
         if item["type"] == "function_call":
-            self.calls.append(Called(item["call_id"], item["name"], item["arguments"]))
+            self.calls.append(FunctionCall(item["call_id"], item["name"], item["arguments"]))
         elif item["type"] == "reasoning":
             if item["content"]:
                 self.reasoning.append(_text_of(item["content"]))
@@ -136,16 +141,16 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[Message
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
     names: dict[str, str] = {}
-    said = _Said()
+    said = _AssistantTurn()
     for item in items:
         if _is_given(item):
             messages += said.message()
-            said = _Said()
+            said = _AssistantTurn()
             messages.append(_read_given(item, names))
             continue
         if not said.takes(item):
             messages += said.message()
-            said = _Said()
+            said = _AssistantTurn()
         said.add(item)
         if item["type"] == "function_call":
             names[item["call_id"]] = item["name"]

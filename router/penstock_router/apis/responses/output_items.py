@@ -29,7 +29,7 @@ Event = tuple[str, dict[str, Any]]
 _encode = msgspec.json.encode
 
 
-class Growing(ABC):
+class ItemBuilder(ABC):
     """An item that grows, one subclass per type. Its text is empty until a piece has come."""
 
     # The kind of pieces that extend the item once it has begun.
@@ -51,7 +51,7 @@ class Growing(ABC):
         self._texts.append(text)
 
     @abstractmethod
-    def shown(self, status: ItemStatus) -> Item:
+    def as_item(self, status: ItemStatus) -> Item:
         """The item with all of its text so far."""
 
     @abstractmethod
@@ -84,14 +84,14 @@ class Growing(ABC):
         return self._delta_opens
 
     def _added(self) -> Event:
-        item = self.shown("in_progress")
+        item = self.as_item("in_progress")
         return "response.output_item.added", {"output_index": self._index, "item": item}
 
     def _done(self, shown: Item) -> Event:
         return "response.output_item.done", {"output_index": self._index, "item": shown}
 
 
-class _WithPart(Growing):
+class _WithPart(ItemBuilder):
     """An item whose text is one part of its content."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class _WithPart(Growing):
         ]
 
 
-class GrowingMessage(_WithPart):
+class MessageBuilder(_WithPart):
     """A message."""
 
     grows_by = PieceKind.CONTENT
@@ -136,7 +136,7 @@ class GrowingMessage(_WithPart):
         self._texts.append(text)
         self._logprobs += logprobs
 
-    def shown(self, status: ItemStatus) -> MessageItem:
+    def as_item(self, status: ItemStatus) -> MessageItem:
         return {
             "type": "message",
             "id": self.id,
@@ -152,14 +152,14 @@ class GrowingMessage(_WithPart):
         return b',"logprobs":%b' % _encode(logprobs)
 
 
-class GrowingReasoning(_WithPart):
+class ReasoningBuilder(_WithPart):
     """Reasoning."""
 
     grows_by = PieceKind.REASONING
     _prefix = "rs"
     _delta_type = "response.reasoning_text.delta"
 
-    def shown(self, status: ItemStatus) -> ReasoningItem:
+    def as_item(self, status: ItemStatus) -> ReasoningItem:
         return {
             "type": "reasoning",
             "id": self.id,
@@ -172,7 +172,7 @@ class GrowingReasoning(_WithPart):
         return {"type": "reasoning_text", "text": "".join(self._texts)}
 
 
-class GrowingCall(Growing):
+class CallBuilder(ItemBuilder):
     """A function call; its pieces are parts of the arguments."""
 
     grows_by = PieceKind.ARGUMENTS
@@ -184,7 +184,7 @@ class GrowingCall(Growing):
         self._call_id = call_id
         self._name = name
 
-    def shown(self, status: ItemStatus) -> CallItem:
+    def as_item(self, status: ItemStatus) -> CallItem:
         return {
             "type": "function_call",
             "id": self.id,

@@ -37,7 +37,7 @@ class Reasoning(TypedDict):
     summary: str | None
 
 
-class Repeated(TypedDict):
+class EchoedFields(TypedDict):
     """What an answer repeats from its request, defaults filled in."""
 
     background: bool
@@ -68,7 +68,7 @@ class ResponsesRequest(ChatRequest):
     # `Item`s, but msgspec reads no union of them. The conversation without instructions, which
     # apply to one answer only.
     items: list[Any]
-    # A `Repeated`; empty after `without_text`.
+    # `EchoedFields`; empty after `without_text`.
     repeated: JsonObject
     previous_response_id: str | None
     background: bool

@@ -23,12 +23,12 @@ from penstock_router.apis.openai.requests import (
 )
 from penstock_router.apis.responses.answers import ResponseAnswer, ResponseEvent, ResponseShape
 from penstock_router.apis.responses.items import INPUT, check_outputs, messages_of
-from penstock_router.apis.responses.request_type import Repeated, ResponsesRequest, TextFormat
+from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
 from penstock_router.apis.structured_output import constraint_of_format, only_constraint
 from penstock_router.apis.tools import (
     FLAT_CHOICE,
     FLAT_TOOLS,
-    AskedChoice,
+    ParsedToolChoice,
     check_one_form,
     tool_options,
 )
@@ -116,7 +116,7 @@ def _parts_of(**fields: Kind) -> Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class _AskedFormat:
+class _ParsedFormat:
     """The format asked for: as answers repeat it, and as the constraint for shards."""
 
     shown: TextFormat
@@ -125,10 +125,10 @@ class _AskedFormat:
 
 _FORMAT_TYPES = one_of("text", "json_object", "json_schema")
 _FORMAT_NAME = string(1, MAX_FORMAT_NAME_CHARS)
-_ANY_TEXT = _AskedFormat({"type": "text"})
+_ANY_TEXT = _ParsedFormat({"type": "text"})
 
 
-def _read_format(name: str, value: Any) -> _AskedFormat:
+def _read_format(name: str, value: Any) -> _ParsedFormat:
     given = read_object(name, value)
     kind = _FORMAT_TYPES.read(f"{name}.type", given.get("type"))
     if kind == "json_schema":
@@ -137,7 +137,7 @@ def _read_format(name: str, value: Any) -> _AskedFormat:
     constraint = constraint_of_format(name, given)
     keys = _FORMAT_KEYS if kind == "json_schema" else ()
     shown = {key: given[key] for key in keys if given.get(key) is not None}
-    return _AskedFormat(cast(TextFormat, {"type": kind, **shown}), constraint)
+    return _ParsedFormat(cast(TextFormat, {"type": kind, **shown}), constraint)
 
 
 def _read_obfuscation(name: str, value: Any) -> bool:
@@ -309,7 +309,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
 
 def _constraint(values: JsonObject, common: JsonObject) -> JsonObject:
     """The constraint of text.format, if any; refused if another field asks for one too."""
-    asked: _AskedFormat = values.get("text", {}).get("format", _ANY_TEXT)
+    asked: _ParsedFormat = values.get("text", {}).get("format", _ANY_TEXT)
     if asked.constraint is None:
         return {}
     wishes = {"text.format": asked.constraint}
@@ -348,9 +348,9 @@ def _check_background(request: ResponsesRequest) -> None:
         raise BadRequest("background: not in streams on this server", param="background")
 
 
-def _repeat_fields(values: JsonObject, body: JsonObject) -> Repeated:
+def _repeat_fields(values: JsonObject, body: JsonObject) -> EchoedFields:
     reasoning, text = values.get("reasoning", {}), values.get("text", {})
-    asked = values.get("tool_choice") or AskedChoice(ToolChoice("auto"))
+    asked = values.get("tool_choice") or ParsedToolChoice(ToolChoice("auto"))
     return {
         "background": values.get("background", False),
         "instructions": values.get("instructions"),
@@ -376,7 +376,7 @@ def _repeat_fields(values: JsonObject, body: JsonObject) -> Repeated:
     }
 
 
-def _shown_choice(asked: AskedChoice) -> str | JsonObject:
+def _shown_choice(asked: ParsedToolChoice) -> str | JsonObject:
     if asked.allowed is not None:
         tools = [{"type": "function", "name": name} for name in asked.allowed]
         return {"type": "allowed_tools", "mode": asked.choice.mode, "tools": tools}

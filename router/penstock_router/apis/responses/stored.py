@@ -26,7 +26,7 @@ class Page:
     after: str | None
 
 
-def show_stored(
+def read_stored(
     response: bytes | memoryview, messages: bytes | memoryview, page: Page | None
 ) -> bytes:
     """A page of the conversation that the response answers. Without `page` the response itself,

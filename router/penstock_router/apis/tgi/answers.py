@@ -22,8 +22,8 @@ from penstock_router.errors import (
     TemplateFailed,
     TooManyRequests,
 )
+from penstock_router.generation.best_of import mean_logprob
 from penstock_router.generation.choice import Delta
-from penstock_router.generation.deltas import mean_logprob
 from penstock_router.generation.job import Job
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import CompletionRequest
@@ -284,7 +284,7 @@ class GenerateShape:
         """Nothing follows the last token."""
         return []
 
-    def failed(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         """The error, which ends the stream."""
         return error_frames(error)
 

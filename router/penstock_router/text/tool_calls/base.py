@@ -72,7 +72,7 @@ class TextOver(Exception):
     """The answer's text has ended."""
 
 
-class CallReader(ABC):
+class CallParser(ABC):
     """Base of all readers. A family's reader has `_read`, which is started again when it ends."""
 
     def __init__(self, names: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.structural_tag import (
+from penstock_router.text.structural_tag_builder import (
     among_text,
     json_format,
     literal,
@@ -20,7 +20,7 @@ from penstock_router.text.structural_tag import (
     tag,
 )
 from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.text.tool_calls.json_calls import JsonCallReader, arguments_schema
+from penstock_router.text.tool_calls.json_calls import JsonCallParser, arguments_schema
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -50,7 +50,7 @@ class DeepSeekFormat:
 
     def parser(self, names: Collection[str]) -> ToolParser:
         """A parser for one answer."""
-        return _Reader(names)
+        return _CallParser(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """All calls between one pair of markers."""
@@ -75,7 +75,7 @@ DEEPSEEK_V3 = DeepSeekFormat(
 DEEPSEEK_V31 = DeepSeekFormat("deepseek_v31", "", _SEPARATOR, "", "", False)
 
 
-class _Reader(JsonCallReader):
+class _CallParser(JsonCallParser):
     def _read(self) -> Reading[None]:
         if (yield from self._until(_CALLS, _CALL)) == _CALLS:
             yield from self._space()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.structural_tag import among_text, one_or_more
+from penstock_router.text.structural_tag_builder import among_text, one_or_more
 from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.text.tool_calls.json_calls import JsonCallReader, call_tag
+from penstock_router.text.tool_calls.json_calls import JsonCallParser, call_tag
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 # What other families write after the same marker.
@@ -29,7 +29,7 @@ class HermesFormat:
 
     def parser(self, names: Collection[str]) -> ToolParser:
         """A parser for one answer."""
-        return _Reader(names)
+        return _CallParser(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """Each call between its markers, on lines of its own."""
@@ -48,7 +48,7 @@ class HermesFormat:
         return among_text(tags, _BEGIN, parallel=parallel)
 
 
-class _Reader(JsonCallReader):
+class _CallParser(JsonCallParser):
     def _read(self) -> Reading[None]:
         yield from self._until(_BEGIN)
         if (yield from self._space()) not in "{[":

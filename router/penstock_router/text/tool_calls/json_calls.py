@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.structural_tag import either, json_format, regex, tag
-from penstock_router.text.tool_calls.base import SPACE, CallReader, Misfit, Reading
+from penstock_router.text.structural_tag_builder import either, json_format, regex, tag
+from penstock_router.text.tool_calls.base import SPACE, CallParser, Misfit, Reading
 from penstock_router.text.tool_calls.json_scanner import JsonScanner, is_object
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -40,7 +40,7 @@ class _Call:
     has_strangers: bool = False
 
 
-class JsonCallReader(CallReader):
+class JsonCallParser(CallParser):
     """Reads objects that are calls, and lists of them."""
 
     def _value(self, *, shown: bool = False) -> Reading[str]:
@@ -191,7 +191,7 @@ class JsonCallReader(CallReader):
         self._call(call.name or "", arguments)
 
 
-class BareJsonReader(JsonCallReader):
+class BareJsonParser(JsonCallParser):
     """Objects and lists one after the other, without markers between them."""
 
     _at_beginning = True

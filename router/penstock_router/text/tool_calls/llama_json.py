@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.structural_tag import one_or_more
+from penstock_router.text.structural_tag_builder import one_or_more
 from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.text.tool_calls.json_calls import BareJsonReader, call_tag, calls_or_text
+from penstock_router.text.tool_calls.json_calls import BareJsonParser, call_tag, calls_or_text
 
 _MARKER = "<|python_tag|>"
 
@@ -31,7 +31,7 @@ class LlamaJsonFormat:
 
     def parser(self, names: Collection[str]) -> ToolParser:
         """A parser for one answer."""
-        return _Reader(names)
+        return _CallParser(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """Objects in the order and spacing of the template; several as `{..}; {..}`."""
@@ -43,7 +43,7 @@ class LlamaJsonFormat:
         return calls if required else calls_or_text(calls, "[{")
 
 
-class _Reader(BareJsonReader):
+class _CallParser(BareJsonParser):
     def _read(self) -> Reading[None]:
         begins, self._at_beginning = self._at_beginning, False
         if begins and (yield from self._space()) in "{[":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.structural_tag import (
+from penstock_router.text.structural_tag_builder import (
     among_text,
     json_format,
     literal,
@@ -21,7 +21,7 @@ from penstock_router.text.structural_tag import (
     tag,
 )
 from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.text.tool_calls.json_calls import JsonCallReader, arguments_schema, call_tag
+from penstock_router.text.tool_calls.json_calls import JsonCallParser, arguments_schema, call_tag
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -39,7 +39,7 @@ class MistralFormat:
 
     def parser(self, names: Collection[str]) -> ToolParser:
         """A parser for one answer."""
-        return _Reader(names)
+        return _CallParser(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """One marker, and all calls in one list."""
@@ -66,7 +66,7 @@ class MistralNamedFormat:
 
     def parser(self, names: Collection[str]) -> ToolParser:
         """A parser for one answer."""
-        return _Reader(names)
+        return _CallParser(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """Calls without a separator."""
@@ -83,7 +83,7 @@ class MistralNamedFormat:
         return among_text(tags, _CALLS, parallel=parallel)
 
 
-class _Reader(JsonCallReader):
+class _CallParser(JsonCallParser):
     def _read(self) -> Reading[None]:
         yield from self._until(_CALLS)
         while (yield from self._any_of(_CALLS)) is not None:

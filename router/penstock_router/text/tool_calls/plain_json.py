@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Message, Tool
-from penstock_router.text.structural_tag import literal, one_or_more, sequence
+from penstock_router.text.structural_tag_builder import literal, one_or_more, sequence
 from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.text.tool_calls.json_calls import BareJsonReader, call_tag, calls_or_text
+from penstock_router.text.tool_calls.json_calls import BareJsonParser, call_tag, calls_or_text
 
 _FENCE = "```"
 
@@ -31,7 +31,7 @@ class PlainJsonFormat:
 
     def parser(self, names: Collection[str]) -> ToolParser:
         """A parser for one answer."""
-        return _Reader(names)
+        return _CallParser(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """One object; a list of them where there may be several."""
@@ -106,7 +106,7 @@ def _described(tool: Tool) -> JsonObject:
     return described | {"parameters": tool.parameters or {"type": "object"}}
 
 
-class _Reader(BareJsonReader):
+class _CallParser(BareJsonParser):
     def _read(self) -> Reading[None]:
         if not self._at_beginning:
             yield from self._rest()

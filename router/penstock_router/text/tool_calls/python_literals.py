@@ -16,7 +16,7 @@ import functools
 import json
 import re
 
-from penstock_router.text.tool_calls.base import SPACE, CallReader, Misfit, Reading, TextOver
+from penstock_router.text.tool_calls.base import SPACE, CallParser, Misfit, Reading, TextOver
 
 # ASCII: Python's int and float would take the digits of any script.
 _WORD = re.compile(r"[\w.+\-]*", re.ASCII)
@@ -45,7 +45,7 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _integer = functools.partial(int, base=0)
 
 
-class LiteralReader(CallReader):
+class LiteralParser(CallParser):
     """A reader whose calls have Python's literals as arguments."""
 
     def _literal(self) -> Reading[None]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.structural_tag import (
+from penstock_router.text.structural_tag_builder import (
     either,
     json_format,
     literal,
@@ -24,7 +24,7 @@ from penstock_router.text.structural_tag import (
 )
 from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
 from penstock_router.text.tool_calls.json_calls import calls_or_text
-from penstock_router.text.tool_calls.python_literals import LiteralReader
+from penstock_router.text.tool_calls.python_literals import LiteralParser
 
 _TAG, _BEGIN, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 _IDENTIFIER = re.compile(r"\w*")
@@ -52,7 +52,7 @@ class PythonicFormat:
 
     def parser(self, names: Collection[str]) -> ToolParser:
         """A parser for one answer."""
-        return _Reader(names)
+        return _CallParser(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """A list of calls; values are JSON, which the reader accepts like Python."""
@@ -134,7 +134,7 @@ def _behind_another(needed: bool, argument: JsonObject) -> JsonObject:
     return with_comma if needed else either([with_comma, literal("")])
 
 
-class _Reader(LiteralReader):
+class _CallParser(LiteralParser):
     _at_beginning = True
 
     def _read(self) -> Reading[None]:

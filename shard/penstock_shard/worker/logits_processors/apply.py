@@ -51,7 +51,7 @@ _Processor = LogitsProcessor[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedShaping:
     """Rows that are sampled next whose sequences have a state, and which processors change them."""
 
     rows: _Index
@@ -71,7 +71,7 @@ class Prepared:
 
 
 @dataclass(slots=True)
-class Shaped:
+class ShapedLogits:
     """Rows whose logits were changed, and their copies: float32 [n, V]."""
 
     rows: Integers
@@ -105,7 +105,7 @@ class LogitsShaping:
         if slot in self._states:
             self._states[slot].repeat()
 
-    def prepare(self, rows: _Index, slots: Integers, positions: Integers) -> Prepared:
+    def prepare(self, rows: _Index, slots: Integers, positions: Integers) -> PreparedShaping:
         """Begin what needs no logits: row `rows[i]` draws the token at `positions[i]` of the output
         of the sequence in `slots[i]`, which has a state.
         """
@@ -120,9 +120,9 @@ class LogitsShaping:
         for processor, changed in zip(self._processors, changes, strict=True):
             if changed:
                 processor.prepare([state for _, state in changed])
-        return Prepared(rows, states, changes)
+        return PreparedShaping(rows, states, changes)
 
-    def apply(self, logits: Tensor, prepared: Prepared) -> Shaped | None:
+    def apply(self, logits: Tensor, prepared: PreparedShaping) -> ShapedLogits | None:
         """Changed copies of the rows of logits [N, V] that are changed at all."""
         changed = sorted({row for changes in prepared.changes for row, _ in changes})
         if not changed:
@@ -133,7 +133,7 @@ class LogitsShaping:
         for processor, changes in zip(self._processors, prepared.changes, strict=True):
             if changes:
                 processor.apply(own, [(places[row], state) for row, state in changes])
-        return Shaped(rows, own)
+        return ShapedLogits(rows, own)
 
     def abandon(self) -> None:
         """What was prepared is not applied."""

@@ -31,7 +31,11 @@ from torch import Tensor
 from penstock_shard.device.async_copy import is_host, mark, to_device, to_host
 from penstock_shard.ipc.request import Request
 from penstock_shard.worker.base import Admission, RowResult
-from penstock_shard.worker.logits_processors.apply import LogitsShaping, Prepared, Shaped
+from penstock_shard.worker.logits_processors.apply import (
+    LogitsShaping,
+    PreparedShaping,
+    ShapedLogits,
+)
 from penstock_shard.worker.sampling.draw import draw
 from penstock_shard.worker.sampling.philox import uniforms
 from penstock_shard.worker.sampling.token_scores import TokenScores, score_tokens
@@ -72,8 +76,8 @@ class Sampler:
         """Without `shaping` logits are taken as they are."""
         self._shaping = LogitsShaping() if shaping is None else shaping
         self._requests: dict[int, Request] = {}
-        self._known = _Known()
-        self._prepared: Prepared | None = None
+        self._known = _SamplingColumns()
+        self._prepared: PreparedShaping | None = None
 
     def admit(self, admission: Admission) -> None:
         """Another sequence has this slot from now on."""
@@ -109,7 +113,7 @@ class Sampler:
             stateful, rows.slots[stateful], rows.positions[stateful]
         )
 
-    def enqueue(self, logits: Tensor, rows: SampleRows) -> Enqueued:
+    def enqueue(self, logits: Tensor, rows: SampleRows) -> PendingSamples:
         """Launch the sampling of logits [N, V] of any float type, which are not changed; gives N
         tokens.
         """
@@ -134,7 +138,7 @@ class Sampler:
             tokens.index_copy_(0, places, own_tokens)
         self._draw(_Sources(logits, best, shaped, own_best), rows, tokens, codes)
         scored = self._score(logits, tokens, rows)
-        return Enqueued(tokens, to_host(codes), rows, prepared, scored)
+        return PendingSamples(tokens, to_host(codes), rows, prepared, scored)
 
     def abandon(self) -> None:
         """Drop what was prepared, which will not be enqueued."""
@@ -191,7 +195,7 @@ class _Sources:
 
     logits: Tensor
     best: Tensor
-    shaped: Shaped | None
+    shaped: ShapedLogits | None
     shaped_best: Tensor
 
     def of(self, rows: _Index) -> abc.Iterator[tuple[Tensor, Tensor, _Index, _Index]]:
@@ -214,7 +218,7 @@ class _Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Enqueued:
+class PendingSamples:
     """Rows that are being sampled. `tokens` int64 [N] are on the device; a row with an error has an
     arbitrary one.
     """
@@ -222,7 +226,7 @@ class Enqueued:
     tokens: Tensor
     _codes: Tensor
     _rows: SampleRows
-    _prepared: Prepared
+    _prepared: PreparedShaping
     _scored: _Scored | None
 
     @property
@@ -258,7 +262,7 @@ class Enqueued:
         )
 
 
-class _Known:
+class _SamplingColumns:
     """Sampling parameters of sequences, in arrays indexed by slot."""
 
     def __init__(self) -> None:

@@ -95,7 +95,7 @@ def weigh(scaled: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FilteredTokens:
     """What the filters keep of `rows` (int64 [n]) of a chunk: the first `count` [n, 1] of `ids`
     [n, w], in the order they are drawn in; `cumulative` [n, w] are the running sums of weights.
     """
@@ -108,7 +108,7 @@ class Kept:
 
 # Rows of the chunk and their first ids [n, w] -> what is kept of these, and bool [n, 1]: whether
 # the filters keep nothing beyond these ids.
-Keep = Callable[[Tensor, Tensor], tuple[Kept, Tensor]]
+Keep = Callable[[Tensor, Tensor], tuple[FilteredTokens, Tensor]]
 
 
 def has_kernels(logits: Tensor) -> bool:
@@ -121,7 +121,7 @@ def draw_by_rank(rows: Rows) -> Tensor:
     is_unsure = rows.vocabulary > _WINDOW and not rows.columns.top_k.any()
     if is_unsure and has_kernels(rows.scaled):
         return _draw_without_a_look(rows)
-    return draw_kept(rows, most_likely(rows, everyone))
+    return draw_filtered(rows, most_likely(rows, everyone))
 
 
 def _draw_without_a_look(rows: Rows) -> Tensor:
@@ -133,13 +133,13 @@ def _draw_without_a_look(rows: Rows) -> Tensor:
     totals = weights.sum(dim=1, keepdim=True)
     index = rows.index(range(len(rows.scaled)))
     kept, settled = _keep_most_likely(rows, totals, index, ordered_topk(rows.scaled, _WINDOW))
-    tokens = draw_kept(rows, iter([kept]))
+    tokens = draw_filtered(rows, iter([kept]))
     goal = share(rows.top_p, totals)
     draw_unsettled(rows.scaled, weights, goal, rows.floor, rows.uniform, settled, tokens)
     return tokens
 
 
-def draw_kept(rows: Rows, groups: Iterator[Kept]) -> Tensor:
+def draw_filtered(rows: Rows, groups: Iterator[FilteredTokens]) -> Tensor:
     tokens = torch.empty(len(rows.scaled), dtype=torch.int64, device=rows.scaled.device)
     for kept in groups:
         total = kept.cumulative.gather(1, kept.count - 1)
@@ -156,7 +156,7 @@ def pick(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
     return place.clamp_(max=cumulative.shape[1] - 1)
 
 
-def most_likely(rows: Rows, chosen: abc.Sequence[int]) -> Iterator[Kept]:
+def most_likely(rows: Rows, chosen: abc.Sequence[int]) -> Iterator[FilteredTokens]:
     """What top-k, then top-p (of what top-k left), then min-p keep in the chosen rows."""
     # A row with top-k starts with a window that holds all of it.
     first = {i: int(rows.columns.top_k[i]) for i in chosen}
@@ -171,7 +171,7 @@ def most_likely(rows: Rows, chosen: abc.Sequence[int]) -> Iterator[Kept]:
 
 def _keep_most_likely(
     rows: Rows, totals: Tensor, index: Tensor, ids: Tensor
-) -> tuple[Kept, Tensor]:
+) -> tuple[FilteredTokens, Tensor]:
     """A `Keep` by top-k, top-p and min-p; `totals` int64 [n, 1] are the summed weights of all
     tokens, for rows without top-k.
     """
@@ -188,7 +188,7 @@ def _keep_most_likely(
         above = (weights >= rows.floor[index]).sum(dim=1, keepdim=True)
         # With NaN logits none may be above it.
         count = torch.minimum(count, above).clamp_(min=1)
-    return Kept(index, ids, cumulative, count), cumulative[:, -1:] >= goal
+    return FilteredTokens(index, ids, cumulative, count), cumulative[:, -1:] >= goal
 
 
 def share(share: Tensor, total: Tensor) -> Tensor:
@@ -202,14 +202,14 @@ def widen(
     first: dict[int, int],
     keep: Keep,
     to_index: Callable[[abc.Sequence[int]], Tensor],
-) -> Iterator[Kept]:
+) -> Iterator[FilteredTokens]:
     """What `keep` keeps of each row of keys [N, V], largest key first.
 
     `first` maps the wanted rows to how many keys are known to be enough. For a row of 0 that is not
     known: it is tried on the first window, then, where that is too small, on all.
     """
 
-    def kept(rows: abc.Sequence[int], window: int) -> tuple[Kept, Tensor]:
+    def kept(rows: abc.Sequence[int], window: int) -> tuple[FilteredTokens, Tensor]:
         index = to_index(rows)
         return keep(index, ordered_topk(keys if len(rows) == len(keys) else keys[index], window))
 
@@ -229,8 +229,10 @@ def widen(
         yield kept(list(compress(unsure, map(not_, is_enough))), vocabulary)[0]
 
 
-def _only(kept: Kept, chosen: Tensor) -> Kept:
-    return Kept(kept.rows[chosen], kept.ids[chosen], kept.cumulative[chosen], kept.count[chosen])
+def _only(kept: FilteredTokens, chosen: Tensor) -> FilteredTokens:
+    return FilteredTokens(
+        kept.rows[chosen], kept.ids[chosen], kept.cumulative[chosen], kept.count[chosen]
+    )
 
 
 def ordered_topk(values: Tensor, k: int) -> Tensor:

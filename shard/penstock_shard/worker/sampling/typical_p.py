@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from penstock_shard.worker.sampling.top_k_top_p import (
-    Kept,
+    FilteredTokens,
     Rows,
-    draw_kept,
+    draw_filtered,
     most_likely,
     share,
     weigh,
@@ -29,10 +29,10 @@ def draw_typical(rows: Rows) -> Tensor:
         inside = own.gather(1, kept.ids) * (place < kept.count)
         weights[kept.rows] = torch.zeros_like(own).scatter_(1, kept.ids, inside)
     weights *= weights >= rows.floor
-    return draw_kept(rows, _nearest_to_entropy(rows, weights))
+    return draw_filtered(rows, _nearest_to_entropy(rows, weights))
 
 
-def _nearest_to_entropy(rows: Rows, weights: Tensor) -> Iterator[Kept]:
+def _nearest_to_entropy(rows: Rows, weights: Tensor) -> Iterator[FilteredTokens]:
     """What typical-p keeps of the tokens with a weight: those whose log-probability is nearest to
     its mean, which is minus the entropy, until they have `typical_p` of the mass.
 
@@ -45,10 +45,10 @@ def _nearest_to_entropy(rows: Rows, weights: Tensor) -> Iterator[Kept]:
     nearness = (scaled - mean).abs_().neg_().float().masked_fill_(weights == 0, float("-inf"))
     goal = share(rows.typical_p, total)
 
-    def keep(index: Tensor, ids: Tensor) -> tuple[Kept, Tensor]:
+    def keep(index: Tensor, ids: Tensor) -> tuple[FilteredTokens, Tensor]:
         cumulative = weights[index].gather(1, ids).cumsum(1)
         count = torch.searchsorted(cumulative, goal[index]) + 1
         settled = count <= ids.shape[1]
-        return Kept(index, ids, cumulative, count.clamp(max=ids.shape[1])), settled
+        return FilteredTokens(index, ids, cumulative, count.clamp(max=ids.shape[1])), settled
 
     yield from widen(nearness, dict.fromkeys(range(len(scaled)), 0), keep, rows.index)

@@ -18,7 +18,7 @@ from support.budget import budget, seeded
 from support.recorded_tool_calls import RECORDED, TOOLS
 
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.text.tool_calls.base import SPACE, CallReader
+from penstock_router.text.tool_calls.base import SPACE, CallParser
 from penstock_router.text.tool_calls.choose_format import FORMATS
 from penstock_router.text.tool_calls.json_scanner import JsonScanner
 
@@ -65,7 +65,7 @@ class Ledger:
     def __init__(self, family: str, text: str) -> None:
         self._text = text
         self._reader: Any = FORMATS[family].parser(TOOLS)
-        assert isinstance(self._reader, CallReader)
+        assert isinstance(self._reader, CallParser)
         reader: Any = self._reader
         self._drop, self._content = reader._drop, reader._content
         self._arguments = reader._arguments

@@ -1,7 +1,6 @@
 """A model directory -> a `ModelRunner` that is ready.
 
-Knows the order: load the model, add places for adapters, check it, describe it; reports progress.
-Knows nothing of steps.
+In this order: load the model, set slots for adapters aside, check it, describe it.
 """
 
 from __future__ import annotations
@@ -11,24 +10,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from transformers import PreTrainedConfig
-
-from penstock_shard.attention.backend_order import described
+from penstock_shard.attention.backend_order import describe_backend
 from penstock_shard.checkpoint.pooling_files import pooling_of
 from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.distributed.group import gather_group
-from penstock_shard.errors import ModelError, out_of_memory_told
+from penstock_shard.errors import ModelError, report_out_of_memory
 from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
-from penstock_shard.ipc.sampling_ranges import usable_defaults
-from penstock_shard.model_loader.adapters import adapter_store
+from penstock_shard.model_loader.adapter_store import adapter_store
 from penstock_shard.model_loader.fingerprint import fingerprint
+from penstock_shard.model_loader.generation_config import generation_defaults
 from penstock_shard.model_loader.load_rank import load_part, rank_device
-from penstock_shard.model_loader.prepare import Prepared, prepare
-from penstock_shard.model_loader.transformers_loader import generation_defaults
+from penstock_shard.model_loader.prepare_model import PreparedModel, prepare_model
 from penstock_shard.models import unsupported
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.loaded_model import LoadedModel
@@ -43,8 +38,8 @@ _SCORED_BYTES = 64 * 2**20
 _LEAST_SCORED = 16
 
 
-@out_of_memory_told("at load")
-def create_runner(
+@report_out_of_memory("at load")
+def load_model_runner(
     config: ShardConfig, model_dir: Path, *, progress: Callable[[str], None]
 ) -> ModelRunner:
     """Load the model of a directory and make it ready to serve.
@@ -53,7 +48,7 @@ def create_runner(
     if the model cannot be loaded, would be served wrongly, or does not fit.
     """
     loaded, weights_hash = _load(config, model_dir, progress)
-    prepared = prepare(config, loaded, progress)
+    prepared = prepare_model(config, loaded, progress)
     info = _info(config, model_dir, loaded, prepared, weights_hash, progress)
     return ModelRunner(
         loaded.model,
@@ -103,14 +98,14 @@ def _info(
     config: ShardConfig,
     model_dir: Path,
     loaded: LoadedModel,
-    prepared: Prepared,
+    prepared: PreparedModel,
     weights_hash: str,
     progress: Callable[[str], None],
 ) -> RunnerInfo:
     """The runner's `RunnerInfo`. Raises ModelError if the model's files cannot be read."""
     model, ops = loaded.model, loaded.ops
     text = loaded.hf_config.get_text_config()
-    eos_token_ids, defaults = _generation(model_dir, text, progress)
+    eos_token_ids, defaults = generation_defaults(model_dir, text, progress)
     embedding = _embedding(config, model_dir, model, progress)
     ranks = config.tensor_parallel_size
     return RunnerInfo(
@@ -125,7 +120,7 @@ def _info(
         dtype=ops.weights,
         kv_dtype=dtype_name(loaded.kv_dtype),
         device=str(model.device),
-        attention_backend=described(ops.backend, ops.device),
+        attention_backend=describe_backend(ops.backend, ops.device),
         capabilities=CAPABILITIES | ({"embed"} if embedding else set()),
         embedding=embedding,
         # On cpu the step itself needs the processor that would prepare the next one.
@@ -139,40 +134,6 @@ def _info(
             else ""
         ),
     )
-
-
-def _generation(
-    model_dir: Path, text: PreTrainedConfig, progress: Callable[[str], None]
-) -> tuple[tuple[int, ...], dict[str, float]]:
-    """The model's eos ids, and its default sampling values."""
-    generation = generation_defaults(model_dir)
-    eos_token_ids, outside = _eos_token_ids(generation, text)
-    if outside:
-        progress(f"eos_token_id: {outside} are not in the vocabulary; left out")
-    defaults, unusable = usable_defaults(_stated_sampling(generation))
-    for line in unusable:
-        progress(f"generation_config.json: {line}; left out")
-    return eos_token_ids, defaults
-
-
-def _eos_token_ids(
-    generation: dict[str, Any], text: PreTrainedConfig
-) -> tuple[tuple[int, ...], list[int]]:
-    """Eos ids from generation_config.json, else from the configuration, () if neither has any; and
-    apart those outside the vocabulary, as banning them before min_tokens would index out of range.
-    """
-    value = generation.get("eos_token_id")
-    if value is None:
-        value = getattr(text, "eos_token_id", None)
-    stated = value if isinstance(value, list | tuple) else () if value is None else (int(value),)
-    usable = tuple(token_id for token_id in stated if 0 <= token_id < text.vocab_size)
-    return usable, [token_id for token_id in stated if token_id not in usable]
-
-
-def _stated_sampling(generation: dict[str, Any]) -> dict[str, object]:
-    """Sampling values that generation_config.json states and this runner honours."""
-    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-    return {name: generation[name] for name in names if generation.get(name) is not None}
 
 
 def _embedding(

@@ -11,7 +11,7 @@ from penstock_shard.scheduler.step_budget import StepBudget
 from penstock_shard.sequence import Sequence
 
 
-class SchedulingPolicy:
+class FcfsPolicy:
     """The order of arrival; a sequence that is preempted keeps its place in it."""
 
     def add(self, sequence: Sequence) -> None:
@@ -36,7 +36,7 @@ class SchedulingPolicy:
         """The waiting sequences in the order in which they are admitted, while the budget lasts."""
         return iter(list(waiting))
 
-    def outranked(
+    def find_outranked(
         self,
         running: abc.Collection[Sequence],
         waiting: abc.Collection[Sequence],
@@ -47,6 +47,6 @@ class SchedulingPolicy:
         """A running sequence that is to make room for one of `waiting`, if any is."""
         return None
 
-    def victim(self, running: abc.Collection[Sequence]) -> Sequence:
+    def choose_victim(self, running: abc.Collection[Sequence]) -> Sequence:
         """The running sequence that is preempted first where blocks run out."""
         return max(running, key=lambda sequence: sequence.arrival)

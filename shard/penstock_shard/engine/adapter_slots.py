@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedAdapter:
+class AdapterSlot:
     """An adapter that requests may use, and its index in the runner."""
 
     adapter: Adapter
@@ -45,7 +45,7 @@ class EngineAdapters:
         """
         self._store = store
         self._on_read = on_read
-        self._placed: dict[str, PlacedAdapter] = {}
+        self._placed: dict[str, AdapterSlot] = {}
         self._free = list(range(max_adapters, 0, -1))
         # Indices of unloaded adapters that requests may still use.
         self._leaving: set[int] = set()
@@ -150,5 +150,5 @@ class EngineAdapters:
         index = self._free.pop()
         self._store.place(index, read)
         adapter = Adapter(name, read.content_hash, source, read.rank)
-        self._placed[name] = PlacedAdapter(adapter, index)
+        self._placed[name] = AdapterSlot(adapter, index)
         return adapter

@@ -21,13 +21,13 @@ from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.ops.base import Ops
 from penstock_shard.selfcheck.batch_invariance import first_variance
-from penstock_shard.selfcheck.random_steps import Row, TrialSteps, trial_steps
+from penstock_shard.selfcheck.random_steps import RandomSteps, Row, random_steps
 
 _CHECK_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """What was measured and set up."""
 
     num_blocks: int
@@ -39,7 +39,9 @@ class Prepared:
     has_graphs: bool = False
 
 
-def prepare(config: ShardConfig, loaded: LoadedModel, progress: Callable[[str], None]) -> Prepared:
+def prepare_model(
+    config: ShardConfig, loaded: LoadedModel, progress: Callable[[str], None]
+) -> PreparedModel:
     """Check, measure, allocate, record.
 
     Raises ModelError if the model computes wrongly or does not fit.
@@ -59,7 +61,7 @@ def prepare(config: ShardConfig, loaded: LoadedModel, progress: Callable[[str], 
     has_graphs = False
     if graphs is not None and graph_bytes is not None:
         has_graphs = graphs.capture(block_size, num_blocks)
-    return Prepared(num_blocks, block_size, is_invariant, worst_step_s, has_graphs)
+    return PreparedModel(num_blocks, block_size, is_invariant, worst_step_s, has_graphs)
 
 
 def _block_size(config: ShardConfig, ops: Ops) -> int:
@@ -194,8 +196,8 @@ class _Checks:
 
     def _steps(
         self, count: int, length: int, kv_dtype: torch.dtype
-    ) -> AbstractContextManager[TrialSteps]:
+    ) -> AbstractContextManager[RandomSteps]:
         """Trial steps with a cache for `count` sequences of this length."""
         loaded = self.loaded
         num_blocks = count * -(-length // self.block_size)
-        return trial_steps(loaded.model, loaded.vocab_size, self.block_size, num_blocks, kv_dtype)
+        return random_steps(loaded.model, loaded.vocab_size, self.block_size, num_blocks, kv_dtype)

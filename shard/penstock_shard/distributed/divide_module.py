@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock_shard.distributed.collectives import Ranks
-from penstock_shard.distributed.decoder_slices import check_divisible, even_part, vocabulary_part
+from penstock_shard.distributed.divide_decoder import check_divisible, even_part, vocabulary_part
 from penstock_shard.distributed.parallel_linear import gathered
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Share, Shares

@@ -59,13 +59,13 @@ class ServerAdapters:
             return None
         return [(adapter.name, adapter.source) for adapter in self._loaded]
 
-    def became_ready(self, loaded: Loaded) -> None:
+    def on_engine_ready(self, loaded: Loaded) -> None:
         """An engine has started with these adapters."""
         self._begun = True
         self._loaded = loaded
         self.revision += 1
 
-    def died(self) -> None:
+    def on_engine_death(self) -> None:
         """The engine died: refuse the changes that it has not answered."""
         asked, self._asked = self._asked, {}
         self._unloading.clear()
@@ -103,7 +103,7 @@ class ServerAdapters:
         self._now_loaded(left)
         await self._ask(name, "")
 
-    def answered(self, answer: AdapterChanged) -> None:
+    def on_answer(self, answer: AdapterChanged) -> None:
         """Handle the engine's answer to a change."""
         self._unloading.pop(answer.number, None)
         # An adapter that is reported loaded while its unload is pending will be unloaded again.

@@ -1,0 +1,65 @@
+"""Eos ids and sampling defaults of a model, from generation_config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from penstock_shard.checkpoint.weight_files import read_object
+from penstock_shard.errors import ModelError, first_line
+from penstock_shard.ipc.sampling_ranges import usable_defaults
+
+
+def generation_defaults(
+    model_dir: Path, text: PreTrainedConfig, progress: Callable[[str], None]
+) -> tuple[tuple[int, ...], dict[str, float]]:
+    """The model's eos ids, and its default sampling values.
+
+    A line of `progress` names each value that cannot be served. Raises ModelError if the file
+    cannot be read.
+    """
+    generation = _read(model_dir)
+    eos_token_ids, outside = _eos_token_ids(generation, text)
+    if outside:
+        progress(f"eos_token_id: {outside} are not in the vocabulary; left out")
+    defaults, unusable = usable_defaults(_stated_sampling(generation))
+    for line in unusable:
+        progress(f"generation_config.json: {line}; left out")
+    return eos_token_ids, defaults
+
+
+def _eos_token_ids(
+    generation: dict[str, Any], text: PreTrainedConfig
+) -> tuple[tuple[int, ...], list[int]]:
+    """Eos ids from generation_config.json, else from the configuration, () if neither has any; and
+    apart those outside the vocabulary, as banning them before min_tokens would index out of range.
+    """
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = getattr(text, "eos_token_id", None)
+    stated = value if isinstance(value, list | tuple) else () if value is None else (int(value),)
+    usable = tuple(token_id for token_id in stated if 0 <= token_id < text.vocab_size)
+    return usable, [token_id for token_id in stated if token_id not in usable]
+
+
+def _stated_sampling(generation: dict[str, Any]) -> dict[str, object]:
+    """Sampling values that generation_config.json states and this runner honours."""
+    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+    return {name: generation[name] for name in names if generation.get(name) is not None}
+
+
+def _read(model_dir: Path) -> dict[str, Any]:
+    """generation_config.json as it stands; empty if there is none.
+
+    Raises ModelError if it is not a JSON object.
+    """
+    path = model_dir / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        return read_object(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {first_line(error)}") from error
