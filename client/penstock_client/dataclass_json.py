@@ -1,6 +1,6 @@
 """Dataclasses as what JSON can hold, and back, driven by their fields and the types of these.
 
-Knows dataclasses, None, sequences, mappings, enums, int, float, bool and str. Anything else is
+For dataclasses, None, sequences, mappings, enums, int, float, bool and str. Anything else is
 refused, so a new field is written and read again, or a test fails; it is never left out in silence.
 """
 

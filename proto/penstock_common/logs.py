@@ -2,7 +2,7 @@
 
 Lines are formatted where they arise and written by a thread, so that a pipe that nobody reads holds
 up nothing; what finds no room is dropped and counted. Whatever a line tells of stays on that line.
-Knows no requests: what a record has besides its message is a field of its JSON, and where those
+What a record has besides its message is a field of its JSON, and where those
 fields say everything, the record brings the words for text lines along (`IN_WORDS`).
 """
 

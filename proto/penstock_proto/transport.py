@@ -1,7 +1,6 @@
 """How penstock's gRPC connections are carried: sizes, keepalive, reconnecting, ports, TLS.
 
-The one place for channel and server options, so that both ends always agree. Knows nothing of the
-messages that pass.
+The one place for channel and server options, so that both ends always agree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A `docker run` command line: its image, what the container is told, and which paths are whose.
 
-Knows docker's options as far as a server's command line needs them. Knows no server, runs nothing.
+Docker's options as far as a server's command line needs them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the console shows: the fleet, and requests on their way, as frames for whoever watches.
 
 One task polls a few times a second while there are watchers, and encodes what it sees once for all
-of them. It shows numbers, names and times of requests; their texts are not known here. Knows no
-HTTP: a watcher is a queue of frames.
+of them. It shows numbers, names and times of requests; their texts are not known here.
+A watcher is a queue of frames.
 """
 
 from __future__ import annotations

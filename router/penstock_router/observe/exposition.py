@@ -1,8 +1,7 @@
 """All metrics in Prometheus's text format, written without blocking the event loop for even a
 millisecond. With several workers their files are read in a thread: some 10 ms of Python, in which
 the loop waits up to 5 ms for the interpreter each time it comes back from its sockets. So they are
-read no more often than workers write them. Knows families and samples; neither HTTP nor what the
-metrics mean.
+read no more often than workers write them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the router counts, for Prometheus. Knows no requests: callers say what happened. What is
-counted of a request when it has ended is in `request_metrics`.
+"""What the router counts, for Prometheus. What is counted of a request when it has ended is in
+`ended_request_metrics`.
 
 With several workers each has its own counters; `prometheus_client` then keeps them in files of a
 folder that all share (PROMETHEUS_MULTIPROC_DIR, set before this module is first imported), and any

@@ -1,7 +1,7 @@
 """Messages -> the prompt's text, by the model's own jinja template, in a sandbox.
 
 Renders what `transformers` renders: the same environment, the same special-token variables, the
-same treatment of a final message that is to be continued. Knows no token ids and no HTTP. A
+same treatment of a final message that is to be continued. A
 template comes from a model's repository, so it is somebody else's program: it runs without access
 to Python's internals, and what it raises is an answer to the client, never a crash.
 """

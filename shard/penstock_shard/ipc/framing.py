@@ -78,7 +78,8 @@ def _length(header: bytes) -> int | None:
     if length ^ turned == _ALL_BITS:
         return int(length)
     logger.error(
-        "a message of another process cannot be decoded: %s is no length; is it of another version?",
+        "a message of another process cannot be decoded: %s is no length; is it of another "
+        "version?",
         header.hex(),
     )
     return None

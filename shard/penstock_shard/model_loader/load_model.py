@@ -3,8 +3,6 @@
 For our decoder the configuration describes the layers, so the attention backend is chosen before
 weights are read. A transformers module must be complete first: one token run through it shows what
 its layers ask of attention.
-
-Knows both kinds of model and that ours comes first. Knows nothing of steps or of KV cache memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a shard counts, for Prometheus. Knows no gRPC calls and no
-engine process: the supervisor reports events, and its state is read at each scrape.
+"""What a shard counts, for Prometheus: the supervisor reports events, and its state is read at each
+scrape.
 """
 
 from __future__ import annotations
