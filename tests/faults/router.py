@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "Deltas are sent on while the one before is waited for",
-        "_Pump._on_output",
+        "_DeltaPump._on_output",
         never("self._wait is not None"),
         caught_by="test_deltas_gather_while_the_use_of_one_is_waited_for",
     ),

@@ -14,9 +14,14 @@ TESTS = Path(__file__).parents[1]
 # What plugs in: objectives, drafts, constraints, adapters, processors and outputs.
 PLUGS = (
     *("scheduler.priority_policy", "scheduler.urgency", "scheduler.speculation"),
-    *("spec_decode.prompt_lookup", "engine.create_engine", "engine.matchers", "engine.adapter_slots"),
+    *(
+        "spec_decode.prompt_lookup",
+        "engine.create_engine",
+        "engine.matchers",
+        "engine.adapter_slots",
+    ),
     *("structured_output.matcher_state", "structured_output.compiler"),
-    *("model_loader.adapters", "lora.lora", "models.lora_targets", "worker.token_state"),
+    *("model_loader.adapter_store", "lora.lora", "models.lora_targets", "worker.token_state"),
     *(
         f"worker.outputs.{name}"
         for name in ("prompt_logprobs", "embeddings", "draft_verification", "all_outputs")
