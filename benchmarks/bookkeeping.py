@@ -82,7 +82,7 @@ class _Timed:
 
 def measure(runner: Runner, args: argparse.Namespace) -> None:
     info = runner.info
-    blocks = BlockManager(info.num_blocks, info.block_size, weights_hash=info.weights_hash)
+    blocks = BlockManager.of(info, 4096)
     scheduler: Any = create_scheduler(SchedulerLimits(args.sequences, 4096), blocks)
     timed: Any = runner
     engine: Any = Engine(runner, scheduler, blocks)

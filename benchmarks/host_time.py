@@ -86,7 +86,7 @@ def measure_us(rows: int, fields: Mapping[str, Any], steps: int) -> float:
         runner_info(num_blocks=32_768, max_model_len=4096), vocab_size=_VOCABULARY
     )
     runner = ModelRunner(_NoModel(), info, shaping=every_processor())  # type: ignore[arg-type]
-    blocks = BlockManager(info.num_blocks, info.block_size)
+    blocks = BlockManager.of(info, 8192)
     engine = Engine(runner, create_scheduler(SchedulerLimits(rows, 8192), blocks), blocks)
     others = {name: value for name, value in fields.items() if name != "sampling"}
     for number in range(rows):

@@ -124,7 +124,7 @@ def report(rates: dict[str, list[float]]) -> None:
 def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespace) -> Contender:
     """The engine as the shard runs it, greedy, end-of-sequence ignored."""
     info = runner.info
-    blocks = BlockManager(info.num_blocks, info.block_size, weights_hash=info.weights_hash)
+    blocks = BlockManager.of(info, config.batched_tokens("cpu"))
     limits = SchedulerLimits(
         config.max_num_seqs,
         config.batched_tokens("cpu"),

@@ -106,7 +106,7 @@ def serve(
 ) -> list[Timeline]:
     """Run the engine until all have ended; a request that finds the queue full is turned away."""
     info = runner.info
-    blocks = BlockManager(info.num_blocks, info.block_size, weights_hash=info.weights_hash)
+    blocks = BlockManager.of(info, limits.max_num_batched_tokens)
     scheduler = create_scheduler(limits, blocks, aging_s=aging_s)
     engine = Engine(runner, scheduler, blocks)
     timelines: dict[str, Timeline] = {}

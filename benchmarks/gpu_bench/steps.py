@@ -110,7 +110,7 @@ class Sequences:
         admitted = [row.sequence for row in rows if not row.start or row.sequence.slot not in known]
         known.update(sequence.slot for sequence in admitted)
         new_blocks = [
-            self._blocks_of(row.sequence) if row.sequence in admitted else () for row in rows
+            [self._blocks_of(row.sequence) if row.sequence in admitted else () for row in rows]
         ]
         self._runner.launch(Rows.of(rows).batch(new_blocks, admitted))
 

@@ -70,10 +70,14 @@ class Driver:
     def __init__(self, runner: Runner, seed: int = 0) -> None:
         self.runner = runner
         self.random = random.Random(seed)
-        self.free = list(range(runner.info.num_blocks))
-        self.random.shuffle(self.free)
-        self.blocks: dict[Sequence, list[int]] = {}
-        # How many of these the runner has been told.
+        self.groups = runner.info.cache_groups
+        # Blocks of each pool.
+        self.free = [list(range(num_blocks)) for num_blocks in runner.info.pools]
+        for free in self.free:
+            self.random.shuffle(free)
+        # For each cache group.
+        self.blocks: dict[Sequence, list[list[int]]] = {}
+        # How many of each group's the runner has been told.
         self._num_told: dict[Sequence, int] = {}
         self._num_slots = 0
 
@@ -99,18 +103,20 @@ class Driver:
         for sequence in admitted:
             sequence.slot = self._num_slots
             self._num_slots += 1
-        new_blocks = []
+        new_blocks: list[list[abc.Sequence[int]]] = [[] for _ in self.groups]
         for row in rows:
             self._reserve(row.sequence, row.start + row.count)
-            own = self.blocks[row.sequence]
-            new_blocks.append(own[self._num_told.get(row.sequence, 0) :])
-            self._num_told[row.sequence] = len(own)
+            told = self._num_told.get(row.sequence, 0)
+            for column, own in zip(new_blocks, self.blocks[row.sequence], strict=True):
+                column.append(own[told:])
+                self._num_told[row.sequence] = len(own)
         batch = batch_of(*rows, new_blocks=new_blocks, admits=False)
         return dataclasses.replace(batch, admitted=[admission_of(each) for each in admitted])
 
     def preempt(self, sequence: Sequence) -> None:
         """Take its blocks and its slot away: all its tokens are computed again, into others."""
-        self.free = [*self.blocks.pop(sequence), *self.free]
+        for group, own in zip(self.groups, self.blocks.pop(sequence), strict=True):
+            self.free[group.pool][:0] = own
         self._num_told.pop(sequence)
         self.runner.release(sequence.slot)
         sequence.num_computed = 0
@@ -118,7 +124,7 @@ class Driver:
 
     def share_prefix(self, sequence: Sequence, owner: Sequence, num_blocks: int) -> None:
         """A prefix hit: the first blocks of `owner` serve `sequence` too."""
-        self.blocks[sequence] = self.blocks[owner][:num_blocks]
+        self.blocks[sequence] = [own[:num_blocks] for own in self.blocks[owner]]
         sequence.num_computed = num_blocks * self.runner.info.block_size
 
     def generate(self, sequences: abc.Sequence[Sequence], max_chunk: int = 40) -> None:
@@ -138,9 +144,10 @@ class Driver:
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
         needed = -(-num_tokens // self.runner.info.block_size)
-        own = self.blocks.setdefault(sequence, [])
-        while len(own) < needed:
-            own.append(self.free.pop())
+        tables = self.blocks.setdefault(sequence, [[] for _ in self.groups])
+        for group, own in zip(self.groups, tables, strict=True):
+            while len(own) < needed:
+                own.append(self.free[group.pool].pop())
 
     @staticmethod
     def _decodes(sequence: Sequence, count: int) -> bool:

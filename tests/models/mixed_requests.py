@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from models.driver import make_sequence
 from models.sampling_reference import KINDS
+from support.engines import with_blocks
 
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
@@ -62,7 +63,7 @@ def serve(
 ) -> tuple[list[tuple[object, ...]], Scheduler]:
     """All requests through an engine with so many blocks; of each all that came of it."""
     info = runner.info
-    blocks = BlockManager(num_blocks, info.block_size, weights_hash=info.weights_hash)
+    blocks = BlockManager.of(with_blocks(info, num_blocks), 32)
     limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=32)
     scheduler = create_scheduler(limits, blocks, drafter)
     # Time passes evenly, so that steps are cut alike each time.

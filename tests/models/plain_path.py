@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_shard.attention.base import AttentionBatch
+from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.cache_layout import cache_layout
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
@@ -41,6 +42,7 @@ class Reader:
     """A model whose logits are a hash of all tokens up to theirs, which it reads from its cache."""
 
     device = torch.device("cpu")
+    cache_layout = cache_layout([LayerSpec(0, 1, 1, 1, 1, 1.0)])
 
     def __init__(self, num_blocks: int) -> None:
         self._cache = torch.full((num_blocks * BLOCK,), -1)
@@ -50,11 +52,12 @@ class Reader:
         self,
         input_ids: Tensor,
         positions: Tensor,
-        batch: AttentionBatch,
+        batches: abc.Sequence[AttentionBatch],
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> ForwardOutput:
+        (batch,) = batches
         self._cache[batch.slots] = input_ids
         self.num_tokens += len(input_ids)
         logits = torch.empty(len(logit_rows), VOCABULARY)
@@ -87,7 +90,7 @@ class World:
             eos_token_ids=(),
             default_sampling={},
             block_size=BLOCK,
-            num_blocks=num_blocks,
+            pools=(num_blocks,),
             dtype="float32",
             kv_dtype="float32",
             device="cpu",
@@ -97,7 +100,7 @@ class World:
         )
         self.model = Reader(num_blocks)
         runner = ModelRunner(self.model, info)  # type: ignore[arg-type]
-        blocks = BlockManager(num_blocks, BLOCK)
+        blocks = BlockManager([num_blocks], BLOCK)
         self.scheduler = Scheduler(SchedulerLimits(max_num_seqs, tokens), blocks)
         self.engine = Engine(runner, self.scheduler, blocks)
         self.tokens: dict[str, list[int]] = {}

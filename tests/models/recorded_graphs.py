@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from penstock_shard.attention.base import LayerSpec
+from penstock_shard.attention.cache_layout import cache_layout
+from penstock_shard.ipc.runner_info import pools_for
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graph, GraphedModel
 
@@ -51,8 +54,16 @@ def graphed(model: CausalModel, pool: Pool, *, max_rows: int = 7) -> GraphedMode
     return GraphedModel(model, max_rows, 120, lambda: pool)
 
 
+def allocate(model: CausalModel) -> None:
+    """A cache of `NUM_BLOCKS` of each group, and a spare block in each pool."""
+    pools = pools_for(NUM_BLOCKS, model.cache_layout.groups)
+    model.allocate([num_blocks + 1 for num_blocks in pools], 16, torch.float32)
+
+
 def capture_all(graphs: GraphedModel) -> None:
-    graphs.capture(graphs.shapes(16), 16, pad_block=NUM_BLOCKS)
+    groups = graphs.cache_layout.groups
+    pools = pools_for(NUM_BLOCKS, groups)
+    graphs.capture(graphs.shapes(16), 16, [pools[group.pool] for group in groups])
 
 
 class Stale(Recorded):
@@ -64,5 +75,6 @@ class Stale(Recorded):
 
 class NoModel:
     device = torch.device("cpu")
-    layers = ()
+    layers = (LayerSpec(0, 1, 1, 4, 4, 1.0),)
+    cache_layout = cache_layout(layers)
     hidden_size = 4

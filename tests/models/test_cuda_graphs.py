@@ -10,7 +10,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,16 @@ import pytest
 import torch
 from models.driver import load
 from models.mixed_requests import mixed_requests, serve
-from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, Recorded, Stale, capture_all, graphed
+from models.recorded_graphs import (
+    NUM_BLOCKS,
+    NoModel,
+    Pool,
+    Recorded,
+    Stale,
+    allocate,
+    capture_all,
+    graphed,
+)
 from models.runners import make_runner
 from support.budget import seeded
 from torch import Tensor
@@ -58,7 +67,7 @@ def test_replayed_decodes_give_what_the_model_gives(
         mixed_requests(3),
         num_blocks=NUM_BLOCKS,
     )
-    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    allocate(loaded.model)
     pool = Pool()
     graphs = graphed(loaded.model, pool)
     capture_all(graphs)
@@ -71,24 +80,24 @@ def test_replayed_decodes_give_what_the_model_gives(
 
 def test_rows_of_nobody_are_in_their_own_block_and_see_one_token() -> None:
     graphs = GraphedModel(NoModel(), 8, 120, Pool)  # type: ignore[arg-type]
-    graphs.capture([], 16, pad_block=33)
+    graphs.capture([], 16, pad_blocks=[33])
     layout = InputLayout(8, 8, 5, 0)
     arrays = layout.arrays(np.full(layout.num_bytes, 77, dtype=np.uint8))
-    before = arrays.block_table[:3].copy()
+    before = arrays.block_table[0, :3].copy()
     arrays.cu_queries[:4] = np.arange(4)
     graphs.pad(arrays, 3)
-    assert (arrays.kv_indices[3:] == 33 * 16).all()
-    assert (arrays.block_table[3:] == 33).all()
-    assert (arrays.seq_lens[3:] == 1).all()
+    assert (arrays.kv_indices[0, 3:] == 33 * 16).all()
+    assert (arrays.block_table[0, 3:] == 33).all()
+    assert (arrays.seq_lens[0, 3:] == 1).all()
     assert (arrays.cu_queries == np.arange(9)).all()
-    assert (arrays.block_table[:3] == before).all()
+    assert (arrays.block_table[0, :3] == before).all()
 
 
 def test_the_parts_of_a_steps_inputs_do_not_overlap() -> None:
     rng = seeded("layouts")
     for _ in range(50):
         tokens, rows, blocks, extra = (rng.randint(1, 40) for _ in range(4))
-        layout = InputLayout(tokens, rows, blocks, extra, rng.random() < 0.5)
+        layout = InputLayout(tokens, rows, blocks, extra, rng.random() < 0.5, rng.randint(1, 3))
         buffer = np.zeros(layout.num_bytes, dtype=np.uint8)
         arrays = layout.arrays(buffer)
         names = [field.name for field in dataclasses.fields(arrays)]
@@ -98,7 +107,7 @@ def test_the_parts_of_a_steps_inputs_do_not_overlap() -> None:
         for number, name in enumerate(names, 1):
             assert bool((getattr(tensors, name) == number).all()), name
             assert getattr(tensors, name).data_ptr() % 16 == buffer.ctypes.data % 16
-        assert tensors.block_table.shape == (layout.num_rows, layout.num_blocks)
+        assert tensors.block_table.shape[1:] == (layout.num_rows, layout.num_blocks)
 
 
 @pytest.mark.parametrize("max_model_len", [50, 2048, 131_072])
@@ -140,11 +149,11 @@ def test_no_step_of_decodes_is_beyond_what_is_recorded_nor_smaller_than_it_says(
 def test_inputs_from_elsewhere_are_copied_to_where_the_graph_reads(model_dir: Directory) -> None:
     """As those of a rank that is told a step."""
     loaded = load(model_dir("llama"), max_model_len=120)
-    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    allocate(loaded.model)
     pool = Pool()
     graphs = graphed(loaded.model, pool)
     # Steps without rows of nobody, over tables as wide as they are here.
-    graphs.capture([GraphShape(3, 2)], 16, pad_block=NUM_BLOCKS)
+    graphs.capture([GraphShape(3, 2)], 16, pad_blocks=[NUM_BLOCKS])
     steps = RandomSteps(loaded.model, 384, 16, NUM_BLOCKS)
     others = RandomSteps(graphs, 384, 16, NUM_BLOCKS)
     sequences = [steps.sequence(length) for length in (20, 5, 31)]
@@ -207,8 +216,8 @@ def test_where_results_are_exact_a_replay_must_be(is_exact: bool, model_dir: Dir
     for make in (Recorded, Rounded):
         graphs = graphed(loaded.model, Pool(make))
         preparation = _preparation(graphs, [], is_exact=is_exact)
-        loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
-        assert preparation.capture(16, NUM_BLOCKS) is (make is Recorded or not is_exact)
+        allocate(loaded.model)
+        assert preparation.capture(16, [NUM_BLOCKS]) is (make is Recorded or not is_exact)
 
 
 class _Cuda:
@@ -289,10 +298,15 @@ class _LongestRow:
         return getattr(self._model, name)
 
     def forward(
-        self, ids: Tensor, positions: Tensor, batch: AttentionBatch, *rest: Any, **named: Any
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        batches: Sequence[AttentionBatch],
+        *rest: Any,
+        **named: Any,
     ) -> Any:
-        self.longest = int(batch.seq_lens_tensor.max())
-        return self._model.forward(ids, positions, batch, *rest, **named)
+        self.longest = int(batches[0].seq_lens_tensor.max())
+        return self._model.forward(ids, positions, batches, *rest, **named)
 
 
 @pytest.mark.parametrize(("max_model_len", "num_blocks"), [(299, 40), (400, 22), (400, 40)])
@@ -308,10 +322,10 @@ def test_replays_are_compared_beyond_what_one_program_sees_where_there_is_room(
     preparation = GraphPreparation(
         graphs, torch.float32, 384, max_model_len, lambda line: None, is_exact=True
     )
-    model.allocate(num_blocks + 1, 16, torch.float32)
+    model.allocate([num_blocks + 1], 16, torch.float32)
     # 300, 40, 7 and 23 tokens take 25 blocks.
     is_seen = max_model_len >= 300 and num_blocks >= 25
-    assert preparation.capture(16, num_blocks) is not is_seen
+    assert preparation.capture(16, [num_blocks]) is not is_seen
 
 
 def test_graphs_with_adapters_that_replay_something_else_are_not_used(
@@ -324,8 +338,8 @@ def test_graphs_with_adapters_that_replay_something_else_are_not_used(
         # They are recorded in this order.
         makes = iter([stale if shape.has_adapters else Recorded for shape in graphs.shapes(16)])
         pool.make = lambda pool, makes=makes: next(makes)(pool)  # type: ignore[misc]
-        loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
-        assert _preparation(graphs, []).capture(16, NUM_BLOCKS) is is_fine
+        allocate(loaded.model)
+        assert _preparation(graphs, []).capture(16, [NUM_BLOCKS]) is is_fine
 
 
 def test_graphs_that_replay_something_else_are_not_used(model_dir: Directory) -> None:
@@ -337,8 +351,8 @@ def test_graphs_that_replay_something_else_are_not_used(model_dir: Directory) ->
         measured = preparation.measure(16)
         assert measured is not None
         assert measured > 0
-        loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
-        assert preparation.capture(16, NUM_BLOCKS) is is_fine
+        allocate(loaded.model)
+        assert preparation.capture(16, [NUM_BLOCKS]) is is_fine
         assert (graphs.inputs(1, 1) is not None) is is_fine
         (line,) = lines
         assert line.startswith("CUDA graphs: none, logits differ") is not is_fine
@@ -352,8 +366,8 @@ def test_what_replays_are_compared_with_is_no_replay(model_dir: Directory) -> No
         pool = Pool(make)
         graphs = GraphedModel(loaded.model, 2, 25, lambda pool=pool: pool)  # type: ignore[misc]
         preparation = GraphPreparation(graphs, torch.float32, 384, 25, lines.append)
-        graphs.allocate(NUM_BLOCKS + 1, 16, torch.float32)
-        assert preparation.capture(16, NUM_BLOCKS) is is_fine
+        allocate(graphs)
+        assert preparation.capture(16, [NUM_BLOCKS]) is is_fine
         assert pool.num_replays == 1
 
 

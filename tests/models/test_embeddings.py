@@ -14,7 +14,7 @@ from model_maker import VOCABULARY, make_model
 from models.driver import Driver, load, make_sequence
 from models.runners import make_runner
 from safetensors.torch import load_file, save_file
-from support.engines import changed
+from support.engines import changed, with_blocks
 from torch import Tensor
 from transformers import AutoModel, GPT2LMHeadModel
 
@@ -137,7 +137,7 @@ def test_vectors_survive_preemption_and_prefix_hits(
     runner = make_runner(
         loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
     )
-    blocks = BlockManager(16, runner.info.block_size, weights_hash=runner.info.weights_hash)
+    blocks = BlockManager.of(with_blocks(runner.info, 16), 24)
     scheduler = create_scheduler(SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24), blocks)
     engine = Engine(runner, scheduler, blocks)
     several = prompts(8)

@@ -46,7 +46,7 @@ def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
     loaded = load(directory, kv_blocks=16, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
     runner = make_runner(loaded.model, info)
-    blocks = BlockManager(16, runner.info.block_size, weights_hash=runner.info.weights_hash)
+    blocks = BlockManager.of(runner.info, 24)
     limits = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24)
     scheduler = create_scheduler(limits, blocks)
     engine = Engine(runner, scheduler, blocks)

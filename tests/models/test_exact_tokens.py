@@ -130,8 +130,9 @@ def _serve(
 ) -> list[_Answer]:
     """Serve all, at most `at_once` together; with `put_downs`, each is put down up to 3 times."""
     info = runner.info
-    blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=prefix_caching)
-    limits = SchedulerLimits(at_once, max(chunk, at_once), chunk, max_scored_tokens=16)
+    most = max(chunk, at_once)
+    blocks = BlockManager.of(info, most, enable_prefix_caching=prefix_caching)
+    limits = SchedulerLimits(at_once, most, chunk, max_scored_tokens=16)
     scheduler = create_scheduler(limits, blocks)
     engine = Engine(runner, scheduler, blocks)
     answers = [_Answer([], [], [], [], []) for _ in asked]

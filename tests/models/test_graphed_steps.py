@@ -18,7 +18,7 @@ import torch
 from models.driver import Driver, load, make_sequence
 from models.mixed_requests import mixed_requests, serve
 from models.no_looks import NoLooks
-from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, capture_all, graphed
+from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, allocate, capture_all, graphed
 from models.runners import make_runner
 from support.adapters import make_adapter
 from support.budget import seeded
@@ -32,6 +32,7 @@ from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.distributed.messages import ToRank
 from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.ipc.request import SamplingParams
+from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.lora.lora import LoraBank, LoraLimits
 from penstock_shard.models.cuda_graphs import (
     GraphedModel,
@@ -61,7 +62,7 @@ def _drafts_replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
     def spy(drafts: Drafts, inputs: Inputs, *passed: Tensor) -> Any:
         if any(inputs.batch.drafts):
-            seen.append(inputs.attention.num_decodes >= len(inputs.logit_rows))
+            seen.append(inputs.attention[0].num_decodes >= len(inputs.logit_rows))
         return begin(drafts, inputs, *passed)
 
     with monkeypatch.context() as patch:
@@ -95,7 +96,7 @@ def test_replayed_drafts_give_what_the_model_gives(
         num_blocks=NUM_BLOCKS,
         drafter=drafter(),
     )
-    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    allocate(loaded.model)
     # As many rows as seven sequences and as many drafts may have.
     graphs = graphed(loaded.model, Pool(), max_rows=14)
     capture_all(graphs)
@@ -121,7 +122,7 @@ def test_tokens_that_are_drawn_after_the_next_forward_are_of_their_own_logits(
     sequence = make_sequence([5, 6, 7], sampling)
     driver = Driver(make_runner(loaded.model, info))
     expected = [driver.step([(sequence, count)])[0].token_id for count in (3, 1, 1, 1)]
-    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    allocate(loaded.model)
     pool = Pool()
     graphs = graphed(loaded.model, pool)
     capture_all(graphs)
@@ -148,8 +149,8 @@ def _drafted_batch(graphs: GraphedModel | None) -> Inputs:
         Row(sequences[1], 32, 3, True, drafts=(7, 8)),
         Row(sequences[2], 39, 2, True, drafts=(9,)),
     )
-    new_blocks = [range(3 * slot, 3 * slot + 3) for slot in range(3)]
-    builder = InputBuilder(16, torch.device("cpu"), graphs=graphs)
+    new_blocks = [[range(3 * slot, 3 * slot + 3) for slot in range(3)]]
+    builder = InputBuilder(16, torch.device("cpu"), (CacheGroup(),), graphs=graphs)
     with torch.inference_mode():
         return builder.build(batch_of(*rows, new_blocks=new_blocks))
 
@@ -163,15 +164,16 @@ def test_a_step_with_drafts_has_a_row_for_each_token_and_is_else_the_same(
     batch, plain = _drafted_batch(graphs), _drafted_batch(None)
     count = len(plain.input_ids)
     assert count == 6
-    assert plain.attention.seq_lens == [21, 35, 41]
-    assert batch.attention.seq_lens_tensor.tolist() == [21, 33, 34, 35, 40, 41, 1, 1]
-    assert batch.attention.cu_queries.tolist() == list(range(9))
-    assert batch.attention.cu_keys.tolist() == [0, 21, 54, 88, 123, 163, 204, 205, 206]
-    tables = plain.attention.block_table[[0, 1, 1, 1, 2, 2]]
-    assert torch.equal(batch.attention.block_table[:count, : tables.shape[1]], tables)
+    (found,), (expected,) = batch.attention, plain.attention
+    assert expected.seq_lens == [21, 35, 41]
+    assert found.seq_lens_tensor.tolist() == [21, 33, 34, 35, 40, 41, 1, 1]
+    assert found.cu_queries.tolist() == list(range(9))
+    assert found.cu_keys.tolist() == [0, 21, 54, 88, 123, 163, 204, 205, 206]
+    tables = expected.block_table[[0, 1, 1, 1, 2, 2]]
+    assert torch.equal(found.block_table[:count, : tables.shape[1]], tables)
     assert torch.equal(batch.input_ids[:count], plain.input_ids)
     assert torch.equal(batch.positions[:count], plain.positions)
-    assert torch.equal(batch.attention.slots[:count], plain.attention.slots)
+    assert torch.equal(found.slots[:count], expected.slots)
     assert torch.equal(batch.logit_rows, plain.logit_rows)
     assert batch.places.tolist() == plain.places.tolist() == [0, 1, 4]
     assert batch.sampled_logits is not None
@@ -190,7 +192,7 @@ def test_drafts_that_would_read_too_much_again_are_not_replayed(
     # 33 and 34 keys of the first row with drafts, 40 of the other.
     for most, is_replayed in ((107, True), (106, False)):
         monkeypatch.setattr("penstock_shard.worker.input_batch._MOST_KEYS_AGAIN", most)
-        assert (_drafted_batch(graphs).attention.num_decodes == 8) is is_replayed
+        assert (_drafted_batch(graphs).attention[0].num_decodes == 8) is is_replayed
 
 
 # ---- steps with adapters ----
@@ -218,7 +220,7 @@ def test_replayed_decodes_with_adapters_give_what_the_model_gives(
 
     expected = tokens(make_runner(loaded.model, info), indices)
     assert expected != tokens(make_runner(loaded.model, info), [0] * 24)
-    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    allocate(loaded.model)
     pool = Pool()
     graphs = GraphedModel(loaded.model, 7, 120, lambda: pool, serves_adapters=True)
     capture_all(graphs)
@@ -274,10 +276,10 @@ def test_a_step_with_adapters_as_devices_compute_them_waits_for_nothing(
     ops = TorchOps(torch.device("cpu"), torch.float32, "float32", SdpaBackend())
     make_adaptable(loaded.model, LoraBank(LoraLimits(2, 8), ops, stacked=True))
     graphs = GraphedModel(loaded.model, 2, 120, Pool, serves_adapters=True)
-    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    allocate(loaded.model)
     shapes = [shape for shape in graphs.shapes(16) if shape.has_adapters]
     with NoLooks():
-        graphs.capture(shapes, 16, NUM_BLOCKS)
+        graphs.capture(shapes, 16, [NUM_BLOCKS])
     assert graphs.num_graphs == len(shapes) == 2
 
 
@@ -286,9 +288,8 @@ def test_ranks_record_the_shapes_that_they_are_told() -> None:
     told: list[Any] = []
     recorded = [MagicMock(spec=GraphedModel, device="cpu") for _ in range(2)]
     followers: Any = SimpleNamespace(tell=told.append)
-    MirroredModel(recorded[0], Ranks(0, 2), followers).capture(shapes, 16, 33)
+    MirroredModel(recorded[0], Ranks(0, 2), followers).capture(shapes, 16, [33])
     body = msgspec.msgpack.decode(msgspec.msgpack.encode(told[0]), type=ToRank)
-    block_size, pad_block, *numbers = body.arguments
-    parallel_model._capture(recorded[1], numbers, block_size, pad_block)
+    parallel_model._capture(recorded[1], body.arguments)
     for model in recorded:
-        model.capture.assert_called_once_with(shapes, 16, 33)
+        model.capture.assert_called_once_with(shapes, 16, [33])

@@ -33,7 +33,7 @@ from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader import load_model_runner as create
 from penstock_shard.model_loader import load_rank, prepare_kv_memory, rank_main
-from penstock_shard.model_loader.block_count import KVShape, choose_num_blocks
+from penstock_shard.model_loader.block_count import KVShape, choose_pools
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
 from penstock_shard.models import decoder_weights
@@ -306,15 +306,15 @@ def test_a_cache_that_cannot_be_allocated_names_what_fits(
 
 
 def test_blocks_leave_room_for_the_largest_step() -> None:
-    shape = KVShape(block_size=16, block_bytes=2**20, max_model_len=64)
+    shape = KVShape(block_size=16, block_bytes=(2**20,), max_model_len=64)
     config = ShardConfig()
     # On a GPU all that is free.
-    assert choose_num_blocks(shape, config, 10 * 2**20, on_cpu=False) == 10
-    assert choose_num_blocks(shape, config, 100 * 2**20, on_cpu=False) == 100
+    assert choose_pools(shape, config, 10 * 2**20, on_cpu=False) == [10]
+    assert choose_pools(shape, config, 100 * 2**20, on_cpu=False) == [100]
     # On cpu half of it at most.
-    assert choose_num_blocks(shape, config, 20 * 2**20, on_cpu=True) == 10
+    assert choose_pools(shape, config, 20 * 2**20, on_cpu=True) == [10]
     with pytest.raises(ModelError, match="lower --max-model-len to 48"):
-        choose_num_blocks(shape, config, 3 * 2**20, on_cpu=False)
+        choose_pools(shape, config, 3 * 2**20, on_cpu=False)
 
 
 def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
@@ -334,7 +334,7 @@ def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
             drawn.extend(self._sampling[slot] for slot in rows.slots.tolist())
 
     monkeypatch.setattr(prepare_kv_memory, "Sampler", Draws)
-    sequence = RandomSequence([1], [0])
+    sequence = RandomSequence([1], [[0]])
     steps: Any = SimpleNamespace(
         sequence=lambda length: sequence,
         run=lambda rows, wanted: torch.empty(len(wanted), 9, device="meta"),

@@ -17,6 +17,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import SamplingParams
+from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.embedding_table import Embedding
@@ -218,16 +219,17 @@ def test_sharded_and_half_precision_checkpoints_are_read(tmp_path: Path) -> None
 
 def test_a_slot_that_is_given_again_has_its_new_sequences_blocks() -> None:
     """Even where that is the same sequence, at the token that it had come to."""
-    builder = InputBuilder(16, torch.device("cpu"))
+    builder = InputBuilder(16, torch.device("cpu"), (CacheGroup(),))
     sequence = make_sequence(list(range(33)))
     sequence.slot = 5
     for blocks, pieces in (([3, 5, 6], ((0, 32), (32, 1))), ([9, 2, 4], ((32, 1),))):
         for start, count in pieces:
             is_first = (start, count) == pieces[0]
             row = Row(sequence, start, count, True)
-            new_blocks = [blocks if is_first else ()]
+            new_blocks = [[blocks if is_first else ()]]
             inputs = builder.build(batch_of(row, new_blocks=new_blocks, admits=is_first))
             needed = -(-(start + count) // 16)
-            assert inputs.attention.block_table.tolist() == [blocks[:needed]]
+            (attention,) = inputs.attention
+            assert attention.block_table.tolist() == [blocks[:needed]]
             last = start + count - 1
-            assert int(inputs.attention.slots[-1]) == blocks[last // 16] * 16 + last % 16
+            assert int(attention.slots[-1]) == blocks[last // 16] * 16 + last % 16

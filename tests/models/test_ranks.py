@@ -138,7 +138,7 @@ def test_memory_that_ends_while_graphs_are_recorded_ends_the_engine() -> None:
     lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), line)}
     model = MirroredModel(WithoutMemory(), Ranks(0, 2), Followers(lines, on_lost=lambda _: None))
     with pytest.raises(RankFailed, match="--enforce-eager"):
-        model.capture([], 16, 0)
+        model.capture([], 16, [0])
     theirs.close()
 
 

@@ -18,6 +18,7 @@ from models.runners import make_runner
 from support.budget import budget, seeded
 from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
+from support.engines import with_blocks
 
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
@@ -225,7 +226,7 @@ def _generate(
     runner: ModelRunner, drafter: Drafter | None, num_blocks: int = 40
 ) -> tuple[dict[str, list[int]], dict[str, Logprobs], Engine]:
     info = runner.info
-    blocks = BlockManager(num_blocks, info.block_size, weights_hash=info.weights_hash)
+    blocks = BlockManager.of(with_blocks(info, num_blocks), 40)
     scheduler = create_scheduler(SchedulerLimits(6, 40), blocks, drafter)
     engine = Engine(runner, scheduler, blocks)
     logprobs: dict[str, Logprobs] = {}

@@ -257,7 +257,7 @@ class SimulatedEngine:
 
     def _make_engine(self, runner: FakeRunner) -> Engine:
         kind, info = self._kind, runner.info
-        blocks = BlockManager(info.num_blocks, info.block_size, weights_hash=info.weights_hash)
+        blocks = BlockManager.of(info, kind.max_num_batched_tokens)
         limits = SchedulerLimits(kind.max_num_seqs, kind.max_num_batched_tokens)
         drafter = Drafter(kind.speculative_tokens) if kind.speculative_tokens else None
         return Engine(

@@ -101,7 +101,7 @@ class Simulation:
             num_blocks=num_blocks, max_model_len=max_model_len, max_steps_ahead=max_steps_ahead
         )
         self.runner = SimulatedRunner(info, cost)
-        self.blocks = BlockManager(num_blocks, info.block_size)
+        self.blocks = BlockManager([num_blocks], info.block_size)
         self.scheduler = create_scheduler(limits, self.blocks, aging_s=aging_s)
         self.engine = Engine(
             self.runner, self.scheduler, self.blocks, clock=lambda: self.runner.now_s

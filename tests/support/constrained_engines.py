@@ -41,7 +41,7 @@ class ConstrainedEngine:
         runner = fake_runner(num_blocks) if make_runner is None else make_runner()
         info = runner.info
         blocks = BlockManager(
-            info.num_blocks, info.block_size, weights_hash="fake", enable_prefix_caching=True
+            info.pools, info.block_size, weights_hash="fake", enable_prefix_caching=True
         )
         scheduler = create_scheduler(SchedulerLimits(64, 512), blocks, drafter)
         engine = Engine(runner, scheduler, blocks, matchers=self.matchers)

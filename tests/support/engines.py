@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections import abc
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Pooling, Request, SamplingParams
-from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
+from penstock_shard.ipc.runner_info import CacheGroup, EmbeddingDefaults, RunnerInfo, pools_for
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
@@ -31,6 +32,7 @@ def runner_info(
     block_size: int = 16,
     max_model_len: int = 512,
     max_steps_ahead: int = 1,
+    cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),),
 ) -> RunnerInfo:
     return RunnerInfo(
         architecture="FakeRunner",
@@ -40,7 +42,7 @@ def runner_info(
         eos_token_ids=(EOS_ID,),
         default_sampling={},
         block_size=block_size,
-        num_blocks=num_blocks,
+        pools=tuple(pools_for(num_blocks, cache_groups)),
         dtype="none",
         kv_dtype="none",
         device="none",
@@ -48,7 +50,13 @@ def runner_info(
         capabilities=FAKE_CAPABILITIES,
         embedding=EmbeddingDefaults(Pooling.LAST, normalize=True, size=EMBEDDING_SIZE),
         max_steps_ahead=max_steps_ahead,
+        cache_groups=cache_groups,
     )
+
+
+def with_blocks(info: RunnerInfo, num_blocks: int) -> RunnerInfo:
+    """The same with so many blocks of each cache group."""
+    return dataclasses.replace(info, pools=tuple(pools_for(num_blocks, info.cache_groups)))
 
 
 @dataclass
@@ -94,17 +102,24 @@ def make_engine(
     max_steps_ahead: int = 1,
     drafter: Drafter | None = None,
     fails: Fails = lambda plan: False,
+    cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),),
 ) -> EngineUnderTest:
     info = runner_info(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
         max_steps_ahead=max_steps_ahead,
+        cache_groups=cache_groups,
     )
     fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=eos_rate)
     runner = ShadowRunner(fake, fails)
     blocks = BlockManager(
-        num_blocks, block_size, weights_hash="fake", enable_prefix_caching=prefix_caching
+        info.pools,
+        block_size,
+        groups=cache_groups,
+        max_chunk_tokens=max_num_batched_tokens,
+        weights_hash="fake",
+        enable_prefix_caching=prefix_caching,
     )
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens)
     scheduler = create_scheduler(limits, blocks, drafter)

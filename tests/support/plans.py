@@ -43,9 +43,11 @@ def collect(
 
 def batch_of(
     *rows: Row,
-    new_blocks: abc.Sequence[abc.Sequence[int]] | None = None,
+    new_blocks: abc.Sequence[abc.Sequence[abc.Sequence[int]]] | None = None,
     admits: bool = True,
 ) -> Batch:
-    """Rows of sequences that have a slot; with `admits` they have been given it just now."""
+    """Rows of sequences that have a slot; with `admits` they have been given it just now. By
+    default there is one cache group, in which none got blocks.
+    """
     sequences = dict.fromkeys(row.sequence for row in rows) if admits else ()
-    return Rows.of(rows).batch(new_blocks or [()] * len(rows), sequences)
+    return Rows.of(rows).batch(new_blocks or [[()] * len(rows)], sequences)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from penstock_shard.ipc.request import Request
 from penstock_shard.worker.base import Batch, RowResult, Runner, StepOutOfMemory
 
-# What a place holds: the token there and, as a number, all tokens before it.
-_Content = tuple[int, int] | None
+# What a place holds: the token there and, as a number, all tokens before it; and for which group.
+_Content = tuple[int, int, int] | None
 
 
 @dataclass
@@ -19,16 +19,19 @@ class _Held:
 
     request: Request
     token_ids: list[int]
-    block_ids: list[int] = field(default_factory=list)
+    # For each cache group.
+    block_ids: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
 class ShadowStep:
-    """A launched step: whose rows it has, and their blocks when it was launched."""
+    """A launched step: whose rows it has, and for each row and cache group its blocks when it was
+    launched.
+    """
 
     batch: Batch
     sequences: list[_Held]
-    tables: list[list[int]]
+    tables: list[list[list[int]]]
 
     @property
     def names(self) -> list[str]:
@@ -45,7 +48,7 @@ Fails = Callable[[ShadowStep], bool]
 
 class ShadowRunner:
     """Around another runner. A row writes its tokens into its blocks, then must find there all
-    tokens before them: whoever shares, frees or reuses a block wrongly is caught. So is whoever
+    tokens that it sees: whoever shares, frees or reuses a block wrongly is caught. So is whoever
     gives a slot to another while a launched step has a row of it, or has a row of none. Drafts are
     written like all else, and are wrong or right.
 
@@ -60,7 +63,10 @@ class ShadowRunner:
         self._fails = fails
         self._num_void = 0
         self.num_failed = 0
-        self._memory: list[_Content] = [None] * (self.info.num_blocks * self.info.block_size)
+        # For each pool.
+        self._memory: list[list[_Content]] = [
+            [None] * (num_blocks * self.info.block_size) for num_blocks in self.info.pools
+        ]
         self._launched: deque[ShadowStep] = deque()
         # By slot.
         self.held: dict[int, _Held] = {}
@@ -70,7 +76,8 @@ class ShadowRunner:
     def launch(self, batch: Batch) -> None:
         for admission in batch.admitted:
             assert admission.slot not in self.held, f"slot {admission.slot} is somebody's"
-            self.held[admission.slot] = _Held(admission.request, list(admission.token_ids))
+            tables: list[list[int]] = [[] for _ in self.info.cache_groups]
+            self.held[admission.slot] = _Held(admission.request, list(admission.token_ids), tables)
             self.num_slots = max(self.num_slots, admission.slot + 1)
         verified = {
             slot
@@ -81,12 +88,13 @@ class ShadowRunner:
         again = verified & set(batch.slots)
         assert not again, f"{len(again)} sequences whose drafts are not verified yet"
         sequences = [self.held[slot] for slot in batch.slots]
-        columns = zip(sequences, batch.starts, batch.drafts, batch.new_blocks, strict=True)
-        for sequence, start, drafts, new_blocks in columns:
+        for sequence, start, drafts in zip(sequences, batch.starts, batch.drafts, strict=True):
             assert not drafts or start + 1 == len(sequence.token_ids)
-            sequence.block_ids += new_blocks
-        tables = [list(sequence.block_ids) for sequence in sequences]
-        self._launched.append(ShadowStep(batch, sequences, tables))
+        for group, column in enumerate(batch.new_blocks):
+            for sequence, new_blocks in zip(sequences, column, strict=True):
+                sequence.block_ids[group] += new_blocks
+        copies = [[list(table) for table in sequence.block_ids] for sequence in sequences]
+        self._launched.append(ShadowStep(batch, sequences, copies))
 
     def collect(self) -> Sequence[RowResult]:
         step = self._launched.popleft()
@@ -116,33 +124,41 @@ class ShadowRunner:
         else:
             self._num_void = len(self._launched)
             self.num_failed += 1
-        for row, table in enumerate(step.tables):
+        for row, tables in enumerate(step.tables):
             start = step.batch.starts[row]
             for position in range(start, start + step.batch.counts[row]):
-                self._memory[self._place(table, position)] = None
+                for group, table in enumerate(tables):
+                    self._put(group, table, position, None)
         raise StepOutOfMemory("256 MiB were asked for")
 
-    def _place(self, table: list[int], position: int) -> int:
-        size = self.info.block_size
-        return table[position // size] * size + position % size
+    def _memory_of(self, group: int, table: list[int], position: int) -> tuple[list[_Content], int]:
+        size, pool = self.info.block_size, self.info.cache_groups[group].pool
+        return self._memory[pool], table[position // size] * size + position % size
+
+    def _put(self, group: int, table: list[int], position: int, content: _Content) -> None:
+        memory, place = self._memory_of(group, table, position)
+        memory[place] = content
 
     def _write(self, step: ShadowStep, row: int) -> None:
         contents, start = _contents(step, row), step.batch.starts[row]
         for position in range(start, start + step.batch.counts[row]):
             # Of one that ended with an error no token came.
             known = position < len(contents)
-            place = self._place(step.tables[row], position)
-            self._memory[place] = contents[position] if known else None
+            for group, table in enumerate(step.tables[row]):
+                content = (*contents[position], group) if known else None
+                self._put(group, table, position, content)
 
     def _check(self, step: ShadowStep, row: int) -> None:
-        contents, table = _contents(step, row), step.tables[row]
-        end = step.batch.starts[row] + step.batch.counts[row]
-        for position in range(min(end, len(contents))):
-            found = self._memory[self._place(table, position)]
-            assert found == contents[position], (
-                f"request {step.names[row]}, position {position}: block "
-                f"{table[position // self.info.block_size]} holds {found}, not {contents[position]}"
-            )
+        contents, start = _contents(step, row), step.batch.starts[row]
+        end = min(start + step.batch.counts[row], len(contents))
+        for group, table in enumerate(step.tables[row]):
+            for position in range(self.info.cache_groups[group].first_seen(start), end):
+                memory, place = self._memory_of(group, table, position)
+                found, expected = memory[place], (*contents[position], group)
+                assert found == expected, (
+                    f"request {step.names[row]}, group {group}, position {position}: block "
+                    f"{place // self.info.block_size} holds {found}, not {expected}"
+                )
 
 
 def _contents(step: ShadowStep, row: int) -> list[tuple[int, int]]:

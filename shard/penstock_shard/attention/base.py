@@ -33,6 +33,11 @@ class LayerSpec:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    # Keys are seen from the last position on that is a multiple of this. Backends need not know:
+    # the batch of such layers has no earlier keys.
+    chunk: int | None = None
+    # The layer whose keys and values this one reads, in place of any of its own.
+    reads: int | None = None
 
     @property
     def elements_per_token(self) -> int:
@@ -53,7 +58,8 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The sequences of one step, packed one after the other along T.
+    """The sequences of one step as the layers of one cache group see them, packed one after the
+    other along T.
 
     Row i owns queries `cu_queries[i]` to `cu_queries[i + 1]`, which are the last of its
     `seq_lens[i]` tokens (bottom-right causal). The first `num_decodes` rows have one query each.

@@ -16,7 +16,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.framing import encode_frame, receive_frame
 
 # Raise it when messages change: rank 0 refuses ranks of another revision.
-REVISION = 3
+REVISION = 4
 
 
 # ---- from rank 0 ----
@@ -47,10 +47,12 @@ class TensorShape(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """A forward pass: its tensors, and the fields of its batch that are on the host."""
+    """A forward pass: its tensors, and for each cache group the fields of its batch that are on the
+    host.
+    """
 
     tensors: list[TensorShape]
-    values: dict[str, int | list[int]]
+    batches: list[dict[str, int | list[int]]]
 
 
 class PairShape(msgspec.Struct, array_like=True):

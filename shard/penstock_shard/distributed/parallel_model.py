@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.cache_layout import CacheLayout
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.device.gpu_memory import PeakMemory, free_bytes
 from penstock_shard.distributed.collectives import Ranks
@@ -71,10 +72,14 @@ class MirroredModel:
     def hidden_size(self) -> int:
         return self.model.hidden_size
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        arguments: list[int | str] = [num_blocks, block_size, dtype_name(dtype)]
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return self.model.cache_layout
+
+    def allocate(self, pools: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
+        arguments: list[int | str] = [dtype_name(dtype), block_size, *pools]
         self._followers.tell(Call("allocate", arguments))
-        self.model.allocate(num_blocks, block_size, dtype)
+        self.model.allocate(pools, block_size, dtype)
 
     def free(self) -> None:
         self._followers.tell(Call("free", []))
@@ -93,7 +98,7 @@ class MirroredModel:
         self,
         input_ids: Tensor,
         positions: Tensor,
-        batch: AttentionBatch,
+        batches: Sequence[AttentionBatch],
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
@@ -105,12 +110,12 @@ class MirroredModel:
             "hidden_rows": hidden_rows,
             "adapters": adapters,
         }
-        step, packed = _pack(tensors, batch)
+        step, packed = _pack(tensors, batches)
         self._followers.tell(step)
         self._ranks.from_first(packed)
         try:
             return self.model.forward(
-                input_ids, positions, batch, logit_rows, hidden_rows, adapters
+                input_ids, positions, batches, logit_rows, hidden_rows, adapters
             )
         except RuntimeError as error:
             raise RankFailed(
@@ -127,11 +132,13 @@ class MirroredModel:
     def shapes(self, block_size: int) -> list[GraphShape]:
         return self._graphs.shapes(block_size)
 
-    def capture(self, shapes: Sequence[GraphShape], block_size: int, pad_block: int) -> None:
+    def capture(
+        self, shapes: Sequence[GraphShape], block_size: int, pad_blocks: Sequence[int]
+    ) -> None:
         numbers = [int(number) for shape in shapes for number in shape]
-        self._followers.tell(Call("capture", [block_size, pad_block, *numbers]))
+        self._followers.tell(Call("capture", [block_size, len(pad_blocks), *pad_blocks, *numbers]))
         try:
-            self._graphs.capture(shapes, block_size, pad_block)
+            self._graphs.capture(shapes, block_size, pad_blocks)
         except torch.OutOfMemoryError as error:
             # Work that cannot be captured fails at the same place on every rank; lack of memory may
             # strike rank 0 alone.
@@ -214,10 +221,10 @@ def follow(
             match hear():
                 case Step() as step:
                     _follow_step(model, ranks, step)
-                case Call("allocate", [int(num_blocks), int(block_size), str(dtype)]):
-                    model.allocate(num_blocks, block_size, getattr(torch, dtype))
-                case Call("capture", [int(block_size), int(pad_block), *numbers]):
-                    _capture(model, [int(number) for number in numbers], block_size, pad_block)
+                case Call("allocate", [str(dtype), int(block_size), *pools]):
+                    model.allocate(list(map(int, pools)), block_size, getattr(torch, dtype))
+                case Call("capture", numbers):
+                    _capture(model, [int(number) for number in numbers])
                 case Call("drop"):
                     assert isinstance(model, GraphedModel)
                     model.drop()
@@ -269,12 +276,14 @@ def _compute_own(part: CausalModel, token_ids: Tensor) -> None:
     own_logits(part.module, token_ids.to(part.device))
 
 
-def _capture(model: CausalModel, numbers: Sequence[int], block_size: int, pad_block: int) -> None:
+def _capture(model: CausalModel, arguments: Sequence[int]) -> None:
     assert isinstance(model, GraphedModel)
+    block_size, num_groups, *rest = arguments
+    pad_blocks, numbers = rest[:num_groups], rest[num_groups:]
     columns = zip(numbers[::3], numbers[1::3], map(bool, numbers[2::3]), strict=True)
     shapes = [GraphShape(*shape) for shape in columns]
     try:
-        model.capture(shapes, block_size, pad_block)
+        model.capture(shapes, block_size, pad_blocks)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -289,25 +298,34 @@ def _follow_step(model: CausalModel, ranks: Ranks, step: Step) -> None:
     packed = torch.empty(_packed_size(step.tensors), dtype=torch.uint8, device=model.device)
     ranks.from_first(packed)
     tensors = _unpack(step.tensors, packed)
-    batch = {name: tensors.pop(name) for name in _BATCH_FIELDS if name in tensors}
-    model.forward(batch=AttentionBatch(**step.values, **batch), **tensors)  # type: ignore[arg-type]
+    batches = []
+    for group, values in enumerate(step.batches):
+        names = {f"{group}.{name}": name for name in _BATCH_FIELDS}
+        own = {names[key]: tensors.pop(key) for key in names.keys() & tensors.keys()}
+        batches.append(AttentionBatch(**values, **own))  # type: ignore[arg-type]
+    model.forward(batches=batches, **tensors)
 
 
-def _pack(tensors: dict[str, Tensor | None], batch: AttentionBatch) -> tuple[Step, Tensor]:
+def _pack(
+    tensors: dict[str, Tensor | None], batches: Sequence[AttentionBatch]
+) -> tuple[Step, Tensor]:
     """A step as a message, and the values of all its tensors as one tensor of bytes."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    values: dict[str, int | list[int]] = {}
-    for name in _BATCH_FIELDS:
-        value = getattr(batch, name)
-        if isinstance(value, Tensor):
-            present[name] = value
-        else:
-            values[name] = value if isinstance(value, int) else list(value)
+    on_host: list[dict[str, int | list[int]]] = []
+    for group, batch in enumerate(batches):
+        values: dict[str, int | list[int]] = {}
+        for name in _BATCH_FIELDS:
+            value = getattr(batch, name)
+            if isinstance(value, Tensor):
+                present[f"{group}.{name}"] = value
+            else:
+                values[name] = value if isinstance(value, int) else list(value)
+        on_host.append(values)
     shapes = [
         TensorShape(name, dtype_name(tensor.dtype), list(tensor.shape))
         for name, tensor in present.items()
     ]
-    return Step(shapes, values), torch.cat([_bytes(tensor) for tensor in present.values()])
+    return Step(shapes, on_host), torch.cat([_bytes(tensor) for tensor in present.values()])
 
 
 def _bytes(tensor: Tensor) -> Tensor:

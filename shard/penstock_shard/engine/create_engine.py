@@ -28,15 +28,11 @@ def create_engine(
 ) -> Engine:
     """The engine of a runner that is loaded; see `Engine`."""
     info = loaded.runner.info
-    blocks = BlockManager(
-        info.num_blocks,
-        info.block_size,
-        weights_hash=info.weights_hash,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
+    max_tokens = config.batched_tokens(info.device)
+    blocks = BlockManager.of(info, max_tokens, enable_prefix_caching=config.enable_prefix_caching)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.batched_tokens(info.device),
+        max_num_batched_tokens=max_tokens,
         max_prefill_tokens=config.prefill_tokens(info.device),
         max_scored_tokens=info.max_scored_tokens,
     )

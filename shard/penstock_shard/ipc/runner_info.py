@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_shard.ipc.request import Pooling
@@ -27,6 +28,53 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that see the same keys, so that one block table of a sequence serves all of them.
+
+    A query at position p sees all keys up to its own; with a `window` the last so many of them, its
+    own included; with a `chunk` those from the last multiple of it on. `pool` is the index of the
+    pool that the group's blocks come from.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    pool: int = 0
+
+    @property
+    def reach(self) -> int | None:
+        """The most keys that a query sees; None without a bound."""
+        return self.window if self.chunk is None else self.chunk
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a query at this one sees."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def most_blocks(self, max_chunk_tokens: int, block_size: int) -> int:
+        """The most blocks that a sequence needs at once if a step computes so many tokens of it."""
+        if self.reach is None:
+            return 2**31
+        return -(-(self.reach + max_chunk_tokens) // block_size) + 1
+
+
+def pools_for(num_blocks: int, groups: Sequence[CacheGroup]) -> list[int]:
+    """The sizes of pools in which each group has so many blocks."""
+    pools = [0] * (1 + max(group.pool for group in groups))
+    for group in groups:
+        pools[group.pool] += num_blocks
+    return pools
+
+
+def blocks_each(pools: Sequence[int], groups: Sequence[CacheGroup]) -> int:
+    """How many blocks each group has, if all have equally many, in pools of these sizes; as many as
+    the scarcest pool has.
+    """
+    one = pools_for(1, groups)
+    return min(size // count for size, count in zip(pools, one, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """What the runner serves, for GetInfo and for checking sequences."""
 
@@ -38,7 +86,8 @@ class RunnerInfo:
     # Defaults from the model's generation_config: SamplingParams field names to values.
     default_sampling: dict[str, float]
     block_size: int
-    num_blocks: int
+    # How many KV blocks there are, of each pool.
+    pools: tuple[int, ...]
     dtype: str
     kv_dtype: str
     device: str
@@ -58,3 +107,10 @@ class RunnerInfo:
     worst_step_s: float = 0.0
     # Loaded adapters, if "adapter" is among the capabilities.
     adapters: tuple[Adapter, ...] = ()
+    # What layers keep of a sequence's tokens.
+    cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of each cache group, if all have equally many."""
+        return blocks_each(self.pools, self.cache_groups)

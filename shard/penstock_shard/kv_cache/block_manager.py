@@ -1,106 +1,149 @@
-"""Who holds which KV block: allocation, reference counts, prefix reuse. Plain integers, no torch.
+"""Which blocks each sequence has, and which prefixes are found in them. Plain integers, no torch.
 
-A block is free (nobody refers to it) or referenced by one or more sequences. A full block is cached
-under its chained hash and is found after it is freed too, until its memory is needed: freed blocks
-are reused least recently freed first.
+A sequence has a table of blocks for each cache group. In a group with a window or chunks, blocks
+that no later token sees are given back while the sequence runs. A full block is cached under the
+prefix that it ends; a prefix is found where every group has the blocks that the next token sees.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, abc
+from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock_proto.prefix_hash import block_hash, root_hash
+from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, blocks_each
+from penstock_shard.kv_cache.block_pool import BlockPool, CachedBlock
+from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 from penstock_shard.sequence import Sequence
 
-# What identifies a prefix: the serial of its last cached block, or the root hash when it is empty.
-_Serial = int | bytes
+_ONE_GROUP = (CacheGroup(),)
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedBlock:
-    """What a cached block holds, to compare with on a hit: hashes may collide or be forged.
-
-    The parent is known by its serial and not by its hash, for the same reason.
+@dataclass(slots=True)
+class _Blocks:
+    """The blocks of one sequence in one group, by index in the order of its tokens. Those below
+    `first` were given back, or never taken.
     """
 
-    digest: bytes
-    serial: int
-    parent_serial: _Serial
-    token_ids: tuple[int, ...]
+    ids: list[int] = field(default_factory=list)
+    first: int = 0
 
 
 @dataclass(slots=True)
 class _Table:
-    """The blocks of one sequence."""
+    """What one sequence has."""
 
-    block_ids: list[int] = field(default_factory=list)
+    groups: list[_Blocks]
     # Chained hashes of the full blocks of its tokens, as far as they were needed.
     hashes: list[bytes] = field(default_factory=list)
-    # How many of `block_ids` are cached under their hashes, or were found there.
+    # How many of its full blocks are cached, or were found there; and the prefix of these.
     num_cached: int = 0
-    # Serial of the last cached one, or the root hash before the first.
-    cached_serial: _Serial = b""
+    prefix: Prefix | None = None
 
 
 class BlockManager:
-    """Owns block tables. Gives out the blocks 0 .. num_blocks - 1 of `block_size` tokens each."""
+    """Owns block tables, pools of blocks and the names of what is cached in them."""
 
     def __init__(
         self,
-        num_blocks: int,
+        pools: abc.Sequence[int],
         block_size: int,
         *,
+        groups: abc.Sequence[CacheGroup] = _ONE_GROUP,
+        max_chunk_tokens: int = 2**31,
         weights_hash: str = "",
         enable_prefix_caching: bool = True,
     ) -> None:
-        self.num_blocks = num_blocks
+        """`pools` are numbers of blocks of `block_size` tokens, and no step computes more than
+        `max_chunk_tokens` of a sequence.
+        """
         self.block_size = block_size
+        self._groups = tuple(groups)
         self._weights_hash = weights_hash
         self._enable_prefix_caching = enable_prefix_caching
-        self._references = [0] * num_blocks
-        # Free blocks, the next to be reused first. Values are unused.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._cached: dict[int, _CachedBlock] = {}
-        self._by_digest: dict[bytes, int] = {}
+        self._pools = [BlockPool(num_blocks) for num_blocks in pools]
+        self._pool_of = [self._pools[group.pool] for group in groups]
+        # The most blocks that a sequence has at once in each group, whatever its length.
+        self._most = [group.most_blocks(max_chunk_tokens, block_size) for group in groups]
+        # Groups that give blocks back while a sequence runs.
+        self._sliding = [i for i, group in enumerate(groups) if group.reach is not None]
+        self._tree = PrefixTree(len(self._groups))
         self._insertions = 0
         self._tables: dict[Sequence, _Table] = {}
-        # What `take_new` has not returned yet.
-        self._new_blocks: dict[Sequence, list[int]] = {}
+        # What `take_new` has not returned yet, for each group.
+        self._new_blocks: dict[Sequence, list[list[int]]] = {}
+
+    @classmethod
+    def of(
+        cls, info: RunnerInfo, max_chunk_tokens: int, *, enable_prefix_caching: bool = True
+    ) -> BlockManager:
+        """The blocks of a runner."""
+        return cls(
+            info.pools,
+            info.block_size,
+            groups=info.cache_groups,
+            max_chunk_tokens=max_chunk_tokens,
+            weights_hash=info.weights_hash,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+
+    # ---- counts ----
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each group, as many as the scarcest pool has."""
+        return blocks_each([pool.num_blocks for pool in self._pools], self._groups)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """As many of `num_blocks` as are free of the scarcest pool."""
+        return min(pool.num_free * self.num_blocks // pool.num_blocks for pool in self._pools)
 
     @property
     def num_referenced(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     @property
     def num_insertions(self) -> int:
         """How many times a block has been cached so far."""
         return self._insertions
 
+    @property
+    def slides(self) -> bool:
+        """Whether sequences give blocks back while they run; see `slide`."""
+        return bool(self._sliding)
+
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
+    def free_in(self, pool: int) -> int:
+        """How many blocks of a pool are free."""
+        return self._pools[pool].num_free
+
     # ---- a sequence's blocks ----
 
-    def blocks_of(self, sequence: Sequence) -> abc.Sequence[int]:
-        """Its blocks, in the order of its tokens."""
+    def blocks_of(self, sequence: Sequence, group: int = 0) -> abc.Sequence[int]:
+        """Its blocks in a group, in the order of its tokens."""
         table = self._tables.get(sequence)
-        return () if table is None else table.block_ids
+        return () if table is None else table.groups[group].ids[table.groups[group].first :]
 
-    def take_new(self, sequences: abc.Collection[Sequence]) -> list[abc.Sequence[int]]:
-        """The blocks that each got since this was last asked of it."""
-        new_blocks = self._new_blocks
+    def num_tokens_held(self, sequence: Sequence) -> int:
+        """It has blocks for so many tokens, less those that it no longer needs."""
+        table = self._tables.get(sequence)
+        if table is None:
+            return 0
+        return min(len(blocks.ids) for blocks in table.groups) * self.block_size
+
+    def take_new(self, sequences: abc.Collection[Sequence]) -> list[list[abc.Sequence[int]]]:
+        """For each group: the blocks that each sequence got since this was last asked of it."""
+        new_blocks, num_groups = self._new_blocks, len(self._groups)
         if not new_blocks:
-            return [()] * len(sequences)
-        return [
-            new_blocks.pop(sequence) if sequence in new_blocks else () for sequence in sequences
-        ]
+            return [[()] * len(sequences) for _ in range(num_groups)]
+        none: list[abc.Sequence[int]] = [()] * num_groups
+        taken = [new_blocks.pop(sequence, none) for sequence in sequences]
+        return [[new[group] for new in taken] for group in range(num_groups)]
 
     def acquire_prefix(self, sequence: Sequence) -> int:
         """Give a sequence, which has no blocks yet, those that hold its longest cached prefix.
@@ -111,36 +154,68 @@ class BlockManager:
         if not self._enable_prefix_caching:
             return 0
         table = self._table(sequence)
-        # One block less than all known tokens would allow, so that the last one is computed.
-        count = (sequence.num_tokens - 1) // self.block_size
-        self._hash_full_blocks(sequence, table, count)
-        table.cached_serial = self._root(sequence)
-        for index in range(count):
-            block_id = self._find(sequence, table, index)
-            if block_id is None:
-                break
-            self._refer(block_id)
-            table.block_ids.append(block_id)
-            table.cached_serial = self._cached[block_id].serial
-        table.num_cached = len(table.block_ids)
-        if table.block_ids:
-            self._new_blocks[sequence] = list(table.block_ids)
-        return len(table.block_ids) * self.block_size
+        found = self._find_chain(sequence, table)
+        del found[self._longest(found) :]
+        if found:
+            table.num_cached = len(found)
+            table.prefix = found[-1]
+            table.prefix.num_users += 1
+            for group in range(len(self._groups)):
+                self._share(sequence, table, group, found)
+        return len(found) * self.block_size
+
+    def slide(self, sequence: Sequence, start: int) -> None:
+        """Give back the blocks that no token from `start` on sees. Launched steps may still read
+        them: whoever gets them writes them in a later step.
+        """
+        table = self._table(sequence)
+        for group in self._sliding:
+            blocks = table.groups[group]
+            first = self._first_seen(group, start)
+            if first > blocks.first:
+                self._pool_of[group].release(blocks.ids[blocks.first : first])
+                blocks.first = first
+
+    def lacking(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
+        """The scarcest pool, and how many free blocks it lacks for `grow`: none if that is not
+        positive.
+        """
+        table = self._table(sequence)
+        lacking = [-pool.num_free for pool in self._pools]
+        for group, blocks in enumerate(table.groups):
+            lacking[self._groups[group].pool] += self._missing(group, blocks, num_tokens)
+        most = max(lacking)
+        return lacking.index(most), most
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give the sequence blocks for `num_tokens`; False, and no change, if too few are free."""
-        table = self._table(sequence)
-        missing = self.blocks_for(num_tokens) - len(table.block_ids)
-        if missing > len(self._free):
+        """Give the sequence blocks for `num_tokens`; False, and no change, if too few are free. In
+        a group with a window or chunks it gets those for the next step's tokens at least, the rest
+        as it slides: then there are always enough.
+        """
+        if self.lacking(sequence, num_tokens)[1] > 0:
             return False
-        if missing > 0:
-            new = [self._take() for _ in range(missing)]
-            table.block_ids += new
-            self._new_blocks.setdefault(sequence, []).extend(new)
+        for group, blocks in enumerate(self._tables[sequence].groups):
+            missing = self._missing(group, blocks, num_tokens)
+            if missing > 0:
+                new = [self._take(self._pool_of[group]) for _ in range(missing)]
+                blocks.ids += new
+                self._new_of(sequence)[group] += new
         return True
 
+    def suffices(self, sequence: Sequence, others: abc.Iterable[Sequence]) -> bool:
+        """Whether a sequence without blocks had enough for all its tokens, none of them cached, if
+        `others` had none.
+        """
+        free = [pool.num_free for pool in self._pools]
+        for other in others:
+            for group, blocks in zip(self._groups, self._table(other).groups, strict=True):
+                free[group.pool] += len(blocks.ids) - blocks.first
+        for group, most in zip(self._groups, self._most, strict=True):
+            free[group.pool] -= min(self.blocks_for(sequence.num_tokens), most)
+        return min(free) >= 0
+
     def cache_full_blocks(self, sequences: Iterable[Sequence]) -> None:
-        """Cache the sequences' full blocks under their hashes, for others to find.
+        """Cache the sequences' full blocks under their prefixes, for others to find.
 
         Steps run in launch order, and each writes keys and values before it reads any: a block may
         be cached as soon as the step that fills it is planned.
@@ -157,36 +232,65 @@ class BlockManager:
 
     def uncache_since(self, since: int) -> None:
         """Uncache what was cached after `num_insertions` was `since`: it was never computed."""
-        for block_id, cached in list(self._cached.items()):
-            if cached.serial > since:
-                del self._cached[block_id]
-                del self._by_digest[cached.digest]
+        for pool in self._pools:
+            for block_id, cached in list(pool.cached.items()):
+                if cached.insertion > since:
+                    del pool.cached[block_id]
+                    self._forget_name(cached)
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back. The last are reused first: a prefix's start lives longest."""
         table = self._tables.get(sequence)
         if table is None:
             return
-        for block_id in reversed(table.block_ids):
-            self._references[block_id] -= 1
-            if self._references[block_id] == 0:
-                self._free[block_id] = None
+        for pool, blocks in zip(self._pool_of, table.groups, strict=True):
+            pool.release(reversed(blocks.ids[blocks.first :]))
         self._new_blocks.pop(sequence, None)
+        if table.prefix is not None:
+            self._tree.leave(table.prefix)
         # Its hashes are kept: the tokens are the same when it comes again.
-        self._tables[sequence] = _Table(hashes=table.hashes)
+        self._tables[sequence] = self._empty_table(table.hashes)
 
     def forget(self, sequence: Sequence) -> None:
         """Take all blocks back of a sequence that has ended."""
         self.release(sequence)
         self._tables.pop(sequence, None)
 
-    # ---- internals ----
+    # ---- tables ----
+
+    def _empty_table(self, hashes: list[bytes]) -> _Table:
+        return _Table([_Blocks() for _ in self._groups], hashes)
 
     def _table(self, sequence: Sequence) -> _Table:
         table = self._tables.get(sequence)
         if table is None:
-            table = self._tables[sequence] = _Table()
+            table = self._tables[sequence] = self._empty_table([])
         return table
+
+    def _new_of(self, sequence: Sequence) -> list[list[int]]:
+        new = self._new_blocks.get(sequence)
+        if new is None:
+            new = self._new_blocks[sequence] = [[] for _ in self._groups]
+        return new
+
+    def _missing(self, group: int, blocks: _Blocks, num_tokens: int) -> int:
+        """How many blocks it lacks for `num_tokens`; at most so many that it has no more than
+        `_most`.
+        """
+        count = min(self.blocks_for(num_tokens), blocks.first + self._most[group])
+        return max(0, count - len(blocks.ids))
+
+    def _first_seen(self, group: int, start: int) -> int:
+        """The first block that the token at `start` sees."""
+        return self._groups[group].first_seen(start) // self.block_size
+
+    def _take(self, pool: BlockPool) -> int:
+        block_id, cached = pool.take()
+        if cached is not None:
+            self._forget_name(cached)
+        return block_id
+
+    # ---- prefixes ----
 
     def _root(self, sequence: Sequence) -> bytes:
         request = sequence.request
@@ -202,58 +306,87 @@ class BlockManager:
             parent = hashes[index - 1] if index else self._root(sequence)
             hashes.append(block_hash(parent, self._tokens(sequence, index)))
 
-    def _find(self, sequence: Sequence, table: _Table, index: int) -> int | None:
-        """The cached block with block `index` of the sequence's tokens, if it follows the prefix
-        that `cached_serial` identifies.
+    def _find_chain(self, sequence: Sequence, table: _Table) -> list[Prefix]:
+        """The known prefixes of its tokens, from the shortest on, as far as groups that need every
+        block have them; without the last token, so that one is left to be computed.
         """
-        block_id = self._by_digest.get(table.hashes[index])
-        if block_id is None:
-            return None
-        cached = self._cached[block_id]
-        same = cached.parent_serial == table.cached_serial
-        return block_id if same and cached.token_ids == self._tokens(sequence, index) else None
+        count = (sequence.num_tokens - 1) // self.block_size
+        self._hash_full_blocks(sequence, table, count)
+        whole = [group for group in range(len(self._groups)) if group not in self._sliding]
+        found: list[Prefix] = []
+        parent = self._tree.find(None, self._root(sequence))
+        for index in range(count if parent is not None else 0):
+            digest, token_ids = table.hashes[index], self._tokens(sequence, index)
+            parent = self._tree.find(parent, digest, token_ids)
+            if parent is None or any(parent.block_ids[group] == NO_BLOCK for group in whole):
+                break
+            found.append(parent)
+        return found
+
+    def _longest(self, found: list[Prefix]) -> int:
+        """How many of them to use: after as many, the next token has all blocks that it sees."""
+        # For each group and each number of prefixes, how many of the last have a block.
+        runs = [(group, self._runs(group, found)) for group in self._sliding]
+        count = len(found)
+        while any(
+            count - run[count] > self._first_seen(group, count * self.block_size)
+            for group, run in runs
+        ):
+            count -= 1
+        return count
+
+    def _runs(self, group: int, found: list[Prefix]) -> list[int]:
+        runs = [0]
+        for prefix in found:
+            runs.append(0 if prefix.block_ids[group] == NO_BLOCK else runs[-1] + 1)
+        return runs
+
+    def _share(self, sequence: Sequence, table: _Table, group: int, found: list[Prefix]) -> None:
+        """Refer to the blocks of a found prefix that the next token sees."""
+        blocks, pool = table.groups[group], self._pool_of[group]
+        blocks.first = self._first_seen(group, len(found) * self.block_size)
+        # What is not seen is not looked at, but counts in the order of tokens.
+        blocks.ids = [0] * blocks.first
+        for prefix in found[blocks.first :]:
+            block_id = prefix.block_ids[group]
+            pool.refer(block_id)
+            blocks.ids.append(block_id)
+        self._new_of(sequence)[group] += blocks.ids
 
     def _cache_blocks(self, sequence: Sequence, table: _Table, count: int) -> None:
         """Cache its first `count` blocks, as far as they are not."""
         self._hash_full_blocks(sequence, table, count)
-        if table.num_cached == 0:
-            table.cached_serial = self._root(sequence)
+        prefix = before = table.prefix
+        if prefix is None:
+            root = self._root(sequence)
+            prefix = self._tree.find(None, root) or self._tree.add(None, root)
         for index in range(table.num_cached, count):
-            self._cache_block(sequence, table, index)
-        table.num_cached = count
+            prefix = self._cache_block(sequence, table, prefix, index)
+        prefix.num_users += 1
+        if before is not None:
+            self._tree.leave(before)
+        table.num_cached, table.prefix = count, prefix
 
-    def _cache_block(self, sequence: Sequence, table: _Table, index: int) -> None:
-        found = self._find(sequence, table, index)
-        if found is not None:
-            # Two sequences computed the same block at once: the first stays cached, and becomes the
-            # parent of this sequence's next block.
-            table.cached_serial = self._cached[found].serial
-            return
-        digest = table.hashes[index]
-        block_id = table.block_ids[index]
-        # A block of the same hash that does not match: its parent was evicted, or it is forged.
-        stale = self._by_digest.get(digest)
-        if stale is not None:
-            del self._cached[stale]
-        self._insertions += 1
-        self._by_digest[digest] = block_id
-        self._cached[block_id] = _CachedBlock(
-            digest, self._insertions, table.cached_serial, self._tokens(sequence, index)
-        )
-        table.cached_serial = self._insertions
+    def _cache_block(self, sequence: Sequence, table: _Table, parent: Prefix, index: int) -> Prefix:
+        """Cache a block of each group. Returns the prefix that they end."""
+        digest, token_ids = table.hashes[index], self._tokens(sequence, index)
+        prefix = self._tree.find(parent, digest, token_ids)
+        if prefix is None:
+            prefix = self._tree.add(parent, digest, token_ids)
+        for group, blocks in enumerate(table.groups):
+            # Two sequences may compute the same block at once: the first stays cached. And a block
+            # may have been given back before its last token was known.
+            if prefix.block_ids[group] == NO_BLOCK and index >= blocks.first:
+                block_id = prefix.block_ids[group] = blocks.ids[index]
+                self._insertions += 1
+                cached = CachedBlock(prefix, group, self._insertions)
+                self._pool_of[group].cached[block_id] = cached
+        return prefix
 
-    def _refer(self, block_id: int) -> None:
-        if self._references[block_id] == 0:
-            del self._free[block_id]
-        self._references[block_id] += 1
-
-    def _take(self) -> int:
-        block_id, _ = self._free.popitem(last=False)
-        cached = self._cached.pop(block_id, None)
-        if cached is not None:
-            del self._by_digest[cached.digest]
-        self._references[block_id] = 1
-        return block_id
+    def _forget_name(self, cached: CachedBlock) -> None:
+        """The block is no longer cached."""
+        cached.prefix.block_ids[cached.group] = NO_BLOCK
+        self._tree.prune(cached.prefix)
 
     def check_integrity(self) -> None:
         """Recount everything from the block tables.
@@ -261,19 +394,12 @@ class BlockManager:
         Raises:
             AssertionError: the counts do not agree; the text has the numbers.
         """
-        counted = [0] * self.num_blocks
+        counted = {id(pool): [0] * pool.num_blocks for pool in self._pools}
         for table in self._tables.values():
-            for block_id in table.block_ids:
-                counted[block_id] += 1
-        wrong = [i for i in range(self.num_blocks) if counted[i] != self._references[i]]
-        assert not wrong, (
-            f"blocks {wrong[:8]}: counted {[counted[i] for i in wrong[:8]]} references, "
-            f"kept {[self._references[i] for i in wrong[:8]]}"
-        )
-        referenced = sum(1 for count in counted if count)
-        assert referenced + len(self._free) == self.num_blocks, (
-            f"{referenced} referenced + {len(self._free)} free != {self.num_blocks} blocks"
-        )
-        assert len(self._by_digest) == len(self._cached), (
-            f"{len(self._by_digest)} digests for {len(self._cached)} cached blocks"
-        )
+            for pool, blocks in zip(self._pool_of, table.groups, strict=True):
+                for block_id in blocks.ids[blocks.first :]:
+                    counted[id(pool)][block_id] += 1
+        for pool in self._pools:
+            pool.check_integrity(counted[id(pool)])
+        if not any(pool.cached for pool in self._pools) and not self._tables:
+            assert not len(self._tree), f"{len(self._tree)} prefixes of no block"

@@ -1,11 +1,13 @@
-"""How many KV blocks to have."""
+"""How many KV blocks to have, of each pool."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
+from penstock_shard.ipc.runner_info import CacheGroup, blocks_each, pools_for
 
 # Without flags a cpu shard takes this much for KV blocks, more only to hold one sequence of full
 # length, and never more than this share of free memory.
@@ -13,67 +15,108 @@ _CPU_KV_BYTES = 256 * 2**20
 _CPU_SHARE = 0.5
 # More are only taken to hold one sequence: the records of a block take half a kilobyte of the host.
 _MOST_BLOCKS = 2**20
+# Pools hold equally many sequences of this many times what the widest window holds. With more, long
+# sequences would find blocks for their windows where short ones find none; with fewer, the reverse.
+_REFERENCE_WINDOWS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The size of a KV block, and what sequences need."""
+    """The size of a KV block of each pool, and what sequences need."""
 
     block_size: int
-    block_bytes: int
+    # For each pool.
+    block_bytes: tuple[int, ...]
     max_model_len: int
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    max_chunk_tokens: int = 2**31
 
-    @property
-    def blocks_per_sequence(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+    def blocks_for(self, num_tokens: int) -> list[int]:
+        """The blocks of each pool that a sequence of so many tokens has at once, at the most."""
+        counts = [0] * len(self.block_bytes)
+        for group in self.groups:
+            most = group.most_blocks(self.max_chunk_tokens, self.block_size)
+            counts[group.pool] += min(-(-num_tokens // self.block_size), most)
+        return counts
+
+    def bytes_of(self, pools: Sequence[int]) -> int:
+        """Bytes of so many blocks of each pool."""
+        return sum(count * size for count, size in zip(pools, self.block_bytes, strict=True))
+
+    def tokens_in(self, num_bytes: int) -> int:
+        """The longest sequence, in whole blocks, that so many bytes hold."""
+        fits, too_long = 0, -(-self.max_model_len // self.block_size) + 1
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            if self.bytes_of(self.blocks_for(middle * self.block_size)) <= num_bytes:
+                fits = middle
+            else:
+                too_long = middle
+        return fits * self.block_size
+
+    def divide(self, num_bytes: int) -> list[int]:
+        """Blocks of each pool in so many bytes, which hold one sequence of full length."""
+        pools = self.blocks_for(self.max_model_len)
+        reaches = [group.reach for group in self.groups if group.reach is not None]
+        length = self.max_model_len
+        if reaches:
+            length = min(length, _REFERENCE_WINDOWS * (max(reaches) + self.max_chunk_tokens))
+        reference = self.blocks_for(length)
+        left, each = num_bytes - self.bytes_of(pools), self.bytes_of(reference)
+        return [count + left * more // each for count, more in zip(pools, reference, strict=True)]
 
 
-def choose_num_blocks(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> int:
-    """Number of KV blocks: what the flags say, else what memory allows. Blocks that no request
-    needs keep prefixes.
+def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> list[int]:
+    """Number of KV blocks of each pool: what the flags say, else what memory allows. Blocks that no
+    request needs keep prefixes.
 
     `free_bytes` is the most that KV blocks may take. Raises ModelError if not even one sequence of
     max_model_len fits, or on cpu if the flags ask for more than is free: the system gives memory
     only when it is first written, so too large an allocation would get the process killed later.
     """
-    needed = shape.blocks_per_sequence
+    one = shape.bytes_of(shape.blocks_for(shape.max_model_len))
+    block = shape.bytes_of(pools_for(1, shape.groups))
     if config.kv_blocks is not None:
-        blocks, flag = config.kv_blocks, "--kv-blocks"
+        budget, flag = config.kv_blocks * block, "--kv-blocks"
     elif config.kv_memory_bytes is not None:
-        blocks, flag = config.kv_memory_bytes // shape.block_bytes, "--kv-memory"
+        budget, flag = config.kv_memory_bytes, "--kv-memory"
     else:
         budget = free_bytes
         if on_cpu:
-            one = needed * shape.block_bytes
             budget = min(max(_CPU_KV_BYTES, one), int(free_bytes * _CPU_SHARE))
-        blocks = min(budget // shape.block_bytes, max(_MOST_BLOCKS, needed))
+        budget = min(budget, max(_MOST_BLOCKS * block, one))
         flag = "--kv-memory" if on_cpu else "--gpu-memory-utilization"
-    if blocks < 1:
+    if budget < block:
         raise ModelError(f"KV cache: not one block of {shape.block_size} tokens fits; raise {flag}")
-    if blocks < needed:
-        fits = blocks * shape.block_size
-        raise ModelError(
-            f"KV cache: {blocks} blocks of {shape.block_size} tokens fit ({fits} tokens), but one "
-            f"sequence of {shape.max_model_len} tokens needs {needed}; lower --max-model-len to "
-            f"{fits} or raise {flag}"
-        )
-    if on_cpu and blocks * shape.block_bytes > free_bytes:
-        raise ModelError(no_room(shape, blocks, free_bytes, flag))
-    return blocks
+    if budget < one:
+        raise ModelError(_too_short(shape, budget, flag))
+    pools = shape.divide(budget)
+    if on_cpu and shape.bytes_of(pools) > free_bytes:
+        raise ModelError(no_room(shape, pools, free_bytes, flag))
+    return pools
 
 
-def no_room(shape: KVShape, blocks: int, free_bytes: int, flag: str) -> str:
-    """The error message for KV blocks that do not fit."""
-    most = max(0, free_bytes // shape.block_bytes)
+def _too_short(shape: KVShape, num_bytes: int, flag: str) -> str:
+    fits = shape.tokens_in(num_bytes)
+    needed = -(-shape.max_model_len // shape.block_size)
     return (
-        f"KV cache: no room for {blocks} blocks ({blocks * shape.block_bytes >> 20} MiB): "
-        f"{most} fit; lower {flag}"
+        f"KV cache: {fits // shape.block_size} blocks of {shape.block_size} tokens fit "
+        f"({fits} tokens), but one sequence of {shape.max_model_len} tokens needs {needed}; "
+        f"lower --max-model-len to {fits} or raise {flag}"
     )
 
 
-def describe_blocks(shape: KVShape, blocks: int, config: ShardConfig, on_cpu: bool) -> str:
+def no_room(shape: KVShape, pools: Sequence[int], free_bytes: int, flag: str) -> str:
+    """The error message for KV blocks that do not fit."""
+    most = max(0, free_bytes // shape.bytes_of(pools_for(1, shape.groups)))
+    num_blocks, mebibytes = blocks_each(pools, shape.groups), shape.bytes_of(pools) >> 20
+    return f"KV cache: no room for {num_blocks} blocks ({mebibytes} MiB): {most} fit; lower {flag}"
+
+
+def describe_blocks(shape: KVShape, pools: Sequence[int], config: ShardConfig, on_cpu: bool) -> str:
     """One line for the log: how much there is, and on cpu how to get more than the default."""
-    size = f"{blocks} blocks of {shape.block_size} tokens ({blocks * shape.block_bytes >> 20} MiB)"
+    num_blocks, mebibytes = blocks_each(pools, shape.groups), shape.bytes_of(pools) >> 20
+    size = f"{num_blocks} blocks of {shape.block_size} tokens ({mebibytes} MiB)"
     is_default = config.kv_blocks is None and config.kv_memory_bytes is None
     more = (
         "; the default on cpu is small, --kv-memory gives it more" if on_cpu and is_default else ""

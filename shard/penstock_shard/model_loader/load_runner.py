@@ -95,7 +95,7 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         eos_token_ids=tuple(eos_ids),
         default_sampling={},
         block_size=block_size,
-        num_blocks=config.kv_blocks or max(_FAKE_BLOCKS, needed),
+        pools=(config.kv_blocks or max(_FAKE_BLOCKS, needed),),
         dtype="none",
         kv_dtype="none",
         device="none",

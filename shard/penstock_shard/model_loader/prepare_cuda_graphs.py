@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock_shard.device.gpu_memory import empty_caches, used_bytes
 from penstock_shard.errors import ModelError, first_line, is_out_of_memory
+from penstock_shard.ipc.runner_info import blocks_each, pools_for
 from penstock_shard.models.cuda_graphs import Graphs, GraphShape
 from penstock_shard.selfcheck.random_steps import RandomSequence, RandomSteps
 
@@ -57,7 +58,8 @@ class GraphPreparation:
         Raises ModelError if there is too little memory for one graph.
         """
         shapes = self.graphs.shapes(block_size)
-        self.graphs.allocate(1, block_size, self.kv_dtype)
+        pools = pools_for(1, self.graphs.cache_layout.groups)
+        self.graphs.allocate(pools, block_size, self.kv_dtype)
         try:
             total = self._taken_bytes(shapes[0], block_size)
             # Measured apart, as graphs with adapters have more kernels.
@@ -82,20 +84,22 @@ class GraphPreparation:
     def _taken_bytes(self, shape: GraphShape, block_size: int) -> int:
         """Bytes that one more graph takes."""
         before = used_bytes(self.graphs.device)
-        self.graphs.capture([shape], block_size, pad_block=0)
+        self.graphs.capture([shape], block_size, [0] * len(self.graphs.cache_layout.groups))
         return used_bytes(self.graphs.device) - before
 
-    def capture(self, block_size: int, num_blocks: int) -> bool:
-        """Record all graphs, over a cache that has one block, for padding, besides `num_blocks`;
-        whether recording succeeded.
+    def capture(self, block_size: int, pools: abc.Sequence[int]) -> bool:
+        """Record all graphs, over a cache that has one block of each pool, for padding, besides
+        `pools`; whether recording succeeded.
         """
+        num_blocks = blocks_each(pools, self.graphs.cache_layout.groups)
         shapes = self.graphs.shapes(block_size)
         # Computed before recording, since the same calls replay graphs afterwards.
         has_adapters = any(shape.has_adapters for shape in shapes)
         expected = self._expected(block_size, num_blocks, has_adapters)
         started_s, before = time.perf_counter(), used_bytes(self.graphs.device)
         try:
-            self.graphs.capture(shapes, block_size, pad_block=num_blocks)
+            pad_blocks = [pools[group.pool] for group in self.graphs.cache_layout.groups]
+            self.graphs.capture(shapes, block_size, pad_blocks)
         except RuntimeError as error:
             return self._give_up(f"recording failed: {_line(error)}")
         worst, bound = 0.0, 0.0

@@ -16,7 +16,7 @@ from penstock_shard.errors import ModelError, is_out_of_memory
 from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader.block_count import (
     KVShape,
-    choose_num_blocks,
+    choose_pools,
     describe_blocks,
     no_room,
 )
@@ -45,31 +45,40 @@ class MemoryPreparation:
     loaded: LoadedModel
     block_size: int
 
-    def allocate(self, graph_bytes: int | None, progress: Callable[[str], None]) -> int:
-        """Allocate what the largest step leaves, less `graph_bytes` and a padding block if there
-        are graphs. Returns the number of blocks, and `progress` gets a line with their size.
+    def allocate(self, graph_bytes: int | None, progress: Callable[[str], None]) -> list[int]:
+        """Allocate what the largest step leaves, less `graph_bytes` and a padding block of each
+        pool if there are graphs. Returns the number of blocks of each pool, and `progress` gets a
+        line with their size.
 
         Raises ModelError if there is too little memory.
         """
-        model = self.loaded.model
-        bytes_per_token = sum(layer.elements_per_token for layer in model.layers)
-        shape = KVShape(
-            block_size=self.block_size,
-            block_bytes=self.block_size * bytes_per_token * self.loaded.kv_dtype.itemsize,
-            max_model_len=self.loaded.max_model_len,
-        )
+        model, shape = self.loaded.model, self._shape()
         num_spare = 0 if graph_bytes is None else 1
-        free = self._least_free_bytes() - (graph_bytes or 0) - num_spare * shape.block_bytes
-        num_blocks = choose_num_blocks(shape, self.config, free, self._on_cpu)
+        free = self._least_free_bytes() - (graph_bytes or 0) - num_spare * sum(shape.block_bytes)
+        pools = choose_pools(shape, self.config, free, self._on_cpu)
+        with_spare = [num_blocks + num_spare for num_blocks in pools]
         try:
-            model.allocate(num_blocks + num_spare, self.block_size, self.loaded.kv_dtype)
+            model.allocate(with_spare, self.block_size, self.loaded.kv_dtype)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             flag = "--kv-blocks, --kv-memory or --gpu-memory-utilization"
-            raise ModelError(no_room(shape, num_blocks, free, flag)) from error
-        progress(describe_blocks(shape, num_blocks, self.config, self._on_cpu))
-        return num_blocks
+            raise ModelError(no_room(shape, pools, free, flag)) from error
+        progress(describe_blocks(shape, pools, self.config, self._on_cpu))
+        return pools
+
+    def _shape(self) -> KVShape:
+        layout, itemsize = self.loaded.model.cache_layout, self.loaded.kv_dtype.itemsize
+        return KVShape(
+            block_size=self.block_size,
+            block_bytes=tuple(
+                self.block_size * layout.elements_per_token(pool) * itemsize
+                for pool in range(len(layout.planes))
+            ),
+            max_model_len=self.loaded.max_model_len,
+            groups=layout.groups,
+            max_chunk_tokens=self._most_tokens,
+        )
 
     @property
     def _on_cpu(self) -> bool:

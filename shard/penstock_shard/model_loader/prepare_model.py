@@ -19,7 +19,6 @@ from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
 from penstock_shard.models import unsupported
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.transformers_model import TransformersModel
-from penstock_shard.ops.base import Ops
 from penstock_shard.selfcheck.batch_invariance import first_variance
 from penstock_shard.selfcheck.random_steps import RandomSteps, Row, random_steps
 
@@ -30,7 +29,8 @@ _CHECK_TOKENS = 32
 class PreparedModel:
     """What was measured and set up."""
 
-    num_blocks: int
+    # KV blocks of each pool.
+    pools: list[int]
     block_size: int
     batch_invariant: bool
     # Estimated duration of the largest step.
@@ -46,7 +46,7 @@ def prepare_model(
 
     Raises ModelError if the model computes wrongly or does not fit.
     """
-    block_size = _block_size(config, loaded.ops)
+    block_size = _block_size(config, loaded)
     progress("checking what the model computes")
     checks = _Checks(config, loaded, block_size, progress)
     checks.attention()
@@ -57,21 +57,27 @@ def prepare_model(
     graphs = _graph_preparation(loaded, progress, is_exact=is_invariant)
     # Measured before KV blocks are allocated, so that memory for graphs is left.
     graph_bytes = graphs.measure(block_size) if graphs else None
-    num_blocks = MemoryPreparation(config, loaded, block_size).allocate(graph_bytes, progress)
+    pools = MemoryPreparation(config, loaded, block_size).allocate(graph_bytes, progress)
     has_graphs = False
     if graphs is not None and graph_bytes is not None:
-        has_graphs = graphs.capture(block_size, num_blocks)
-    return PreparedModel(num_blocks, block_size, is_invariant, worst_step_s, has_graphs)
+        has_graphs = graphs.capture(block_size, pools)
+    return PreparedModel(pools, block_size, is_invariant, worst_step_s, has_graphs)
 
 
-def _block_size(config: ShardConfig, ops: Ops) -> int:
-    backend = ops.backend
+def _block_size(config: ShardConfig, loaded: LoadedModel) -> int:
+    backend = loaded.ops.backend
     block_size = config.block_size or backend.block_multiple
     if block_size % backend.block_multiple:
         raise ModelError(
             f"--block-size {block_size}: attention backend {backend.name} needs a multiple "
             f"of {backend.block_multiple}"
         )
+    for group in loaded.model.cache_layout.groups:
+        if group.chunk is not None and group.chunk % block_size:
+            raise ModelError(
+                f"--block-size {block_size}: the model attends within chunks of {group.chunk} "
+                "tokens, which must be a multiple of it"
+            )
     return block_size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.cache_layout import CacheLayout
 
 # Part of the numerics fingerprint. Raise it when our Python code changes the logits of the same
 # weights; the kernels' source and the version of transformers are in the fingerprint already.
@@ -37,8 +39,14 @@ class CausalModel(Protocol):
     def hidden_size(self) -> int:
         """Size H of the final hidden states; 0 where the model cannot give them."""
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """Allocate the KV cache of every layer, in place of the earlier one."""
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """Which layers share block tables and memory."""
+
+    def allocate(self, pools: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
+        """Allocate the KV cache of every layer, in place of the earlier one, in pools of so many
+        blocks.
+        """
 
     def free(self) -> None:
         """Drop the KV cache."""
@@ -47,13 +55,14 @@ class CausalModel(Protocol):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        batch: AttentionBatch,
+        batches: Sequence[AttentionBatch],
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> ForwardOutput:
-        """input_ids and positions int64 [T]; logit_rows int64 [N] and hidden_rows int64 [M] are
-        ascending indices into the T tokens. Where N is T, logit_rows are all tokens in order.
+        """input_ids and positions int64 [T]; a batch for each cache group. logit_rows int64 [N] and
+        hidden_rows int64 [M] are ascending indices into the T tokens. Where N is T, logit_rows are
+        all tokens in order.
         `adapters` int64 [T] has the index of each token's adapter, 0 for none; None where no token
         has an adapter.
         """

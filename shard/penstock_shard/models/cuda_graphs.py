@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.cache_layout import CacheLayout
 from penstock_shard.models.base import CausalModel, ForwardOutput
-from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batch
+from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batches
 
 # (bound, step): up to `bound` rows, the number of rows is padded to a multiple of `step`. Steps of
 # more rows than the last bound, as draft tokens may make them, run without a graph: a graph would
@@ -66,7 +67,7 @@ class StaticInputs:
     memory: Tensor
     layout: InputLayout
     inputs: StepInputs[Tensor]
-    attention: AttentionBatch
+    attention: tuple[AttentionBatch, ...]
     rows: Tensor
 
 
@@ -75,7 +76,9 @@ class Graphs(CausalModel, Protocol):
 
     def shapes(self, block_size: int) -> list[GraphShape]: ...
 
-    def capture(self, shapes: Sequence[GraphShape], block_size: int, pad_block: int) -> None: ...
+    def capture(
+        self, shapes: Sequence[GraphShape], block_size: int, pad_blocks: Sequence[int]
+    ) -> None: ...
 
     def drop(self) -> None: ...
 
@@ -183,7 +186,8 @@ class GraphedModel:
         self._serves_adapters = serves_adapters
         self._make_graph: Callable[[], Graph] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._pad_block = 0
+        # For each cache group.
+        self._pad_blocks: NDArray[Any] = np.zeros(1, dtype=np.int64)
         self._block_size = 1
         self._captured: dict[GraphShape, _Captured] = {}
         # Captured shapes without adapters, and with them; the smallest first.
@@ -197,9 +201,13 @@ class GraphedModel:
     def hidden_size(self) -> int:
         return self._model.hidden_size
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return self._model.cache_layout
+
+    def allocate(self, pools: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
         self.drop()
-        self._model.allocate(num_blocks, block_size, dtype)
+        self._model.allocate(pools, block_size, dtype)
 
     def free(self) -> None:
         self.drop()
@@ -230,15 +238,18 @@ class GraphedModel:
         return sorted(shapes, reverse=True)
 
     @torch.inference_mode()
-    def capture(self, shapes: Sequence[GraphShape], block_size: int, pad_block: int) -> None:
+    def capture(
+        self, shapes: Sequence[GraphShape], block_size: int, pad_blocks: Sequence[int]
+    ) -> None:
         """Capture steps of these shapes, in addition to those captured already, over the present KV
-        cache. Padding rows use `pad_block`. Raises RuntimeError for work that cannot be captured.
+        cache. Padding rows use `pad_blocks`, one of each cache group. Raises RuntimeError for work
+        that cannot be captured.
         """
         if self._make_graph is None:
             self._make_graph = self._make_pool()
             all_bytes = [self._layout(shape).num_bytes for shape in self.shapes(block_size)]
             self._memory = torch.zeros(max(all_bytes), dtype=torch.uint8, device=self.device)
-        self._block_size, self._pad_block = block_size, pad_block
+        self._block_size, self._pad_blocks = block_size, np.array(pad_blocks)
         for shape in shapes:
             self._captured[shape] = self._capture(shape, self._make_graph())
         self._shapes = ([], [])
@@ -270,32 +281,33 @@ class GraphedModel:
         """Turn all rows after the first `num_rows` into padding rows."""
         arrays.input_ids[num_rows:] = 0
         arrays.positions[num_rows:] = 0
-        arrays.kv_indices[num_rows:] = self._pad_block * self._block_size
+        arrays.kv_indices[:, num_rows:] = self._pad_blocks[:, None] * self._block_size
         arrays.adapters[num_rows:] = 0
         arrays.cu_queries[num_rows:] = np.arange(num_rows, len(arrays.cu_queries))
-        arrays.seq_lens[num_rows:] = 1
-        arrays.block_table[num_rows:] = self._pad_block
+        arrays.seq_lens[:, num_rows:] = 1
+        arrays.block_table[:, num_rows:] = self._pad_blocks[:, None, None]
 
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
-        batch: AttentionBatch,
+        batches: Sequence[AttentionBatch],
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> ForwardOutput:
-        shape = GraphShape(len(input_ids), batch.block_table.shape[1], adapters is not None)
+        width = batches[0].block_table.shape[1]
+        shape = GraphShape(len(input_ids), width, adapters is not None)
         captured = self._captured.get(shape) if hidden_rows is None else None
-        if captured is None or batch.num_decodes != shape.num_rows:
+        if captured is None or batches[0].num_decodes != shape.num_rows:
             return self._model.forward(
-                input_ids, positions, batch, logit_rows, hidden_rows, adapters
+                input_ids, positions, batches, logit_rows, hidden_rows, adapters
             )
-        if batch is not captured.static.attention:
-            _copy_inputs(captured.static.inputs, input_ids, positions, batch, adapters)
+        if batches is not captured.static.attention:
+            _copy_inputs(captured.static.inputs, input_ids, positions, batches, adapters)
         captured.graph.replay()
         logits = captured.logits
-        if batch is captured.static.attention:
+        if batches is captured.static.attention:
             # Padding rows come last.
             logits = logits[: len(logit_rows)]
         elif len(logit_rows) < len(logits):
@@ -327,35 +339,37 @@ class GraphedModel:
         nobody = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         arrays = layout.arrays(nobody.numpy())
         self.pad(arrays, 0)
-        arrays.cu_keys[:] = np.arange(count + 1)
+        arrays.cu_keys[:, :] = np.arange(count + 1)
         memory.copy_(nobody)
         inputs = layout.tensors(memory)
         # The host's bound for any step: no row has more tokens.
-        seq_lens = [num_blocks * self._block_size] * count
-        attention = attention_batch(inputs, [1] * count, seq_lens, count, self._block_size)
+        seq_lens = [[num_blocks * self._block_size] * count] * layout.num_groups
+        attention = attention_batches(inputs, [1] * count, seq_lens, count, self._block_size)
         return StaticInputs(
             memory, layout, inputs, attention, torch.arange(count, device=self.device)
         )
 
     def _layout(self, shape: GraphShape) -> InputLayout:
         rows, blocks, has_adapters = shape
-        return InputLayout(rows, rows, blocks, _EXTRA_PER_ROW * rows, has_adapters)
+        num_groups = len(self.cache_layout.groups)
+        return InputLayout(rows, rows, blocks, _EXTRA_PER_ROW * rows, has_adapters, num_groups)
 
 
 def _copy_inputs(
     static: StepInputs[Tensor],
     input_ids: Tensor,
     positions: Tensor,
-    batch: AttentionBatch,
+    batches: Sequence[AttentionBatch],
     adapters: Tensor | None,
 ) -> None:
     static.input_ids.copy_(input_ids)
     static.positions.copy_(positions)
-    static.kv_indices.copy_(batch.slots)
-    static.cu_queries.copy_(batch.cu_queries)
-    static.cu_keys.copy_(batch.cu_keys)
-    static.seq_lens.copy_(batch.seq_lens_tensor)
-    static.block_table.copy_(batch.block_table)
+    static.cu_queries.copy_(batches[0].cu_queries)
+    for group, batch in enumerate(batches):
+        static.kv_indices[group].copy_(batch.slots)
+        static.cu_keys[group].copy_(batch.cu_keys)
+        static.seq_lens[group].copy_(batch.seq_lens_tensor)
+        static.block_table[group].copy_(batch.block_table)
     if adapters is not None:
         static.adapters.copy_(adapters)
 

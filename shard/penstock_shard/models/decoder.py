@@ -7,19 +7,21 @@ it, so that each layer is ten calls whatever the number of tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock_shard.attention.base import AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.cache_layout import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.models.decoder_spec import DecoderSpec
 from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
 from penstock_shard.models.feed_forward import FeedForwardScratch
+from penstock_shard.models.paged_caches import PagedCaches
 from penstock_shard.ops.base import Ops, Rope
 
 
@@ -30,6 +32,8 @@ class _Layer:
     spec: LayerSpec
     weights: LayerWeights
     rope: Rope
+    # Its cache group.
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,18 @@ class Decoder:
         self._spec = spec
         self._ops = ops
         self._weights = weights
+        self._caches = PagedCaches(cache_layout(spec.layers))
         self._layers = tuple(
-            _Layer(layer, weights.layers[layer.index], ropes[spec.rope_types[layer.index]])
+            _Layer(
+                layer,
+                weights.layers[layer.index],
+                ropes[spec.rope_types[layer.index]],
+                self._caches.layout.group_of[layer.index],
+            )
             for layer in spec.layers
         )
         # The layers that forward runs: all, or fewer within `shortened`.
         self._running = self._layers
-        self._caches: dict[int, LayerCache] = {}
         self._scratch: dict[int, _Scratch] = {}
 
     @property
@@ -91,20 +100,22 @@ class Decoder:
         )
         self._running = self._layers
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        self._caches = {}
-        for layer in self._running:
-            self._caches[layer.spec.index] = self._ops.backend.make_cache(
-                layer.spec, num_blocks, block_size, dtype, self.device
-            )
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return self._caches.layout
+
+    def allocate(self, pools: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
+        layers = [layer.spec for layer in self._running]
+        backend = self._ops.backend
+        self._caches.allocate(backend, layers, pools, block_size, dtype, self.device)
 
     def free(self) -> None:
-        self._caches = {}
+        self._caches.free()
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
         kinds = {
-            (layer.spec.window, *self._kind(layer.spec.index)): layer
+            (layer.spec.window, layer.spec.chunk, *self._kind(layer.spec.index)): layer
             for layer in reversed(self._layers)
         }
         running = sorted(kinds.values(), key=lambda layer: layer.spec.index)
@@ -127,7 +138,7 @@ class Decoder:
         self,
         input_ids: Tensor,
         positions: Tensor,
-        batch: AttentionBatch,
+        batches: Sequence[AttentionBatch],
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
@@ -140,6 +151,7 @@ class Decoder:
         update = None
         tokens = None if adapters is None else TokenAdapters(adapters)
         for layer in self._running:
+            batch = batches[layer.group]
             attended = self._attention(layer, stream, update, positions, batch, tokens)
             if layer is self._running[-1] and not needs_all:
                 # Once keys and values are cached, only these tokens need the last layer.
@@ -164,7 +176,7 @@ class Decoder:
         """
         ops, weights, spec = self._ops, layer.weights, layer.spec
         scratch = self._scratch_for(len(stream))
-        cache = self._caches[spec.index]
+        cache = self._caches.of(spec)
         hidden = self._norm(stream, update, weights.input_norm, scratch.hidden)
         query = ops.rope_and_cache(
             weights.qkv(hidden, scratch.qkv, adapters),

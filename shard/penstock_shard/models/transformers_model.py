@@ -8,7 +8,7 @@ function registered along with it gives none, since causality comes from the ste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from penstock_shard.attention.base import AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.cache_layout import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
+from penstock_shard.models.paged_caches import PagedCaches
 from penstock_shard.ops.base import Ops
 
 ATTENTION_NAME = "penstock"
@@ -106,7 +108,7 @@ class TransformersModel:
         # Of the forward in progress, for what adapters add to products.
         self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
-        self._caches: dict[int, LayerCache] = {}
+        self._caches = PagedCaches(cache_layout(self._layers))
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -135,15 +137,16 @@ class TransformersModel:
         stacks = layer_stacks(self.module, len(self._layers))
         return [(names[stack], stack) for _, _, stack in stacks]
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        self._caches = {}
-        for spec in self._layers:
-            self._caches[spec.index] = self._ops.backend.make_cache(
-                spec, num_blocks, block_size, dtype, self.device
-            )
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return self._caches.layout
+
+    def allocate(self, pools: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
+        backend = self._ops.backend
+        self._caches.allocate(backend, self._layers, pools, block_size, dtype, self.device)
 
     def free(self) -> None:
-        self._caches = {}
+        self._caches.free()
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
@@ -167,17 +170,20 @@ class TransformersModel:
         self,
         input_ids: Tensor,
         positions: Tensor,
-        batch: AttentionBatch,
+        batches: Sequence[AttentionBatch],
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> ForwardOutput:
         self.token_adapters = None if adapters is None else TokenAdapters(adapters)
-        backend = self._ops.backend
+        backend, group_of = self._ops.backend, self.cache_layout.group_of
+        specs = {spec.index: spec for spec in self._layers}
 
         def attend(call: AttentionCall) -> Tensor:
-            cache = self._caches[call.layer_index]
-            backend.write(cache, call.key, call.value, batch.slots)
+            spec = specs[call.layer_index]
+            cache, batch = self._caches.of(spec), batches[group_of[spec.index]]
+            if spec.reads is None:
+                backend.write(cache, call.key, call.value, batch.slots)
             return backend.attend(
                 cache,
                 call.query,

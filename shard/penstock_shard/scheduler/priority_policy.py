@@ -100,11 +100,10 @@ class PriorityPolicy(FcfsPolicy):
             return None
         its_class = (other for other in waiting if other.request.priority == best)
         first = min(its_class, key=lambda sequence: self._place(sequence, now_s))
-        missing = self._blocks.blocks_for(first.num_tokens) - self._blocks.num_free
-        if has_free_slot and missing <= 0:
+        if has_free_slot and self._blocks.suffices(first, ()):
             return None
         # Only if preempting all of them would free enough blocks.
-        if sum(len(self._blocks.blocks_of(sequence)) for sequence in lower) < missing:
+        if not self._blocks.suffices(first, lower):
             return None
         return max(lower, key=preemption_key)
 

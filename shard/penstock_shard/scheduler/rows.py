@@ -57,10 +57,12 @@ class Rows:
         self.drafts.insert(index, row.drafts)
 
     def batch(
-        self, new_blocks: abc.Sequence[abc.Sequence[int]], admitted: abc.Iterable[Sequence]
+        self,
+        new_blocks: abc.Sequence[abc.Sequence[abc.Sequence[int]]],
+        admitted: abc.Iterable[Sequence],
     ) -> Batch:
-        """The rows as a runner gets them, with the blocks that are new of each, and with the
-        sequences that were given a slot for this step.
+        """The rows as a runner gets them, with the blocks that are new of each (see `Batch`), and
+        with the sequences that were given a slot for this step.
         """
         return Batch(
             [sequence.slot for sequence in self.sequences],

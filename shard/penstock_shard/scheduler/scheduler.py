@@ -99,8 +99,9 @@ class Scheduler:
         # What `take_started` and `take_preempted` return next.
         self._started: list[Sequence] = []
         self._preempted: list[tuple[Sequence, str]] = []
-        # `arrival` of the sequence that last lacked blocks, and how many free ones it needs.
-        self._turned_away = (-1, 0)
+        # `arrival` of the sequence that last lacked blocks, of which pool, and how many free ones
+        # it needs.
+        self._turned_away = (-1, 0, 0)
         # Tokens of waiting sequences, as counted when each joined the queue.
         self.num_queued_tokens = 0
         self.preemptions_total = 0
@@ -331,6 +332,8 @@ class Scheduler:
         # A sequence before it in this step may have preempted it.
         if sequence.state is not _RUNNING:
             return False
+        if self._blocks.slides:
+            self._blocks.slide(sequence, sequence.num_computed)
         while not self._blocks.grow(sequence, sequence.num_computed + 1):
             # A preempted sequence's blocks come free when a launched step is collected: wait.
             if self._leaving:
@@ -348,7 +351,8 @@ class Scheduler:
     ) -> Iterator[Row]:
         """Chunks of running sequences, then of waiting sequences that are admitted.
 
-        Nothing is preempted here: a sequence got the blocks for its whole prompt when admitted.
+        No other is preempted here: a sequence got the blocks for its whole prompt when admitted, or
+        gets the next ones for those that it gives back.
         """
         free_seqs = max(0, self.bounds.sequences - len(self._running))
         others = chain(prefilling, self._waiting if free_seqs else ())
@@ -357,10 +361,21 @@ class Scheduler:
         for sequence in prefilling:
             limit = self._chunk_limit(sequence, budget)
             # The list still has sequences that were preempted for a decode of this step.
-            if limit and sequence.state is _RUNNING:
+            if limit and sequence.state is _RUNNING and self._slide_or_preempt(sequence):
                 yield self._prompt_row(sequence, limit, budget)
         if admits and budget.prompt_tokens:
             yield from self._admitted_rows(free_seqs, budget, now_s)
+
+    def _slide_or_preempt(self, sequence: Sequence) -> bool:
+        """Give back blocks that its prompt no longer sees, for the next ones. False if there are
+        too few, because others share those that it gave back: it is preempted.
+        """
+        if not self._blocks.slides:
+            return True
+        self._blocks.slide(sequence, sequence.num_computed)
+        if not self._blocks.grow(sequence, sequence.num_tokens):
+            self._preempt(sequence, "the shard is out of KV blocks")
+        return sequence.state is _RUNNING
 
     def _admitted_rows(self, free_seqs: int, budget: StepBudget, now_s: float) -> Iterator[Row]:
         """Admit waiting sequences. When one lacks blocks, none behind it is admitted; but short
@@ -398,21 +413,20 @@ class Scheduler:
         """Move a waiting sequence to the running ones; False when blocks are lacking.
 
         It gets the blocks for all its known tokens at once: with fewer it could be preempted in the
-        middle of its prompt.
+        middle of its prompt. Of those with a window it gets as many as it ever has at once.
         """
         if sequence.num_steps_in_flight:
             return False
-        arrival, enough_blocks = self._turned_away
-        hopeless = arrival == sequence.arrival and self._blocks.num_free < enough_blocks
+        arrival, pool, enough_blocks = self._turned_away
+        hopeless = arrival == sequence.arrival and self._blocks.free_in(pool) < enough_blocks
         # Looking up a long prompt in the prefix cache takes milliseconds.
         if hopeless and self._steps % _LOOK_AGAIN_STEPS:
             return False
         found = 0 if sequence.needs_whole_prompt else self._blocks.acquire_prefix(sequence)
         if not self._blocks.grow(sequence, sequence.num_tokens):
-            missing = self._blocks.blocks_for(sequence.num_tokens)
-            missing -= len(self._blocks.blocks_of(sequence)) + self._blocks.num_free
+            pool, missing = self._blocks.lacking(sequence, sequence.num_tokens)
             self._blocks.release(sequence)
-            self._turned_away = (sequence.arrival, self._blocks.num_free + missing)
+            self._turned_away = (sequence.arrival, pool, self._blocks.free_in(pool) + missing)
             return False
         sequence.num_computed = found
         if sequence.cached_tokens is None:

@@ -119,4 +119,4 @@ class Speculation:
         sequence = row.sequence
         if self._blocks.grow(sequence, row.start + 1 + count):
             return count
-        return len(self._blocks.blocks_of(sequence)) * self._blocks.block_size - row.start - 1
+        return self._blocks.num_tokens_held(sequence) - row.start - 1

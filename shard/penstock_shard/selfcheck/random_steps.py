@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.runner_info import pools_for
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.worker.base import Admission, Batch
@@ -29,7 +30,8 @@ class RandomSequence:
     """Random tokens, and the blocks for them."""
 
     token_ids: list[int]
-    block_ids: list[int]
+    # For each cache group.
+    block_ids: list[list[int]]
     adapter_index: int = 0
 
 
@@ -48,24 +50,30 @@ class RandomSteps:
         num_blocks: int,
         graphs: Graphs | None = None,
     ) -> None:
-        """Uses a cache of `num_blocks`. `decode` uses the static inputs of `graphs`, if given."""
+        """Uses a cache of `num_blocks` of each cache group. `decode` uses the static inputs of
+        `graphs`, if given.
+        """
         self.model = model
         self.vocab_size = vocab_size
         self._block_size = block_size
-        self._inputs = InputBuilder(block_size, model.device, graphs=graphs)
+        self._groups = model.cache_layout.groups
+        self._inputs = InputBuilder(block_size, model.device, self._groups, graphs=graphs)
         self._random = random.Random(1)
-        self._free = list(range(num_blocks))
+        self._free = [list(range(size)) for size in pools_for(num_blocks, self._groups)]
         # So that an error in reading block tables changes results.
-        self._random.shuffle(self._free)
+        for blocks in self._free:
+            self._random.shuffle(blocks)
 
     def sequence(self, length: int) -> RandomSequence:
         """A sequence of random tokens, none of them computed."""
         needed = -(-length // self._block_size)
-        blocks, self._free = self._free[:needed], self._free[needed:]
-        assert len(blocks) == needed, (
-            f"{length} tokens need {needed} blocks, {len(blocks)} are left"
-        )
-        return RandomSequence(self._random.choices(range(self.vocab_size), k=length), blocks)
+        block_ids = []
+        for group in self._groups:
+            free = self._free[group.pool]
+            assert len(free) >= needed, f"{length} tokens need {needed} blocks, of {len(free)} left"
+            block_ids.append(free[:needed])
+            del free[:needed]
+        return RandomSequence(self._random.choices(range(self.vocab_size), k=length), block_ids)
 
     @torch.inference_mode()
     def run(self, rows: abc.Sequence[Row], logit_rows: abc.Sequence[int] | None = None) -> Tensor:
@@ -99,10 +107,11 @@ class RandomSteps:
 def random_steps(
     model: CausalModel, vocab_size: int, block_size: int, num_blocks: int, kv_dtype: torch.dtype
 ) -> Iterator[RandomSteps]:
-    """`RandomSteps` with a cache that lasts as long as the context. Raises torch's error if memory
-    runs out.
+    """`RandomSteps` with a cache of `num_blocks` of each cache group, which lasts as long as the
+    context. Raises torch's error if memory runs out.
     """
-    model.allocate(num_blocks, block_size, kv_dtype)
+    pools = pools_for(num_blocks, model.cache_layout.groups)
+    model.allocate(pools, block_size, kv_dtype)
     try:
         yield RandomSteps(model, vocab_size, block_size, num_blocks)
     finally:
@@ -113,7 +122,6 @@ def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
     """The rows as a batch, in which each sequence is admitted anew."""
     sequences = list({id(sequence): sequence for sequence, _, _ in rows}.values())
     slots = {id(sequence): slot for slot, sequence in enumerate(sequences)}
-    new = {slot: sequence.block_ids for slot, sequence in enumerate(sequences)}
     own = [slots[id(sequence)] for sequence, _, _ in rows]
     return Batch(
         slots=own,
@@ -123,7 +131,13 @@ def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
         scored=[0] * len(rows),
         drafts=[()] * len(rows),
         # Once for each, where it first occurs.
-        new_blocks=[new.pop(slot, ()) for slot in own],
+        new_blocks=[
+            [
+                sequences[slot].block_ids[group] if slot not in own[:row] else ()
+                for row, slot in enumerate(own)
+            ]
+            for group in range(len(sequences[0].block_ids))
+        ],
         admitted=[admission_of(slot, sequence) for slot, sequence in enumerate(sequences)],
     )
 

@@ -39,12 +39,13 @@ class Admission:
 class Batch:
     """Everything one step computes, in columns with one value for each row.
 
-    A row computes tokens [start, start + count) of the sequence in its slot; `new_blocks` are the
-    KV blocks that the sequence got since its last row, and with them it has enough for all those
-    tokens. If the range ends with the sequence's last token (`samples`), the row samples the next
-    one; a request with `pooling` gets the vector of its prompt instead. The last token of the range
-    may be one that the step before, which has not been collected, samples. The first `scored`
-    tokens of the range predict prompt tokens whose log-probabilities are wanted.
+    A row computes tokens [start, start + count) of the sequence in its slot. `new_blocks` has a
+    column for each cache group: the KV blocks that the sequence got since its last row, and with
+    them it has enough for all those tokens; 0 stands for a block that no later token sees. If the
+    range ends with the sequence's last token (`samples`), the row samples the next one; a request
+    with `pooling` gets the vector of its prompt instead. The last token of the range may be one
+    that the step before, which has not been collected, samples. The first `scored` tokens of the
+    range predict prompt tokens whose log-probabilities are wanted.
 
     A row with `drafts` computes its sequence's last known token and the draft tokens after it. A
     token is sampled at each of these positions, up to the first that differs from its draft or ends
@@ -61,7 +62,7 @@ class Batch:
     samples: abc.Sequence[bool] = ()
     scored: abc.Sequence[int] = ()
     drafts: abc.Sequence[abc.Sequence[int]] = ()
-    new_blocks: abc.Sequence[abc.Sequence[int]] = ()
+    new_blocks: abc.Sequence[abc.Sequence[abc.Sequence[int]]] = ()
     admitted: abc.Sequence[Admission] = ()
 
     @property

@@ -9,6 +9,7 @@ own, which attends to the tokens before it as a decode does.
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch
 from penstock_shard.device.async_copy import host_buffer
+from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.models.cuda_graphs import Graphs, StaticInputs
-from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batch
+from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batches
 from penstock_shard.worker.base import Batch
 from penstock_shard.worker.slot_state import MEAN, Integers, Slots
 
@@ -69,7 +71,8 @@ class Inputs:
 
     input_ids: Tensor
     positions: Tensor
-    attention: AttentionBatch
+    # For each cache group.
+    attention: tuple[AttentionBatch, ...]
     batch: Batch
     logit_rows: Tensor
     hidden_rows: Tensor | None
@@ -129,22 +132,25 @@ class InputBuilder:
         self,
         block_size: int,
         device: torch.device,
+        groups: abc.Sequence[CacheGroup],
         slots: Slots | None = None,
         graphs: Graphs | None = None,
     ) -> None:
         """Steps of only decodes and drafts use the static inputs of `graphs`, if given."""
         self._block_size = block_size
         self._device = device
-        self._slots = slots or Slots()
+        self._groups = groups
+        self._slots = slots or Slots(len(groups))
         self._graphs = graphs
 
     def build(self, batch: Batch) -> Inputs:
         """The inputs for a batch, whose admitted sequences and new blocks become known here."""
         for admission in batch.admitted:
             self._slots.admit(admission)
-        for slot, block_ids in zip(batch.slots, batch.new_blocks, strict=True):
-            if block_ids:
-                self._slots.add_blocks(slot, block_ids)
+        for table, new_blocks in zip(self._slots.tables, batch.new_blocks, strict=True):
+            for slot, block_ids in zip(batch.slots, new_blocks, strict=True):
+                if block_ids:
+                    table.append(slot, block_ids)
         columns = _Columns.of(batch, self._slots)
         lengths = columns.starts + columns.counts
         tokens = _Tokens.of(columns)
@@ -153,8 +159,8 @@ class InputBuilder:
         adapters = _adapters(columns, tokens, self._slots)
         rows = _AttentionRows(columns.slots, tokens.offsets, lengths)
         static = self._static(columns, tokens, wanted, lengths, bool(len(adapters)))
-        if static is not None and not tokens.is_decode:
-            rows = _AttentionRows.of_tokens(columns.slots, tokens)
+        if not tokens.is_decode:
+            rows = self._cut(rows) if static is None else rows.of_tokens(tokens)
         extra = [
             columns.slots[columns.samples],
             columns.slots[pending],
@@ -164,7 +170,7 @@ class InputBuilder:
             wanted.hidden_rows,
         ]
         sizes = [len(part) for part in extra]
-        layout = static.layout if static else self._layout(tokens, lengths, sum(sizes), adapters)
+        layout = static.layout if static else self._layout(tokens, rows, sum(sizes), adapters)
         buffer = host_buffer(layout.num_bytes, self._device)
         arrays = layout.arrays(buffer.numpy())
         self._fill(arrays, _token_ids(batch, columns, tokens, self._slots), tokens, rows)
@@ -173,7 +179,7 @@ class InputBuilder:
         np.concatenate(extra, out=arrays.extra[: sum(sizes)])
         if static is None:
             inputs = layout.tensors(buffer.to(self._device, non_blocking=True))
-            attention = self._attention(inputs, columns, lengths)
+            attention = self._attention(inputs, rows)
         else:
             static.memory.copy_(buffer, non_blocking=True)
             inputs, attention = static.inputs, static.attention
@@ -217,10 +223,18 @@ class InputBuilder:
         return self._graphs.inputs(tokens.total, self._width(lengths), has_adapters)
 
     def _layout(
-        self, tokens: _Tokens, lengths: Integers, num_extra: int, adapters: Integers
+        self, tokens: _Tokens, rows: _AttentionRows, num_extra: int, adapters: Integers
     ) -> InputLayout:
-        width = self._width(lengths)
-        return InputLayout(tokens.total, len(lengths), width, num_extra, bool(len(adapters)))
+        num_rows, width = len(rows.slots), self._width(rows.lengths)
+        has_adapters = bool(len(adapters))
+        num_groups = len(self._groups)
+        return InputLayout(tokens.total, num_rows, width, num_extra, has_adapters, num_groups)
+
+    def _cut(self, rows: _AttentionRows) -> _AttentionRows:
+        for group in self._groups:
+            if group.chunk is not None:
+                rows = rows.cut(group.chunk)
+        return rows
 
     def _width(self, lengths: Integers) -> int:
         """Width of the block table: the most blocks that a row has."""
@@ -235,28 +249,54 @@ class InputBuilder:
     ) -> None:
         """Fill all but `adapters` and `extra`. Rows of a graph beyond these are padding."""
         count, total, size = len(rows.slots), tokens.total, self._block_size
-        blocks = self._slots.blocks
         own_slots = rows.slots if count == total else rows.slots[tokens.rows]
         arrays.input_ids[:total] = token_ids
         arrays.positions[:total] = tokens.positions
-        block_index, offset = np.divmod(tokens.positions, size)
-        arrays.kv_indices[:total] = blocks[own_slots, block_index].astype(np.int64) * size + offset
         arrays.cu_queries[: count + 1] = rows.offsets
-        arrays.seq_lens[:count] = rows.lengths
-        width = min(arrays.block_table.shape[1], blocks.shape[1])
-        arrays.block_table[:count, :width] = blocks[rows.slots, :width]
-        arrays.block_table[:count, width:] = 0
-        if count < len(arrays.seq_lens):
+        block_index, offset = np.divmod(tokens.positions, size)
+        for i, (group, table) in enumerate(zip(self._groups, self._slots.tables, strict=True)):
+            blocks = table.blocks
+            own = blocks[own_slots, block_index].astype(np.int64)
+            arrays.kv_indices[i, :total] = own * size + offset
+            unseen = _num_unseen(group, rows.lengths)
+            arrays.seq_lens[i, :count] = rows.lengths - unseen
+            _fill_table(arrays.block_table[i, :count], blocks, rows.slots, unseen // size)
+        if count < arrays.seq_lens.shape[1]:
             assert self._graphs is not None
             self._graphs.pad(arrays, count)
-        arrays.cu_keys[0] = 0
-        np.cumsum(arrays.seq_lens, out=arrays.cu_keys[1:])
+        arrays.cu_keys[:, 0] = 0
+        np.cumsum(arrays.seq_lens, axis=1, out=arrays.cu_keys[:, 1:])
 
     def _attention(
-        self, inputs: StepInputs[Tensor], columns: _Columns, lengths: Integers
-    ) -> AttentionBatch:
-        counts, num_decodes = columns.counts.tolist(), _num_decodes(columns.counts)
-        return attention_batch(inputs, counts, lengths.tolist(), num_decodes, self._block_size)
+        self, inputs: StepInputs[Tensor], rows: _AttentionRows
+    ) -> tuple[AttentionBatch, ...]:
+        counts, lengths = np.diff(rows.offsets), rows.lengths
+        seq_lens = [(lengths - _num_unseen(group, lengths)).tolist() for group in self._groups]
+        return attention_batches(
+            inputs, counts.tolist(), seq_lens, _num_decodes(counts), self._block_size
+        )
+
+
+def _num_unseen(group: CacheGroup, lengths: Integers) -> Integers:
+    """How many of each row's keys its attention is not told of: those of earlier chunks. All of a
+    row's tokens are of one chunk.
+    """
+    if group.chunk is None:
+        return np.zeros_like(lengths)
+    return (lengths - 1) // group.chunk * group.chunk
+
+
+def _fill_table(
+    table: Array, blocks: NDArray[np.int32], slots: Integers, first_blocks: Integers
+) -> None:
+    """Fill table [rows, width] with the blocks of the rows' slots, each from its first on."""
+    width = min(table.shape[1], blocks.shape[1])
+    table[:, width:] = 0
+    if not first_blocks.any():
+        table[:, :width] = blocks[slots, :width]
+        return
+    columns = first_blocks[:, None] + np.arange(width)
+    table[:, :width] = blocks[slots[:, None], np.minimum(columns, blocks.shape[1] - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +341,23 @@ class _AttentionRows:
     offsets: Integers
     lengths: Integers
 
-    @classmethod
-    def of_tokens(cls, slots: Integers, tokens: _Tokens) -> _AttentionRows:
-        """One row for each token; `slots` are those of the batch's rows."""
-        return cls(slots[tokens.rows], np.arange(tokens.total + 1), tokens.positions + 1)
+    def of_tokens(self, tokens: _Tokens) -> _AttentionRows:
+        """One row for each token."""
+        slots = self.slots[tokens.rows]
+        return _AttentionRows(slots, np.arange(tokens.total + 1), tokens.positions + 1)
+
+    def cut(self, chunk: int) -> _AttentionRows:
+        """Rows of no more than one chunk: those that reach into others become several."""
+        starts = self.lengths - np.diff(self.offsets)
+        first = starts // chunk
+        counts = (self.lengths - 1) // chunk - first + 1
+        if counts.max() == 1:
+            return self
+        rows = np.repeat(np.arange(len(counts)), counts)
+        ends = (_runs(first, counts) + 1) * chunk
+        lengths = np.minimum(ends, self.lengths[rows])
+        sizes = lengths - np.maximum(ends - chunk, starts[rows])
+        return _AttentionRows(self.slots[rows], np.append(0, np.cumsum(sizes)), lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,9 @@ class ModelRunner:
         self._adapters = adapters
         self._info = info
         self._launched: deque[_Step] = deque()
-        self._slots = Slots()
-        self._inputs = InputBuilder(info.block_size, model.device, self._slots, graphs)
+        groups = info.cache_groups
+        self._slots = Slots(len(groups))
+        self._inputs = InputBuilder(info.block_size, model.device, groups, self._slots, graphs)
         self._sampler = Sampler(shaping)
         self._outputs = () if make_outputs is None else make_outputs(self._slots, self._sampler)
         # The last sampled token of the sequence in each slot; the host may not know it yet.

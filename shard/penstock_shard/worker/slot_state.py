@@ -22,10 +22,38 @@ LAST, MEAN = 1, 2
 _POOLINGS = {None: 0, Pooling.LAST: LAST, Pooling.MEAN: MEAN}
 
 
+class BlockTable:
+    """The KV blocks of the sequence in each slot, in one cache group."""
+
+    def __init__(self) -> None:
+        self._counts = _zeros()
+        # int32 [slots, most blocks of a sequence]: blocks, then zeros.
+        self.blocks: NDArray[np.int32] = np.zeros((_FIRST_CAPACITY, _FIRST_WIDTH), dtype=np.int32)
+
+    def clear(self, slot: int) -> None:
+        """A sequence without blocks has this slot from now on."""
+        self._counts[slot] = 0
+        self.blocks[slot] = 0
+
+    def append(self, slot: int, block_ids: abc.Sequence[int]) -> None:
+        """The sequence got more blocks."""
+        known = int(self._counts[slot])
+        count = known + len(block_ids)
+        if count > self.blocks.shape[1]:
+            wider = max(count, 2 * self.blocks.shape[1])
+            self.blocks = np.pad(self.blocks, ((0, 0), (0, wider - self.blocks.shape[1])))
+        self.blocks[slot, known:count] = block_ids
+        self._counts[slot] = count
+
+    def grow(self, capacity: int) -> None:
+        """Have room for so many slots."""
+        self._counts, self.blocks = grown(self._counts, capacity), grown(self.blocks, capacity)
+
+
 class Slots:
     """All arrays have one entry for each slot below `capacity`, which grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 1) -> None:
         self.num_prompt_tokens = _zeros()
         # How many tokens came with the admission, and how many the host knows by now; the last one.
         self.num_admitted = _zeros()
@@ -36,9 +64,7 @@ class Slots:
         self.pooling = _zeros()
         # How many of the best ones' log-probabilities are wanted at each prompt token.
         self.prompt_logprobs = _zeros()
-        self.num_blocks = _zeros()
-        # int32 [slots, most blocks of a sequence]: blocks, then zeros.
-        self.blocks: NDArray[np.int32] = np.zeros((_FIRST_CAPACITY, _FIRST_WIDTH), dtype=np.int32)
+        self.tables = [BlockTable() for _ in range(num_groups)]
         # The tokens that came with the admission.
         self.token_ids: dict[int, TokenIds] = {}
 
@@ -58,23 +84,13 @@ class Slots:
         self.adapter_index[slot] = admission.adapter_index
         self.pooling[slot] = _POOLINGS[admission.request.pooling]
         self.prompt_logprobs[slot] = admission.request.prompt_logprobs or 0
-        self.num_blocks[slot] = 0
-        self.blocks[slot] = 0
+        for table in self.tables:
+            table.clear(slot)
         self.token_ids[slot] = ids
 
     def release(self, slot: int) -> None:
         """No sequence has this slot any more."""
         self.token_ids.pop(slot, None)
-
-    def add_blocks(self, slot: int, block_ids: abc.Sequence[int]) -> None:
-        """The sequence got more blocks."""
-        known = int(self.num_blocks[slot])
-        count = known + len(block_ids)
-        if count > self.blocks.shape[1]:
-            wider = max(count, 2 * self.blocks.shape[1])
-            self.blocks = np.pad(self.blocks, ((0, 0), (0, wider - self.blocks.shape[1])))
-        self.blocks[slot, known:count] = block_ids
-        self.num_blocks[slot] = count
 
     def append(self, slots: Integers, token_ids: Integers) -> None:
         """The host has come to know one more token of each of these; no slot occurs twice."""
@@ -89,9 +105,11 @@ class Slots:
     def _grow(self, capacity: int) -> None:
         for name in (
             *("num_prompt_tokens", "num_admitted", "num_known", "last_token", "adapter_index"),
-            *("pooling", "prompt_logprobs", "num_blocks", "blocks"),
+            *("pooling", "prompt_logprobs"),
         ):
             setattr(self, name, grown(getattr(self, name), capacity))
+        for table in self.tables:
+            table.grow(capacity)
 
 
 def _zeros() -> Integers:

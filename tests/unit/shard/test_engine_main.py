@@ -170,7 +170,7 @@ def _run_until_idle(damage: bool, checks: bool) -> None:
         if block:
             raise _Idle
         if damage:
-            under_test.blocks._references[3] += 1
+            under_test.blocks._pools[0]._references[3] += 1
         raise queue.Empty
 
     adapters = EngineAdapters(None, 0, lambda: None)

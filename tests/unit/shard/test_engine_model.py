@@ -54,7 +54,7 @@ class ModelledEngine:
         )
         fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=_EOS_RATE)
         self.runner = ShadowRunner(fake, fails)
-        self.blocks = BlockManager(num_blocks, info.block_size, weights_hash="fake")
+        self.blocks = BlockManager([num_blocks], info.block_size, weights_hash="fake")
         limits = SchedulerLimits(max_num_seqs, max_batched, max(1, max_batched // 2))
         self.most_slots = max_num_seqs * (1 + max_steps_ahead)
         self.drafter = drafter

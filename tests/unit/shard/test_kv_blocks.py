@@ -22,7 +22,7 @@ def _compute(blocks: BlockManager, sequence, num_tokens: int) -> None:
 
 
 def test_growing_gives_just_the_blocks_that_the_tokens_need() -> None:
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     sequence = make_sequence(prompt=range(40))
     assert blocks.grow(sequence, 33)
     assert len(blocks.blocks_of(sequence)) == 3
@@ -32,7 +32,7 @@ def test_growing_gives_just_the_blocks_that_the_tokens_need() -> None:
 
 
 def test_growing_beyond_what_is_free_changes_nothing() -> None:
-    blocks = BlockManager(2, 16)
+    blocks = BlockManager([2], 16)
     sequence = make_sequence(prompt=range(40))
     assert not blocks.grow(sequence, 33)
     assert not blocks.blocks_of(sequence)
@@ -40,40 +40,40 @@ def test_growing_beyond_what_is_free_changes_nothing() -> None:
 
 
 def test_a_sequence_that_is_not_known_has_no_blocks() -> None:
-    assert list(BlockManager(2, 16).blocks_of(make_sequence())) == []
+    assert list(BlockManager([2], 16).blocks_of(make_sequence())) == []
 
 
 def test_each_block_that_a_sequence_gets_is_told_once() -> None:
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     first, second = make_sequence("a", range(40)), make_sequence("b", range(40))
-    assert blocks.take_new([first, second]) == [(), ()]
+    assert blocks.take_new([first, second]) == [[(), ()]]
     _compute(blocks, first, 33)
     # It has enough.
     assert blocks.grow(second, 0)
     own = list(blocks.blocks_of(first))
-    assert blocks.take_new([second, first]) == [(), own]
-    assert blocks.take_new([second, first]) == [(), ()]
+    assert blocks.take_new([second, first]) == [[(), own]]
+    assert blocks.take_new([second, first]) == [[(), ()]]
     assert blocks.acquire_prefix(second) == 32
     # Of a step without it nothing is told.
-    assert blocks.take_new([first]) == [()]
+    assert blocks.take_new([first]) == [[()]]
     assert blocks.grow(second, 64)
-    assert blocks.take_new([first, second]) == [(), [*own[:2], *blocks.blocks_of(second)[2:]]]
+    assert blocks.take_new([first, second]) == [[(), [*own[:2], *blocks.blocks_of(second)[2:]]]]
     assert blocks.grow(second, 65)
     assert blocks.grow(second, 81)
-    assert blocks.take_new([first, second]) == [(), blocks.blocks_of(second)[4:]]
+    assert blocks.take_new([first, second]) == [[(), blocks.blocks_of(second)[4:]]]
 
 
 def test_blocks_that_were_taken_back_are_not_told() -> None:
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     stays, goes = make_sequence("a"), make_sequence("b")
     for sequence in (stays, goes):
         assert blocks.grow(sequence, 16)
     blocks.release(goes)
-    assert blocks.take_new([stays, goes]) == [blocks.blocks_of(stays), ()]
+    assert blocks.take_new([stays, goes]) == [[blocks.blocks_of(stays), ()]]
 
 
 def test_nothing_is_kept_of_a_sequence_that_is_forgotten() -> None:
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     sequence = make_sequence(prompt=range(40))
     references = sys.getrefcount(sequence)
     _compute(blocks, sequence, 40)
@@ -84,13 +84,13 @@ def test_nothing_is_kept_of_a_sequence_that_is_forgotten() -> None:
 
 
 def test_a_sequence_that_never_had_blocks_may_be_forgotten() -> None:
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     blocks.forget(make_sequence())
     assert blocks.num_free == 8
 
 
 def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token() -> None:
-    blocks = BlockManager(16, 16)
+    blocks = BlockManager([16], 16)
     first = make_sequence("a", range(48))
     _compute(blocks, first, 48)
     second = make_sequence("b", range(48))
@@ -100,7 +100,7 @@ def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token() -> Non
 
 
 def test_a_freed_prefix_is_found_until_its_memory_is_reused() -> None:
-    blocks = BlockManager(4, 16)
+    blocks = BlockManager([4], 16)
     first = make_sequence("a", range(40))
     _compute(blocks, first, 40)
     blocks.release(first)
@@ -114,7 +114,7 @@ def test_a_freed_prefix_is_found_until_its_memory_is_reused() -> None:
 
 
 def test_the_start_of_a_prefix_outlives_its_end() -> None:
-    blocks = BlockManager(4, 16)
+    blocks = BlockManager([4], 16)
     first = make_sequence("a", range(64))
     _compute(blocks, first, 64)
     blocks.release(first)
@@ -123,21 +123,21 @@ def test_the_start_of_a_prefix_outlives_its_end() -> None:
 
 
 def test_a_cache_salt_separates_equal_prompts() -> None:
-    blocks = BlockManager(16, 16)
+    blocks = BlockManager([16], 16)
     _compute(blocks, make_sequence("a", range(40), cache_salt="one"), 40)
     assert blocks.acquire_prefix(make_sequence("b", range(40), cache_salt="two")) == 0
     assert blocks.acquire_prefix(make_sequence("c", range(40), cache_salt="one")) == 32
 
 
 def test_a_prefix_is_not_found_after_a_different_start() -> None:
-    blocks = BlockManager(16, 16)
+    blocks = BlockManager([16], 16)
     _compute(blocks, make_sequence("a", [*range(16), *range(100, 132)]), 48)
     assert blocks.acquire_prefix(make_sequence("b", [*range(50, 66), *range(100, 132)])) == 0
 
 
 def test_a_forged_hash_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_blocks, "block_hash", lambda parent, ids: b"same for all")
-    blocks = BlockManager(16, 16)
+    blocks = BlockManager([16], 16)
     _compute(blocks, make_sequence("a", range(40)), 40)
     assert blocks.acquire_prefix(make_sequence("b", range(500, 540))) == 0
 
@@ -151,7 +151,7 @@ def test_what_follows_a_block_is_not_found_behind_a_forged_one_in_its_place(
         return block_hash(parent, honest if tuple(ids) == tuple(forged) else ids)
 
     monkeypatch.setattr(kv_blocks, "block_hash", forge)
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     first = make_sequence("first", [*honest, 1])
     second = make_sequence("second", [*honest, *child, 1])
     # Both were computed at once: the second's own copy of the first block is not the cached one.
@@ -167,7 +167,7 @@ def test_what_follows_a_block_is_not_found_behind_a_forged_one_in_its_place(
 
 
 def test_a_prefix_that_was_computed_twice_is_found_whole_again_after_one_copy_is_gone() -> None:
-    blocks = BlockManager(20, 16)
+    blocks = BlockManager([20], 16)
     start, longer = [*range(48), 1], [*range(48), *range(100, 132), 2]
     first, second = make_sequence("first", start), make_sequence("second", longer)
     # Both were computed at once: the end of the second is cached behind the start of the first.
@@ -185,7 +185,7 @@ def test_a_prefix_that_was_computed_twice_is_found_whole_again_after_one_copy_is
 
 
 def test_hashes_are_the_chain_that_routers_compute_too() -> None:
-    blocks = BlockManager(16, 16, weights_hash="weights")
+    blocks = BlockManager([16], 16, weights_hash="weights")
     sequence = make_sequence(prompt=range(70), cache_salt="salt", adapter_hash="adapter")
     for num_tokens in (16, 20, 64):
         _compute(blocks, sequence, num_tokens)
@@ -197,7 +197,7 @@ def test_hashes_are_the_chain_that_routers_compute_too() -> None:
 def test_a_prompt_of_any_length_finds_the_full_blocks_before_its_last_token(
     num_tokens: int,
 ) -> None:
-    blocks = BlockManager(16, 16)
+    blocks = BlockManager([16], 16)
     first = make_sequence("a", range(64))
     for known in (16, 32, 48):
         _compute(blocks, first, known)
@@ -215,20 +215,20 @@ def test_a_prompt_of_any_length_finds_the_full_blocks_before_its_last_token(
 
 
 def test_a_block_is_found_as_soon_as_it_is_full() -> None:
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     _compute(blocks, make_sequence("a", range(16)), 16)
     assert blocks.acquire_prefix(make_sequence("b", range(17))) == 16
 
 
 def test_what_follows_a_block_that_was_computed_twice_is_found() -> None:
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     _compute(blocks, make_sequence("a", range(16)), 16)
     _compute(blocks, make_sequence("b", range(32)), 32)
     assert blocks.acquire_prefix(make_sequence("c", range(33))) == 32
 
 
 def test_a_request_whose_blocks_were_taken_begins_anew() -> None:
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     sequence = make_sequence("a", range(40))
     _compute(blocks, sequence, 40)
     blocks.release(sequence)
@@ -238,7 +238,7 @@ def test_a_request_whose_blocks_were_taken_begins_anew() -> None:
 
 
 def test_what_was_cached_since_a_step_that_failed_is_found_no_more() -> None:
-    blocks = BlockManager(8, 16)
+    blocks = BlockManager([8], 16)
     sequence = make_sequence("a", range(64))
     _compute(blocks, sequence, 16)
     before = blocks.num_insertions
@@ -250,16 +250,16 @@ def test_what_was_cached_since_a_step_that_failed_is_found_no_more() -> None:
 
 
 def test_without_prefix_caching_nothing_is_ever_found() -> None:
-    blocks = BlockManager(16, 16, enable_prefix_caching=False)
+    blocks = BlockManager([16], 16, enable_prefix_caching=False)
     _compute(blocks, make_sequence("a", range(40)), 40)
     assert blocks.acquire_prefix(make_sequence("b", range(40))) == 0
 
 
 def test_a_lost_reference_is_noticed() -> None:
-    blocks = BlockManager(4, 16)
+    blocks = BlockManager([4], 16)
     sequence = make_sequence(prompt=range(20))
     _compute(blocks, sequence, 20)
-    blocks._tables[sequence].block_ids.pop()
+    blocks._tables[sequence].groups[0].ids.pop()
     with pytest.raises(AssertionError, match="counted"):
         blocks.check_integrity()
 
@@ -267,7 +267,7 @@ def test_a_lost_reference_is_noticed() -> None:
 def test_random_traffic_keeps_the_accounts_exact() -> None:
     rng = seeded("kv blocks")
     for _ in range(budget(20, 400)):
-        blocks = BlockManager(rng.randint(4, 40), rng.choice((16, 32)))
+        blocks = BlockManager([rng.randint(4, 40)], rng.choice((16, 32)))
         live: list[Sequence] = []
         for number in range(rng.randint(20, 120)):
             if live and rng.random() < 0.4:

@@ -12,17 +12,18 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device import cgroup, host_memory
 from penstock_shard.device.host_memory import extra_host_bytes, free_host_bytes
 from penstock_shard.errors import ModelError
-from penstock_shard.model_loader.block_count import KVShape, choose_num_blocks, describe_blocks
+from penstock_shard.model_loader.block_count import KVShape, choose_pools, describe_blocks
 
 MIB = 2**20
 # One sequence: 128 blocks of half a MiB.
-SHAPE = KVShape(block_size=16, block_bytes=MIB // 2, max_model_len=2048)
+SHAPE = KVShape(block_size=16, block_bytes=(MIB // 2,), max_model_len=2048)
 
 
 def blocks(
     config: ShardConfig, *, shape: KVShape = SHAPE, free: int = 8192 * MIB, on_cpu: bool = True
 ) -> int:
-    return choose_num_blocks(shape, config, free, on_cpu)
+    (num_blocks,) = choose_pools(shape, config, free, on_cpu)
+    return num_blocks
 
 
 def test_flags_decide() -> None:
@@ -35,7 +36,7 @@ def test_cpu_default_is_modest() -> None:
 
 
 def test_cpu_default_holds_one_sequence_of_full_length() -> None:
-    long = KVShape(16, MIB // 2, max_model_len=16_384)
+    long = KVShape(16, (MIB // 2,), max_model_len=16_384)
     assert blocks(ShardConfig(), shape=long) == 1024
 
 
@@ -50,18 +51,18 @@ def test_few_sequences_leave_the_memory_to_the_prefix_cache(on_cpu: bool) -> Non
 
 
 def test_blocks_of_a_tiny_model_are_bounded_in_number() -> None:
-    tiny = KVShape(16, 1024, max_model_len=2048)
+    tiny = KVShape(16, (1024,), max_model_len=2048)
     assert blocks(ShardConfig(), shape=tiny, free=100_000 * MIB, on_cpu=False) == 2**20
-    long = KVShape(1, 64, max_model_len=2**21)
+    long = KVShape(1, (64,), max_model_len=2**21)
     assert blocks(ShardConfig(), shape=long, free=100_000 * MIB, on_cpu=False) == 2**21
 
 
 def test_the_log_says_how_much_memory_and_how_to_give_it_more() -> None:
-    text = describe_blocks(SHAPE, 512, ShardConfig(), on_cpu=True)
+    text = describe_blocks(SHAPE, [512], ShardConfig(), on_cpu=True)
     assert text.startswith("KV cache: 512 blocks of 16 tokens (256 MiB); ")
     assert "--kv-memory" in text
     for config, on_cpu in ((ShardConfig(kv_blocks=512), True), (ShardConfig(), False)):
-        assert "--kv" not in describe_blocks(SHAPE, 512, config, on_cpu)
+        assert "--kv" not in describe_blocks(SHAPE, [512], config, on_cpu)
 
 
 def test_gpu_takes_what_is_free() -> None:

@@ -172,7 +172,7 @@ def test_a_prompt_that_is_scored_is_shared_in_its_step_like_any_other() -> None:
 
 def test_a_step_scores_no_more_prompt_tokens_than_the_runner_may() -> None:
     limits = SchedulerLimits(8, 256, max_scored_tokens=20)
-    scheduler = create_scheduler(limits, BlockManager(64, 16))
+    scheduler = create_scheduler(limits, BlockManager([64], 16))
     scheduler.add(make_sequence("a", range(50), prompt_logprobs=0))
     scheduler.add(make_sequence("b", range(100, 130), prompt_logprobs=0))
     scheduler.add(make_sequence("plain", range(200, 240)))
@@ -244,7 +244,7 @@ def _scheduler(
     drafter: Drafter | None = None,
 ) -> Scheduler:
     limits = SchedulerLimits(num_seqs, num_tokens, prefill_tokens)
-    return create_scheduler(limits, BlockManager(num_blocks, 16), drafter)
+    return create_scheduler(limits, BlockManager([num_blocks], 16), drafter)
 
 
 def _of(name: str, num_tokens: int = 10, max_tokens: int = 90, **objective: Any) -> Sequence:
@@ -333,7 +333,7 @@ def test_what_steps_compute_is_learned_with_the_time_they_took() -> None:
         def learn(self, size: StepSize, seconds: float) -> None:
             learned.append((size, seconds))
 
-    scheduler = Scheduler(SchedulerLimits(8, 64), BlockManager(64, 16), Noting())
+    scheduler = Scheduler(SchedulerLimits(8, 64), BlockManager([64], 16), Noting())
     for sequence in (_of("a", 10), _of("b", 20)):
         scheduler.add(sequence)
     for seconds in (0.5, 0.25):
@@ -351,7 +351,7 @@ def test_whoever_has_ended_is_forgotten_and_whoever_is_preempted_is_not() -> Non
             forgotten.append(sequence)
             super().forget(sequence)
 
-    scheduler = create_scheduler(SchedulerLimits(8, 64), Noting(1, 16))
+    scheduler = create_scheduler(SchedulerLimits(8, 64), Noting([1], 16))
     alone = _of("alone", 16)
     _decode(scheduler, alone)
     assert _names(plan_step(scheduler)) == []
@@ -381,7 +381,7 @@ def test_where_nobody_aims_for_anything_the_order_is_that_of_arrival_whoever_has
 
 def test_a_step_of_bounded_seconds_scores_no_more_prompt_tokens_than_the_runner_may() -> None:
     limits = SchedulerLimits(8, 256, max_scored_tokens=20)
-    scheduler = create_scheduler(limits, BlockManager(64, 16))
+    scheduler = create_scheduler(limits, BlockManager([64], 16))
     _decode(scheduler, _of("bounds", seconds_between_tokens=1.0))
     scheduler.add(make_sequence("scored", range(50), prompt_logprobs=0), now_s=1.0)
     plan = plan_step(scheduler, 1.0, starts_s=1.0)
@@ -490,7 +490,7 @@ def test_one_that_was_preempted_comes_back_once_its_steps_are_collected() -> Non
 def test_one_that_lacked_blocks_is_looked_at_again_when_just_enough_are_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    blocks = BlockManager(6, 16)
+    blocks = BlockManager([6], 16)
     scheduler = create_scheduler(SchedulerLimits(8, 256), blocks)
     shared = _of("shared", 33)
     leaving = [_of("one", 10), _of("two", 10)]

@@ -11,7 +11,7 @@ from penstock_shard.worker.base import RowResult
 
 
 def test_by_itself_a_scheduler_goes_by_the_order_of_arrival_whatever_is_aimed_for() -> None:
-    scheduler = Scheduler(SchedulerLimits(2, 64), BlockManager(64, 16))
+    scheduler = Scheduler(SchedulerLimits(2, 64), BlockManager([64], 16))
     hurried = Objective(priority=-5, time_to_first_token_s=0.001)
     sequences = [make_sequence("a", [1] * 20), make_sequence("b", [2] * 20)]
     sequences.append(make_sequence("hurried", [3] * 20, objective=hurried))
@@ -23,7 +23,7 @@ def test_by_itself_a_scheduler_goes_by_the_order_of_arrival_whatever_is_aimed_fo
 
 
 def test_by_itself_a_scheduler_preempts_whoever_came_last() -> None:
-    scheduler = Scheduler(SchedulerLimits(8, 64), BlockManager(4, 16))
+    scheduler = Scheduler(SchedulerLimits(8, 64), BlockManager([4], 16))
     first, last = make_sequence("first", [1] * 31), make_sequence("last", [2] * 31)
     scheduler.add(first)
     scheduler.add(last)

@@ -121,7 +121,7 @@ def test_decodes_have_rows_as_long_as_the_time_that_is_left_is_just_enough() -> 
 
 
 def test_drafts_take_half_of_what_decodes_leave() -> None:
-    blocks = BlockManager(64, 16)
+    blocks = BlockManager([64], 16)
     sequences = [make_sequence(str(i), [1, 2, 3, 4] * 8) for i in range(3)]
     for sequence in sequences:
         blocks.grow(sequence, sequence.num_tokens)

@@ -1,0 +1,70 @@
+"""Which layers share block tables and memory.
+
+Layers that see the same keys form a group: one block table of a sequence serves all of them. Groups
+whose layers need equal memory for a token share a pool of blocks, so that none is set aside for one
+kind. A pool is made of planes, each the memory of one layer; a block is its part of all planes, and
+belongs to one group at a time, whose layers have a plane each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_shard.attention.base import LayerSpec
+from penstock_shard.ipc.runner_info import CacheGroup
+
+# Most groups with layers of one shape, as a step's host work grows with their number. With fewer,
+# some have less layers than others, and leave planes of their blocks unused.
+_MOST_GROUPS = 8
+# How a layer's keys and values lie in memory, and which of them a query sees.
+_Shape = tuple[int, int, int]
+_Sight = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """`group_of` has the group of each layer, by the layer's index; `planes` has for each pool, and
+    each of its planes, the layers that share it, no two of one group.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    group_of: dict[int, int]
+    planes: tuple[tuple[tuple[LayerSpec, ...], ...], ...]
+
+    def elements_per_token(self, pool: int) -> int:
+        """Elements of one token in a block of this pool."""
+        return sum(plane[0].elements_per_token for plane in self.planes[pool])
+
+
+def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
+    """The layout for these layers; one that reads another's keys and values has its group."""
+    shapes: dict[_Shape, dict[_Sight, list[LayerSpec]]] = {}
+    for layer in layers:
+        if layer.reads is None:
+            shape = (layer.num_kv_heads, layer.head_dim, layer.head_dim_v)
+            kinds = shapes.setdefault(shape, {})
+            kinds.setdefault((layer.window, layer.chunk), []).append(layer)
+    groups: list[CacheGroup] = []
+    group_of: dict[int, int] = {}
+    planes = []
+    for pool, kinds in enumerate(shapes.values()):
+        counts = [len(kind) for kind in kinds.values()]
+        size = max(min(counts), -(-max(counts) // _MOST_GROUPS))
+        parts = [
+            kind[start : start + size]
+            for kind in kinds.values()
+            for start in range(0, len(kind), size)
+        ]
+        for part in parts:
+            group_of.update((layer.index, len(groups)) for layer in part)
+            groups.append(CacheGroup(part[0].window, part[0].chunk, pool))
+        planes.append(
+            tuple(
+                tuple(part[plane] for part in parts if plane < len(part)) for plane in range(size)
+            )
+        )
+    for layer in layers:
+        if layer.reads is not None:
+            group_of[layer.index] = group_of[layer.reads]
+    return CacheLayout(tuple(groups), group_of, tuple(planes))

@@ -1,0 +1,76 @@
+"""Names of prefixes: which tokens follow which, and in which blocks their keys and values are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# Stands for a block where there is none.
+NO_BLOCK = -1
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """All tokens up to the end of a block.
+
+    Hashes may collide or be forged, so what identifies a prefix is its parent, as an object, and
+    the tokens of its last block; `digest`, the chained hash, only finds it. `block_ids` has for
+    each cache group the block with the keys and values of these last tokens, or `NO_BLOCK`. One
+    without tokens, where a chain begins, has no blocks.
+    """
+
+    digest: bytes
+    parent: Prefix | None
+    token_ids: tuple[int, ...]
+    block_ids: list[int]
+    # Longer prefixes that have it as their parent, and sequences that may add such.
+    num_users: int = field(default=0, repr=False)
+
+
+class PrefixTree:
+    """Owns the prefixes of which blocks are cached, and those that lead to them.
+
+    A prefix outlives its own blocks while a longer one has some: with a window, early blocks are
+    not needed to go on behind later ones.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._by_digest: dict[bytes, Prefix] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def find(
+        self, parent: Prefix | None, digest: bytes, token_ids: tuple[int, ...] = ()
+    ) -> Prefix | None:
+        """The prefix of these tokens behind `parent`; without one, where a chain begins."""
+        prefix = self._by_digest.get(digest)
+        if prefix is None or prefix.parent is not parent or prefix.token_ids != token_ids:
+            return None
+        return prefix
+
+    def add(self, parent: Prefix | None, digest: bytes, token_ids: tuple[int, ...] = ()) -> Prefix:
+        """Add a prefix that `find` does not find, in place of any other of its hash."""
+        num_blocks = 0 if parent is None else self._num_groups
+        prefix = Prefix(digest, parent, token_ids, [NO_BLOCK] * num_blocks)
+        if parent is not None:
+            parent.num_users += 1
+        self._by_digest[digest] = prefix
+        return prefix
+
+    def prune(self, prefix: Prefix) -> None:
+        """Forget it, and what led to it alone, if it has neither users nor blocks. Called once when
+        it loses the last of either.
+        """
+        while not prefix.num_users and all(each == NO_BLOCK for each in prefix.block_ids):
+            if self._by_digest.get(prefix.digest) is prefix:
+                del self._by_digest[prefix.digest]
+            if prefix.parent is None:
+                return
+            prefix = prefix.parent
+            prefix.num_users -= 1
+
+    def leave(self, prefix: Prefix) -> None:
+        """A user is gone."""
+        prefix.num_users -= 1
+        self.prune(prefix)
