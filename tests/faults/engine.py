@@ -13,7 +13,7 @@ FAULTS = [
     ),
     Fault(
         "A cached prefix may cover the last known token",
-        "BlockManager.acquire_prefix",
+        "BlockManager._find_chain",
         becomes(
             "(sequence.num_tokens - 1) // self.block_size", "sequence.num_tokens // self.block_size"
         ),
@@ -21,9 +21,33 @@ FAULTS = [
     ),
     Fault(
         "A hash alone decides what is shared",
-        "BlockManager._find",
-        always("same and cached.token_ids == self._tokens(sequence, index)"),
+        "PrefixTree.find",
+        becomes(
+            "prefix is None or prefix.parent is not parent or prefix.token_ids != token_ids",
+            "prefix is None",
+        ),
         caught_by="test_a_forged_hash_shares_nothing",
+    ),
+    Fault(
+        "A block is given back while the next token still sees it",
+        "BlockManager.slide",
+        becomes("self._first_seen(group, start)", "self._first_seen(group, start + 16)"),
+        caught_by="test_tokens_depend_on_nothing_but_the_request",
+    ),
+    Fault(
+        "A prefix is found though layers with a window lack blocks that the next token sees",
+        "BlockManager._longest",
+        becomes("count -= 1", "return count"),
+        caught_by="test_a_prefix_ends_where_every_group_has_what_the_next_token_sees",
+    ),
+    Fault(
+        "A name is forgotten with its first blocks, though longer prefixes have theirs",
+        "PrefixTree.prune",
+        becomes(
+            "not prefix.num_users and all(each == NO_BLOCK for each in prefix.block_ids)",
+            "all(each == NO_BLOCK for each in prefix.block_ids)",
+        ),
+        caught_by="test_a_prefix_is_found_where_its_last_blocks_are_though_its_first_are_gone",
     ),
     Fault(
         "The oldest request is preempted instead of the latest",

@@ -5,7 +5,10 @@ from __future__ import annotations
 from faults.mutation import Mutant, Target
 
 TARGETS = {
-    "block manager": Target(("BlockManager",), ("test_kv_blocks",)),
+    "block manager": Target(
+        ("BlockManager", "BlockPool", "PrefixTree", "CacheGroup"),
+        ("test_kv_blocks", "test_cache_groups"),
+    ),
     "fences": Target(
         ("Outbox", "_align_prompt", "EarlyAborts"),
         ("test_fencing", "test_stream", "test_servicer"),
@@ -113,7 +116,7 @@ EQUIVALENT: dict[Mutant, str] = {
         ],
         FALSY: [
             (
-                "BlockManager._take",
+                "BlockPool.take",
                 "block_id, _ = self._free.popitem(last=False)",
                 "block_id, _ = self._free.popitem(last=None)",
             ),
@@ -141,7 +144,7 @@ EQUIVALENT: dict[Mutant, str] = {
             ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (-1, 1)"),
             ("PriorityPolicy._urgency", "token_s = 0.0", "token_s = None"),
             ("PriorityPolicy._urgency", "token_s = 0.0", "token_s = 1.0"),
-            ("BlockManager.release", "self._free[block_id] = None", "self._free[block_id] = ''"),
+            ("BlockPool.release", "self._free[block_id] = None", "self._free[block_id] = ''"),
             ("Scheduler.lose", "parts[sequence] = None", "parts[sequence] = ''"),
             (
                 "Continuations._send_to",

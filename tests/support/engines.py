@@ -23,6 +23,15 @@ from penstock_shard.worker.fake_runner import EMBEDDING_SIZE, FAKE_CAPABILITIES,
 from support.shadow import Fails, ShadowRunner
 
 VOCAB_SIZE = 1000
+# What layers may keep: all tokens, those of a window, those of a chunk; in one pool or in several.
+CACHE_GROUPS = (
+    (CacheGroup(),),
+    (CacheGroup(window=20),),
+    (CacheGroup(window=1), CacheGroup()),
+    (CacheGroup(), CacheGroup(window=40, pool=1)),
+    (CacheGroup(chunk=32), CacheGroup(chunk=32), CacheGroup()),
+    (CacheGroup(window=17), CacheGroup(chunk=16, pool=1), CacheGroup(pool=2), CacheGroup(pool=2)),
+)
 EOS_ID = 999
 
 

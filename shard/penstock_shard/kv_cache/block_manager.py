@@ -188,9 +188,10 @@ class BlockManager:
         return lacking.index(most), most
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give the sequence blocks for `num_tokens`; False, and no change, if too few are free. In
-        a group with a window or chunks it gets those for the next step's tokens at least, the rest
-        as it slides: then there are always enough.
+        """Give the sequence blocks for `num_tokens`; False, and no change, if too few are free.
+
+        In a group with a window or chunks it gets no more than a step needs that begins where it
+        slid to last, and the rest as it slides on.
         """
         if self.lacking(sequence, num_tokens)[1] > 0:
             return False

@@ -117,6 +117,8 @@ class Speculation:
     def _held(self, row: Row, count: int) -> int:
         """How many of `count` drafts there are blocks for."""
         sequence = row.sequence
+        if self._blocks.slides:
+            self._blocks.slide(sequence, row.start)
         if self._blocks.grow(sequence, row.start + 1 + count):
             return count
         return self._blocks.num_tokens_held(sequence) - row.start - 1

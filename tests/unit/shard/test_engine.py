@@ -7,7 +7,7 @@ from collections import deque
 import msgspec
 import pytest
 from support.budget import budget, seeded
-from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
+from support.engines import CACHE_GROUPS, EOS_ID, EngineUnderTest, make_engine, make_request
 from support.shadow import ShadowRunner
 
 from penstock_shard.engine.engine import Engine
@@ -75,6 +75,7 @@ def test_tokens_depend_on_nothing_but_the_request() -> None:
             max_model_len=160,
             max_num_seqs=rng.randint(1, 8),
             max_num_batched_tokens=rng.choice((8, 16, 64, 256)),
+            cache_groups=rng.choice(CACHE_GROUPS),
         )
         for name, prompt in prompts.items():
             under_test.engine.submit(
@@ -93,6 +94,7 @@ def test_every_request_of_random_traffic_ends_exactly_once() -> None:
             max_model_len=160,
             max_num_seqs=rng.randint(1, 6),
             eos_rate=0.05,
+            cache_groups=rng.choice(CACHE_GROUPS),
         )
         names = [str(number) for number in range(40)]
         for name in names:

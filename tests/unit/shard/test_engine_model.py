@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.budget import budget, seeded
 from support.drafters import FickleOracle
-from support.engines import EOS_ID, make_request, runner_info
+from support.engines import CACHE_GROUPS, EOS_ID, make_request, runner_info
 from support.shadow import Fails, ShadowRunner
 
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import FinishReason, Objective, Request
+from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
@@ -47,14 +48,18 @@ class ModelledEngine:
         max_steps_ahead: int,
         drafter: Drafter | None = None,
         fails: Fails = lambda step: False,
+        cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),),
     ) -> None:
         self.now_s = 1.0
         info = runner_info(
-            num_blocks=num_blocks, max_model_len=_MAX_MODEL_LEN, max_steps_ahead=max_steps_ahead
+            num_blocks=num_blocks,
+            max_model_len=_MAX_MODEL_LEN,
+            max_steps_ahead=max_steps_ahead,
+            cache_groups=cache_groups,
         )
         fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=_EOS_RATE)
         self.runner = ShadowRunner(fake, fails)
-        self.blocks = BlockManager([num_blocks], info.block_size, weights_hash="fake")
+        self.blocks = BlockManager.of(info, max_batched)
         limits = SchedulerLimits(max_num_seqs, max_batched, max(1, max_batched // 2))
         self.most_slots = max_num_seqs * (1 + max_steps_ahead)
         self.drafter = drafter
@@ -162,6 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
         most_drafts=st.sampled_from((0, 0, 1, 3, 8)),
         by_oracle=st.booleans(),
         fail_rate=st.sampled_from((0.0, 0.0, 0.05, 0.3)),
+        cache_groups=st.sampled_from(CACHE_GROUPS),
         seed=st.integers(0, 2**16),
     )
     def build(
@@ -173,6 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
         most_drafts: int,
         by_oracle: bool,
         fail_rate: float,
+        cache_groups: tuple[CacheGroup, ...],
         seed: int,
     ) -> None:
         rng = random.Random(seed)
@@ -186,6 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_steps_ahead,
             drafter if most_drafts else None,
             _failing(rng, fail_rate),
+            cache_groups,
         )
         self.modelled.may_fail = fail_rate > 0
         self.count = 0
@@ -285,6 +293,7 @@ def test_random_traffic_under_a_small_cache_keeps_every_account() -> None:
             rng.randint(0, 1),
             drafter,
             _failing(rng, fail_rate),
+            CACHE_GROUPS[number % len(CACHE_GROUPS)],
         )
         modelled.may_fail = fail_rate > 0
         _random_traffic(modelled, rng)
