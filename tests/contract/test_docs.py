@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from contract import models_page
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,3 +45,8 @@ def test_files_that_pages_name_are_there():
         for page, path in sorted(named)
         if not any(f"/{t}".endswith(f"/{path}") for t in tracked)
     ] == []
+
+
+def test_the_page_of_models_shows_what_becomes_of_each_family():
+    page = models_page.PAGE.read_text()
+    assert page == models_page.with_table(page), "in tests/: python -m contract.models_page"
