@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock_shard.errors import ModelError
 from penstock_shard.ipc.messages import Output
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.models.decoder import Decoder
+from penstock_shard.scheduler.priority_policy import PriorityPolicy
 from penstock_shard.worker.base import Runner
 
 # Those that differ most; the soak has all.
@@ -45,6 +47,9 @@ OUTPUT_TOKENS = 10
 STEPS = ((1, 0), (16, 1), (512, 0))
 # The longest sequence takes seven blocks: few fit beside it.
 MEMORY = {"kv_blocks": 9, "max_model_len": 128}
+# Layers with windows hardly lack blocks: at these steps, of those planned while others wait, one of
+# the running sequences is preempted anyway.
+PREEMPTING_STEPS = {5, 10, 20}
 
 
 def prompts() -> list[list[int]]:
@@ -70,6 +75,7 @@ def families(*, served: bool) -> list[Any]:
     return [family if family in IN_EVERY_RUN else in_soak(family) for family in found]
 
 
+@pytest.mark.usefixtures("_preempted_now_and_then")
 @pytest.mark.parametrize("family", families(served=True))
 def test_greedy_tokens_are_those_of_generate_however_steps_are_cut(
     family: str, tmp_path: Path
@@ -101,6 +107,19 @@ def test_what_would_be_served_wrongly_is_refused_in_a_line_that_says_why(
     with pytest.raises(ModelError, match=re.escape(OUTCOMES[family])) as caught:
         load(directory, **MEMORY)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def _preempted_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: Counter[PriorityPolicy] = Counter()
+
+    def find_outranked(
+        policy: PriorityPolicy, running: Iterable[Any], *args: Any, **named: Any
+    ) -> Any:
+        steps[policy] += 1
+        return next(iter(running), None) if steps[policy] in PREEMPTING_STEPS else None
+
+    monkeypatch.setattr(PriorityPolicy, "find_outranked", find_outranked)
 
 
 def run(runner: Runner, most_tokens: int) -> Sequence[Sequence[Output]]:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_layout import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
+from penstock_shard.models.layer_config import attention_chunk, source_of_keys, temperature_of
 from penstock_shard.models.paged_caches import PagedCaches
 from penstock_shard.ops.base import Ops
 
@@ -108,6 +109,9 @@ class TransformersModel:
         # Of the forward in progress, for what adapters add to products.
         self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
+        text = module.config.get_text_config()
+        found = {spec.index: temperature_of(text, spec.index) for spec in self._layers}
+        self._temperatures = {index: each for index, each in found.items() if each is not None}
         self._caches = PagedCaches(cache_layout(self._layers))
 
     @property
@@ -122,7 +126,7 @@ class TransformersModel:
         specs: list[LayerSpec] = []
 
         def record(call: AttentionCall) -> Tensor:
-            specs.append(_spec_of(call))
+            specs.append(_spec_of(call, self.module.config.get_text_config()))
             return call.query.new_zeros(*call.query.shape[:2], call.value.shape[2])
 
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -184,9 +188,12 @@ class TransformersModel:
             cache, batch = self._caches.of(spec), batches[group_of[spec.index]]
             if spec.reads is None:
                 backend.write(cache, call.key, call.value, batch.slots)
+            query = call.query
+            if temperature := self._temperatures.get(spec.index):
+                query = (query * temperature.scales(positions)).to(query.dtype)
             return backend.attend(
                 cache,
-                call.query,
+                query,
                 batch,
                 scale=call.scale,
                 window=call.window,
@@ -194,7 +201,7 @@ class TransformersModel:
                 sinks=call.sinks,
             )
 
-        with _attention(attend), self._threads():
+        with _attention(attend), self._threads(), self._untempered():
             if hidden_rows is None:
                 logits = self._call(input_ids, positions, logit_rows)
                 return ForwardOutput(logits, logits.new_empty(0, self.hidden_size))
@@ -226,6 +233,22 @@ class TransformersModel:
         finally:
             if handle is not None:
                 handle.remove()
+
+    @contextmanager
+    def _untempered(self) -> Iterator[None]:
+        """Leave the temperature of queries to `forward`, which knows each token's position."""
+        modules = [each for each in self.module.modules() if self._is_tempered(each)]
+        for module in modules:
+            module.attn_temperature_tuning = False
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.attn_temperature_tuning = True
+
+    def _is_tempered(self, module: nn.Module) -> bool:
+        has_switch = hasattr(module, "attn_temperature_tuning") and hasattr(module, "layer_idx")
+        return has_switch and module.layer_idx in self._temperatures
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
@@ -267,7 +290,7 @@ def _has_attention(layer: nn.Module) -> bool:
     return any(hasattr(module, "layer_idx") for module in layer.modules())
 
 
-def _spec_of(call: AttentionCall) -> LayerSpec:
+def _spec_of(call: AttentionCall, text: PreTrainedConfig) -> LayerSpec:
     return LayerSpec(
         index=call.layer_index,
         num_heads=call.query.shape[1],
@@ -278,4 +301,6 @@ def _spec_of(call: AttentionCall) -> LayerSpec:
         window=call.window,
         softcap=call.softcap,
         has_sinks=call.sinks is not None,
+        chunk=attention_chunk(text, call.layer_index),
+        reads=source_of_keys(text, call.layer_index),
     )

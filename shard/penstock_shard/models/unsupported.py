@@ -23,8 +23,11 @@ from transformers import (
 
 from penstock_shard.attention.base import LayerSpec
 from penstock_shard.errors import ModelError
+from penstock_shard.models.layer_config import each_layer
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# What layers may differ in: their attention calls show it.
+_LAYER_ATTRIBUTES = {"head_dim", "num_key_value_heads"}
 # Rope types whose angles change for the whole batch once a position passes the original context.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Largest error of a logit that rounding explains, in standard deviations of the model's logits.
@@ -48,22 +51,19 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
         raise ModelError(f"{name} is an encoder-decoder; only decoder-only models are served")
     _check_purpose(name, config)
     # Reading such an attribute raises an error: this comes before all that reads any.
-    if differing := sorted(getattr(text, "per_layer_attributes", None) or ()):
+    differing = set(getattr(text, "per_layer_attributes", None) or ()) - _LAYER_ATTRIBUTES
+    if differing:
         raise ModelError(
-            f"{name} has layers that differ in {', '.join(differing)}, which is not served; "
-            "serve a model whose layers are alike"
-        )
-    if getattr(text, "attention_chunk_size", None):
-        raise ModelError(
-            f"{name} attends within chunks, which it says only in the attention mask; "
-            "it is not served"
+            f"{name} has layers that differ in {', '.join(sorted(differing))}, which is not "
+            "served; serve a model whose layers are alike in it"
         )
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
     if odd:
         raise ModelError(f"{name} has layers of type {', '.join(odd)}, which are not served")
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
         raise ModelError(f"{name} uses ALiBi position biases, which are not served")
-    _check_heads(name, text)
+    for layer in each_layer(text):
+        _check_heads(name, layer)
     _check_rope(name, text, max_model_len)
 
 

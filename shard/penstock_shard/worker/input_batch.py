@@ -173,7 +173,8 @@ class InputBuilder:
         layout = static.layout if static else self._layout(tokens, rows, sum(sizes), adapters)
         buffer = host_buffer(layout.num_bytes, self._device)
         arrays = layout.arrays(buffer.numpy())
-        self._fill(arrays, _token_ids(batch, columns, tokens, self._slots), tokens, rows)
+        arrays.input_ids[: tokens.total] = _token_ids(batch, columns, tokens, self._slots)
+        self._fill(arrays, columns.slots[tokens.rows], tokens, rows)
         if len(adapters):
             arrays.adapters[: tokens.total] = adapters
         np.concatenate(extra, out=arrays.extra[: sum(sizes)])
@@ -243,14 +244,14 @@ class InputBuilder:
     def _fill(
         self,
         arrays: StepInputs[Array],
-        token_ids: Integers,
+        own_slots: Integers,
         tokens: _Tokens,
         rows: _AttentionRows,
     ) -> None:
-        """Fill all but `adapters` and `extra`. Rows of a graph beyond these are padding."""
+        """Fill all that attention is told, by each token's slot and the attention rows. Rows of a
+        graph beyond these are padding.
+        """
         count, total, size = len(rows.slots), tokens.total, self._block_size
-        own_slots = rows.slots if count == total else rows.slots[tokens.rows]
-        arrays.input_ids[:total] = token_ids
         arrays.positions[:total] = tokens.positions
         arrays.cu_queries[: count + 1] = rows.offsets
         block_index, offset = np.divmod(tokens.positions, size)
