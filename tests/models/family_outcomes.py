@@ -11,7 +11,6 @@ THEIRS = "the code of transformers"
 SERVED = (OURS, THEIRS)
 
 _LINEAR = "layers of type linear_attention"
-_INDEXED = "layers of type indexed_attention"
 _IMAGES = "is a model of images and text"
 
 # By `model_type`: one of SERVED, or a part of the line in which loading is refused.
@@ -23,7 +22,7 @@ OUTCOMES: dict[str, str] = {
     "bitnet": THEIRS,
     "cohere2": THEIRS,
     "deepseek_v3": THEIRS,
-    "deepseek_v32": _INDEXED,
+    "deepseek_v32": THEIRS,
     "deepseek_v4": "layers of type compressed_sparse_attention, heavily_compressed_attention",
     "dots1": THEIRS,
     "ernie4_5_moe": THEIRS,
@@ -42,14 +41,14 @@ OUTCOMES: dict[str, str] = {
     "glm4_moe": THEIRS,
     "glm4v": _IMAGES,
     "glm5_next": _IMAGES,
-    "glm_moe_dsa": _INDEXED,
+    "glm_moe_dsa": THEIRS,
     "gpt_oss": THEIRS,
     "granite": THEIRS,
     "granitemoe": THEIRS,
     "granitemoehybrid": _LINEAR,
     "hunyuan_v1_dense": THEIRS,
     "hy_v3": THEIRS,
-    "hy_v4": _INDEXED,
+    "hy_v4": THEIRS,
     "internvl": _IMAGES,
     "jamba": _LINEAR,
     "kimi_k25": _IMAGES,

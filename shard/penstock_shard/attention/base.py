@@ -36,12 +36,15 @@ class LayerSpec:
     # Keys are seen from the last position on that is a multiple of this. Backends need not know:
     # the batch of such layers has no earlier keys.
     chunk: int | None = None
+    # The values are the first `head_dim_v` elements of the keys, and are not kept apart.
+    values_in_keys: bool = False
     # The layer whose keys and values this one reads, in place of any of its own.
     reads: int | None = None
 
     @property
     def elements_per_token(self) -> int:
-        return self.num_kv_heads * (self.head_dim + self.head_dim_v)
+        values = 0 if self.values_in_keys else self.head_dim_v
+        return self.num_kv_heads * (self.head_dim + values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,9 @@ class AttentionBackend(Protocol):
         """One layer's KV cache of `num_blocks` blocks; elements are stored as `dtype`."""
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]."""
+        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; of a layer with
+        `values_in_keys` the key alone.
+        """
 
     def attend(
         self,
@@ -178,16 +183,17 @@ def make_paged_pair(
     spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """A cache of keys [num_blocks, block_size, Hkv, D] and values [num_blocks, block_size, Hkv,
-    Dv], as GPU libraries read it.
+    Dv], as GPU libraries read it. Of a layer with `values_in_keys` the second is a view of the
+    first.
     """
     # Empty on cpu, where the system commits memory only when it is written. Zeros on a GPU, where
     # kernels read whole blocks and must not meet NaN in slots that were never written.
     make = torch.empty if device.type == "cpu" else torch.zeros
     shape = (num_blocks, block_size, spec.num_kv_heads)
-    return (
-        make(*shape, spec.head_dim, dtype=dtype, device=device),
-        make(*shape, spec.head_dim_v, dtype=dtype, device=device),
-    )
+    keys = make(*shape, spec.head_dim, dtype=dtype, device=device)
+    if spec.values_in_keys:
+        return keys, keys[..., : spec.head_dim_v]
+    return keys, make(*shape, spec.head_dim_v, dtype=dtype, device=device)
 
 
 def write_paged_pair(
@@ -196,7 +202,8 @@ def write_paged_pair(
     """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype; values beyond
     the range of an 8-bit float are clamped to it.
     """
-    for part, rows in zip(cache, (key, value), strict=True):
+    shared = cache[0].data_ptr() == cache[1].data_ptr()
+    for part, rows in [(cache[0], key)] if shared else zip(cache, (key, value), strict=True):
         places = part.view(-1, *part.shape[2:])
         if part.dtype.itemsize > 1:
             places.index_copy_(0, slots, rows.to(part.dtype))

@@ -18,7 +18,7 @@ from penstock_shard.ipc.runner_info import CacheGroup
 # some have less layers than others, and leave planes of their blocks unused.
 _MOST_GROUPS = 8
 # How a layer's keys and values lie in memory, and which of them a query sees.
-_Shape = tuple[int, int, int]
+_Shape = tuple[int, int, int, bool]
 _Sight = tuple[int | None, int | None]
 
 
@@ -42,7 +42,12 @@ def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
     shapes: dict[_Shape, dict[_Sight, list[LayerSpec]]] = {}
     for layer in layers:
         if layer.reads is None:
-            shape = (layer.num_kv_heads, layer.head_dim, layer.head_dim_v)
+            shape = (
+                layer.num_kv_heads,
+                layer.head_dim,
+                layer.head_dim_v,
+                layer.values_in_keys,
+            )
             kinds = shapes.setdefault(shape, {})
             kinds.setdefault((layer.window, layer.chunk), []).append(layer)
     groups: list[CacheGroup] = []

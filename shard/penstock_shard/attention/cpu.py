@@ -33,9 +33,8 @@ class CpuBackend:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KvCache:
-        return make_cache(
-            num_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.head_dim_v, dtype
-        )
+        sizes = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.head_dim_v)
+        return make_cache(*sizes, dtype, values_in_keys=spec.values_in_keys)
 
     def write(self, cache: KvCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
         self._kernels.write_cache(cache, key.contiguous(), value.contiguous(), slots)

@@ -537,11 +537,16 @@ void penstock_gated_activation(const float *gate_up, int64_t rows, int64_t width
 }
 
 /* One layer's cache: keys [block][kv head][block_size / 16][dim][16], 16 keys side by side, so that
- * scores need no sums across lanes; values [block][kv head][block_size][dim_v]. */
+ * scores need no sums across lanes; values [block][kv head][block_size][dim_v].
+ * Where values are the first dim_v elements of the keys there are no `keys`, and `values` has whole
+ * keys as rows: [block][kv head][block_size][dim]. */
 struct cache {
     void *keys, *values;
     int64_t num_blocks, block_size, kv_heads, dim, dim_v, half;
 };
+
+/* Elements from one token's values to the next's. */
+INLINE int64_t value_step(const struct cache *c) { return c->keys ? c->dim_v : c->dim; }
 
 INLINE void *element(void *data, int64_t index, int64_t half) {
     return (char *)data + index * (half ? 2 : 4);
@@ -565,8 +570,10 @@ static void store_key_value(const struct cache *c, int64_t slot, int64_t head, c
     int64_t block = slot / c->block_size, offset = slot % c->block_size, half = c->half;
     int64_t token = (block * c->kv_heads + head) * c->block_size;
     int64_t tile = (token + offset / LANES * LANES) * c->dim + offset % LANES;
-    store_strided(key, c->dim, element(c->keys, tile, half), LANES, half);
-    store_strided(value, c->dim_v, element(c->values, (token + offset) * c->dim_v, half), 1, half);
+    if (c->keys) store_strided(key, c->dim, element(c->keys, tile, half), LANES, half);
+    else value = key;
+    int64_t step = value_step(c);
+    store_strided(value, step, element(c->values, (token + offset) * step, half), 1, half);
 }
 
 static int in_bounds(const int64_t *values, int64_t count, int64_t low, int64_t end) {
@@ -698,7 +705,22 @@ struct rows {
      * and for each 16 values as many as a row of values has vectors. */
     const void **tiles, **columns;
     float *query, *scores, *sum, *weights, *most; /* weights: 16 partial sums of a row */
+    float *keys; /* the chunk's tiles, where the cache has rows only */
 };
+
+/* 16 rows of keys as a tile: to[i][lane] is element i of row `lane`. */
+static void transpose_keys(const struct cache *c, int64_t token, float *to) {
+    for (int64_t lane = 0; lane < LANES; lane++) {
+        const void *row = element(c->values, (token + lane) * c->dim, c->half);
+        for (int64_t i = 0; i < c->dim; i += LANES) {
+            float part[LANES];
+            int64_t count = min_of(LANES, c->dim - i);
+            if (c->half) v_store(part, v_load_half((const uint16_t *)row + i));
+            else memcpy(part, (const float *)row + i, (size_t)count * 4);
+            for (int64_t j = 0; j < count; j++) to[(i + j) * LANES + lane] = part[j];
+        }
+    }
+}
 
 /* Set the pointers to a chunk's tiles, from key `first` on; past the last tile they repeat it. */
 static void find_tiles(const struct attention *a, struct rows *s, int64_t chunk, int64_t first) {
@@ -708,9 +730,13 @@ static void find_tiles(const struct attention *a, struct rows *s, int64_t chunk,
         int64_t key = min_of(chunk + t * LANES, last);
         int64_t block = s->blocks[key / c->block_size] * c->kv_heads + s->head;
         int64_t token = block * c->block_size + key % c->block_size;
-        s->tiles[t] = element(c->keys, token * c->dim, c->half);
+        if (c->keys) s->tiles[t] = element(c->keys, token * c->dim, c->half);
+        else s->tiles[t] = s->keys + (key - chunk) * c->dim;
+        if (!c->keys && t < CHUNK_TILES && chunk + t * LANES <= last)
+            transpose_keys(c, token, s->keys + t * LANES * c->dim);
         for (int64_t v = 0; v < vectors; v++)
-            s->columns[t * vectors + v] = element(c->values, token * c->dim_v + v * LANES, c->half);
+            s->columns[t * vectors + v] =
+                element(c->values, token * value_step(c) + v * LANES, c->half);
     }
 }
 
@@ -720,7 +746,8 @@ static void score(const struct attention *a, const struct rows *s, int64_t chunk
     int64_t from = (first - chunk) / LANES, count = ceil_div(end - chunk, LANES) - from;
     int64_t dim = a->cache->dim;
     struct product p = {.w = s->tiles + from, .ldx = dim, .step = LANES, .ld = CHUNK, .k = dim,
-                        .piece = dim, .next = MORE_TILES, .half = (int)a->cache->half};
+                        .piece = dim, .next = MORE_TILES,
+                        .half = a->cache->keys ? (int)a->cache->half : 0};
     for (int64_t r = 0, size; r < s->count; r += size) {
         size = next_tile(s->count - r, MAX_ROWS);
         p.x = s->query + r * dim;
@@ -770,7 +797,7 @@ static void add_values(const struct attention *a, struct rows *s, int64_t r, int
     if (first >= end) return;
     multiply(size, vectors, (struct product){
         .x = s->scores + r * CHUNK + first - chunk, .ldx = CHUNK, .w = s->columns + tile * vectors,
-        .acc = s->sum + r * s->width, .ld = s->width, .step = a->cache->dim_v, .k = end - first,
+        .acc = s->sum + r * s->width, .ld = s->width, .step = value_step(a->cache), .k = end - first,
         .piece = LANES, .skip = first % LANES, .pointers = vectors, .next = MORE_TILES * vectors,
         .half = (int)a->cache->half, .resume = 1});
 }
@@ -845,6 +872,7 @@ static size_t attention_bytes(const struct attention *a) {
     int64_t width = ceil_div(a->cache->dim_v, LANES) * LANES;
     int64_t pointers = (CHUNK_TILES + MORE_TILES) * (1 + width / LANES);
     int64_t floats = most_rows(a) * (CHUNK + a->cache->dim + width + LANES + 1);
+    if (!a->cache->keys) floats += CHUNK * a->cache->dim;
     return (size_t)(pointers * 8 + most_rows(a) * 16 + floats * 4);
 }
 
@@ -872,6 +900,7 @@ static void attention_task(const void *args, int64_t index, int thread) {
     s.sum = s.query + rows * a->cache->dim;
     s.weights = s.sum + rows * s.width;
     s.most = s.weights + rows * LANES;
+    s.keys = s.most + rows;
     attend(a, &s, start + tile, min_of(a->queries_per_task, queries - tile),
            a->lengths[low] - queries - start);
 }

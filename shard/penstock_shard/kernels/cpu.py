@@ -10,6 +10,7 @@ one at a time.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -102,10 +103,11 @@ class PackedWeight:
 class KvCache:
     """The paged cache of one layer, float32 or float16; slots as in `attention.base`.
 
-    keys [num_blocks, Hkv, block_size / 16, D, 16], values [num_blocks, Hkv, block_size, Dv].
+    keys [num_blocks, Hkv, block_size / 16, D, 16], values [num_blocks, Hkv, block_size, Dv]. Where
+    values are the first Dv elements of the keys, there are no keys, and values [..., D] has both.
     """
 
-    keys: Tensor
+    keys: Tensor | None
     values: Tensor
     kv_heads: int
     dim: int
@@ -116,27 +118,36 @@ class KvCache:
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.values.nbytes + (0 if self.keys is None else self.keys.nbytes)
 
 
 def make_cache(
-    num_blocks: int, block_size: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype
+    num_blocks: int,
+    block_size: int,
+    kv_heads: int,
+    dim: int,
+    dim_v: int,
+    dtype: torch.dtype,
+    *,
+    values_in_keys: bool = False,
 ) -> KvCache:
     """An uninitialised cache, whose memory the system commits only when it is written: attention
-    reads no key or value that was not written. Raises ValueError for a block size or dtype that the
-    kernels do not serve.
+    uses no key or value that was not written. With `values_in_keys` the values are the first dim_v
+    elements of the keys. Raises ValueError for a block size or dtype that the kernels do not serve.
     """
     if block_size < 1 or block_size % KEY_TILE:
         raise ValueError(f"block_size is {block_size}; it must be a multiple of {KEY_TILE}")
     if dtype not in (torch.float32, torch.float16):
         raise ValueError(f"dtype is {dtype}; the CPU cache is float32 or float16")
-    keys = torch.empty(num_blocks, kv_heads, block_size // KEY_TILE, dim, KEY_TILE, dtype=dtype)
-    # Room past the end: rows are read 16 elements at a time, and dim_v may be no multiple of 16.
-    shape = (num_blocks, kv_heads, block_size, dim_v)
-    room = num_blocks * kv_heads * block_size * dim_v
+    keys = None
+    if not values_in_keys:
+        keys = torch.empty(num_blocks, kv_heads, block_size // KEY_TILE, dim, KEY_TILE, dtype=dtype)
+    # Room past the end: rows are read 16 elements at a time, and may be no multiple of 16.
+    shape = (num_blocks, kv_heads, block_size, dim if values_in_keys else dim_v)
+    room = math.prod(shape)
     values = torch.empty(room + KEY_TILE, dtype=dtype)[:room].view(shape)
     struct = _CacheStruct(
-        keys.data_ptr(),
+        _pointer(keys),
         values.data_ptr(),
         num_blocks,
         block_size,
@@ -328,7 +339,9 @@ class CpuKernels:
         return out
 
     def write_cache(self, cache: KvCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; -1 is skipped."""
+        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; -1 is skipped. Values
+        that are in the keys are not looked at.
+        """
         rows = len(slots)
         if (
             not _plain(key)

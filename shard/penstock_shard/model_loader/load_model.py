@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from penstock_shard.models.decoder_weights import (
     read_weights,
 )
 from penstock_shard.models.fused_linears import fuse_linears, probing
+from penstock_shard.models.latent_attention import LatentHeads, latent_heads
 from penstock_shard.models.packed_weights import pack_weights
 from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
 from penstock_shard.ops.base import Ops, Rope
@@ -196,11 +197,13 @@ class _Loading:
             check = partial(check_division, module, logits, ops, ranks.size)
             module.to(ops.device)
         module.set_attn_implementation(ATTENTION_NAME)
+        # Our attention kernels for GPUs have no room for heads as long as latents.
+        latent = latent_heads(module, ops) if ops.device.type == "cpu" else {}
         if ops.keeps_tensors:
             fuse_linears(module, ops)
         else:
             pack_weights(module, ops, self.progress)
-        model = self._probed(module)
+        model = self._probed(module, latent)
         unsupported.check_layers(module, model.layers, self.files.max_model_len)
         self._choose_backend(model.layers)
         return ModelPart(model, shares, check)
@@ -221,12 +224,14 @@ class _Loading:
         tensors, needless = checkpoint.lazy_tensors(), checkpoint.zero_biases
         return dataclasses.replace(options, tensors=tensors, needless=needless)
 
-    def _probed(self, module: PreTrainedModel) -> TransformersModel:
+    def _probed(
+        self, module: PreTrainedModel, latent: Mapping[int, LatentHeads]
+    ) -> TransformersModel:
         """The module as a model; one token runs through it to show what its layers ask for."""
         alone = contextlib.nullcontext() if self.ranks is None else self.ranks.apart()
         try:
             with probing(module) as apart, alone:
-                model = TransformersModel(module, self.ops)
+                model = TransformersModel(module, self.ops, latent)
         except (NotImplementedError, AttributeError, TypeError) as error:
             advice = "" if self.ops.keeps_tensors else f"; use {_PLAINEST}"
             raise ModelError(

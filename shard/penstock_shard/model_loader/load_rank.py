@@ -23,6 +23,7 @@ from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import GraphedModel
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.loaded_model import LoadedModel
+from penstock_shard.models.sparse_indexers import most_unselected_tokens
 from penstock_shard.ops.base import Ops
 from penstock_shard.ops.quantized import captures_fp8
 
@@ -111,8 +112,23 @@ def rank_device(config: ShardConfig, index: int) -> torch.device:
 
 
 def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
-    """--max-model-len, or the positions the model states. Raises ModelError if it has fewer."""
+    """--max-model-len, or the positions the model states, or fewer where more would not be served
+    rightly. Raises ModelError if --max-model-len is more.
+    """
     text = hf_config.get_text_config()
+    unselected = most_unselected_tokens(text)
+    length = _max_positions(config, hf_config, text)
+    if unselected is None or length <= unselected:
+        return length
+    if config.max_model_len is not None:
+        raise ModelError(
+            f"--max-model-len {length}: beyond {unselected} tokens the indexers of "
+            f"{unsupported.architecture_of(hf_config)} select keys, which is not served"
+        )
+    return unselected
+
+
+def _max_positions(config: ShardConfig, hf_config: PreTrainedConfig, text: PreTrainedConfig) -> int:
     names = ("max_position_embeddings", "max_seq_len", "seq_length")
     positions = next((value for n in names if (value := getattr(text, n, None) or 0) > 0), None)
     if config.max_model_len is None:

@@ -14,7 +14,8 @@ from penstock_shard.models.decoder_weights import LayerWeights
 from penstock_shard.models.feed_forward import Dense, FeedForward, Linear
 from penstock_shard.models.transformers_model import TransformersModel
 
-# Modules of a layer without adapters: routers, and experts, which see only some of the tokens.
+# Modules of a layer without adapters: routers, and experts, which see only some of the tokens. And
+# of latent attention what makes keys and values of latents, as its products are not computed.
 _CLOSED = {"experts", "gate", "router"}
 
 _Module = tuple[str, int]
@@ -79,9 +80,10 @@ def _open(bank: LoraBank, linear: Linear, prefix: str, modules: Sequence[_Module
 
 
 def _hook_products(model: TransformersModel, bank: LoraBank) -> None:
+    closed = _CLOSED | {"kv_b_proj"} if model.latent else _CLOSED
     for prefix, stack in model.layer_stacks:
         for name, module in stack.named_modules():
-            if isinstance(module, nn.Linear) and not _CLOSED & set(name.split(".")):
+            if isinstance(module, nn.Linear) and not closed & set(name.split(".")):
                 out_features, in_features = module.weight.shape
                 delta = bank.open([(f"{prefix}.{name}", out_features)], in_features)
                 # Before the hooks of tensor parallelism, which combine the ranks' results.

@@ -8,9 +8,10 @@ function registered along with it gives none, since causality comes from the ste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_layout import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
+from penstock_shard.models.latent_attention import LatentHeads, keep_latents
 from penstock_shard.models.layer_config import attention_chunk, source_of_keys, temperature_of
 from penstock_shard.models.paged_caches import PagedCaches
+from penstock_shard.models.sparse_indexers import most_unselected_tokens, skip_selection
 from penstock_shard.ops.base import Ops
 
 ATTENTION_NAME = "penstock"
@@ -47,16 +50,19 @@ _Hook = Callable[[AttentionCall], Tensor]
 # What the registered function calls during a forward. A module global, because modelling code
 # differs in which keyword arguments it passes on; the engine runs one forward at a time.
 _hook: _Hook | None = None
+# What modelling code gets as its mask, if anything: code with indexers takes it apart.
+_mask: Tensor | None = None
 
 
 @contextmanager
-def _attention(hook: _Hook) -> Iterator[None]:
-    global _hook
-    outer, _hook = _hook, hook
+def _attention(hook: _Hook, mask: Tensor | None) -> Iterator[None]:
+    global _hook, _mask
+    outer = _hook, _mask
+    _hook, _mask = hook, mask
     try:
         yield
     finally:
-        _hook = outer
+        _hook, _mask = outer
 
 
 def _attention_function(
@@ -88,8 +94,9 @@ def _attention_function(
     return _hook(call).unsqueeze(0), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def _no_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask our attention needs: none. Without it transformers would build a dense one."""
+    return _mask
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_function)
@@ -99,13 +106,26 @@ AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 class TransformersModel:
     """A `CausalModel`; see `penstock_shard.models.base`."""
 
-    def __init__(self, module: PreTrainedModel, ops: Ops) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        ops: Ops,
+        latent: Mapping[int, LatentHeads] = MappingProxyType({}),
+    ) -> None:
         """Take over a loaded module; its attention implementation must be `ATTENTION_NAME`. It
-        attends with the backend that the ops have when it is called.
+        attends with the backend that the ops have when it is called. Layers that are in `latent`
+        cache latents.
         """
         self.module = module
         self.device = ops.device
+        self.latent = latent
         self._ops = ops
+        self._mask = None
+        if most_unselected_tokens(module.config.get_text_config()) is not None:
+            self._mask = torch.zeros(1, 1, 1, 1, device=ops.device)
+            skip_selection(module, lambda: _hook is not None)
+        if latent:
+            keep_latents(module, lambda: _hook is not None)
         # Of the forward in progress, for what adapters add to products.
         self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
@@ -126,11 +146,15 @@ class TransformersModel:
         specs: list[LayerSpec] = []
 
         def record(call: AttentionCall) -> Tensor:
-            specs.append(_spec_of(call, self.module.config.get_text_config()))
-            return call.query.new_zeros(*call.query.shape[:2], call.value.shape[2])
+            heads = self.latent.get(call.layer_index)
+            if heads is not None:
+                call = dataclasses.replace(call, query=heads.absorb(call.query))
+            specs.append(_spec_of(call, self.module.config.get_text_config(), heads))
+            attended = call.query.new_zeros(*call.query.shape[:2], call.value.shape[2])
+            return attended if heads is None else heads.expand(attended)
 
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
-        with _attention(record), self._diverted(1) as diverted:
+        with _attention(record, self._mask), self._diverted(1) as diverted:
             self._call(token, token, token)
         return tuple(specs), diverted[0].shape[1] if len(diverted) == 1 else 0
 
@@ -188,10 +212,12 @@ class TransformersModel:
             cache, batch = self._caches.of(spec), batches[group_of[spec.index]]
             if spec.reads is None:
                 backend.write(cache, call.key, call.value, batch.slots)
-            query = call.query
+            query, heads = call.query, self.latent.get(spec.index)
             if temperature := self._temperatures.get(spec.index):
                 query = (query * temperature.scales(positions)).to(query.dtype)
-            return backend.attend(
+            if heads is not None:
+                query = heads.absorb(query)
+            attended = backend.attend(
                 cache,
                 query,
                 batch,
@@ -200,8 +226,9 @@ class TransformersModel:
                 softcap=call.softcap,
                 sinks=call.sinks,
             )
+            return attended if heads is None else heads.expand(attended)
 
-        with _attention(attend), self._threads(), self._untempered():
+        with _attention(attend, self._mask), self._threads(), self._untempered():
             if hidden_rows is None:
                 logits = self._call(input_ids, positions, logit_rows)
                 return ForwardOutput(logits, logits.new_empty(0, self.hidden_size))
@@ -290,7 +317,7 @@ def _has_attention(layer: nn.Module) -> bool:
     return any(hasattr(module, "layer_idx") for module in layer.modules())
 
 
-def _spec_of(call: AttentionCall, text: PreTrainedConfig) -> LayerSpec:
+def _spec_of(call: AttentionCall, text: PreTrainedConfig, latent: LatentHeads | None) -> LayerSpec:
     return LayerSpec(
         index=call.layer_index,
         num_heads=call.query.shape[1],
@@ -302,5 +329,6 @@ def _spec_of(call: AttentionCall, text: PreTrainedConfig) -> LayerSpec:
         softcap=call.softcap,
         has_sinks=call.sinks is not None,
         chunk=attention_chunk(text, call.layer_index),
+        values_in_keys=latent is not None,
         reads=source_of_keys(text, call.layer_index),
     )

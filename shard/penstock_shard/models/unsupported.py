@@ -23,7 +23,9 @@ from transformers import (
 
 from penstock_shard.attention.base import LayerSpec
 from penstock_shard.errors import ModelError
+from penstock_shard.models import sparse_indexers
 from penstock_shard.models.layer_config import each_layer
+from penstock_shard.models.sparse_indexers import most_unselected_tokens
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # What layers may differ in: their attention calls show it.
@@ -57,7 +59,10 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
             f"{name} has layers that differ in {', '.join(sorted(differing))}, which is not "
             "served; serve a model whose layers are alike in it"
         )
-    odd = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
+    served = _LAYER_TYPES
+    if most_unselected_tokens(text) is not None:
+        served = _LAYER_TYPES | {sparse_indexers.LAYER_TYPE}
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - served)
     if odd:
         raise ModelError(f"{name} has layers of type {', '.join(odd)}, which are not served")
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":

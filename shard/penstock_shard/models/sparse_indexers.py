@@ -1,0 +1,40 @@
+"""Attention in which an indexer selects the keys that a query sees (DeepSeek Sparse Attention,
+2025): served up to the length at which selection begins, where it is attention to all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+LAYER_TYPE = "indexed_attention"
+# Models whose indexers select single keys, `index_topk` for each query.
+_MODEL_TYPES = {"deepseek_v32", "glm_moe_dsa", "hy_v4"}
+
+
+def most_unselected_tokens(text: PreTrainedConfig) -> int | None:
+    """The longest sequence of which every query sees all keys; None for a model without such
+    indexers.
+    """
+    return int(text.index_topk) if text.model_type in _MODEL_TYPES else None
+
+
+def skip_selection(module: PreTrainedModel, is_served: Callable[[], bool]) -> None:
+    """While `is_served`, have indexers compute nothing: whatever they select is not looked at."""
+    for layer in module.modules():
+        indexer: Any = getattr(layer, "indexer", None)
+        if indexer is not None:
+            indexer.forward = _selection(indexer.forward, is_served)
+
+
+def _selection(select: Callable[..., Tensor], is_served: Callable[[], bool]) -> Callable[..., Any]:
+    def forward(hidden: Tensor, *args: Any, **named: Any) -> Tensor:
+        if is_served():
+            return torch.empty(0, dtype=torch.int32, device=hidden.device)
+        return select(hidden, *args, **named)
+
+    return forward
