@@ -33,6 +33,8 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    # Values are the first elements of the keys.
+    latent: bool = False
     dtype: torch.dtype = F32
     kv_dtype: torch.dtype | None = None
     # Rounded up to what the backend takes.
@@ -51,6 +53,7 @@ class Case:
             self.window,
             self.softcap,
             self.sinks,
+            values_in_keys=self.latent,
         )
 
     @property
@@ -104,6 +107,17 @@ CASES = (
         )
         for kind, dtype in (("fp32", F32), ("fp16", F16), ("bf16", BF16))
     ),
+    *(
+        Case(name, heads=heads, kv_heads=1, head_dim=dim, head_dim_v=dim_v, latent=True, **options)
+        for name, heads, dim, dim_v, options in (
+            ("latents", 5, 48, 32, {}),
+            ("latents of odd sizes", 3, 21, 13, {"lengths": (70, 33)}),
+            ("latents past 256 with all", 2, 40, 32, {"lengths": (300, 12), **_ALL_AT_ONCE}),
+            ("latents of 576", 4, 576, 512, {"lengths": (40, 3)}),
+            ("latents in an fp16 cache", 5, 40, 32, {"kv_dtype": F16}),
+            ("latents in bf16", 5, 48, 32, {"dtype": BF16}),
+        )
+    ),
     # Keys and values kept in fewer bits.
     Case("fp16 cache", kv_dtype=F16),
     Case("fp16 cache under bf16", dtype=BF16, kv_dtype=F16),
@@ -151,6 +165,8 @@ def expected(case: Case) -> Expected:
         )
         for n in case.lengths
     )
+    if spec.values_in_keys:
+        sequences = tuple((q, key, key[..., : spec.head_dim_v]) for q, key, _ in sequences)
     sinks = 2 * noise(spec.num_heads) if spec.has_sinks else None
     attended = tuple(
         by_definition(

@@ -64,8 +64,8 @@ def serves(name: str, case: Case) -> bool:
     if name == "cpu":
         return case.dtype == F32
     if name.startswith("triton"):
-        return max(sizes) <= 256
-    half = case.dtype in (F16, BF16) and not case.sinks and max(sizes) <= 256
+        return max(sizes) <= 256 and not case.latent
+    half = case.dtype in (F16, BF16) and not case.sinks and not case.latent and max(sizes) <= 256
     half = half and all(size % 8 == 0 for size in sizes)
     if name == "flash_attn 3":
         return half and (same or sizes in ((16, 32), (192, 128)))

@@ -49,6 +49,8 @@ class LibraryBackend(PairBackend, ABC):
         """Refusals that hold for all of the libraries."""
         if dtype not in _HALF:
             return f"serves float16 and bfloat16, not {dtype_name(dtype)}"
+        if spec.values_in_keys:
+            return "reads keys and values from caches of their own"
         if spec.has_sinks:
             return "does not know attention sinks"
         for size in (spec.head_dim, spec.head_dim_v):

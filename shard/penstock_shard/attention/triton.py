@@ -50,6 +50,8 @@ class TritonBackend(PairBackend):
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         if dtype not in _DTYPES:
             return f"serves float32, float16 and bfloat16, not {dtype_name(dtype)}"
+        if spec.values_in_keys:
+            return "reads keys and values from caches of their own"
         size = max(spec.head_dim, spec.head_dim_v)
         return f"serves heads of at most 256, not {size}" if size > 256 else None
 
