@@ -67,7 +67,7 @@ OUTCOMES: dict[str, str] = {
     "minimax": _LINEAR,
     "minimax_m2": THEIRS,
     "minimax_m3_vl": "layers of type minimax_m3_sparse",
-    "ministral3": THEIRS,
+    "ministral3": OURS,
     "mistral": OURS,
     "mistral3": OURS,
     "mistral4": THEIRS,
