@@ -88,6 +88,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", _SMALL),
     "qwen3": ("qwen3", {**_SMALL, "head_dim": 16}),
     "mistral": ("mistral", {**_SMALL, "sliding_window": 24}),
+    "ministral3": (
+        "ministral3",
+        {
+            **_SMALL,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "gemma2": (
         "gemma2",
         {**_GEMMA, "sliding_window": 24, "attn_logit_softcapping": 1.0},

@@ -44,6 +44,7 @@ FREE_OF_TENSORS = (
     "penstock_shard.model_loader.load_runner",
     "penstock_shard.checkpoint.adapter_files",
     "penstock_shard.checkpoint.model_source",
+    "penstock_shard.checkpoint.text_names",
     "penstock_shard.checkpoint.tokenizer_files",
     "penstock_shard.device.triton_support",
     "penstock_shard.distributed.messages",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,78 @@ async def test_a_model_without_a_template_refuses_chat_and_says_what_to_do(
     assert has_template == (status == 200)
     if not has_template:
         assert "--chat-template" in answer["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def image_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """A model of images and text whose chat template is its processor's, as older ones have it."""
+    from model_maker import write_tokenizer
+    from models.tiny_families import make_family
+
+    directory = make_family(tmp_path_factory.mktemp("images"), "qwen2_5_vl")
+    write_tokenizer(directory)
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    template = {"chat_template": settings.pop("chat_template")}
+    path.write_text(json.dumps(settings))
+    (directory / "chat_template.json").write_text(json.dumps(template))
+    logs = tmp_path_factory.mktemp("logs")
+    shard = Shard(logs / "shard", "--model", str(directory), "--threads", "1", *EXACT)
+    router = Router(logs / "router", [shard.address])
+    with running(shard, router):
+        yield router
+
+
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+
+
+def saying(*parts: Any) -> list[Any]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+async def test_a_model_of_images_serves_its_text(image_model: Router) -> None:
+    body = {"messages": saying({"type": "text", "text": "What is this?"}), "max_tokens": 3}
+    status, answer = await _post(image_model.url, "/v1/chat/completions", body)
+    assert status == 200, answer
+    # One without a template would be refused.
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": saying({"type": "image_url", "image_url": {"url": PICTURE}})},
+            400,
+            "messages[0].content[0]: parts of type 'image_url' are not served, only text",
+        ),
+        (
+            "/v1/responses",
+            {"input": saying({"type": "input_image", "image_url": PICTURE})},
+            400,
+            "input[0].content[0]: parts of type 'input_image' are not served, only text",
+        ),
+        (
+            "/v1/messages",
+            {"model": "any", "max_tokens": 3, "messages": saying({"type": "image", "source": {}})},
+            400,
+            "messages[0].content[0]: blocks of type 'image' are not served",
+        ),
+        (
+            "/generate",
+            {"inputs": f"![]({PICTURE})What is this?"},
+            422,
+            "`inputs`: images are not served, only text",
+        ),
+    ],
+)
+async def test_it_refuses_an_image_in_every_api(
+    path: str, body: dict[str, Any], status: int, words: str, image_model: Router
+) -> None:
+    found, answer = await _post(image_model.url, path, body)
+    assert found == status
+    assert words in json.dumps(answer, ensure_ascii=False)
 
 
 async def test_the_built_in_model_says_that_it_is_a_toy(toy: Served) -> None:

@@ -25,6 +25,7 @@ Directory = Callable[[str], Path]
 DECODERS = (
     "llama",
     "mistral",
+    "ministral3",
     "qwen2",
     "qwen3",
     "phi3",

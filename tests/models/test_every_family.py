@@ -29,9 +29,9 @@ from penstock_shard.worker.base import Runner
 # Those that differ most; the soak has all.
 IN_EVERY_RUN = {
     # Served: experts, latent attention, two attentions in a layer, layers that share keys, keys of
-    # other sizes in windows.
-    "qwen3_moe",
-    "deepseek_v3",
+    # other sizes in windows; of these two within a model of images.
+    "qwen3_vl_moe",
+    "kimi_k25",
     "longcat_flash",
     "gemma3n_text",
     "mimo_v2_flash",

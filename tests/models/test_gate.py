@@ -61,17 +61,17 @@ _SMALL = {
 @pytest.mark.parametrize(
     ("model_type", "architecture", "reason"),
     [
-        ("qwen3_vl", "Qwen3VLForConditionalGeneration", "of images and text"),
-        ("mistral3", "Mistral3ForConditionalGeneration", "of images and text"),
+        ("llava", "LlavaForConditionalGeneration", "of images and text of a type"),
         ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "differ in head_dim"),
         ("gemma4", "Gemma4ForConditionalGeneration", "differ in head_dim"),
         ("vit", "ViTForImageClassification", "no class that generates text"),
     ],
 )
-def test_models_of_images_are_refused_in_a_line_that_says_what_to_serve(
+def test_models_of_images_whose_text_is_not_served_are_refused_in_a_line_that_says_what_to_serve(
     model_type: str, architecture: str, reason: str, tmp_path: Path
 ) -> None:
-    text = {} if model_type == "vit" else {"text_config": _SMALL}
+    small = _SMALL | ({"model_type": "llama"} if model_type == "llava" else {})
+    text = {} if model_type == "vit" else {"text_config": small}
     config = {"model_type": model_type, "architectures": [architecture], **text}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=f"^{architecture} .*{reason}.*; serve a ") as caught:

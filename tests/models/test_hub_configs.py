@@ -16,6 +16,7 @@ from models.driver import load
 from models.model_steps import relative_errors
 from safetensors.torch import load_file, save_file
 
+from penstock_shard.checkpoint.text_config import text_config
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models import unsupported
@@ -66,6 +67,27 @@ _QWEN = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
     "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_QWEN3_VL_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "mrope_interleaved": True,
+        "mrope_section": [24, 20, 20],
+        "rope_type": "default",
+    },
+    "rope_theta": 5000000,
+    "use_cache": True,
     "vocab_size": 151936,
 }
 _GEMMA = {
@@ -244,6 +266,159 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 # What makes such a model small without another way through the code.
+# Models of images and text, with little of what they say of their towers.
+COMPOSITES: dict[str, dict[str, Any]] = {
+    "Qwen3-VL-4B": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "image_token_id": 151655,
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **_QWEN3_VL_TEXT,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "model_type": "qwen3_vl_text",
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+        "tie_word_embeddings": True,
+        "vision_config": {"depth": 24, "hidden_size": 1024, "model_type": "qwen3_vl"},
+        "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652,
+    },
+    "Qwen3-VL-30B-A3B": {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "image_token_id": 151655,
+        "model_type": "qwen3_vl_moe",
+        "text_config": {
+            **_QWEN3_VL_TEXT,
+            "decoder_sparse_step": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_vl_moe_text",
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_vl_moe"},
+    },
+    "Qwen2.5-VL-7B": {
+        **_QWEN,
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "eos_token_id": 151645,
+        "hidden_size": 3584,
+        "image_token_id": 151655,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "model_type": "qwen2_5_vl",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.41.2",
+        "vision_config": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584},
+        "vocab_size": 152064,
+    },
+    "Mistral-Small-3.1-24B": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "text_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "initializer_range": 0.02,
+            "intermediate_size": 32768,
+            "max_position_embeddings": 131072,
+            "model_type": "mistral",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "use_cache": True,
+            "vocab_size": 131072,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+        "vision_feature_layer": -1,
+    },
+    "Ministral-3-8B": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "text_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 262144,
+            "model_type": "ministral3",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 34,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_parameters": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 16.0,
+                "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16384,
+                "rope_theta": 1000000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+            "vocab_size": 131072,
+        },
+        "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+        "vision_feature_layer": -1,
+    },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+}
 _SMALL = {
     "vocab_size": 384,
     "hidden_size": 32,
@@ -282,6 +457,21 @@ def test_each_goes_to_our_decoder(name: str, tmp_path: Path) -> None:
     }
     assert windows == expected.get(name, [None] * 6)
     assert spec.tied == (not name.startswith(("Phi", "Mistral")))
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_the_text_of_models_of_images_goes_to_our_decoder_too(name: str, tmp_path: Path) -> None:
+    config = COMPOSITES[name]
+    text = config.get("text_config", config)
+    read = load_config(write(tmp_path, config), trust_remote_code=False)
+    unsupported.check_config(read, 128000)
+    spec = decoder_spec(text_config(read, has_head=name != "gemma-3-4b"))
+    assert len(spec.layers) == text["num_hidden_layers"]
+    assert spec.tied == (name == "gemma-3-4b")
+    assert {layer.window for layer in spec.layers} == ({1024, None} if spec.tied else {None})
+    assert spec.qkv_bias == name.startswith("Qwen2.5")
+    if spec.experts is not None:
+        assert (spec.experts.num_experts, spec.experts.normalised) == (128, True)
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Phi-3-mini-4k", "gemma-3-1b"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -28,6 +30,7 @@ from transformers import (
 
 VOCABULARY = 4096
 CONTEXT = 512
+WEIGHTS = "model.safetensors"
 LAYERS = 4
 # As far apart, in standard deviations of the logits, two best ones must be that rounding changes no
 # token.
@@ -42,7 +45,8 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "use_cache": True,
     # Width and depth.
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "out_hidden_size"), 64),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd"), 64),
+    **dict.fromkeys(("out_hidden_size", "embed_dim", "projector_hidden_size"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), LAYERS),
     **dict.fromkeys(("num_layers", "depth"), 2),
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_dim"), 128),
@@ -149,7 +153,9 @@ _OWN_VALUES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
-    **dict.fromkeys(("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"), _THREE_AXES),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), _THREE_AXES),
+    # Not half as wide as the model: else nothing shows which way a stack of experts is stored.
+    "qwen3_vl_moe_text": {**_THREE_AXES, "moe_intermediate_size": 24},
     "glm4v_text": _THREE_AXES,
     "gemma3n_text": {
         **_SHARED_KV,
@@ -208,13 +214,34 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 def make_family(directory: Path, model_type: str, *, seed: int = 0, **changes: Any) -> Path:
     """Write a model of this type to `directory` and return it: configuration and weights in fp32,
-    named as on the hub, with the towers of one that sees images.
+    as on the hub also where transformers saves them otherwise; with the towers of one that sees
+    images.
     """
     torch.manual_seed(seed)
     module = _module(tiny_config(model_type, **changes))
     _draw(module)
     module.eval().save_pretrained(directory)
+    if model_type == "kimi_k25":
+        rename_tensors(directory, "language_model.model.blocks.", "language_model.model.layers.")
+    elif model_type == "qwen3_vl_moe":
+        turn_stacks(directory)
     return directory
+
+
+def rename_tensors(directory: Path, old: str, new: str) -> None:
+    """Change how names of tensors begin."""
+    tensors = load_file(directory / WEIGHTS)
+    renamed = {re.sub(f"^{re.escape(old)}", new, name): each for name, each in tensors.items()}
+    save_file(renamed, directory / WEIGHTS, {"format": "pt"})
+
+
+def turn_stacks(directory: Path) -> None:
+    """Transpose each matrix of each stack of experts."""
+    tensors = load_file(directory / WEIGHTS)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
 
 
 def _makers(config: PreTrainedConfig) -> list[Any]:
@@ -265,7 +292,7 @@ class Generated:
 
 def generate(directory: Path, prompts: Sequence[Sequence[int]], most_tokens: int) -> Generated:
     """Greedy continuations by transformers, one prompt at a time, end-of-sequence ignored."""
-    module = _loaded(directory)
+    module = load_whole(directory)
     module.generation_config.eos_token_id = None
     outputs, margins = [], []
     for prompt in prompts:
@@ -286,8 +313,8 @@ def generate(directory: Path, prompts: Sequence[Sequence[int]], most_tokens: int
     return Generated(outputs, min(margins))
 
 
-def _loaded(directory: Path) -> PreTrainedModel:
-    """The module of a directory, with its towers."""
+def load_whole(directory: Path) -> PreTrainedModel:
+    """The module of a directory, in float32, with its towers."""
     config = AutoConfig.from_pretrained(directory)
     # Eager, because sdpa in transformers 5.17 drops Gemma 2's softcap without a word.
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock_shard.checkpoint.text_names import text_module
 from penstock_shard.checkpoint.weight_files import read_object, stored_tensors
 from penstock_shard.errors import AdapterNotFound, ModelError, first_line
 
@@ -70,7 +71,7 @@ _WITHOUT_MEANING: tuple[object, ...] = (None, False, "", [], {})
 class LowRankPair:
     """The two tensors for one matrix: A [rank, in_features] and B [out_features, rank]."""
 
-    # As the model calls the module: model.layers.0.self_attn.q_proj
+    # As the text model calls the module: model.layers.0.self_attn.q_proj
     module: str
     rank: int
     in_features: int
@@ -206,7 +207,9 @@ def _pair(
         )
     alpha = _value_for(config, told, module, "lora_alpha", "alpha_pattern")
     scale = alpha / (math.sqrt(rank) if told.get("use_rslora") else rank)
-    return LowRankPair(module, rank, in_features, out_features, scale, halves["A"], halves["B"])
+    return LowRankPair(
+        text_module(module), rank, in_features, out_features, scale, halves["A"], halves["B"]
+    )
 
 
 def _value_for(path: Path, told: Mapping[str, Any], module: str, name: str, pattern: str) -> float:

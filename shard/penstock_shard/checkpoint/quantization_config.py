@@ -256,6 +256,8 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
 class QuantizedCheckpoint(Checkpoint):
     """A checkpoint whose quantized matrices are dequantized to float32 on a device when read."""
 
+    is_plain = False
+
     def __init__(self, model_dir: Path, scheme: Scheme, device: torch.device) -> None:
         """Raises ModelError, naming a tensor, for files that are not what the scheme says."""
         super().__init__(model_dir)
@@ -300,10 +302,6 @@ class QuantizedCheckpoint(Checkpoint):
             zero = [not bool(tensor.any()) for tensor in tensors]
         return frozenset(name for name, is_zero in zip(biases, zero, strict=True) if is_zero)
 
-    def lazy_tensors(self) -> dict[str, LazyTensor]:
-        """All tensors by name, read when they are sliced."""
-        return {name: LazyTensor(self, name) for name in self.shapes}
-
     def leave_out(self, names: Iterable[str]) -> None:
         """Drop tensors that the model does not use."""
         for name in names:
@@ -324,18 +322,6 @@ class QuantizedCheckpoint(Checkpoint):
                 return matrix.dense([part.to(self._device) for part in stored])
             except (ValueError, RuntimeError) as error:
                 raise ModelError(f"{name}: cannot be read: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor that is read each time it is sliced."""
-
-    checkpoint: Checkpoint
-    name: str
-
-    def __getitem__(self, index: Any) -> Tensor:
-        with self.checkpoint.read([self.name]) as (tensor,):
-            return tensor[index]
 
 
 @dataclass(frozen=True, slots=True)

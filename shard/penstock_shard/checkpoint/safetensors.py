@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock_shard.checkpoint.text_names import text_names
 from penstock_shard.checkpoint.weight_files import weight_files
 from penstock_shard.errors import ModelError
 
@@ -27,7 +29,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Checkpoint:
-    """Names, shapes and tensors of the weights in a directory."""
+    """Names, shapes and tensors of the text model in a directory."""
 
     def __init__(self, model_dir: Path) -> None:
         """Raises ModelError if the files cannot be read."""
@@ -40,11 +42,8 @@ class Checkpoint:
                 file = safe_open(path, framework="pt")
                 names: list[str] = file.keys()  # type: ignore[no-untyped-call]
                 self._files |= dict.fromkeys(names, file)
-            self._stored_names = _full_names(self._files)
-            slices = {
-                name: self._files[stored].get_slice(stored)
-                for name, stored in self._stored_names.items()
-            }
+            self.names = text_names(self._files)
+            slices = {name: self._slice(name) for name in self.names.stored}
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"{model_dir}: cannot load the weights: {error}") from error
         self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
@@ -53,13 +52,31 @@ class Checkpoint:
         # None for dtypes that products do not take as they are, such as fp8.
         self.dtypes = {name: _DTYPES.get(stored) for name, stored in self.stored.items()}
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether transformers can read the model from the files by itself."""
+        return self.names.root in ("model.", "") and not self.names.leaves_out
+
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
         """The tensors, in the file's mapped memory; copy them before the context ends."""
-        stored = [self._stored_names[name] for name in names]
-        tensors = [self._files[name].get_tensor(name) for name in stored]
+        tensors = [self._tensor(name) for name in names]
         yield tensors
         give_back_pages(tensors)
+
+    def _tensor(self, name: str) -> Tensor:
+        stored = self.names.stored[name]
+        tensor: Tensor = self._files[stored].get_tensor(stored)
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        """What tells of a tensor, and gives a part of it when it is sliced."""
+        stored = self.names.stored[name]
+        return self._files[stored].get_slice(stored)
+
+    def lazy_tensors(self) -> dict[str, LazyTensor]:
+        """All tensors by name, read when they are sliced."""
+        return {name: LazyTensor(self, name) for name in self.shapes}
 
     def equal(self, first: str, second: str) -> bool:
         """Whether two tensors of one shape have the same values."""
@@ -91,13 +108,16 @@ class Checkpoint:
         return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
-def _full_names(stored: Iterable[str]) -> dict[str, str]:
-    """Names in a causal language model -> names in the files. A model that was saved without its
-    head, as embedding models are, lacks the prefix "model.".
-    """
-    names = list(stored)
-    prefix = "model." if "embed_tokens.weight" in names else ""
-    return {prefix + name: name for name in names}
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is read each time it is sliced."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with self.checkpoint.read([self.name]) as (tensor,):
+            return tensor[index]
 
 
 def give_back_pages(tensors: Sequence[Tensor]) -> None:

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from penstock_shard.checkpoint.weight_files import read_object
+
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -20,13 +22,28 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
 
     Raises:
         OSError: a file exists and cannot be read.
+        ModelError: chat_template.json is no JSON object.
     """
     files = {
         name: (model_dir / name).read_bytes() for name in _FILES if (model_dir / name).exists()
     }
     if chat_template is not None:
         files["chat_template.jinja"] = chat_template.read_bytes()
+    elif source := _template_of_processor(model_dir, files):
+        files["chat_template.jinja"] = source.encode()
     return files
+
+
+def _template_of_processor(model_dir: Path, files: Mapping[str, bytes]) -> str | None:
+    """The chat template of an older model of images and text, where its tokenizer has none."""
+    path = model_dir / "chat_template.json"
+    if "chat_template.jinja" in files or not path.exists():
+        return None
+    settings = model_dir / "tokenizer_config.json"
+    if "tokenizer_config.json" in files and read_object(settings).get("chat_template"):
+        return None
+    source = read_object(path).get("chat_template")
+    return source if isinstance(source, str) else None
 
 
 def tokenizer_hash(files: Mapping[str, bytes]) -> str:

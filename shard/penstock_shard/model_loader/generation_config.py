@@ -14,7 +14,7 @@ from penstock_shard.ipc.sampling_ranges import usable_defaults
 
 
 def generation_defaults(
-    model_dir: Path, text: PreTrainedConfig, progress: Callable[[str], None]
+    model_dir: Path, config: PreTrainedConfig, progress: Callable[[str], None]
 ) -> tuple[tuple[int, ...], dict[str, float]]:
     """The model's eos ids, and its default sampling values.
 
@@ -22,7 +22,7 @@ def generation_defaults(
     cannot be read.
     """
     generation = _read(model_dir)
-    eos_token_ids, outside = _eos_token_ids(generation, text)
+    eos_token_ids, outside = _eos_token_ids(generation, config)
     if outside:
         progress(f"eos_token_id: {outside} are not in the vocabulary; left out")
     defaults, unusable = usable_defaults(_stated_sampling(generation))
@@ -32,14 +32,17 @@ def generation_defaults(
 
 
 def _eos_token_ids(
-    generation: dict[str, Any], text: PreTrainedConfig
+    generation: dict[str, Any], config: PreTrainedConfig
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Eos ids from generation_config.json, else from the configuration, () if neither has any; and
-    apart those outside the vocabulary, as banning them before min_tokens would index out of range.
+    """Eos ids from generation_config.json, else from the configuration or the part of it that is
+    for text, () if none has any; and apart those outside the vocabulary, as banning them before
+    min_tokens would index out of range.
     """
+    text = config.get_text_config()
     value = generation.get("eos_token_id")
-    if value is None:
-        value = getattr(text, "eos_token_id", None)
+    for place in (config, text):
+        if value is None:
+            value = getattr(place, "eos_token_id", None)
     stated = value if isinstance(value, list | tuple) else () if value is None else (int(value),)
     usable = tuple(token_id for token_id in stated if 0 <= token_id < text.vocab_size)
     return usable, [token_id for token_id in stated if token_id not in usable]

@@ -24,6 +24,8 @@ from penstock_shard.checkpoint.quantization_config import (
     scheme_of,
 )
 from penstock_shard.checkpoint.safetensors import Checkpoint
+from penstock_shard.checkpoint.stacked_experts import StackedExperts, refuse_stacks
+from penstock_shard.checkpoint.text_config import text_config
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.distributed.divide_decoder import SlicedTensors, local_spec, rank_shares
 from penstock_shard.distributed.divide_module import divide_module
@@ -102,8 +104,11 @@ def load_model(
     fails.
     """
     checkpoint = None if files.dummy else _open(files, ops, progress)
-    # `_open` has dealt with quantization_config: from here on weights read as ordinary ones.
-    files = dataclasses.replace(files, config=plain_config(files.config))
+    # From here on there is a text model alone, with ordinary weights: `_open` has dealt with
+    # quantization_config, and with what else is in the files of a model of images and text.
+    has_head = None if checkpoint is None else "lm_head.weight" in checkpoint.shapes
+    config = text_config(plain_config(files.config), has_head=has_head)
+    files = dataclasses.replace(files, config=config)
     loading = _Loading(files, checkpoint, ops, wish, ranks, progress)
     try:
         spec = loading.spec()
@@ -116,11 +121,22 @@ def load_model(
 
 
 def _open(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Checkpoint:
-    scheme = scheme_of(files.config)
+    checkpoint = _checkpoint(files, ops, progress)
+    if checkpoint.names.leaves_out:
+        progress("only the text of this model is served: the rest of its weights is not read")
+    return checkpoint
+
+
+def _checkpoint(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Checkpoint:
+    scheme, stacks = scheme_of(files.config), files.config.model_type == "qwen3_vl_moe"
     if scheme is not None:
         progress(scheme.computed_in(ops.weights))
-        return QuantizedCheckpoint(files.path, scheme, ops.device)
-    checkpoint = Checkpoint(files.path)
+        quantized = QuantizedCheckpoint(files.path, scheme, ops.device)
+        if stacks:
+            refuse_stacks(quantized)
+        return quantized
+    text = files.config.get_text_config()
+    checkpoint = StackedExperts(files.path, text) if stacks else Checkpoint(files.path)
     checkpoint.check_dtypes()
     return checkpoint
 
@@ -219,10 +235,14 @@ class _Loading:
         # With several ranks the whole model may not fit one device: it is divided on cpu first.
         device = ops.device if self.ranks is None else torch.device("cpu")
         options = LoadOptions(device, dtype, files.trust_remote_code, files.dummy)
-        if not isinstance(checkpoint, QuantizedCheckpoint):
+        if checkpoint is None or checkpoint.is_plain:
             return options
-        tensors, needless = checkpoint.lazy_tensors(), checkpoint.zero_biases
-        return dataclasses.replace(options, tensors=tensors, needless=needless)
+        needless = frozenset[str]()
+        if isinstance(checkpoint, QuantizedCheckpoint):
+            needless = checkpoint.zero_biases
+        return dataclasses.replace(
+            options, tensors=checkpoint.lazy_tensors(), needless=needless, names=checkpoint.names
+        )
 
     def _probed(
         self, module: PreTrainedModel, latent: Mapping[int, LatentHeads]

@@ -104,8 +104,7 @@ def _info(
 ) -> RunnerInfo:
     """The runner's `RunnerInfo`. Raises ModelError if the model's files cannot be read."""
     model, ops = loaded.model, loaded.ops
-    text = loaded.hf_config.get_text_config()
-    eos_token_ids, defaults = generation_defaults(model_dir, text, progress)
+    eos_token_ids, defaults = generation_defaults(model_dir, loaded.hf_config, progress)
     embedding = _embedding(config, model_dir, model, progress)
     ranks = config.tensor_parallel_size
     return RunnerInfo(

@@ -72,6 +72,8 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
     try:
         tokenizer = json.loads(files["tokenizer.json"])
         model_config = json.loads((model_dir / "config.json").read_bytes())
+        # That of a model of images and text has a part for each.
+        model_config = (model_config.get("text_config") or {}) | model_config
         special = {token["id"] for token in tokenizer.get("added_tokens", [])}
         vocab = tokenizer["model"]["vocab"]
         ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from penstock_shard.checkpoint.text_names import TextNames
 from penstock_shard.errors import ModelError, first_line
 
 _DTYPES = {
@@ -91,6 +92,8 @@ class LoadOptions:
     tensors: Mapping[str, object] | None = None
     # Tensors among these that need not be read.
     needless: frozenset[str] = frozenset()
+    # Their names in the files.
+    names: TextNames = field(default_factory=TextNames)
 
 
 def load_module(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
@@ -146,14 +149,16 @@ def _read(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> Pr
     if missing:
         raise ModelError(
             f"{model_dir}: the weights lack {len(missing)} of the model's tensors, "
-            f"{missing[0]} for one; the files are incomplete or of another model"
+            f"{options.names.in_files(missing[0])} for one; the files are incomplete or of "
+            "another model"
         )
     unexpected = set(loading["unexpected_keys"]) - options.needless
-    unread = sorted(name for name in unexpected if _is_in_layers(name, module))
+    unread = sorted(name for name in unexpected if _is_of_model(name, module, options))
     if unread:
         raise ModelError(
             f"{model_dir}: the weights have {len(unread)} tensors that the model's code in "
-            f"transformers {transformers.__version__} does not read, {unread[0]} for one"
+            f"transformers {transformers.__version__} does not read, "
+            f"{options.names.in_files(unread[0])} for one"
         )
     loaded: PreTrainedModel = module
     return loaded
@@ -167,12 +172,14 @@ def _class_of(config: PreTrainedConfig, options: LoadOptions) -> type[PreTrained
         )
 
 
-def _is_in_layers(name: str, module: PreTrainedModel) -> bool:
-    """Whether a tensor that is not read belongs to a layer that the model has. Others are of parts
-    that a text model does without, as towers for images or heads for training.
+def _is_of_model(name: str, module: PreTrainedModel, options: LoadOptions) -> bool:
+    """Whether a tensor that is not read belongs to the model: to a layer that it has. Others are of
+    parts that it does without, as heads for training, unless such parts are left out already.
     """
     if _LEFTOVERS.search(name):
         return False
+    if options.names.leaves_out:
+        return True
     layers = {
         f"{parent}.{child}."
         for parent, stack in module.named_modules()

@@ -188,6 +188,8 @@ class Decoder:
             weights.head_norm,
             scratch.query,
         )
+        if layer.rope.temperature is not None:
+            query.mul_(layer.rope.temperature[positions].view(-1, 1, 1))
         attended = ops.backend.attend(
             cache, query, batch, scale=spec.scale, window=spec.window, softcap=spec.softcap
         )

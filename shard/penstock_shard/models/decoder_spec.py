@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from penstock_shard.attention.base import LayerSpec
@@ -104,13 +105,13 @@ class _Family:
     # In transformers: the module under `models`, and the prefix of its class names.
     module: str
     prefix: str
-    # Configuration values that are read beside `_READ`.
+    # Configuration values that are read beside `_READ`, and rope parameters beside `_ROPE_VALUES`.
     reads: frozenset[str] = frozenset()
+    rope_reads: frozenset[str] = frozenset()
     qkv_bias: bool = False
     head_norms: bool = False
     # Query, key and value in one tensor, gate and up in another.
     fused_tensors: bool = False
-    partial_rotary: bool = False
     # Norm weights are stored minus 1, each block's output is normed too, embeddings are scaled.
     gemma: bool = False
     # For families whose layers may have experts.
@@ -161,8 +162,19 @@ _FAMILIES = {
     "mistral": _Family("mistral", "Mistral", frozenset({"sliding_window"})),
     "qwen2": _Family("qwen2", "Qwen2", _LAYER_WINDOWS, qkv_bias=True),
     "qwen3": _Family("qwen3", "Qwen3", _LAYER_WINDOWS | {"attention_bias"}, head_norms=True),
+    "ministral3": _Family(
+        "ministral3",
+        "Ministral3",
+        frozenset({"sliding_window"}),
+        # The second is also a value of the configuration itself.
+        rope_reads=frozenset({"llama_4_scaling_beta", "max_position_embeddings"}),
+    ),
     "phi3": _Family(
-        "phi3", "Phi3", frozenset({"sliding_window"}), fused_tensors=True, partial_rotary=True
+        "phi3",
+        "Phi3",
+        frozenset({"sliding_window"}),
+        rope_reads=frozenset({"partial_rotary_factor"}),
+        fused_tensors=True,
     ),
     "gemma2": _Family("gemma2", "Gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, gemma=True),
     "gemma3_text": _Family(
@@ -316,8 +328,7 @@ def _refuse_unknown(config: PreTrainedConfig, family: _Family) -> None:
         rope_type = rope.get("rope_type", "default")
         if rope_type not in _ROPE_TYPES:
             raise NotOurs(f"rope type {rope_type}")
-        extra = ["partial_rotary_factor"] if family.partial_rotary else []
-        unknown = sorted(set(rope) - _ROPE_VALUES - set(extra))
+        unknown = sorted(set(rope) - _ROPE_VALUES - family.rope_reads)
         if unknown:
             raise NotOurs(f"{unknown[0]} in the rope parameters")
 
@@ -382,8 +393,26 @@ def rope_tables(
         layer_type = {"layer_type": name} if name else {}
         # cos and sin are [1, max_positions, rotary_dim]; the second half repeats the first.
         cos, sin = (part[0].chunk(2, dim=-1)[0] for part in rotary(like, positions, **layer_type))
-        tables[name] = Rope(cos.contiguous().to(device), sin.contiguous().to(device))
+        temperature = _temperature(config, positions[0])
+        tables[name] = Rope(
+            cos.contiguous().to(device),
+            sin.contiguous().to(device),
+            None if temperature is None else temperature.to(device),
+        )
     return tables
+
+
+def _temperature(config: PreTrainedConfig, positions: Tensor) -> Tensor | None:
+    """By how much each position's queries attend more sharply (Llama 4, Ministral 3): more with
+    each original context that is behind it.
+    """
+    rope = config.rope_parameters or {}
+    beta = rope.get("llama_4_scaling_beta")
+    if beta is None:
+        return None
+    return 1 + beta * torch.log(
+        1 + torch.floor(positions / rope["original_max_position_embeddings"])
+    )
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:

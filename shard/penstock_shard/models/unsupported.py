@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from penstock_shard.attention.base import LayerSpec
+from penstock_shard.checkpoint.text_config import has_text_model
 from penstock_shard.errors import ModelError
 from penstock_shard.models import sparse_indexers
 from penstock_shard.models.layer_config import each_layer
@@ -77,10 +78,12 @@ def _check_purpose(name: str, config: PreTrainedConfig) -> None:
     own_code = getattr(config, "auto_map", None) or {}
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code:
         return
+    if has_text_model(config):
+        return
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ModelError(
-            f"{name} is a model of images and text, whose text is not served either so far; "
-            "serve a model of text alone"
+            f"{name} ({config.model_type}) is a model of images and text of a type whose text is "
+            "not served either so far; serve a model of text alone"
         )
     raise ModelError(
         f"{name} ({config.model_type}) has no class that generates text in transformers "

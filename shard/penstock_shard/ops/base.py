@@ -86,6 +86,8 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
+    # What the decoder multiplies rotated queries by, float32 [positions]; None: nothing.
+    temperature: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,12 @@ def test_inputs_are_a_text_that_is_not_empty(body: dict[str, Any]) -> None:
             parse_generate(body)
 
 
+def test_an_image_within_the_inputs_is_refused_and_a_link_to_one_is_text() -> None:
+    with pytest.raises(BadRequest, match=r"^`inputs`: images are not served, only text$"):
+        parse_generate({"inputs": "![](data:image/png;base64,iVBORw0KGgo=)What is this?"})
+    parse_generate({"inputs": "![a cat](https://example.org/cat.png)"})
+
+
 def test_null_is_the_same_as_not_given() -> None:
     assert asked(**dict.fromkeys(PARAMETERS)) == asked()
     assert parse_compat({"inputs": "Hello", "parameters": None, "stream": None}) == parse_compat(

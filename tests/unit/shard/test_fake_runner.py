@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engines import EOS_ID, changed, make_sequence, runner_info
 from support.plans import batch_of
 
+from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
+from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.request import Pooling, SamplingParams
+from penstock_shard.model_loader.load_runner import load_runner
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import Batch
@@ -38,6 +44,15 @@ def _token(sequence: Sequence, runner: FakeRunner | None = None) -> int:
     token_id = runner.collect()[0].token_id
     assert token_id is not None
     return token_id
+
+
+def test_limits_may_stand_in_the_text_part_of_a_configuration(tmp_path: Path) -> None:
+    shutil.copy(BUILTIN_MODEL / "tokenizer.json", tmp_path)
+    text = {"max_position_embeddings": 77, "eos_token_id": 5}
+    config = {"model_type": "mistral3", "text_config": text, "eos_token_id": [6, 7]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    info = load_runner(ShardConfig(model=str(tmp_path), runner="fake"), print).runner.info
+    assert (info.max_model_len, info.eos_token_ids) == (77, (6, 7))
 
 
 BASE = SamplingParams(temperature=1.0, seed=1)

@@ -32,6 +32,19 @@ def test_an_adapter_is_read(tmp_path: Path) -> None:
     assert files.pairs[0].name_b == f"base_model.model.{Q}.lora_B.weight"
 
 
+@pytest.mark.parametrize("root", ["model.language_model.", "language_model.model."])
+def test_modules_are_called_as_in_the_text_model_alone(root: str, tmp_path: Path) -> None:
+    """As peft calls them in a model of images and text."""
+    modules = {name.replace("model.", root, 1): sizes for name, sizes in MODULES.items()}
+    pattern = {f"{root}layers.1.mlp.up_proj": 8}
+    adapter = make_adapter(tmp_path / "a", modules, rank=4, lora_alpha=6, alpha_pattern=pattern)
+    files = read_adapter_files(adapter)
+    assert [(pair.module, pair.scale) for pair in files.pairs] == [(Q, 1.5), (UP, 2.0)]
+    assert (
+        files.pairs[0].name_a == f"base_model.model.{root}layers.0.self_attn.q_proj.lora_A.weight"
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "scales"),
     [

@@ -219,7 +219,18 @@ def _read_parameters(name: str, value: Any) -> JsonObject:
     return read_fields(PARAMETERS, read_object(name, value))
 
 
-INPUTS = _reword(STRING, string(1), "`inputs` cannot be empty")
+_NOT_EMPTY = _reword(STRING, string(1), "`inputs` cannot be empty")
+
+
+def _read_inputs(name: str, value: Any) -> str:
+    inputs: str = _NOT_EMPTY.read(name, value)
+    # TGI's models of images take them so. A link to one is a text like any other.
+    if "](data:image/" in inputs:
+        raise BadRequest(f"`{name}`: images are not served, only text", param=name)
+    return inputs
+
+
+INPUTS = Kind(_read_inputs, _NOT_EMPTY.schema)
 FIELDS = table(
     [
         Field("inputs", INPUTS, "The text to go on after.", required=True),

@@ -1,0 +1,88 @@
+"""Checkpoints of Qwen3-VL-MoE, read as if each expert were stored by itself, as in Qwen3-MoE.
+
+A layer has them as two tensors: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. Where tools have
+written [E, 2 I, H] and [E, H, I], they are read as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from penstock_shard.checkpoint.safetensors import Checkpoint
+from penstock_shard.errors import ModelError
+
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One matrix [O, I] of one expert in a stack."""
+
+    stack: str
+    expert: int
+    # Of the outputs that the stack has for each expert.
+    rows: slice
+    is_transposed: bool
+
+
+class StackedExperts(Checkpoint):
+    """A checkpoint whose stacks of experts appear as the matrices they hold."""
+
+    is_plain = False
+
+    def __init__(self, model_dir: Path, text: PreTrainedConfig) -> None:
+        """Raises ModelError, naming a tensor, for a stack that the configuration does not fit."""
+        super().__init__(model_dir)
+        self._parts: dict[str, _Part] = {}
+        wide = int(text.moe_intermediate_size)
+        for name in list(self.shapes):
+            if name.endswith(GATE_UP):
+                self._divide(name, {"gate_proj": wide, "up_proj": wide}, int(text.hidden_size))
+            elif name.endswith(DOWN):
+                self._divide(name, {"down_proj": int(text.hidden_size)}, wide)
+
+    def _divide(self, stack: str, outputs: dict[str, int], inputs: int) -> None:
+        """List each expert's matrices in place of the stack."""
+        count, *shape = self.shapes.pop(stack)
+        stored, dtype = self.stored.pop(stack), self.dtypes.pop(stack)
+        matrix = [sum(outputs.values()), inputs]
+        # As transformers reads them: as they are where that fits.
+        is_transposed = shape != matrix
+        if is_transposed and shape != matrix[::-1]:
+            raise ModelError(
+                f"{stack}: has the shape {[count, *shape]}; the configuration says "
+                f"{[count, *matrix[::-1]]}"
+            )
+        for expert, (name, rows) in _each(count, outputs):
+            part = f"{stack.rpartition('.')[0]}.{expert}.{name}.weight"
+            self._parts[part] = _Part(stack, expert, rows, is_transposed)
+            self.shapes[part] = (outputs[name], inputs)
+            self.stored[part], self.dtypes[part] = stored, dtype
+
+    def _tensor(self, name: str) -> Tensor:
+        part = self._parts.get(name)
+        if part is None:
+            return super()._tensor(name)
+        matrix: Tensor = self._slice(part.stack)[part.expert]
+        return (matrix.T if part.is_transposed else matrix)[part.rows].contiguous()
+
+
+def refuse_stacks(checkpoint: Checkpoint) -> None:
+    """Raises ModelError, naming one, for stacks of experts beside quantized matrices."""
+    for name in checkpoint.shapes:
+        if name.endswith((GATE_UP, DOWN)):
+            raise ModelError(f"{name}: stacks of experts are not served in quantized checkpoints")
+
+
+def _each(count: int, outputs: dict[str, int]) -> Iterator[tuple[int, tuple[str, slice]]]:
+    """Each expert's matrices, and which of its outputs they are."""
+    for expert in range(count):
+        start = 0
+        for name, rows in outputs.items():
+            yield expert, (name, slice(start, start + rows))
+            start += rows

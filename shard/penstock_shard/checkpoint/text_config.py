@@ -1,0 +1,113 @@
+"""The configuration of the text model within a model of images and text, as of a model of its own.
+
+What its tensors are called in the files is in `text_names`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    conversion_mapping,
+)
+
+# Types of models of images and text whose text is computed by a model of text alone, which gives
+# the same logits for it.
+_TYPES = frozenset(
+    {
+        "gemma3",
+        "gemma3n",
+        "gemma4",
+        "gemma4_unified",
+        "glm46v",
+        "glm4v",
+        "internvl",
+        "kimi_k25",
+        "lfm2_vl",
+        "llama4",
+        "minimax_m3_vl",
+        "mistral3",
+        "mistral4",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen4_exp",
+    }
+)
+# Text types without a causal LM of their own, and those whose causal LM computes the same where
+# all three of a token's positions are equal, as they are in text.
+_SAME_AS = {
+    "glm4v_text": "glm4",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
+# Parameters of rotary embeddings that divide them between the three positions.
+_THREE_POSITIONS = ("mrope_section", "mrope_interleaved")
+
+
+def has_text_model(config: PreTrainedConfig) -> bool:
+    """Whether it is of a model of images and text whose text is served."""
+    if type(config).__module__.split(".")[:2] != ["transformers", "models"]:
+        # Of code that comes with the model.
+        return False
+    text = config.get_text_config()
+    _complete(text)
+    has_class = text.model_type in _SAME_AS or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return config.model_type in _TYPES and has_class
+
+
+def text_config(config: PreTrainedConfig, *, has_head: bool | None) -> PreTrainedConfig:
+    """The configuration of the text model; any other configuration as it is.
+
+    Whether the files have a head decides whether the embedding is tied to it: the two parts of such
+    configurations disagree. None: there are no files.
+    """
+    if not has_text_model(config):
+        return config
+    text = copy.deepcopy(config.get_text_config())
+    if text.model_type in _SAME_AS:
+        text = _plain(text)
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
+    text.dtype = text.dtype or config.dtype
+    if has_head is not None:
+        text.tie_word_embeddings = not has_head
+    return text
+
+
+def _plain(text: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the type that computes the same."""
+    values: dict[str, Any] = text.to_dict()
+    rope = values["rope_parameters"]
+    for name in _THREE_POSITIONS:
+        rope.pop(name, None)
+    model_type = _SAME_AS[values.pop("model_type")]
+    if model_type == "glm4":
+        rope.setdefault("partial_rotary_factor", 1.0)
+        values.setdefault("head_dim", text.hidden_size // text.num_attention_heads)
+    if model_type == "qwen3_moe":
+        values["norm_topk_prob"] = True
+    plain: PreTrainedConfig = CONFIG_MAPPING[model_type](**values)
+    return plain
+
+
+def _complete(text: PreTrainedConfig) -> None:
+    """Tell transformers what it does not know of a text type."""
+    if text.model_type == "mistral4":
+        from transformers import Mistral4ForCausalLM
+
+        AutoModelForCausalLM.register(type(text), Mistral4ForCausalLM, exist_ok=True)
+    if text.model_type == "minimax_m3_vl_text":
+        conversions = conversion_mapping.get_checkpoint_conversion_mapping("minimax_m3_vl")
+        conversion_mapping.register_checkpoint_conversion_mapping(
+            text.model_type, conversions, overwrite=True
+        )

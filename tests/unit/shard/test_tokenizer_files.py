@@ -1,0 +1,44 @@
+"""Which of a model's files a router gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files
+from penstock_shard.errors import ModelError
+
+
+def write(directory: Path, **files: Any) -> None:
+    """Each as JSON in NAME.json."""
+    for name, value in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(value))
+
+
+def test_a_processors_template_is_sent_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"eos_token": "</s>"}, chat_template={"chat_template": "A"})
+    files = read_tokenizer_files(tmp_path)
+    assert files["chat_template.jinja"] == b"A"
+    assert "chat_template.json" not in files
+
+
+def test_the_tokenizers_own_template_goes_first(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": "B"}, chat_template={"chat_template": "A"})
+    assert "chat_template.jinja" not in read_tokenizer_files(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("C")
+    assert read_tokenizer_files(tmp_path)["chat_template.jinja"] == b"C"
+
+
+def test_the_users_template_goes_before_all(tmp_path: Path) -> None:
+    write(tmp_path, chat_template={"chat_template": "A"})
+    (tmp_path / "mine").write_text("D")
+    assert read_tokenizer_files(tmp_path, tmp_path / "mine")["chat_template.jinja"] == b"D"
+
+
+def test_a_broken_file_of_a_processors_template_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(ModelError, match=r"chat_template\.json: is not valid JSON"):
+        read_tokenizer_files(tmp_path)
