@@ -65,7 +65,7 @@ OUTCOMES: dict[str, str] = {
     "mimo_v2_flash": THEIRS,
     "minimax": _LINEAR,
     "minimax_m2": THEIRS,
-    "minimax_m3_vl": "layers of type minimax_m3_sparse",
+    "minimax_m3_vl": THEIRS,
     "ministral3": OURS,
     "mistral": OURS,
     "mistral3": OURS,

@@ -245,6 +245,7 @@ def test_what_is_not_a_number_stays_so_whatever_its_bits(kernels: CpuKernels) ->
 
 def read_cache(cache: KvCache, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [T, Hkv, D] and values [T, Hkv, Dv] at slots, out of the layout that KvCache states."""
+    assert cache.keys is not None
     block, offset = slots // cache.block_size, slots % cache.block_size
     return cache.keys[block, :, offset // 16, :, offset % 16], cache.values[block, :, offset]
 
@@ -271,6 +272,7 @@ def test_rope_and_cache(kernels: CpuKernels, dim: int, rotary: int, normed: bool
     slots = torch.tensor([40, 3, 16, -1, 47])
     angles = torch.rand(32, rotary // 2, generator=random) * 6
     cache = make_cache(2, 32, kv_heads, dim, dim, torch.float16)
+    assert cache.keys is not None
     cache.keys.zero_(), cache.values.zero_()
     query = kernels.rope_and_cache(
         qkv,
@@ -379,6 +381,7 @@ class Case:
         cache = make_cache(
             blocks, self.block_size, kv_heads, dim, self.value[0].shape[2], self.dtype
         )
+        assert cache.keys is not None
         cache.keys.fill_(math.nan), cache.values.fill_(math.nan)
         for i, length in enumerate(self.lengths):
             position = torch.arange(length)

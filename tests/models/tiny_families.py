@@ -138,7 +138,7 @@ _OWN_VALUES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
         "index_n_heads": 2,
-        "index_block_size": 8,
+        "index_block_size": 64,
         "index_topk_blocks": 2,
         "dense_intermediate_size": 128,
     },

@@ -410,9 +410,8 @@ def _temperature(config: PreTrainedConfig, positions: Tensor) -> Tensor | None:
     beta = rope.get("llama_4_scaling_beta")
     if beta is None:
         return None
-    return 1 + beta * torch.log(
-        1 + torch.floor(positions / rope["original_max_position_embeddings"])
-    )
+    contexts = torch.floor(positions / rope["original_max_position_embeddings"])
+    return 1 + float(beta) * torch.log(1 + contexts)
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:

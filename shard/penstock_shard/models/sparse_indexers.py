@@ -1,5 +1,6 @@
 """Attention in which an indexer selects the keys that a query sees (DeepSeek Sparse Attention,
-2025): served up to the length at which selection begins, where it is attention to all keys.
+2025; MiniMax M3's, of whole blocks): served up to the length at which selection begins, where it is
+attention to all keys.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-LAYER_TYPE = "indexed_attention"
-# Models whose indexers select single keys, `index_topk` for each query.
-_MODEL_TYPES = {"deepseek_v32", "glm_moe_dsa", "hy_v4"}
+LAYER_TYPES = {"indexed_attention", "minimax_m3_sparse"}
+# Models whose indexers select single keys, `index_topk` for each query; and whole blocks of them.
+_SELECT_KEYS = {"deepseek_v32", "glm_moe_dsa", "hy_v4"}
+_SELECT_BLOCKS = {"minimax_m3_vl_text"}
 
 
 def most_unselected_tokens(text: PreTrainedConfig) -> int | None:
     """The longest sequence of which every query sees all keys; None for a model without such
     indexers.
     """
-    return int(text.index_topk) if text.model_type in _MODEL_TYPES else None
+    if text.model_type in _SELECT_KEYS:
+        return int(text.index_topk)
+    if text.model_type in _SELECT_BLOCKS:
+        return int(text.index_topk_blocks * text.index_block_size)
+    return None
 
 
 def skip_selection(module: PreTrainedModel, is_served: Callable[[], bool]) -> None:

@@ -62,7 +62,7 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
         )
     served = _LAYER_TYPES
     if most_unselected_tokens(text) is not None:
-        served = _LAYER_TYPES | {sparse_indexers.LAYER_TYPE}
+        served = _LAYER_TYPES | sparse_indexers.LAYER_TYPES
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - served)
     if odd:
         raise ModelError(f"{name} has layers of type {', '.join(odd)}, which are not served")
