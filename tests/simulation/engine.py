@@ -19,7 +19,7 @@ from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.engine.matchers import PendingMatchers
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import FromEngine, Inbox, Ready, Start, Started, ToEngine
-from penstock_shard.ipc.runner_info import Adapter, RunnerInfo
+from penstock_shard.ipc.runner_info import Adapter, CacheGroup, RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
@@ -49,6 +49,7 @@ class EngineKind:
     default_temperature: float = 1.0
     # Whether it promises the same bits wherever its weights are served.
     is_exact: bool = True
+    cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
 
 
 # An id that ends the engine which computes a prompt with it.
@@ -59,7 +60,7 @@ ORDINARY_IDS = range(100, VOCAB_SIZE)
 
 def info_of(kind: EngineKind) -> RunnerInfo:
     """What an engine of this kind says that it serves."""
-    info = runner_info(num_blocks=kind.num_blocks)
+    info = runner_info(num_blocks=kind.num_blocks, cache_groups=kind.cache_groups)
     return dataclasses.replace(
         info,
         vocab_size=VOCAB_SIZE,

@@ -9,6 +9,8 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
+from support.engines import CACHE_GROUPS
+
 from penstock_client.types import (
     Constraint,
     ConstraintKind,
@@ -117,6 +119,7 @@ def draw(seed: int) -> Plan:
         eos_rate=rng.choice([0.0, 0.02]),
         load_s=rng.choice([0.1, 1.0]),
         is_exact=rng.random() < 0.8,
+        cache_groups=CACHE_GROUPS[seed % len(CACHE_GROUPS)],
     )
     next_kind = dataclasses.replace(
         kind,
