@@ -277,29 +277,37 @@ async def test_one_that_overflows_a_small_stack_costs_no_process_and_is_logged(
         assert _processes() == [process]
 
 
-async def test_one_that_gets_no_time_on_the_processor_is_not_judged() -> None:
-    async with _checker(constraint_timeout_s=0.1) as checker:
+async def test_one_that_gets_no_time_on_the_processor_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # It gets all of its time at once.
+    monkeypatch.setattr(checker_module, "_FIRST_S", 0.5)
+    async with _checker(constraint_timeout_s=0.5) as checker:
         await checker.check(_regex("a"))
         [process] = _processes()
         lanes = _lanes(process)
-        waiting = asyncio.create_task(checker.check(LARGE))
+        waiting = asyncio.create_task(checker.check(_slow(0)))
         fork = await _next_fork(lanes)
         fork.suspend()
-        await asyncio.sleep(patience_s(0.1) + 0.1)
+        await asyncio.sleep(patience_s(0.5) + 0.1)
         fork.resume()
         with pytest.raises(NotChecked, match="take too long to check just now"):
             await waiting
         assert not is_alive(fork)
-        assert checker.known(LARGE) is None
+        assert checker.known(_slow(0)) is None
         assert await checker.check(_regex("b")) == ""
         assert _processes() == [process]
 
 
 async def _next_fork(lanes: list[psutil.Process]) -> psutil.Process:
+    """A fork that has set its limits."""
     async with asyncio.timeout(30):
-        while not (forks := _forks(lanes)):
+        while True:
+            for fork in _forks(lanes):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if fork.rlimit(psutil.RLIMIT_AS)[0] != psutil.RLIM_INFINITY:
+                        return fork
             await asyncio.sleep(0)
-    return forks[0]
 
 
 async def test_a_process_that_is_killed_is_replaced_and_its_check_may_be_tried_again() -> None:
@@ -337,7 +345,8 @@ async def test_one_of_which_a_part_is_killed_while_idle_is_replaced_before_the_n
 @pytest.mark.parametrize("which", ["the process", "a fork"])
 async def test_one_that_hangs_is_killed(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checker_module, "_GRACE_S", 0.0)
-    async with _checker(constraint_timeout_s=0.1) as checker:
+    monkeypatch.setattr(checker_module, "_FIRST_S", 0.5)
+    async with _checker(constraint_timeout_s=0.5) as checker:
         await checker.check(_regex("a"))
         [process] = _processes()
         lanes = _lanes(process)
@@ -345,7 +354,7 @@ async def test_one_that_hangs_is_killed(which: str, monkeypatch: pytest.MonkeyPa
             process.suspend()
             waiting = [asyncio.create_task(checker.check(_regex(f"b{n}"))) for n in range(2)]
         else:
-            waiting = [asyncio.create_task(checker.check(LARGE))]
+            waiting = [asyncio.create_task(checker.check(_slow(0)))]
             lanes.append(await _next_fork(lanes))
             lanes[-1].suspend()
         results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -366,17 +375,19 @@ async def test_one_that_makes_no_sense_is_replaced(monkeypatch: pytest.MonkeyPat
         assert await checker.check(_regex("b")) == ""
 
 
-async def test_who_leaves_during_a_check_does_not_end_it() -> None:
+async def test_who_leaves_during_a_check_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker_module, "_FIRST_S", 1.0)
     async with _checker() as checker:
         await checker.check(_regex("a"))
         [process] = _processes()
-        waiting = asyncio.create_task(checker.check(LARGE))
-        await _next_fork(_lanes(process))
+        lanes = _lanes(process)
+        waiting = asyncio.create_task(checker.check(_slow(0)))
+        await _next_fork(lanes)
         waiting.cancel()
         async with asyncio.timeout(30):
-            while checker.known(LARGE) is None:
+            while checker.known(_slow(0)) is None:
                 await asyncio.sleep(0.01)
-        assert checker.known(LARGE) == ""
+        assert checker.known(_slow(0)) == ""
         assert _processes() == [process]
 
 
@@ -438,7 +449,7 @@ async def test_a_verdict_for_the_tokenizer_before_is_not_kept() -> None:
         await checker.check(_regex("a"))
         [process] = _processes()
         lanes = _lanes(process)
-        words = _regex("|".join(f"word{n}" for n in range(2000)))
+        words = _slow(0)
         waiting = asyncio.create_task(checker.check(words))
         await _next_fork(lanes)
         checker.use(TOKENIZER.read_bytes(), VOCAB_SIZE, (1,))
@@ -495,7 +506,7 @@ async def test_handing_over_a_large_tokenizer_does_not_hold_up_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     longest_s = 0.0
-    run = asyncio.events.Handle._run  # type: ignore[attr-defined]
+    run = asyncio.events.Handle._run
 
     def timed_run(handle: asyncio.Handle) -> None:
         nonlocal longest_s

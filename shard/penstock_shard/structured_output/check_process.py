@@ -119,14 +119,14 @@ def _try_out(compiler: Compiler, check: Check, memory_bytes: int, writing: int) 
 
 
 def _limit_this_process(timeout_s: float, memory_bytes: int) -> None:
+    # Their signals end the process, even inside the library or after its parent died.
+    signal.setitimer(signal.ITIMER_PROF, timeout_s)
+    signal.setitimer(signal.ITIMER_REAL, patience_s(timeout_s))
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_STACK, _STACK_BYTES)
     in_use_bytes = _address_space_bytes()
     if in_use_bytes is not None:
         _lower(resource.RLIMIT_AS, in_use_bytes + memory_bytes)
-    # Their signals end the process, even inside the library or after its parent died.
-    signal.setitimer(signal.ITIMER_PROF, timeout_s)
-    signal.setitimer(signal.ITIMER_REAL, patience_s(timeout_s))
 
 
 def _lower(kind: int, most: int) -> None:
