@@ -152,7 +152,7 @@ def _refusal_of(compiler: Compiler, constraint: Constraint) -> str:
         # It may quote half a character.
         return str(error).encode(errors="replace").decode()
     except MemoryError:
-        # As the library does.
+        # The library aborts too.
         os.abort()
     return ""
 
