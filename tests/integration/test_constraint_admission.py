@@ -94,11 +94,17 @@ def _held_up(shard: Shard) -> Iterator[None]:
         what="a check process",
     )
     process = _check_process(shard)
-    process.send_signal(signal.SIGSTOP)
+    lanes = [process, *process.children(recursive=True)]
+    # Or a fork, which may end before it is stopped.
+    for lane in lanes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lane.suspend()
     try:
         yield
     finally:
-        process.send_signal(signal.SIGCONT)
+        for lane in lanes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                lane.resume()
 
 
 # ---- refused, aborted, overdue ----
@@ -348,7 +354,7 @@ class _Memory:
         while not self._over.wait(0.02):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.server_bytes = max(self.server_bytes, self._server.memory_info().rss)
-                for process in (self._checking, *self._checking.children()):
+                for process in (self._checking, *self._checking.children(recursive=True)):
                     self.checking_bytes = max(self.checking_bytes, process.memory_info().rss)
 
 

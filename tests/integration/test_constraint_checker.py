@@ -6,22 +6,20 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 from support.processes import is_alive, wait_until
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.request import Constraint
-from penstock_shard.structured_output import check_queue
 from penstock_shard.structured_output import checker as checker_module
-from penstock_shard.structured_output.check_messages import Verdict
+from penstock_shard.structured_output.check_messages import Answer, Check, patience_s
 from penstock_shard.structured_output.checker import (
     CheckFailed,
     ConstraintChecker,
@@ -63,6 +61,23 @@ def _processes() -> list[psutil.Process]:
     return [child for child in children if is_alive(child) and module in child.cmdline()]
 
 
+def _lanes(process: psutil.Process) -> list[psutil.Process]:
+    """The processes of an idle check process, itself the first."""
+
+    def all_of_them() -> list[psutil.Process]:
+        return [process, *filter(is_alive, process.children(recursive=True))]
+
+    count = checker_module._NUM_LANES
+    wait_until(lambda: len(all_of_them()) == count, timeout_s=30, what="lanes without forks")
+    return all_of_them()
+
+
+def _forks(lanes: list[psutil.Process]) -> list[psutil.Process]:
+    """What checks a constraint now."""
+    children = lanes[0].children(recursive=True)
+    return [child for child in children if child not in lanes and is_alive(child)]
+
+
 async def test_a_good_constraint_has_nothing_against_it_and_a_bad_one_has_a_reason() -> None:
     async with _checker() as checker:
         assert await checker.check(_regex("[ab]+")) == ""
@@ -94,9 +109,9 @@ async def test_equal_constraints_share_one_check() -> None:
     async with _checker() as checker:
         waiting = [asyncio.create_task(checker.check(LARGE)) for _ in range(400)]
         await asyncio.sleep(0)
-        assert len(checker._queue) == 1
+        assert len(checker._pending) == 1
         assert set(await asyncio.gather(*waiting)) == {""}
-        assert len(checker._queue) == 0
+        assert len(checker._pending) == 0
 
 
 async def test_verdicts_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +127,7 @@ async def test_a_queue_that_is_full_takes_nothing_more() -> None:
     async with _checker() as checker:
         waiting = [
             asyncio.create_task(checker.check(_regex(f"a{number}")))
-            for number in range(check_queue.MAX_PENDING // 2)
+            for number in range(checker_module._MAX_PENDING // 2)
         ]
         await asyncio.sleep(0)
         with pytest.raises(NotChecked, match="256 constraints wait"):
@@ -125,16 +140,16 @@ async def test_what_nobody_waits_for_any_more_leaves_the_queue() -> None:
     async with _checker() as checker:
         running = [
             asyncio.create_task(checker.check(_regex(LARGE.value + str(number))))
-            for number in range(checker_module._MAX_AT_ONCE)
+            for number in range(checker_module._NUM_LANES)
         ]
         others = [asyncio.create_task(checker.check(_regex("a"))) for _ in range(2)]
         await asyncio.sleep(0)
         others[0].cancel()
         await asyncio.sleep(0)
-        assert len(checker._queue) == len(running) + 1
+        assert len(checker._pending) == len(running) + 1
         others[1].cancel()
         await asyncio.sleep(0)
-        assert len(checker._queue) == len(running)
+        assert len(checker._pending) == len(running)
         assert await asyncio.gather(*running) == [""] * len(running)
 
 
@@ -211,17 +226,18 @@ async def test_checks_at_once_are_bounded_and_so_is_the_memory_of_each(
 ) -> None:
     async with _slow_checker(monkeypatch) as checker:
         [process] = _processes()
+        lanes = _lanes(process)
         tasks = [asyncio.create_task(checker.check(_slow(n), n)) for n in range(4)]
         most, limits, own_bytes = 0, set(), 0
         while not all(task.done() for task in tasks):
-            forks = [fork for fork in process.children() if is_alive(fork)]
+            forks = _forks(lanes)
             most = max(most, len(forks))
-            own_bytes = max(own_bytes, process.memory_info().vms)
+            own_bytes = max(own_bytes, *(lane.memory_info().vms for lane in lanes))
             for fork in forks:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     limits.add(fork.rlimit(psutil.RLIMIT_AS)[0])
             await asyncio.sleep(0.002)
-        assert most == checker_module._MAX_AT_ONCE
+        assert most == checker_module._NUM_LANES
         memory_bytes = ShardConfig().constraint_memory_bytes
         # Each is seen before it is bounded, too.
         assert any(memory_bytes < bound <= own_bytes + memory_bytes for bound in limits)
@@ -269,44 +285,82 @@ async def test_one_that_gets_no_time_on_the_processor_is_not_judged(
     async with _checker(constraint_timeout_s=0.5) as checker:
         await checker.check(_regex("a"))
         [process] = _processes()
-        waiting = asyncio.create_task(checker.check(LARGE))
-        async with asyncio.timeout(30):
-            while not (forks := process.children()):
-                await asyncio.sleep(0)
-        forks[0].send_signal(signal.SIGSTOP)
+        lanes = _lanes(process)
+        waiting = asyncio.create_task(checker.check(_slow(0)))
+        fork = await _next_fork(lanes)
+        fork.suspend()
+        await asyncio.sleep(patience_s(0.5) + 0.1)
+        fork.resume()
         with pytest.raises(NotChecked, match="take too long to check just now"):
             await waiting
-        assert not is_alive(forks[0])
-        assert checker.known(LARGE) is None
+        assert not is_alive(fork)
+        assert checker.known(_slow(0)) is None
         assert await checker.check(_regex("b")) == ""
         assert _processes() == [process]
+
+
+async def _next_fork(lanes: list[psutil.Process]) -> psutil.Process:
+    """A fork that has set its limits."""
+    async with asyncio.timeout(30):
+        while True:
+            for fork in _forks(lanes):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if fork.rlimit(psutil.RLIMIT_AS)[0] != psutil.RLIM_INFINITY:
+                        return fork
+            await asyncio.sleep(0)
 
 
 async def test_a_process_that_is_killed_is_replaced_and_its_check_may_be_tried_again() -> None:
     async with _checker() as checker:
         await checker.check(_regex("a"))
         [process] = _processes()
-        process.send_signal(signal.SIGSTOP)
-        waiting = asyncio.create_task(checker.check(_regex("b")))
+        process.suspend()
+        waiting = [asyncio.create_task(checker.check(_regex(f"b{n}"))) for n in range(9)]
         await asyncio.sleep(0.05)
         process.kill()
-        with pytest.raises(NotChecked):
-            await waiting
-        assert checker.known(_regex("b")) is None
-        assert await checker.check(_regex("b")) == ""
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        lost = [n for n, result in enumerate(results) if isinstance(result, NotChecked)]
+        # What waited in the lane, and of the others at most what the other lane was at.
+        assert 1 <= len(lost) <= checker_module._NUM_LANES
+        assert checker.known(_regex(f"b{lost[0]}")) is None
+        assert await checker.check(_regex(f"b{lost[0]}")) == ""
         assert _processes() != [process]
 
 
-async def test_one_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checker_module, "_GRACE_S", 0.0)
-    async with _checker(constraint_timeout_s=0.2) as checker:
+@pytest.mark.parametrize("lane", range(checker_module._NUM_LANES))
+async def test_one_of_which_a_part_is_killed_while_idle_is_replaced_before_the_next_check(
+    lane: int,
+) -> None:
+    async with _checker() as checker:
         await checker.check(_regex("a"))
         [process] = _processes()
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(NotChecked):
-            await checker.check(_regex("b"))
+        _lanes(process)[lane].kill()
+        await asyncio.sleep(0.2)
+        for number in range(4):
+            assert await checker.check(_regex(f"b{number}")) == ""
+        assert _processes() != [process]
         assert not is_alive(process)
-        assert await checker.check(_regex("b")) == ""
+
+
+@pytest.mark.parametrize("which", ["the process", "a fork"])
+async def test_one_that_hangs_is_killed(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker_module, "_GRACE_S", 0.0)
+    monkeypatch.setattr(checker_module, "_FIRST_S", 0.5)
+    async with _checker(constraint_timeout_s=0.5) as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        lanes = _lanes(process)
+        if which == "the process":
+            process.suspend()
+            waiting = [asyncio.create_task(checker.check(_regex(f"b{n}"))) for n in range(2)]
+        else:
+            waiting = [asyncio.create_task(checker.check(_slow(0)))]
+            lanes.append(await _next_fork(lanes))
+            lanes[-1].suspend()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert any(isinstance(result, NotChecked) for result in results)
+        wait_until(lambda: not any(map(is_alive, lanes)), timeout_s=30, what="all have ended")
+        assert await checker.check(_regex("c")) == ""
 
 
 async def test_one_that_makes_no_sense_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,12 +368,27 @@ async def test_one_that_makes_no_sense_is_replaced(monkeypatch: pytest.MonkeyPat
         await checker.check(_regex("a"))
         [process] = _processes()
         with monkeypatch.context() as patched:
-            decoder = msgspec.msgpack.Decoder(int)
-            patched.setattr(checker_module, "_verdict_decoder", decoder)
-            with pytest.raises(NotChecked):
+            patched.setattr(checker_module, "Answer", int)
+            with pytest.raises(CheckFailed):
                 await asyncio.wait_for(checker.check(_regex("b")), 60)
         assert not is_alive(process)
         assert await checker.check(_regex("b")) == ""
+
+
+async def test_who_leaves_during_a_check_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker_module, "_FIRST_S", 1.0)
+    async with _checker() as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        lanes = _lanes(process)
+        waiting = asyncio.create_task(checker.check(_slow(0)))
+        await _next_fork(lanes)
+        waiting.cancel()
+        async with asyncio.timeout(30):
+            while checker.known(_slow(0)) is None:
+                await asyncio.sleep(0.01)
+        assert checker.known(_slow(0)) == ""
+        assert _processes() == [process]
 
 
 async def test_one_whose_check_fails_ends_at_once_and_others_are_checked(
@@ -328,16 +397,14 @@ async def test_one_whose_check_fails_ends_at_once_and_others_are_checked(
     async with _checker() as checker:
         await checker.check(_regex("a"))
         [process] = _processes()
-        verdict_on = _CheckProcess.verdict_on
+        answer_to = _CheckProcess.answer_to
 
-        async def fail_on_b(
-            one: _CheckProcess, constraint: Constraint, longest_s: float
-        ) -> Verdict:
-            if constraint == _regex("b"):
+        async def fail_on_b(one: _CheckProcess, check: Check, lane: int) -> Answer:
+            if check.constraint == _regex("b"):
                 raise ZeroDivisionError("as nobody foresaw")
-            return await verdict_on(one, constraint, longest_s)
+            return await answer_to(one, check, lane)
 
-        monkeypatch.setattr(_CheckProcess, "verdict_on", fail_on_b)
+        monkeypatch.setattr(_CheckProcess, "answer_to", fail_on_b)
         failed, checked = await asyncio.wait_for(
             asyncio.gather(
                 checker.check(_regex("b")), checker.check(_regex("c")), return_exceptions=True
@@ -380,15 +447,18 @@ async def test_another_tokenizer_makes_another_process_and_the_same_one_does_not
 async def test_a_verdict_for_the_tokenizer_before_is_not_kept() -> None:
     async with _checker() as checker:
         await checker.check(_regex("a"))
-        # Not so slow that it is put back, and then checked for the other tokenizer.
-        words = _regex("|".join(f"word{n}" for n in range(2000)))
+        [process] = _processes()
+        lanes = _lanes(process)
+        words = _slow(0)
         waiting = asyncio.create_task(checker.check(words))
-        # Until it is being checked.
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await _next_fork(lanes)
         checker.use(TOKENIZER.read_bytes(), VOCAB_SIZE, (1,))
-        assert await waiting == ""
+        # Who asked for the one before may have it or not.
+        with contextlib.suppress(NotChecked):
+            assert await waiting == ""
         assert checker.known(words) is None
+        assert await checker.check(words) == ""
+        assert checker.known(words) == ""
 
 
 async def test_a_tokenizer_that_cannot_be_read_refuses_without_a_verdict() -> None:
@@ -411,7 +481,7 @@ async def main():
     checker = ConstraintChecker(ConstraintLimits(timeout_s=600.0, memory_bytes=2**28))
     checker.use(Path({str(TOKENIZER)!r}).read_bytes(), {VOCAB_SIZE}, (0,))
     await checker.check(Constraint("regex", "a"))
-    print(checker._process._process.pid, flush=True)
+    print(checker._process.process.pid, flush=True)
     for number in range(10**6 if {busy} else 0):
         await checker.check(Constraint("regex", "|".join(f"{{n}}x{{number}}" for n in range(9999))))
     await asyncio.sleep(600)
@@ -422,10 +492,35 @@ asyncio.run(main())
         assert server.stdout is not None
         process = psutil.Process(int(server.stdout.readline()))
         if busy:
-            wait_until(lambda: bool(process.children()), timeout_s=30, what="a check")
-        everyone = [process, *process.children()]
+            wait_until(
+                lambda: len(process.children(recursive=True)) >= checker_module._NUM_LANES,
+                timeout_s=30,
+                what="a check",
+            )
+        everyone = [process, *process.children(recursive=True)]
         server.kill()
         wait_until(lambda: not any(map(is_alive, everyone)), timeout_s=30, what="all have ended")
+
+
+async def test_handing_over_a_large_tokenizer_does_not_hold_up_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest_s = 0.0
+    run = asyncio.events.Handle._run
+
+    def timed_run(handle: asyncio.Handle) -> None:
+        nonlocal longest_s
+        started_s = time.thread_time()
+        run(handle)
+        longest_s = max(longest_s, time.thread_time() - started_s)
+
+    monkeypatch.setattr(asyncio.events.Handle, "_run", timed_run)
+    async with _checker() as checker:
+        # Unusable, which is noticed when all of it is there. To copy it takes longer.
+        checker.use(bytes(32 << 20), VOCAB_SIZE, (0,))
+        with pytest.raises(NotChecked):
+            await checker.check(_regex("a"))
+    assert longest_s < 0.02
 
 
 async def test_a_terminals_signals_do_not_reach_the_process() -> None:

@@ -1,6 +1,7 @@
-"""Messages between the server and its check process.
+"""What the server and its check process say to each other: each message gets one answer.
 
-The server sends first; each check gets one verdict, in any order.
+The first message, on the first lane, is the `Start` with the tokenizer's JSON after it; all others
+are a `Check`.
 """
 
 from __future__ import annotations
@@ -12,39 +13,27 @@ from penstock_shard.ipc.request import Constraint
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True):
-    """The first message: the vocabulary that constraints are for, and the limits of one."""
+    """The vocabulary that constraints are for, and the limits of one."""
 
-    tokenizer_json: bytes
+    tokenizer_bytes: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     limits: ConstraintLimits
 
 
-class Started(msgspec.Struct, array_like=True, frozen=True):
-    """The process is ready for constraints, or `problem` says why not."""
-
-    problem: str
-
-
 class Check(msgspec.Struct, array_like=True, frozen=True):
-    """A constraint to be tried out, for so much processor time; the verdict has the same number."""
+    """A constraint to be tried out, for so much processor time."""
 
-    number: int
     constraint: Constraint
     timeout_s: float
 
 
-class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """Why a constraint is refused; "" if it is not."""
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """Why the constraint, or the tokenizer, is refused; "" if it is not."""
 
-    reason: str
-    number: int = 0
-    # Whether the same constraint would get the same verdict at any other time.
-    is_lasting: bool = True
-    # For the log: how the process that compiled it ended, if not as it should.
-    ending: str = ""
-    # Whether it took all of its time.
-    is_overdue: bool = False
+    reason: str = ""
+    # Exit code of the process that tried it out, if that died: negative for a signal.
+    exit_code: int = 0
 
 
 def patience_s(timeout_s: float) -> float:

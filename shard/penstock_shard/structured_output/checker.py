@@ -1,11 +1,10 @@
 """Checks in the server whether constraints can be honoured, by asking a process of its own.
 
-A few checks run at once; equal constraints share one, and verdicts are cached by content. Each
-constraint gets a short time first: those that need more are checked again where they hold up only
-each other. The process is started as soon as the tokenizer is known: reading a large one takes
-seconds, and neither the first constraint nor one continued from another shard should wait for that.
-A constraint that crashes costs a fork of that process only; if the process itself fails, the next
-check starts another.
+Two checks run at once, and callers take turns; equal constraints share a check, and verdicts are
+cached by content. Each constraint gets a short time first. Those that need more are checked again,
+one at a time: they hold up only each other. The process is started as soon as the tokenizer is
+known: reading a large one takes seconds, and neither the first constraint nor one continued from
+another shard should wait for that. If the process is lost, the next check starts another.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import logging
+import os
+import signal
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import Coroutine, Hashable
-from typing import TypeVar
+from collections.abc import Coroutine, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,31 +28,30 @@ from penstock_common.child_environment import child_environment
 from penstock_shard.config import ConstraintLimits
 from penstock_shard.ipc.framing import encode_frame, read_frame
 from penstock_shard.ipc.request import Constraint
-from penstock_shard.structured_output.check_messages import (
-    Check,
-    Start,
-    Started,
-    Verdict,
-    patience_s,
-)
-from penstock_shard.structured_output.check_queue import CheckQueue, Pending, QueueFull
+from penstock_shard.structured_output.check_messages import Answer, Check, Start, patience_s
+from penstock_shard.structured_output.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-# Checks at once, each in a fork of its own with its own bound on memory.
-_MAX_AT_ONCE = 2
+# Checks at once, each in a fork with its own bound on memory.
+_NUM_LANES = 2
 # Processor time that a constraint gets first; ordinary ones take a tenth of it.
 _FIRST_S = 0.1
+# Most different constraints that wait for their check or are checked. A caller may have as many of
+# these as are still free: half of them if it is alone.
+_MAX_PENDING = 512
 _MAX_VERDICTS = 8192
 # Enough to read the largest tokenizers on a busy machine.
 _START_S = 120.0
-# Added to the time after which the process itself gives up on a constraint.
+# Added to the time after which a fork ends itself.
 _GRACE_S = 5.0
 
-_started_decoder = msgspec.msgpack.Decoder(Started)
-_verdict_decoder = msgspec.msgpack.Decoder(Verdict)
+# What is copied into a socket's buffer at once.
+_PIECE_BYTES = 1 << 18
+# A fork that used up its time ends so: by the processor's, or by the clock's.
+_OVERDUE = (-signal.SIGPROF, -signal.SIGALRM)
 
-_Message = TypeVar("_Message")
+_Result = TypeVar("_Result")
 
 
 class NotChecked(Exception):
@@ -62,8 +62,17 @@ class CheckFailed(Exception):
     """The check failed unexpectedly: a defect, which the log describes."""
 
 
-class _ProcessLost(Exception):
-    """The check process failed; the text says how."""
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A constraint without a verdict, and how many requests wait for it."""
+
+    key: bytes
+    constraint: Constraint
+    # Who asked first: it is this caller's turn that the check takes.
+    caller: Hashable
+    task: asyncio.Task[str] = field(init=False)
+    num_waiting: int = 0
+    is_running: bool = False
 
 
 class ConstraintChecker:
@@ -71,26 +80,23 @@ class ConstraintChecker:
 
     def __init__(self, limits: ConstraintLimits) -> None:
         self._limits = limits
+        self._tokenizer_json = b""
         self._start: Start | None = None
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        self._queue = CheckQueue()
-        # A task for each check that runs, and one that starts a process ahead of the first.
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._num_running = self._num_slow = 0
-        self._is_closed = False
         self._process: _CheckProcess | None = None
         # Held while a process is started or ended.
         self._lock = asyncio.Lock()
+        self._lanes, self._slow = Turns(_NUM_LANES), Turns(1)
+        self._pending: dict[bytes, _Pending] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
 
     def use(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Check constraints for this tokenizer from now on, and start a process for it."""
-        start = Start(tokenizer_json, vocab_size, eos_token_ids, self._limits)
-        if start != self._start:
-            # A process for another tokenizer is replaced once the checks that run have ended.
-            self._start = start
-            self._verdicts.clear()
-            if not self._num_running:
-                self._spawn(self._prepare())
+        start = Start(len(tokenizer_json), vocab_size, eos_token_ids, self._limits)
+        if (start, tokenizer_json) != (self._start, self._tokenizer_json):
+            self._start, self._tokenizer_json = start, tokenizer_json
+            self._verdicts, self._pending = OrderedDict(), {}
+            self._spawn(self._prepare())
 
     def known(self, constraint: Constraint) -> str | None:
         """The cached verdict (see `check`); None if there is none."""
@@ -106,126 +112,129 @@ class ConstraintChecker:
             NotChecked: too many constraints wait, or the machine is too busy.
             CheckFailed: there will be no verdict.
         """
-        if self._is_closed:
-            raise NotChecked("the shard is shutting down")
-        try:
-            pending = self._queue.join(_key(constraint), constraint, caller)
-        except QueueFull as error:
-            raise NotChecked(str(error)) from None
-        self._go_to_work()
+        key = _key(constraint)
+        pending = self._pending.get(key) or self._join(key, constraint, caller)
         pending.num_waiting += 1
         try:
-            verdict = await asyncio.shield(pending.verdict)
+            return await asyncio.shield(pending.task)
         finally:
             pending.num_waiting -= 1
             if not pending.num_waiting and not pending.is_running:
-                self._queue.remove(pending)
-        if verdict is None:
-            raise CheckFailed("the shard failed to check a constraint")
-        if not verdict.is_lasting:
-            raise NotChecked(verdict.reason)
-        return verdict.reason
+                self._forget(pending)
+                pending.task.cancel()
 
     async def close(self) -> None:
         """End the process. Pending checks are cancelled."""
-        self._is_closed = True
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        for pending in list(self._queue):
-            pending.verdict.cancel()
-            self._queue.remove(pending)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._end_process()
 
     # ---- checks ----
 
-    def _go_to_work(self) -> None:
-        """Begin as many checks as may run. One is always left to those that do not take long."""
-        is_old = self._process is not None and self._process.start is not self._start
-        while self._num_running < _MAX_AT_ONCE and not (is_old and self._num_running):
-            pending = self._queue.take(slow=self._num_slow < _MAX_AT_ONCE - 1)
-            if pending is None:
-                return
-            self._num_running += 1
-            self._num_slow += pending.is_slow
-            self._spawn(self._run(pending, is_slow=pending.is_slow))
+    def _join(self, key: bytes, constraint: Constraint, caller: Hashable) -> _Pending:
+        total = len(self._pending)
+        own = sum(pending.caller == caller for pending in self._pending.values())
+        if own >= _MAX_PENDING - total:
+            raise NotChecked(
+                f"{total} constraints wait to be checked, {own} of them of this caller; "
+                f"at most {_MAX_PENDING}, and of one caller as many as are free; try again shortly"
+            )
+        pending = self._pending[key] = _Pending(key, constraint, caller)
+        pending.task = self._spawn(self._run(pending))
+        pending.task.add_done_callback(lambda _: self._forget(pending))
+        return pending
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _forget(self, pending: _Pending) -> None:
+        # An equal one may have come since.
+        if self._pending.get(pending.key) is pending:
+            del self._pending[pending.key]
+        if pending.task.done() and not pending.task.cancelled():
+            # Those who waited may be gone, and then nobody else asks for its exception.
+            pending.task.exception()
+
+    async def _run(self, pending: _Pending) -> str:
+        """The verdict, which is kept."""
+        # Those for this tokenizer: there may be another when the check is over.
+        verdicts = self._verdicts
+        try:
+            verdict = await self._verdict_on(pending)
+        except NotChecked:
+            raise
+        except Exception as error:
+            logger.error("a check failed: %s", error, exc_info=error)
+            raise CheckFailed("the shard failed to check a constraint") from None
+        verdicts[pending.key] = verdict
+        if len(verdicts) > _MAX_VERDICTS:
+            verdicts.popitem(last=False)
+        return verdict
+
+    async def _verdict_on(self, pending: _Pending) -> str:
+        """Raises `NotChecked`."""
+        longest_s = self._limits.timeout_s
+        first_s = min(_FIRST_S, longest_s)
+        answer = await self._ask(pending, pending.caller, first_s)
+        if answer.exit_code in _OVERDUE and first_s < longest_s:
+            async with self._slow.place(pending.caller):
+                # Among those that wait for a lane, the slow ones are one caller.
+                answer = await self._ask(pending, self._slow, longest_s)
+        return self._judge(pending.constraint.kind, answer)
+
+    async def _ask(self, pending: _Pending, caller: Hashable, timeout_s: float) -> Answer:
+        """Raises `NotChecked`."""
+        async with self._lanes.place(caller) as lane:
+            pending.is_running = True
+            try:
+                process = await self._running_process()
+                return await process.answer_to(Check(pending.constraint, timeout_s), lane)
+            except OSError as error:
+                _log_loss(error)
+                raise NotChecked("constraints cannot be checked just now") from None
+            finally:
+                pending.is_running = False
+
+    def _judge(self, kind: str, answer: Answer) -> str:
+        """The verdict that an answer means. Raises `NotChecked`."""
+        match -answer.exit_code:
+            case 0:
+                return answer.reason
+            case signal.SIGALRM:
+                raise NotChecked("constraints take too long to check just now")
+            case signal.SIGPROF:
+                bound = f"{self._limits.timeout_s:g} s to compile (--constraint-timeout-s)"
+            case signal.SIGABRT | signal.SIGKILL:
+                # Without memory the library aborts, and the kernel kills.
+                bound = f"{self._limits.memory_bytes} bytes (--constraint-memory-bytes)"
+            case other:
+                ending = signal.strsignal(other) if other > 0 else None
+                logger.warning(
+                    "a constraint (%s) ended its check: %s", kind, ending or f"exit status {-other}"
+                )
+                return f"{kind}: cannot be compiled"
+        return f"{kind}: needs more than {bound}"
+
+    # ---- the process ----
+
+    def _spawn(self, work: Coroutine[None, None, _Result]) -> asyncio.Task[_Result]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, pending: Pending, *, is_slow: bool) -> None:
-        """Make one check, then let the next begin."""
-        start = self._start
-        try:
-            verdict = await self._verdict_on(pending, is_slow=is_slow)
-        finally:
-            self._num_running -= 1
-            self._num_slow -= is_slow
-        if verdict is not None and verdict.is_overdue and self._may_take_longer(is_slow=is_slow):
-            self._queue.put_back(pending)
-            if not pending.num_waiting:
-                self._queue.remove(pending)
-        else:
-            if verdict is not None and verdict.is_lasting and start is self._start:
-                self._keep(pending.key, verdict.reason)
-            self._queue.remove(pending)
-            pending.verdict.set_result(verdict)
-        self._go_to_work()
-
-    def _may_take_longer(self, *, is_slow: bool) -> bool:
-        return not is_slow and self._limits.timeout_s > _FIRST_S
-
-    async def _verdict_on(self, pending: Pending, *, is_slow: bool) -> Verdict | None:
-        """The verdict; None if the check failed."""
-        kind, timeout_s = pending.constraint.kind, self._limits.timeout_s
-        process = None
-        try:
-            process = await self._running_process()
-            verdict = await process.verdict_on(
-                pending.constraint, timeout_s if is_slow else min(_FIRST_S, timeout_s)
-            )
-        except (_ProcessLost, OSError) as error:
-            self._log(error)
-            # Another check may have ended it already, and started the next.
-            if process is not None and process is self._process:
-                await self._end_process()
-            return Verdict("constraints cannot be checked just now", is_lasting=False)
-        except Exception as error:  # noqa: BLE001 - a defect costs the constraint it shows on
-            self._log(error)
-            return None
-        if verdict.ending:
-            logger.warning("a constraint (%s) ended its check: %s", kind, verdict.ending)
-        return verdict
-
-    # ---- the process ----
+        return task
 
     async def _prepare(self) -> None:
         try:
             await self._running_process()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next check tries again
-            self._log(error)
+        except OSError as error:
+            _log_loss(error)
 
     async def _running_process(self) -> _CheckProcess:
+        """Raises `OSError`."""
         assert self._start is not None  # no engine, no request
         async with self._lock:
-            if self._process is not None and not self._process.serves(self._start):
+            if self._process is None or not self._process.serves(self._start):
                 await self._end_process()
-            if self._process is None:
-                self._process = await _CheckProcess.started(self._start)
+                self._process = await _CheckProcess.started(self._start, self._tokenizer_json)
             return self._process
-
-    def _keep(self, key: bytes, reason: str) -> None:
-        self._verdicts[key] = reason
-        if len(self._verdicts) > _MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
-
-    def _log(self, error: Exception) -> None:
-        foreseen = isinstance(error, _ProcessLost | OSError)
-        what = "the process that checks constraints is lost" if foreseen else "a check failed"
-        logger.error("%s: %s", what, error, exc_info=None if foreseen else error)
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None
@@ -233,118 +242,80 @@ class ConstraintChecker:
             await process.end()
 
 
+@dataclass(eq=False, slots=True)
 class _CheckProcess:
-    """The process, and our end of the socket."""
+    """The process, what it was started for, and our ends of its lanes."""
 
-    def __init__(
-        self,
-        start: Start,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self.start = start
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._numbers = itertools.count()
-        # Checks without a verdict, by number; and the task that reads verdicts.
-        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
-        self._reading: asyncio.Task[None] | None = None
+    start: Start
+    process: asyncio.subprocess.Process
+    lanes: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 
     @classmethod
-    async def started(cls, start: Start) -> _CheckProcess:
-        """A process that is ready for constraints. Raises `_ProcessLost`."""
-        ours, theirs = socket.socketpair()
+    async def started(cls, start: Start, tokenizer_json: bytes) -> _CheckProcess:
+        """A process that is ready for constraints. Raises `OSError`."""
+        ours, theirs = zip(*(socket.socketpair() for _ in range(_NUM_LANES)), strict=True)
         try:
-            with theirs:
-                process = await _new_process(theirs)
+            process = await _new_process(theirs)
         except BaseException:
-            ours.close()
+            _close(ours)
             raise
-        one = cls(start, process, *await asyncio.open_connection(sock=ours))
-        try:
-            await one._become_ready()
-        except BaseException:
+        finally:
+            _close(theirs)
+        one = cls(start, process, [await asyncio.open_connection(sock=each) for each in ours])
+        answer = await one._answer(0, _START_S, encode_frame(start), tokenizer_json)
+        if answer.reason:
             await one.end()
-            raise
+            raise ConnectionError(answer.reason)
         return one
-
-    async def _become_ready(self) -> None:
-        self._writer.write(encode_frame(self.start))
-        try:
-            async with asyncio.timeout(_START_S):
-                problem = _decoded(_started_decoder, await self._receive()).problem
-        except TimeoutError:
-            raise _ProcessLost(f"no answer in {_START_S:g} s") from None
-        if problem:
-            raise _ProcessLost(problem)
-        self._reading = asyncio.create_task(self._read())
 
     def serves(self, start: Start) -> bool:
         """Whether it lives, and checks constraints for this vocabulary."""
-        return start is self.start and self._reading is not None and not self._reading.done()
+        is_lost = any(reader.at_eof() or writer.is_closing() for reader, writer in self.lanes)
+        return start is self.start and not is_lost
 
-    async def verdict_on(self, constraint: Constraint, timeout_s: float) -> Verdict:
-        """The verdict after at most so much processor time. Raises `_ProcessLost`, also where none
-        comes.
-        """
-        if not self.serves(self.start):
-            raise _ProcessLost("it has ended")
-        number, verdict = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._waiting[number] = verdict
-        self._writer.write(encode_frame(Check(number, constraint, timeout_s)))
-        longest_s = patience_s(timeout_s) + _GRACE_S
+    async def answer_to(self, check: Check, lane: int) -> Answer:
+        """Raises `OSError` if there is none; the process has been ended then."""
+        return await self._answer(lane, patience_s(check.timeout_s) + _GRACE_S, encode_frame(check))
+
+    async def _answer(self, lane: int, longest_s: float, *message: bytes) -> Answer:
+        reader, writer = self.lanes[lane]
+        answer: Answer | None = None
         try:
             async with asyncio.timeout(longest_s):
-                answer: Verdict = await verdict
-                return answer
+                await _send(writer, *message)
+                body = await read_frame(reader)
+            if body is None:
+                raise ConnectionError("it ended without a word")
+            answer = msgspec.msgpack.decode(body, type=Answer)
+            return answer
         except TimeoutError:
-            raise _ProcessLost(f"no answer in {longest_s:g} s") from None
+            raise ConnectionError(f"no answer in {longest_s:g} s") from None
         finally:
-            del self._waiting[number]
+            if answer is None:
+                # Also when cancelled: the next check on this lane must not get this one's answer.
+                await self.end()
 
     async def end(self) -> None:
-        """Kill the process, whatever it is doing. Checks without a verdict have lost it."""
-        if self._reading is not None:
-            self._reading.cancel()
-        self._fail(_ProcessLost("it was ended"))
-        self._writer.close()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-
-    async def _read(self) -> None:
-        """Hand each verdict to the check that waits for it, until the process ends."""
-        try:
-            while True:
-                body = await self._receive()
-                verdict = _decoded(_verdict_decoder, body)
-                waiting = self._waiting.get(verdict.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(verdict)
-        except _ProcessLost as error:
-            self._fail(error)
-
-    def _fail(self, error: _ProcessLost) -> None:
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(error)
-
-    async def _receive(self) -> bytes:
-        body = await read_frame(self._reader)
-        if body is None:
-            raise _ProcessLost("it ended without a word")
-        return body
+        """Kill the process with its lanes and forks, whatever they are doing."""
+        for _, writer in self.lanes:
+            writer.transport.abort()
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+        for _, writer in self.lanes:
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
-async def _new_process(its_end: socket.socket) -> asyncio.subprocess.Process:
+async def _new_process(lanes: Sequence[socket.socket]) -> asyncio.subprocess.Process:
+    descriptors = [lane.fileno() for lane in lanes]
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "penstock_shard.structured_output.check_process",
-        str(its_end.fileno()),
-        pass_fds=[its_end.fileno()],
+        *map(str, descriptors),
+        pass_fds=descriptors,
         stdin=asyncio.subprocess.DEVNULL,
         # The library's crash messages may quote callers' constraints.
         stdout=asyncio.subprocess.DEVNULL,
@@ -355,12 +326,21 @@ async def _new_process(its_end: socket.socket) -> asyncio.subprocess.Process:
     )
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message:
-    try:
-        return decoder.decode(body)
-    except ValueError as error:
-        # From msgspec, or from text that is not UTF-8.
-        raise _ProcessLost(f"what it says makes no sense: {error}") from None
+async def _send(writer: asyncio.StreamWriter, *message: bytes) -> None:
+    """In pieces: to copy a large tokenizer at once would hold up the event loop."""
+    for part in message:
+        for start in range(0, len(part), _PIECE_BYTES):
+            writer.write(part[start : start + _PIECE_BYTES])
+            await writer.drain()
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+def _log_loss(error: OSError) -> None:
+    logger.error("the process that checks constraints is lost: %s", error)
 
 
 def _key(constraint: Constraint) -> bytes:
