@@ -25,7 +25,7 @@ from penstock_proto.transport import server_credentials, server_options
 from penstock_shard.config import ShardConfig
 from penstock_shard.server import proto_codec
 from penstock_shard.server.auth import KeyCheck
-from penstock_shard.server.metrics import serve_metrics
+from penstock_shard.server.metrics_collector import serve_metrics
 from penstock_shard.server.request_log_line import log_request
 from penstock_shard.server.request_record import Follower
 from penstock_shard.server.servicer import ShardServicer
@@ -47,7 +47,7 @@ async def serve(config: ShardConfig) -> int:
     engine = EngineSupervisor(config)
     if config.metrics_port is not None:
         try:
-            serve_metrics(engine.metrics, engine, config)
+            serve_metrics(engine, config)
         except OSError as error:
             where, reason = (
                 f"{config.host}:{config.metrics_port}",
