@@ -272,7 +272,7 @@ class ShardServicer(proto_codec.Servicer):
         try:
             while True:
                 changed.clear()
-                yield self._load_report()
+                yield proto_codec.load_report(self._engine)
                 await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
                 try:
                     async with asyncio.timeout(_MAX_REPORT_INTERVAL_S - _MIN_REPORT_INTERVAL_S):
@@ -281,22 +281,6 @@ class ShardServicer(proto_codec.Servicer):
                     continue
         finally:
             self._engine.unlisten(changed)
-
-    def _load_report(self) -> Any:
-        engine = self._engine
-        return proto_codec.load_report(
-            engine.load,
-            waiting=engine.num_waiting,
-            queued_tokens=engine.queued_tokens + engine.load.prefill_tokens_left,
-            instance_id=engine.instance_id,
-            num_blocks=0 if engine.ready is None else engine.ready.info.num_blocks,
-            step_running_s=engine.step_running_s,
-            engine_beat_age_s=engine.beat_age_s,
-            serving=engine.serving,
-            draining=engine.draining,
-            handing_over=engine.handing_over,
-            adapters_revision=engine.adapters.revision,
-        )
 
     async def Drain(self, request: Any, context: Context) -> AsyncIterator[Any]:
         self._engine.drain(hand_over=request.hand_over)
