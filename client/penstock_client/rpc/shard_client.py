@@ -15,7 +15,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -120,12 +119,7 @@ class ShardClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -6,7 +6,6 @@ Each generation is a call of its own: one request, half-closed, read to the end.
 from __future__ import annotations
 
 from collections.abc import Generator
-from types import TracebackType
 from typing import Any, Self
 
 from penstock_client.errors import PenstockError, ShardUnavailable
@@ -35,12 +34,7 @@ class SyncShardClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
