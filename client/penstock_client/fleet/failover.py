@@ -462,7 +462,7 @@ class Continuations:
                     self._move(stream, stream.shard)
             except PenstockError as error:
                 self._end(stream, error)
-            except Exception as error:
+            except Exception as error:  # a defect ends the request that it shows on
                 self._end(stream, ShardFailed(f"it cannot be sent on: {type(error).__name__}"))
                 raise
             if self._clock() >= turn_ends_s:

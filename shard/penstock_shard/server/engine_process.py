@@ -60,8 +60,7 @@ async def start_engine_process() -> EngineProcess:
         with theirs:
             process = await _engine_main(theirs)
         return _ChildProcess(process, *await asyncio.open_connection(sock=ours))
-    except BaseException:
-        # Upon which a process that was started ends itself.
+    except BaseException:  # whatever it was, a process that was started ends itself upon this
         ours.close()
         raise
 

@@ -259,13 +259,13 @@ class _CheckProcess:
         try:
             with theirs:
                 process = await _new_process(theirs)
-        except BaseException:
+        except BaseException:  # whatever it was, the socket does not stay open
             ours.close()
             raise
         one = cls(start, process, *await asyncio.open_connection(sock=ours))
         try:
             await one._become_ready()
-        except BaseException:
+        except BaseException:  # whatever it was, the process does not stay
             await one.end()
             raise
         return one
