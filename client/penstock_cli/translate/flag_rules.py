@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from fnmatch import fnmatchcase
 
 
 class Takes(Enum):
@@ -71,7 +72,14 @@ class Rule:
     separator: str = ""
 
 
+# By name; in an environment also by family, a name with a * for any letters.
 Table = dict[str, Rule]
+
+
+def rule_of(variable: str, table: Table) -> Rule | None:
+    """The variable's own rule, or that of the first family which it is of."""
+    families = (name for name in table if "*" in name and fnmatchcase(variable, name))
+    return table.get(variable) or table.get(next(families, ""))
 
 
 def named(text: str, rule: Rule) -> Table:
