@@ -158,6 +158,26 @@ def one_of(values: dict[str, str | None], otherwise: str, loss: Loss = Loss.LOST
     return convert
 
 
+log_level = one_of(
+    {
+        **{level: level for level in ("debug", "info", "warning", "error")},
+        **{"trace": "debug", "warn": "warning", "critical": "error"},
+    },
+    "levels are debug, info, warning and error, for the whole router",
+)
+# What a checkpoint has is seen from its files.
+quantization = one_of(
+    {
+        "fp8": "fp8",
+        **dict.fromkeys(("none", "compressed-tensors", "awq", "awq_marlin")),
+        **dict.fromkeys(("gptq", "gptq_marlin", "marlin")),
+    },
+    "not served; give --quantization fp8, or a checkpoint of AWQ, GPTQ or compressed-tensors; on "
+    "a CPU --quantization int8",
+    Loss.REFUSED,
+)
+
+
 def otlp_over_http(text: str) -> str:
     """The endpoint of a collector; theirs is for OTLP over gRPC, which has a port of its own."""
     if text.rstrip("/").endswith(":4317"):

@@ -11,19 +11,12 @@ from penstock_cli.translate.flag_rules import (
     Part,
     Table,
     becomes,
+    log_level,
     lost,
     needless,
     one_of,
     refused,
 )
-
-_LEVELS: dict[str, str | None] = {
-    "debug": "debug",
-    "info": "info",
-    "warning": "warning",
-    "error": "error",
-    "critical": "error",
-}
 
 
 def _gibibytes(text: str) -> str | None:
@@ -56,12 +49,7 @@ _NOBODY = "nothing is reported to anybody"
 ENVIRONMENT: Table = {
     **HUB,
     **becomes("VLLM_API_KEY", "PENSTOCK_API_KEY", Part.ENVIRONMENT),
-    **becomes(
-        "VLLM_LOGGING_LEVEL",
-        "--log-level",
-        Part.ROUTER,
-        one_of(_LEVELS, "levels are debug, info, warning and error"),
-    ),
+    **becomes("VLLM_LOGGING_LEVEL", "--log-level", Part.ROUTER, log_level),
     **becomes("VLLM_CPU_KVCACHE_SPACE", "--kv-memory", convert=_gibibytes),
     **becomes("VLLM_CPU_OMP_THREADS_BIND", "--threads", convert=_threads),
     **lost("VLLM_CPU_NUM_OF_RESERVED_CPU", "--threads says how many are used"),
