@@ -12,21 +12,22 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 
 import msgspec
 
+from penstock_common.child_environment import HUB
 from penstock_common.clock import Clock
 from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
+from penstock_shard.ipc.child_process import ChildProcess, start_child
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.early_aborts import EarlyAborts
-from penstock_shard.server.engine_process import EngineProcess, StartProcess, start_engine_process
 from penstock_shard.server.metrics import ShardMetrics
 from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
 from penstock_shard.structured_output.checker import CheckFailed, ConstraintChecker, NotChecked
@@ -43,6 +44,15 @@ _STOPPED_S = 0.5
 _HUNG_STEPS = 10
 
 Deliver = Callable[[messages.Output], None]
+
+
+async def start_engine() -> ChildProcess:
+    """A process that reads and writes the messages of `ipc/messages.py`. Raises `OSError` where the
+    system refuses, for lack of memory or descriptors say.
+    """
+    # OpenMP threads that spin while they wait would take the processor from other threads.
+    added = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return await start_child("penstock_shard.engine.main", *HUB, added=added)
 
 
 class EngineFailed(Exception):
@@ -80,7 +90,7 @@ class EngineSupervisor:
     def __init__(
         self,
         config: ShardConfig,
-        start_process: StartProcess = start_engine_process,
+        start_process: Callable[[], Awaitable[ChildProcess]] = start_engine,
         clock: Clock = time.monotonic,
         checker: ConstraintChecker | None = None,
     ) -> None:
@@ -90,7 +100,7 @@ class EngineSupervisor:
         self.metrics = ShardMetrics()
         self._checker = checker or ConstraintChecker(config.constraint_limits)
         self._ready: messages.Ready | None = None
-        self._process: EngineProcess | None = None
+        self._process: ChildProcess | None = None
         self._routes: dict[str, _Route] = {}
         self._live_tokens = 0
         self._early_aborts = EarlyAborts(clock)
@@ -468,7 +478,7 @@ class EngineSupervisor:
                 case messages.LoadFailed():
                     self._refusal = message.message
 
-    async def _start(self) -> EngineProcess:
+    async def _start(self) -> ChildProcess:
         """Start a process. Raises OSError if the system refuses."""
         self._process = process = await self._start_process()
         config = dataclasses.replace(self._config, api_key=None)

@@ -15,16 +15,14 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import socket
-import sys
 from collections import OrderedDict
 from collections.abc import Coroutine, Hashable
 from typing import TypeVar
 
 import msgspec
 
-from penstock_common.child_environment import child_environment
 from penstock_shard.config import ConstraintLimits
+from penstock_shard.ipc.child_process import ChildProcess, start_child
 from penstock_shard.ipc.framing import encode_frame, read_frame
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.check_messages import (
@@ -38,6 +36,7 @@ from penstock_shard.structured_output.check_queue import CheckQueue, Pending, Qu
 
 logger = logging.getLogger(__name__)
 
+_MODULE = "penstock_shard.structured_output.check_process"
 # Checks at once, each in a fork of its own with its own bound on memory.
 _MAX_AT_ONCE = 2
 # Processor time that a constraint gets first; ordinary ones take a tenth of it.
@@ -236,17 +235,9 @@ class ConstraintChecker:
 class _CheckProcess:
     """The process, and our end of the socket."""
 
-    def __init__(
-        self,
-        start: Start,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, start: Start, process: ChildProcess) -> None:
         self.start = start
         self._process = process
-        self._reader = reader
-        self._writer = writer
         self._numbers = itertools.count()
         # Checks without a verdict, by number; and the task that reads verdicts.
         self._waiting: dict[int, asyncio.Future[Verdict]] = {}
@@ -255,14 +246,9 @@ class _CheckProcess:
     @classmethod
     async def started(cls, start: Start) -> _CheckProcess:
         """A process that is ready for constraints. Raises `_ProcessLost`."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                process = await _new_process(theirs)
-        except BaseException:  # whatever it was, the socket does not stay open
-            ours.close()
-            raise
-        one = cls(start, process, *await asyncio.open_connection(sock=ours))
+        # The library's crash messages may quote callers' constraints.
+        process = await start_child(_MODULE, output=asyncio.subprocess.DEVNULL)
+        one = cls(start, process)
         try:
             await one._become_ready()
         except BaseException:  # whatever it was, the process does not stay
@@ -271,7 +257,7 @@ class _CheckProcess:
         return one
 
     async def _become_ready(self) -> None:
-        self._writer.write(encode_frame(self.start))
+        self._process.writer.write(encode_frame(self.start))
         try:
             async with asyncio.timeout(_START_S):
                 problem = _decoded(_started_decoder, await self._receive()).problem
@@ -293,7 +279,7 @@ class _CheckProcess:
             raise _ProcessLost("it has ended")
         number, verdict = next(self._numbers), asyncio.get_running_loop().create_future()
         self._waiting[number] = verdict
-        self._writer.write(encode_frame(Check(number, constraint, timeout_s)))
+        self._process.writer.write(encode_frame(Check(number, constraint, timeout_s)))
         longest_s = patience_s(timeout_s) + _GRACE_S
         try:
             async with asyncio.timeout(longest_s):
@@ -309,7 +295,7 @@ class _CheckProcess:
         if self._reading is not None:
             self._reading.cancel()
         self._fail(_ProcessLost("it was ended"))
-        self._writer.close()
+        self._process.writer.close()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -332,27 +318,10 @@ class _CheckProcess:
                 waiting.set_exception(error)
 
     async def _receive(self) -> bytes:
-        body = await read_frame(self._reader)
+        body = await read_frame(self._process.reader)
         if body is None:
             raise _ProcessLost("it ended without a word")
         return body
-
-
-async def _new_process(its_end: socket.socket) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "penstock_shard.structured_output.check_process",
-        str(its_end.fileno()),
-        pass_fds=[its_end.fileno()],
-        stdin=asyncio.subprocess.DEVNULL,
-        # The library's crash messages may quote callers' constraints.
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-        # As with the engine, a terminal's signals must reach the server only.
-        start_new_session=True,
-        env=child_environment(),
-    )
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message:
