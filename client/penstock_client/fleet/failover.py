@@ -131,7 +131,7 @@ class Continuations:
         if request.sampling.seed is None:
             sampling = dataclasses.replace(request.sampling, seed=random_seed())
             request = dataclasses.replace(request, sampling=sampling)
-        stream = FleetStream(request, self, self._clock())
+        stream = FleetStream.of(request, self, self._clock())
         if not self._send(stream):
             self._check_known(request)
             self._wait(stream)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock_client.errors import PenstockError
@@ -36,70 +37,54 @@ class StreamOwner(Protocol):
         """Its reader left."""
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class FleetStream(GenerationStream):
     """The stream of a request that may change shards. Iterate it like any `GenerationStream`."""
 
-    __slots__ = (
-        "_kind",
-        "_owner",
-        "attempts_in_vain",
-        "avoided",
-        "back_off_s",
-        "begun_by",
-        "deadline_s",
-        "engine_deaths",
-        "final_error",
-        "finish_reason",
-        "info",
-        "last_error",
-        "made_by",
-        "request",
-        "shard",
-        "taken_up_at",
-        "timer",
-        "token_ids",
-        "waited_s",
-        "waiting_since_s",
-        "was_dropped",
-    )
+    request: GenerationRequest
+    _owner: StreamOwner
+    # By the clock that all its times are of; None: no limit.
+    deadline_s: float | None
+    _kind: bytes = b""
+    # The output so far, from all shards.
+    token_ids: list[int] = field(default_factory=list)
+    # The shard where it runs, and the info of that shard's engine; None while it waits.
+    shard: ShardState | None = None
+    info: ShardInfo | None = None
+    # The engine that made its latest tokens, or log-probabilities of its prompt; and the one that
+    # made its first, whose defaults hold for all.
+    made_by: ShardInfo | None = None
+    begun_by: ShardInfo | None = None
+    # How it ended; both None if its reader left.
+    finish_reason: FinishReason | None = None
+    final_error: PenstockError | None = None
+    # `len(token_ids)` when the current attempt began.
+    taken_up_at: int = 0
+    # How many engines died while it ran in them, since it last got past such a point.
+    engine_deaths: int = 0
+    # A shard that had taken it became unavailable.
+    was_dropped: bool = False
+    attempts_in_vain: int = 0
+    # Instance ids of engines that failed it lately.
+    avoided: set[str] = field(default_factory=set)
+    back_off_s: float = FIRST_BACK_OFF_S
+    last_error: PenstockError | None = None
+    timer: asyncio.TimerHandle | None = None
+    # How long it waited since its last token, for a shard or in the queue of a full one; and when
+    # it began to wait for a shard, or in its queue.
+    waited_s: float = 0.0
+    waiting_since_s: float = 0.0
 
-    def __init__(self, request: GenerationRequest, owner: StreamOwner, now_s: float) -> None:
-        """`now_s` is of the clock that all its times are of."""
-        given = len(request.output_token_ids)
-        super().__init__(new_request_id(), -1, given, owner.on_cancel)
-        self._owner = owner
-        self._kind = b""
-        self.request = request
-        # The output so far, from all shards.
-        self.token_ids: list[int] = []
-        # The shard where it runs, and the info of that shard's engine; None while it waits.
-        self.shard: ShardState | None = None
-        self.info: ShardInfo | None = None
-        # The engine that made its latest tokens, or log-probabilities of its prompt; and the one
-        # that made its first, whose defaults hold for all.
-        self.made_by: ShardInfo | None = None
-        self.begun_by: ShardInfo | None = None
-        # How it ended; both None if its reader left.
-        self.finish_reason: FinishReason | None = None
-        self.final_error: PenstockError | None = None
-        # `len(token_ids)` when the current attempt began.
-        self.taken_up_at = 0
-        # How many engines died while it ran in them, since it last got past such a point.
-        self.engine_deaths = 0
-        # A shard that had taken it became unavailable.
-        self.was_dropped = False
-        self.attempts_in_vain = 0
-        # Instance ids of engines that failed it lately.
-        self.avoided: set[str] = set()
-        self.back_off_s = FIRST_BACK_OFF_S
-        self.last_error: PenstockError | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        # How long it waited since its last token, for a shard or in the queue of a full one; and
-        # when it began to wait for a shard, or in its queue.
-        self.waited_s = 0.0
-        self.waiting_since_s = 0.0
+    @classmethod
+    def of(cls, request: GenerationRequest, owner: StreamOwner, now_s: float) -> FleetStream:
+        """One that has not been sent yet."""
         limit_s = request.objective.deadline_s
-        self.deadline_s = None if limit_s is None else now_s + limit_s
+        return cls(
+            *(new_request_id(), -1, len(request.output_token_ids), owner.on_cancel),
+            request=request,
+            _owner=owner,
+            deadline_s=None if limit_s is None else now_s + limit_s,
+        )
 
     @property
     def is_suspect(self) -> bool:
@@ -141,4 +126,4 @@ class FleetStream(GenerationStream):
     def end(self, error: PenstockError) -> None:
         """End with an error; try no other shard."""
         self.final_error = error
-        super().fail(error)
+        GenerationStream.fail(self, error)
