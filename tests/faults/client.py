@@ -21,9 +21,15 @@ FAULTS = [
     ),
     Fault(
         "A field is lost between the client and the wire",
-        "_set_sampling",
-        becomes("_SAMPLING_SCALARS", "[name for name in _SAMPLING_SCALARS if name != 'min_p']"),
+        "_set_same",
+        becomes("hasattr(source, name)", "hasattr(source, name) and name != 'min_p'"),
         caught_by="test_every_field_of_a_request_is_set_on_the_wire",
+    ),
+    Fault(
+        "A field of a load report is lost between the shard and the wire",
+        "message_from",
+        becomes("name not in given", "name not in (*given, 'running_tokens')"),
+        caught_by="test_every_field_of_a_load_report_reaches_the_client",
     ),
     Fault(
         "Another attempt goes without the output so far",

@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "Deltas are sent on while the one before is waited for",
-        "_Pump._on_news",
+        "_DeltaPump._on_output",
         never("self._wait is not None"),
         caught_by="test_deltas_gather_while_the_use_of_one_is_waited_for",
     ),
@@ -61,7 +61,7 @@ FAULTS = [
     ),
     Fault(
         "Text that the client has is shown again",
-        "_Known.cut",
+        "_DeliveredPrefix.cut",
         left_out("delta.text = delta.text[self._skip(delta.text):]"),
         caught_by="test_from_every_event_on_the_rest_is_the_rest",
     ),
