@@ -142,7 +142,6 @@ class _Shard:
             queued_prompt_tokens=queued,
             sent_requests=self.sent_requests,
             sent_prompt_tokens=self.sent_prompt_tokens,
-            weights_hash="simulated",
             block_size=self.block_size,
         )
 

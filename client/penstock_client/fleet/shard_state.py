@@ -108,7 +108,6 @@ class ShardState:
             queued_prompt_tokens=self.load.queued_prompt_tokens,
             sent_requests=self.sent_requests,
             sent_prompt_tokens=self.sent_prompt_tokens,
-            weights_hash=info.weights_hash,
             block_size=info.block_size,
         )
 

@@ -30,7 +30,6 @@ class Candidate:
     # Sent since the report. Without these, requests of one moment would all pick one shard.
     sent_requests: int
     sent_prompt_tokens: int
-    weights_hash: str
     block_size: int
 
     @property

@@ -33,7 +33,6 @@ def candidate(
         queued_prompt_tokens=queued_prompt_tokens,
         sent_requests=sent_requests,
         sent_prompt_tokens=sent_prompt_tokens,
-        weights_hash="weights",
         block_size=16,
     )
 

@@ -21,7 +21,7 @@ from penstock_client.types import GenerationRequest
 def _candidate(
     address: str, *, start: int = 1, running: int = 0, block_size: int = 16
 ) -> Candidate:
-    return Candidate(address, f"{address}-{start}", running, 0, 0, 0, 0, "weights", block_size)
+    return Candidate(address, f"{address}-{start}", running, 0, 0, 0, 0, block_size)
 
 
 _A, _B, _C = _candidate("a"), _candidate("b"), _candidate("c")

@@ -186,8 +186,8 @@ class Supervisor(EngineSupervisor):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        self.aborted += [request_id for request_id, _ in self._aborts]
-        self._requests, self._aborts = [], []
+        self.aborted += [request_id for request_id, _ in self._inbox.aborts]
+        self._inbox = messages.Inbox([], [])
 
     def says(self, request_id: str, **fields: object) -> None:
         output = messages.Output(request_id, 0, 0, [], **fields)  # type: ignore[arg-type]
