@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -387,6 +388,23 @@ def _embedding(message: pb.EmbeddingDefaults) -> EmbeddingDefaults:
     return EmbeddingDefaults(
         pooling=names.get(message.pooling, "last"), normalize=message.normalize, size=message.size
     )
+
+
+def whole_files(chunks: Iterable[pb.FileChunk]) -> dict[str, bytes]:
+    """Files by name, of their chunks, the last of which has the hash of the whole.
+
+    Raises:
+        ShardFailed: a file does not have the hash that the shard announced.
+    """
+    parts: dict[str, list[bytes]] = {}
+    files = {}
+    for chunk in chunks:
+        parts.setdefault(chunk.name, []).append(chunk.data)
+        if chunk.sha256:
+            files[chunk.name] = whole = b"".join(parts.pop(chunk.name))
+            if hashlib.sha256(whole).hexdigest() != chunk.sha256:
+                raise ShardFailed(f"{chunk.name} arrived damaged: its sha256 is not as announced")
+    return files
 
 
 def embeddings(message: pb.EmbedResponse) -> list[list[float]]:

@@ -28,7 +28,6 @@ from penstock_client.errors import (
 )
 from penstock_client.rpc import proto_codec
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.rpc.tokenizer_files import FileAssembler
 from penstock_client.types import (
     Adapter,
     Attempt,
@@ -260,14 +259,11 @@ class ShardClient:
     async def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
         self._require_open()
-        assembler = FileAssembler()
         call = self._stub.GetTokenizer(
             proto_codec.TOKENIZER_REQUEST, metadata=self._metadata, timeout=_TOKENIZER_TIMEOUT_S
         )
         with proto_codec.errors_of(self.address):
-            async for chunk in call:
-                assembler.add(chunk)
-        return assembler.files
+            return proto_codec.whole_files([chunk async for chunk in call])
 
     async def watch_load(self) -> AsyncGenerator[LoadReport, None]:
         """Load reports, on change and at least one a second, until the shard goes away."""

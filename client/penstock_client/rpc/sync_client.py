@@ -11,7 +11,6 @@ from typing import Any, Self
 from penstock_client.errors import PenstockError, ShardUnavailable
 from penstock_client.rpc import proto_codec
 from penstock_client.rpc.shard_client import ADAPTER_TIMEOUT_S, call_metadata, new_request_id
-from penstock_client.rpc.tokenizer_files import FileAssembler
 from penstock_client.types import Adapter, EmbeddingRequest, GenerationRequest, Output, ShardInfo
 from penstock_common.tls import Tls
 from penstock_proto.transport import Connector
@@ -113,10 +112,6 @@ class SyncShardClient:
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
-        assembler = FileAssembler()
+        call = self._stub.GetTokenizer(proto_codec.TOKENIZER_REQUEST, metadata=self._metadata)
         with proto_codec.errors_of(self.address):
-            for chunk in self._stub.GetTokenizer(
-                proto_codec.TOKENIZER_REQUEST, metadata=self._metadata
-            ):
-                assembler.add(chunk)
-        return assembler.files
+            return proto_codec.whole_files(call)

@@ -14,15 +14,16 @@ import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from penstock_common.version import VERSION
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.fields import message_from, scalars
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.messages import Error, Output
+from penstock_shard.ipc.messages import Error, Output, Ready
 from penstock_shard.ipc.request import Constraint, FinishReason, Pooling, ThinkingBudget
-from penstock_shard.ipc.runner_info import Adapter, EmbeddingDefaults, RunnerInfo
+from penstock_shard.ipc.runner_info import Adapter, EmbeddingDefaults
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
@@ -258,26 +259,19 @@ def status(error: Error) -> grpc.StatusCode:
     return grpc.StatusCode[error.code.name]
 
 
-def info_response(
-    info: RunnerInfo,
-    config: ShardConfig,
-    *,
-    instance_id: str,
-    revision: str,
-    tokenizer_hash: str,
-    version: str,
-) -> pb.InfoResponse:
+def info_response(ready: Ready, config: ShardConfig, instance_id: str) -> pb.InfoResponse:
+    info = ready.info
     return message_from(
         pb.InfoResponse,
         info,
         schema_revision=SCHEMA_REVISION,
         min_schema_revision=MIN_SCHEMA_REVISION,
-        version=version,
+        version=VERSION,
         instance_id=instance_id,
         model=config.model_name,
         model_aliases=config.served_model_names[1:],
-        revision=revision,
-        tokenizer_hash=tokenizer_hash,
+        revision=ready.revision,
+        tokenizer_hash=ready.tokenizer_hash,
         default_sampling=_default_sampling(info.default_sampling),
         limits=message_from(
             pb.Limits, config, max_num_batched_tokens=config.batched_tokens(info.device)

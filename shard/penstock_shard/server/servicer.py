@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
-from penstock_common.version import VERSION
 from penstock_proto.transport import FIELD_METADATA
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code
@@ -252,14 +251,7 @@ class ShardServicer(proto_codec.Servicer):
 
     async def GetInfo(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
-        return proto_codec.info_response(
-            ready.info,
-            self._config,
-            instance_id=self._engine.instance_id,
-            revision=ready.revision,
-            tokenizer_hash=ready.tokenizer_hash,
-            version=VERSION,
-        )
+        return proto_codec.info_response(ready, self._config, self._engine.instance_id)
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
         ready = await self._ready(context)

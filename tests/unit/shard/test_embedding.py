@@ -112,9 +112,8 @@ def test_a_vector_of_zeros_stays_one() -> None:
 
 
 def test_the_defaults_are_told() -> None:
-    told = proto_codec.info_response(
-        INFO, ShardConfig(), instance_id="", revision="", tokenizer_hash="", version=""
-    ).embedding
+    ready = messages.Ready(INFO, {}, "", "")
+    told = proto_codec.info_response(ready, ShardConfig(), "").embedding
     assert (told.pooling, told.normalize, told.size) == (pb.EmbedRequest.POOLING_LAST, True, 64)
 
 

@@ -271,9 +271,7 @@ def test_every_field_of_what_a_shard_serves_reaches_the_client() -> None:
         adapters=(Adapter("mine", "hash", "source", 8),),
     )
     config = ShardConfig(served_model_names=("served", "alias"), max_num_batched_tokens=512)
-    message = shard_codec.info_response(
-        *(info, config), instance_id="i", revision="r", tokenizer_hash="t", version="1"
-    )
+    message = shard_codec.info_response(messages.Ready(info, {}, "t", "r"), config, "i")
     message = pb.InfoResponse.FromString(message.SerializeToString())
     told = proto_codec.shard_info(message, "host:1")
     assert [each.name for each in dataclasses.fields(told) if not getattr(told, each.name)] == []
