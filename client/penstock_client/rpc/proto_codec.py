@@ -294,35 +294,33 @@ def _error(message: pb.Error) -> PenstockError:
     return error
 
 
-_REFUSALS: Mapping[int, type[RequestRefused]] = {
-    grpc.StatusCode.INVALID_ARGUMENT.value[0]: InvalidRequest,
+_ERRORS: Mapping[grpc.StatusCode, type[PenstockError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     # It asks for what cannot be gone on with, here or elsewhere.
-    grpc.StatusCode.OUT_OF_RANGE.value[0]: RequestRefused,
-    grpc.StatusCode.NOT_FOUND.value[0]: InvalidRequest,
-    grpc.StatusCode.FAILED_PRECONDITION.value[0]: NotServed,
-    grpc.StatusCode.UNIMPLEMENTED.value[0]: NotServed,
+    grpc.StatusCode.OUT_OF_RANGE: RequestRefused,
+    grpc.StatusCode.NOT_FOUND: InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: NotServed,
+    grpc.StatusCode.UNIMPLEMENTED: NotServed,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: ShardUnavailable,
+    grpc.StatusCode.CANCELLED: ShardUnavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
 }
-
-_FAILURES: Mapping[int, type[PenstockError]] = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: Overloaded,
-    grpc.StatusCode.UNAVAILABLE.value[0]: ShardUnavailable,
-    grpc.StatusCode.CANCELLED.value[0]: ShardUnavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED.value[0]: DeadlineExceeded,
-    grpc.StatusCode.UNAUTHENTICATED.value[0]: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED.value[0]: Unauthenticated,
-}
+_ERRORS_BY_CODE = {status.value[0]: kind for status, kind in _ERRORS.items()}
 
 
 def _error_of_code(
     code: int, text: str, *, field: str = "", value: str = "", bound: str = ""
 ) -> PenstockError:
-    refusal = _REFUSALS.get(code)
-    if refusal is not None:
-        return refusal(text, field=field, value=value, bound=bound)
-    failure = _FAILURES.get(code, ShardFailed)(text)
-    if isinstance(failure, Overloaded):
-        failure.field = field
-    return failure
+    kind = _ERRORS_BY_CODE.get(code, ShardFailed)
+    if issubclass(kind, RequestRefused):
+        return kind(text, field=field, value=value, bound=bound)
+    error = kind(text)
+    if isinstance(error, Overloaded):
+        error.field = field
+    return error
 
 
 def call_error(error: grpc.RpcError, address: str) -> PenstockError:

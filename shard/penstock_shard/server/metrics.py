@@ -40,11 +40,10 @@ class ShardMetrics:
         self._add_steps()
 
     def _add_requests(self) -> None:
-        self._requests = Counter(
-            "penstock_shard_requests",
+        self._requests = self._counter(
+            "requests",
             "Requests that have ended, by outcome: stop, length, aborted, or the code of an error.",
-            ("outcome",),
-            registry=self.registry,
+            "outcome",
         )
         for finish in FinishReason:
             # Create the series now, so that a rate can be taken of the first request.
@@ -86,11 +85,8 @@ class ShardMetrics:
         self._step_tokens = self._histogram(
             "step_tokens", "Tokens computed in a step, of prompts and outputs.", _POWERS_OF_TWO
         )
-        computed = Counter(
-            "penstock_shard_computed_tokens",
-            "Tokens computed in steps, by kind: prompt or decode.",
-            ("kind",),
-            registry=self.registry,
+        computed = self._counter(
+            "computed_tokens", "Tokens computed in steps, by kind: prompt or decode.", "kind"
         )
         self._computed_prompt = computed.labels("prompt")
         self._computed_decode = computed.labels("decode")
@@ -101,8 +97,8 @@ class ShardMetrics:
             "accepted_tokens", "Of those, tokens that were accepted: each saved a step."
         )
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"penstock_shard_{name}", text, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"penstock_shard_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         name = f"penstock_shard_{name}"
