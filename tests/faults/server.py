@@ -146,7 +146,10 @@ FAULTS = [
     Fault(
         "Positions in columns are those of the answer's start",
         "responses",
-        becomes("columns[2].append(output.first_position)", "columns[2].append(0)"),
+        becomes(
+            "rows.append((number, output.token_ids[0], output.first_position))",
+            "rows.append((number, output.token_ids[0], 0))",
+        ),
         caught_by="test_outputs_of_one_token_share_columns_where_the_caller_numbers_its_attempts",
         simulated=True,
     ),

@@ -32,6 +32,9 @@ Servicer = ShardServicer
 add_servicer: Callable[[ShardServicer, grpc.aio.Server], None] = add_ShardServicer_to_server
 # Raised by reading a call whose bytes are not a valid message.
 UnreadableMessage = DecodeError
+EmbedResponse = pb.EmbedResponse
+ABORT_RESPONSE = pb.AbortResponse()
+UNLOAD_ADAPTER_RESPONSE = pb.UnloadAdapterResponse()
 SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["Shard"].full_name
 
 _EVERY_ATTEMPT = 2**32
@@ -110,10 +113,6 @@ def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:
     )
 
 
-def embed_response() -> pb.EmbedResponse:
-    return pb.EmbedResponse()
-
-
 def add_embedding(
     response: pb.EmbedResponse, vector: bytes, *, dimensions: int | None, normalize: bool
 ) -> None:
@@ -133,24 +132,21 @@ def responses(
     `numbers` maps (request id, attempt) to the attempt's number, if its caller gave it one.
     """
     response = pb.GenerateResponse()
-    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    rows: list[tuple[int, int, int]] = []
     others: list[Output] = []
     for output in outputs:
-        number = _number_of(output, numbers)
-        if not number:
-            others.append(output)
+        if number := _number_of(output, numbers):
+            rows.append((number, output.token_ids[0], output.first_position))
         else:
-            columns[0].append(number)
-            columns[1].append(output.token_ids[0])
-            columns[2].append(output.first_position)
-    for start in range(0, len(columns[0]), _MAX_COLUMN):
+            others.append(output)
+    for start in range(0, len(rows), _MAX_COLUMN):
         if start:
             yield response
             response = pb.GenerateResponse()
-        part = slice(start, start + _MAX_COLUMN)
-        response.tokens.numbers.extend(columns[0][part])
-        response.tokens.token_ids.extend(columns[1][part])
-        response.tokens.positions.extend(columns[2][part])
+        columns = zip(*rows[start : start + _MAX_COLUMN], strict=True)
+        tokens = response.tokens
+        for field in (tokens.numbers, tokens.token_ids, tokens.positions):
+            field.extend(next(columns))
     size = response.ByteSize()
     for output in others:
         for piece in _pieces(output):
@@ -287,10 +283,6 @@ def load_adapter_response(adapter: Adapter) -> pb.LoadAdapterResponse:
     return pb.LoadAdapterResponse(adapter=message_from(pb.Adapter, adapter))
 
 
-def unload_adapter_response() -> pb.UnloadAdapterResponse:
-    return pb.UnloadAdapterResponse()
-
-
 def _embedding_defaults(defaults: EmbeddingDefaults) -> pb.EmbeddingDefaults:
     return message_from(pb.EmbeddingDefaults, defaults, pooling=_POOLINGS[defaults.pooling])
 
@@ -334,10 +326,6 @@ def aborts(message: pb.AbortRequest) -> Iterator[tuple[str, int]]:
     """Request ids, each with the highest attempt to abort."""
     attempts = chain(message.attempts, repeat(_EVERY_ATTEMPT))
     return zip(message.request_ids, attempts, strict=False)
-
-
-def abort_response() -> pb.AbortResponse:
-    return pb.AbortResponse()
 
 
 def drain_progress(running: int, waiting: int) -> pb.DrainProgress:

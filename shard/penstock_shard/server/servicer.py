@@ -225,7 +225,7 @@ class ShardServicer(proto_codec.Servicer):
         namespace = _namespace(context)
         for request_id, attempt in proto_codec.aborts(request):
             self._engine.abort(namespace + request_id, attempt)
-        return proto_codec.abort_response()
+        return proto_codec.ABORT_RESPONSE
 
     # ---- embeddings ----
 
@@ -238,7 +238,7 @@ class ShardServicer(proto_codec.Servicer):
             vectors = await embed(self._engine, requests)
         except Refusal as refusal:
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
-        response = proto_codec.embed_response()
+        response = proto_codec.EmbedResponse()
         for vector in vectors:
             proto_codec.add_embedding(
                 response, vector, dimensions=incoming.dimensions, normalize=incoming.normalize
@@ -303,7 +303,7 @@ class ShardServicer(proto_codec.Servicer):
             await self._engine.adapters.unload(request.name)
         except Refusal as refusal:
             await _refuse(context, refusal)
-        return proto_codec.unload_adapter_response()
+        return proto_codec.UNLOAD_ADAPTER_RESPONSE
 
     # ---- internals ----
 

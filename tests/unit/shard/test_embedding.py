@@ -93,7 +93,7 @@ def test_a_shard_without_embeddings_says_what_to_do() -> None:
 
 
 def values(vector: list[float], dimensions: int | None, normalize: bool) -> list[float]:
-    response = proto_codec.embed_response()
+    response = proto_codec.EmbedResponse()
     packed = np.array(vector, dtype="<f4").tobytes()
     proto_codec.add_embedding(response, packed, dimensions=dimensions, normalize=normalize)
     (embedding,) = response.embeddings
