@@ -103,14 +103,8 @@ def _thinking_budget(message: pb.GenerateRequest) -> ThinkingBudget | None:
 def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:
     """A request as it came; nothing is checked yet."""
     poolings = {number: pooling for pooling, number in _POOLINGS.items()}
-    return IncomingEmbedding(
-        request_id=message.request_id,
-        inputs=[_ids(each.token_ids) for each in message.inputs],
-        pooling=poolings.get(message.pooling),
-        dimensions=message.dimensions if message.HasField("dimensions") else None,
-        normalize=message.normalize,
-        instance_id=message.instance_id,
-    )
+    given = scalars(message) | {"pooling": poolings.get(message.pooling)}
+    return IncomingEmbedding(**given, inputs=[_ids(each.token_ids) for each in message.inputs])
 
 
 def add_embedding(
