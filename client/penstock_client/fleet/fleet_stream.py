@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from penstock_client.errors import PenstockError
 from penstock_client.fleet.poison_requests import SUSPECT_DEATHS, fingerprint
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.rpc.shard_client import new_request_id
 from penstock_client.types import (
     FinishReason,
     GenerationRequest,
@@ -24,25 +23,14 @@ from penstock_client.types import (
 FIRST_BACK_OFF_S = 0.05
 
 
-class StreamOwner(Protocol):
-    """Sends a stream's request, and is called with what comes of it."""
-
-    def on_output(self, stream: FleetStream, output: Output) -> None:
-        """A shard sent an output."""
-
-    def on_failure(self, stream: FleetStream, error: PenstockError) -> None:
-        """A shard failed the request."""
-
-    def on_cancel(self, stream: GenerationStream) -> None:
-        """Its reader left."""
-
-
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class FleetStream(GenerationStream):
     """The stream of a request that may change shards. Iterate it like any `GenerationStream`."""
 
     request: GenerationRequest
-    _owner: StreamOwner
+    # Called when a shard sent an output, and when one failed the request.
+    _on_arrival: Callable[[FleetStream, Output], None]
+    _on_failure: Callable[[FleetStream, PenstockError], None]
     # By the clock that all its times are of; None: no limit.
     deadline_s: float | None
     _kind: bytes = b""
@@ -75,17 +63,6 @@ class FleetStream(GenerationStream):
     waited_s: float = 0.0
     waiting_since_s: float = 0.0
 
-    @classmethod
-    def of(cls, request: GenerationRequest, owner: StreamOwner, now_s: float) -> FleetStream:
-        """One that has not been sent yet."""
-        limit_s = request.objective.deadline_s
-        return cls(
-            *(new_request_id(), -1, len(request.output_token_ids), owner.on_cancel),
-            request=request,
-            _owner=owner,
-            deadline_s=None if limit_s is None else now_s + limit_s,
-        )
-
     @property
     def is_suspect(self) -> bool:
         """So many engines died while it ran that it is tried alone."""
@@ -114,14 +91,14 @@ class FleetStream(GenerationStream):
         # `_accept` has cut off tokens that were known.
         self.token_ids += output.token_ids
         self.finish_reason = output.finish_reason
-        self._owner.on_output(self, output)
+        self._on_arrival(self, output)
         # Last, because the reader may cancel the stream here.
         self._tell()
 
     def fail(self, error: PenstockError) -> None:
         """The shard failed it: go on elsewhere, or end."""
         if not self.ended:
-            self._owner.on_failure(self, error)
+            self._on_failure(self, error)
 
     def end(self, error: PenstockError) -> None:
         """End with an error; try no other shard."""
