@@ -111,8 +111,9 @@ def main(arguments: Sequence[str]) -> int:
     config, shard_flags = _parsed(arguments)
     children = functools.partial(_children, config, [*model_flags, *shard_flags], router_flags)
     try:
-        # Their flags first, whatever their ports: one may be --help.
-        if not _take_their_flags(children(_usual_ports(config))):
+        # Their flags first, whatever their ports: one may be --help. Shards all have the same.
+        shard, *_, router = children(_usual_ports(config))
+        if not check(_typed(router), _typed(shard)):
             return 0
         if taken := _first_taken(config.host, config.port, "--port"):
             raise Unusable(taken)
@@ -278,14 +279,6 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
             where = authority(host, number)
             return f"cannot listen on {where}: {why_not(error, number)}; give another {wrong}"
     return ""
-
-
-def _take_their_flags(children: list[_Child]) -> bool:
-    """Whether all would run with them, as shards all have the same: asked before one begins to
-    load. Raises `Unusable`.
-    """
-    shard, router = children[0], children[-1]
-    return check(_typed(router), _typed(shard))
 
 
 def _typed(child: _Child) -> Typed:
