@@ -19,7 +19,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from types import TracebackType
 from typing import Self, cast
 
@@ -42,6 +41,8 @@ from penstock_client.types import (
     SamplingParams,
     ShardInfo,
 )
+from penstock_proto import shard_pb2 as pb
+from penstock_proto.fields import scalar_fields
 from penstock_router import workers
 from penstock_router.cli import parse_config as parse_router_config
 from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
@@ -107,14 +108,9 @@ class _Shard:
     def __init__(self, engine: EngineThread) -> None:
         assert engine.loaded is not None
         files = engine.loaded.tokenizer_files
-        message = shard_codec.info_response(
-            engine.loaded.runner.info,
-            engine.config,
-            instance_id="one process",
-            revision=engine.loaded.revision,
-            tokenizer_hash=tokenizer_hash(files),
-            version=version("penstock"),
-        )
+        info, revision = engine.loaded.runner.info, engine.loaded.revision
+        ready = messages.Ready(info, files, tokenizer_hash(files), revision)
+        message = shard_codec.info_response(ready, engine.config, "one process")
         self.info: ShardInfo = proto_codec.shard_info(message, _ADDRESS)
 
     async def drain(self) -> None:
@@ -208,7 +204,10 @@ def _incoming(request: GenerationRequest, request_id: str) -> IncomingRequest:
         prompt=np.array(request.prompt_token_ids, dtype="<u4"),
         output=np.array(request.output_token_ids, dtype="<u4"),
         model=request.model,
-        **{name: getattr(request.sampling, name) for name in proto_codec._SAMPLING_SCALARS},
+        **{
+            name: getattr(request.sampling, name)
+            for name in scalar_fields(pb.SamplingParams.DESCRIPTOR)
+        },
         max_tokens=request.max_tokens,
         min_tokens=request.min_tokens or 0,
         stop_token_ids=np.array(request.stop_token_ids, dtype="<u4"),

@@ -15,11 +15,9 @@ from penstock_common.shared_flags import add_api_key
 from penstock_common.tls import Tls, TlsFilesUnusable
 
 MODEL_HELP = "which model to ask (default: the only one that is served)"
-MAX_PORT = 65535
 
 # Values of arguments.
 positive_int = number(int, at_least=1)
-port_number = number(int, at_least=1, at_most=MAX_PORT)
 # How long to wait: a day at most, as more than a clock can count would fail far from here.
 seconds = number(float, above=0, at_most=86400)
 

@@ -8,117 +8,39 @@
 
 `ShardClient` is one shard for asyncio, `SyncShardClient` its synchronous twin.
 
-Names are imported when they are first used: the `penstock` command lives here too, and its --help
-should not wait for gRPC.
+All but errors is imported when it is first used: the `penstock` command lives here too, and its
+--help should not wait for gRPC.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock_client.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from penstock_client.errors import (
-        DeadlineExceeded,
-        IncompatibleShard,
-        InvalidRequest,
-        NoShardAvailable,
-        NotServed,
-        Overloaded,
-        PenstockError,
-        PoisonousRequest,
-        RequestRefused,
-        ShardFailed,
-        ShardUnavailable,
-        Unauthenticated,
-    )
-    from penstock_client.fleet.failover import Patience
-    from penstock_client.fleet.fleet import Fleet
-    from penstock_client.fleet.fleet_stream import FleetStream
-    from penstock_client.fleet.shard_state import ShardState
-    from penstock_client.rpc.generation_stream import GenerationStream
-    from penstock_client.rpc.shard_client import ShardClient
-    from penstock_client.rpc.sync_client import SyncShardClient
-    from penstock_client.types import (
-        Adapter,
-        Attempt,
-        Constraint,
-        ConstraintKind,
-        DrainProgress,
-        EmbeddingDefaults,
-        EmbeddingRequest,
-        FinishReason,
-        GenerationRequest,
-        LoadReport,
-        Logprobs,
-        Objective,
-        Output,
-        SamplingParams,
-        ShardInfo,
-        ShardLimits,
-        ThinkingBudget,
-        random_seed,
-    )
-    from penstock_common.tls import Tls, TlsFilesUnusable
+    from penstock_client.fleet.failover import Patience as Patience
+    from penstock_client.fleet.fleet import Fleet as Fleet
+    from penstock_client.fleet.fleet_stream import FleetStream as FleetStream
+    from penstock_client.fleet.shard_state import ShardState as ShardState
+    from penstock_client.rpc.generation_stream import GenerationStream as GenerationStream
+    from penstock_client.rpc.shard_client import ShardClient as ShardClient
+    from penstock_client.rpc.sync_client import SyncShardClient as SyncShardClient
+    from penstock_client.types import *  # noqa: F403
+    from penstock_common.tls import Tls as Tls
+    from penstock_common.tls import TlsFilesUnusable as TlsFilesUnusable
+else:
+    # Of what is not in `types`.
+    _HOMES = {
+        "Patience": "penstock_client.fleet.failover",
+        "Fleet": "penstock_client.fleet.fleet",
+        "FleetStream": "penstock_client.fleet.fleet_stream",
+        "ShardState": "penstock_client.fleet.shard_state",
+        "GenerationStream": "penstock_client.rpc.generation_stream",
+        "ShardClient": "penstock_client.rpc.shard_client",
+        "SyncShardClient": "penstock_client.rpc.sync_client",
+        "Tls": "penstock_common.tls",
+        "TlsFilesUnusable": "penstock_common.tls",
+    }
 
-__all__ = [
-    "Adapter",
-    "Attempt",
-    "Constraint",
-    "ConstraintKind",
-    "DeadlineExceeded",
-    "DrainProgress",
-    "EmbeddingDefaults",
-    "EmbeddingRequest",
-    "FinishReason",
-    "Fleet",
-    "FleetStream",
-    "GenerationRequest",
-    "GenerationStream",
-    "IncompatibleShard",
-    "InvalidRequest",
-    "LoadReport",
-    "Logprobs",
-    "NoShardAvailable",
-    "NotServed",
-    "Objective",
-    "Output",
-    "Overloaded",
-    "Patience",
-    "PenstockError",
-    "PoisonousRequest",
-    "RequestRefused",
-    "SamplingParams",
-    "ShardClient",
-    "ShardFailed",
-    "ShardInfo",
-    "ShardLimits",
-    "ShardState",
-    "ShardUnavailable",
-    "SyncShardClient",
-    "ThinkingBudget",
-    "Tls",
-    "TlsFilesUnusable",
-    "Unauthenticated",
-    "random_seed",
-]
-
-_OTHER_HOMES = {
-    "Fleet": "penstock_client.fleet.fleet",
-    "FleetStream": "penstock_client.fleet.fleet_stream",
-    "Patience": "penstock_client.fleet.failover",
-    "ShardState": "penstock_client.fleet.shard_state",
-    "ShardClient": "penstock_client.rpc.shard_client",
-    "GenerationStream": "penstock_client.rpc.generation_stream",
-    "SyncShardClient": "penstock_client.rpc.sync_client",
-    "Tls": "penstock_common.tls",
-    "TlsFilesUnusable": "penstock_common.tls",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    errors = import_module("penstock_client.errors")
-    other = "penstock_client.errors" if hasattr(errors, name) else "penstock_client.types"
-    value = getattr(import_module(_OTHER_HOMES.get(name, other)), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name):
+        return getattr(import_module(_HOMES.get(name, "penstock_client.types")), name)

@@ -124,6 +124,13 @@ def read_flags(config: type[Any], parser: OneLineParser, argv: Sequence[str]) ->
     return given
 
 
+def words_of(config: Any, declared: type[Any]) -> list[str]:
+    """The command line by which a process gets these flags, with their values in `config`."""
+    values = ((field, getattr(config, field.name)) for field in flags_of(declared))
+    given = ((_names(field)[0], str(value)) for field, value in values if value is not None)
+    return [word for pair in given for word in pair]
+
+
 def _names(field: dataclasses.Field[Any]) -> list[str]:
     name = field.metadata.get("name") or f"--{field.name.replace('_', '-')}"
     return [name, field.metadata["alias"]] if "alias" in field.metadata else [name]

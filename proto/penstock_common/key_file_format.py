@@ -279,6 +279,6 @@ def replace(path: str, text: str) -> None:
                     os.fchown(handle, old.st_uid, old.st_gid)
             os.fsync(handle)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # whatever it was, no file is left behind
         Path(temporary).unlink(missing_ok=True)
         raise

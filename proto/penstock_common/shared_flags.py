@@ -1,5 +1,6 @@
-"""Flags that routers, shards and tools share: of metrics, logs and traces, and keys of their own;
-and a shard's port. Imports no gRPC, and knows nothing of what is logged or measured.
+"""Flags that routers, shards and tools share: of metrics, logs and traces, of where a router
+listens, and keys of their own; and a shard's port. Imports no gRPC, and knows nothing of what is
+logged or measured.
 """
 
 from __future__ import annotations
@@ -55,6 +56,30 @@ def add_api_key(group: argparse._ActionsContainer, about: str) -> None:
 
 def _metrics_names(text: str) -> tuple[str, ...]:
     return tuple(map(one_of(METRIC_NAMES), (name.strip() for name in text.split(","))))
+
+
+# Larger numbers of processes and seconds (a year) overflow somewhere.
+processes = functools.partial(flag, at_least=1, at_most=1024)
+seconds = functools.partial(flag, at_least=0.001, at_most=31_536_000)
+
+SERVING = "serving"
+
+
+# Without slots, which of a class's bases only one may have.
+@dataclass(frozen=True, kw_only=True)
+class ListeningConfig:
+    """Where a router listens, and how it ends; `penstock serve` hands these on."""
+
+    host: str = flag("127.0.0.1", "address to listen on", group=SERVING)
+    port: int = flag(8000, "0 takes a free one", at_least=0, at_most=65535)
+    workers: int = processes(1, "processes that share the port")
+    tls_cert_file: str | None = flag(
+        None,
+        "serve HTTPS with this certificate, read again when it changes",
+        alias="--ssl-certfile",
+    )
+    tls_key_file: str | None = flag(None, "and its key", alias="--ssl-keyfile")
+    shutdown_timeout_s: float = seconds(30.0, "how long SIGTERM waits for requests in flight")
 
 
 OBSERVING = "metrics, logs and traces"

@@ -21,6 +21,6 @@ async def run_lasting(
     while True:
         try:
             return await work()
-        except Exception:
+        except Exception:  # the edge of a task that nobody awaits
             logger.exception("%s failed; trying again in %g s", what, pause_s)
         await asyncio.sleep(pause_s)

@@ -154,42 +154,44 @@ CONNECTION_REFUSED = "connection refused: start the shard, or correct its addres
 # And where a router's port was given for a shard's.
 SPEAKS_HTTP = "an HTTP server answers there, such as a router: give the address of a shard"
 
-_NOT_TLS = "WRONG_VERSION_NUMBER"
-_REFUSED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
-_OTHER_NAME = "Hostname Verification Check failed"
-_CLOSED = re.compile(r"failed to connect to all addresses.*(Socket closed|Connection reset)")
-_HTTP = re.compile(r"Trying to connect an http1|Failed parsing HTTP/2")
-_NOBODY = "Failed to connect to remote host: Connection refused"
-_NO_SUCH_NAME = re.compile(r"errors resolving|DNS resolution failed")
-_HANDSHAKE = re.compile(r"handshake failed.*?SSL_ERROR_SSL: [^:]*:[^:]*:[^:]*:[^:]*:([^:]+)")
+# What gRPC says of a failed call, and what is said in its place; the first that fits.
+_EXPLANATIONS = (
+    (r"Failed to connect to remote host: Connection refused", CONNECTION_REFUSED),
+    (
+        r"errors resolving|DNS resolution failed",
+        "its host name cannot be resolved: correct the address",
+    ),
+    (r"Trying to connect an http1|Failed parsing HTTP/2", SPEAKS_HTTP),
+    (
+        r"WRONG_VERSION_NUMBER",
+        "TLS handshake failed: what answers there does not speak TLS",
+    ),
+    (
+        r"CERTIFICATE_VERIFY_FAILED: ([^:]+)",
+        r"TLS handshake failed: the shard's certificate is refused: \1",
+    ),
+    (
+        r"Hostname Verification Check failed",
+        "TLS handshake failed: the shard's certificate is for another name than the address "
+        "or server name that was asked for",
+    ),
+    (
+        r"handshake failed.*?SSL_ERROR_SSL: [^:]*:[^:]*:[^:]*:[^:]*:([^:]+)",
+        r"TLS handshake failed: \1",
+    ),
+    # All that is to be seen from here: whoever refuses a certificate tells it nobody.
+    (
+        r"failed to connect to all addresses.*(Socket closed|Connection reset)",
+        "it closes connections at once: one side alone uses TLS, or it wants a client "
+        "certificate and ours is missing, expired or of another authority",
+    ),
+)
 
 
 def explain(details: str) -> str:
     """gRPC's text for a failed call, replaced if it hides the reason."""
-    if _NOBODY in details:
-        return CONNECTION_REFUSED
-    if _NO_SUCH_NAME.search(details):
-        return "its host name cannot be resolved: correct the address"
-    if _HTTP.search(details):
-        return SPEAKS_HTTP
-    if _NOT_TLS in details:
-        return "TLS handshake failed: what answers there does not speak TLS"
-    if refused := _REFUSED.search(details):
-        return f"TLS handshake failed: the shard's certificate is refused: {refused[1]}"
-    if _OTHER_NAME in details:
-        return (
-            "TLS handshake failed: the shard's certificate is for another name than the address "
-            "or server name that was asked for"
-        )
-    if handshake := _HANDSHAKE.search(details):
-        return f"TLS handshake failed: {handshake[1]}"
-    if _CLOSED.search(details):
-        # All that is to be seen from here: whoever refuses a certificate tells it nobody.
-        return (
-            "it closes connections at once: one side alone uses TLS, or it wants a client "
-            "certificate and ours is missing, expired or of another authority"
-        )
-    return details
+    found = ((re.search(pattern, details), text) for pattern, text in _EXPLANATIONS)
+    return next((match.expand(text) for match, text in found if match), details)
 
 
 # ---- A shard's end -----------------------------------------------------------------------------

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from penstock_client.fleet.allowed_networks import PRIVATE_NETWORKS, Network
 from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES
 from penstock_common.flags import flag, required
-from penstock_common.shared_flags import OBSERVING, ObservingConfig, key
+from penstock_common.shared_flags import (
+    OBSERVING,
+    SERVING,
+    ListeningConfig,
+    ObservingConfig,
+    key,
+    processes,
+    seconds,
+)
 from penstock_common.tls import Tls
 from penstock_router import flag_values as values
 from penstock_router.request import MAX_TIMEOUT_S
@@ -20,17 +28,15 @@ from penstock_router.store.response_store import MIN_BYTES
 from penstock_router.text.reasoning import AUTO, STYLES
 from penstock_router.text.tool_calls.choose_format import FORMATS
 
-# Larger counts, numbers of processes and seconds (a year) overflow somewhere.
+# Larger counts overflow somewhere.
 _count = functools.partial(flag, at_least=1, at_most=10**15)
 _count_or_none = functools.partial(flag, at_least=0, at_most=10**15)
-_processes = functools.partial(flag, at_least=1, at_most=1024)
-_seconds = functools.partial(flag, at_least=0.001, at_most=31_536_000)
 
 _EACH_KEY = "the same for each API key, or each address without a known key (default: no bound)"
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig(ObservingConfig):
+class RouterConfig(ObservingConfig, ListeningConfig):
     """A router's whole configuration."""
 
     shards: str = required(
@@ -63,31 +69,23 @@ class RouterConfig(ObservingConfig):
         read=values.networks,
     )
     policy: str = flag(DEFAULT_POLICY, "which shard takes a request", choices=tuple(POLICIES))
-    stall_timeout_s: float = _seconds(
+    stall_timeout_s: float = seconds(
         3.0, "move the requests of a shard that has reported nothing for so long to others"
     )
-    failover_timeout_s: float = _seconds(
+    failover_timeout_s: float = seconds(
         60.0, "how long a request waits for a shard that can take it"
     )
-    shard_wait_s: float | None = _seconds(
+    shard_wait_s: float | None = seconds(
         None,
         "hold requests for a model that no shard serves for so long, as when shards are started on "
         "demand; the router counts as ready meanwhile (default: refuse them at once)",
     )
 
-    host: str = flag("127.0.0.1", "address to listen on", group="serving")
-    port: int = flag(8000, "0 takes a free one", at_least=0, at_most=65535)
-    workers: int = _processes(1, "processes that share the port")
-    tls_cert_file: str | None = flag(
-        None,
-        "serve HTTPS with this certificate, read again when it changes",
-        alias="--ssl-certfile",
-    )
-    tls_key_file: str | None = flag(None, "and its key", alias="--ssl-keyfile")
     # The file's text.
     chat_template: str | None = flag(
         None,
         "a jinja file instead of the models' own",
+        group=SERVING,
         metavar="FILE",
         read=values.chat_template,
     )
@@ -128,10 +126,10 @@ class RouterConfig(ObservingConfig):
         metavar="NAME",
         gather=tuple,
     )
-    tokenizer_threads: int = _processes(
+    tokenizer_threads: int = processes(
         2, "threads of each worker that tokenize texts of some length"
     )
-    text_processes: int = _processes(
+    text_processes: int = processes(
         1,
         "processes of each worker that tokenize bodies over 64 kB, started with the first one",
     )
@@ -175,7 +173,7 @@ class RouterConfig(ObservingConfig):
         default="",
         group="resuming, recording and verifying answers",
     )
-    resume_grace_s: float = _seconds(
+    resume_grace_s: float = seconds(
         10.0, "how long a resumable stream continues without its client"
     )
     audit_log: str | None = flag(
@@ -210,7 +208,7 @@ class RouterConfig(ObservingConfig):
         at_least=MIN_BYTES,
         at_most=10**15,
     )
-    response_ttl_s: float = _seconds(86400.0, "how long a response is kept")
+    response_ttl_s: float = seconds(86400.0, "how long a response is kept")
 
     max_connections: int = _count(
         16384,
@@ -218,7 +216,7 @@ class RouterConfig(ObservingConfig):
         "alone, half of them",
         group="limits",
     )
-    header_timeout_s: float = _seconds(
+    header_timeout_s: float = seconds(
         10.0,
         "close connections that take longer for a TLS handshake, or to send a request's headers",
     )
@@ -238,20 +236,19 @@ class RouterConfig(ObservingConfig):
     max_concurrent_requests_per_key: int | None = _count(None, _EACH_KEY)
     max_queued_requests_per_key: int | None = _count_or_none(None, _EACH_KEY)
     max_queued_tokens_per_key: int | None = _count(None, _EACH_KEY)
-    queue_timeout_s: float = _seconds(10.0, "429 after waiting so long")
+    queue_timeout_s: float = seconds(10.0, "429 after waiting so long")
     request_timeout_s: float | None = flag(
         None,
         "504 for requests that take longer (default: no limit)",
         at_least=0.001,
         at_most=MAX_TIMEOUT_S,
     )
-    shutdown_timeout_s: float = _seconds(30.0, "how long SIGTERM waits for requests in flight")
-    write_timeout_s: float = _seconds(
+    write_timeout_s: float = seconds(
         60.0,
         "cut off a client that reads nothing for so long, or less than 1 kB/s for longer",
     )
-    keep_alive_s: float = _seconds(15.0, "send a comment on streams that are silent for so long")
-    silence_timeout_s: float = _seconds(
+    keep_alive_s: float = seconds(15.0, "send a comment on streams that are silent for so long")
+    silence_timeout_s: float = seconds(
         600.0,
         "504 when shards say nothing of a request for so long, also while it waits there or for "
         "one",

@@ -305,7 +305,7 @@ class Models:
         try:
             files = await self._fleet.tokenizer_files(*key)
             return await self._threads.run(lambda: self._read(files))
-        except BaseException:
+        except BaseException:  # whatever it was, it is not tried again at once
             self._failed_at[key] = loop.time()
             raise
 

@@ -34,7 +34,8 @@ class Threads:
             )
         try:
             future = self._executor.submit(work)
-        except BaseException:
+        except RuntimeError:
+            # It was shut down.
             self._room.release()
             raise
         # When the work is done, even if its caller was cancelled.

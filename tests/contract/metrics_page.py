@@ -21,7 +21,7 @@ from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.fleet_metrics import FleetCollector
 from penstock_router.observe.metrics import Metrics
 from penstock_shard.config import ShardConfig
-from penstock_shard.server.metrics import EngineCollector
+from penstock_shard.server.metrics_collector import engine_state
 from penstock_shard.server.supervisor import EngineSupervisor
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -69,8 +69,8 @@ def router_families() -> list[Family]:
 def shard_families() -> list[Family]:
     config = ShardConfig()
     supervisor = EngineSupervisor(config)
-    collector = EngineCollector(supervisor, config)
-    return [*_of_registry(supervisor.metrics.registry), *_of_samples(collector.collect())]
+    state = engine_state(supervisor, config)
+    return [*_of_registry(supervisor.metrics.registry), *_of_samples(state)]
 
 
 def _of_registry(registry: CollectorRegistry) -> Iterable[Family]:

@@ -158,7 +158,6 @@ EQUIVALENT: dict[Mutant, str] = {
                 "self.last_error: Error | None = None",
                 "self.last_error: Error | None = ''",
             ),
-            ("GenerationStream.__init__", "self._min_tokens = 1", "self._news_tokens = 2"),
             (
                 "EarlyAborts.remember",
                 "attempt = max(attempt, self._aborts.get(request_id, (0.0, -1))[1])",

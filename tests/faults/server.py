@@ -146,7 +146,10 @@ FAULTS = [
     Fault(
         "Positions in columns are those of the answer's start",
         "responses",
-        becomes("columns[2].append(output.first_position)", "columns[2].append(0)"),
+        becomes(
+            "rows.append((number, output.token_ids[0], output.first_position))",
+            "rows.append((number, output.token_ids[0], 0))",
+        ),
         caught_by="test_outputs_of_one_token_share_columns_where_the_caller_numbers_its_attempts",
         simulated=True,
     ),
@@ -173,7 +176,7 @@ FAULTS = [
     Fault(
         "What waited for a dead engine goes to the next one",
         "EngineSupervisor._died",
-        left_out("self._requests, self._aborts, self._adapter_changes = [], [], []"),
+        left_out("self._inbox = messages.Inbox([], [], [])"),
         caught_by="test_what_waits_to_be_sent_to_an_engine_dies_with_it",
     ),
     Fault(

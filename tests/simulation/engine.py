@@ -17,6 +17,7 @@ from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.engine.matchers import PendingMatchers
+from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import FromEngine, Inbox, Ready, Start, Started, ToEngine
 from penstock_shard.ipc.runner_info import Adapter, CacheGroup, RunnerInfo
@@ -122,7 +123,7 @@ class _LinkEnd(asyncio.Transport):
 
 
 class SimulatedEngine:
-    """Implements `EngineProcess`. Its steps and its beats can be stopped apart."""
+    """Its steps and its beats can be stopped apart."""
 
     def __init__(self, loop: VirtualLoop, name: str, kind: EngineKind) -> None:
         self._loop = loop
@@ -131,7 +132,9 @@ class SimulatedEngine:
         self.beats = Process(loop, f"{name}, beating")
         self.reader = asyncio.StreamReader(loop=loop)
         protocol = asyncio.StreamReaderProtocol(self.reader, loop=loop)
-        self.writer = asyncio.StreamWriter(_LinkEnd(self), protocol, self.reader, loop)
+        writer = asyncio.StreamWriter(_LinkEnd(self), protocol, self.reader, loop)
+        # As the supervisor sees it.
+        self.process = ChildProcess(self.reader, writer, lambda: self.die(KILLED), self._wait)
         self._inbox: deque[ToEngine] = deque()
         self._news = asyncio.Event()
         self._status: asyncio.Future[int] = loop.create_future()
@@ -141,12 +144,7 @@ class SimulatedEngine:
         self.engine: Engine | None = None
         self.steps.run(self._run())
 
-    # ---- as the supervisor sees it ----
-
-    def kill(self) -> None:
-        self.die(KILLED)
-
-    async def wait(self) -> int:
+    async def _wait(self) -> int:
         return await asyncio.shield(self._status)
 
     # ---- what happens to it ----

@@ -57,7 +57,7 @@ def expected_vectors(
     """The vectors that every shard of this kind must give."""
     runner, info = _runner(kind), info_of(kind)
     incoming = shard_codec.incoming_embedding(proto_codec.embed_request(request, "expected", ""))
-    response = shard_codec.embed_response()
+    response = shard_codec.EmbedResponse()
     for each in check_embedding(incoming, info, "expected"):
         sequence = Sequence.of(each)
         count = len(sequence.token_ids)

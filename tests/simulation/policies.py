@@ -17,7 +17,7 @@ from statistics import mean
 
 from support.engines import make_request
 
-from penstock_client.load_balancing.base import Candidate, Policy, Reason
+from penstock_client.load_balancing.base import Candidate, Policy, Reason, load_tokens
 from penstock_client.types import GenerationRequest
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request
@@ -134,17 +134,9 @@ class _Shard:
 
     def candidate(self) -> Candidate:
         running, waiting, queued = self.known_load
-        return Candidate(
-            address=self.address,
-            instance_id=self.address,
-            running=running,
-            waiting=waiting,
-            queued_prompt_tokens=queued,
-            sent_requests=self.sent_requests,
-            sent_prompt_tokens=self.sent_prompt_tokens,
-            weights_hash="simulated",
-            block_size=self.block_size,
-        )
+        num_requests = running + waiting + self.sent_requests
+        tokens = load_tokens(num_requests, queued + self.sent_prompt_tokens)
+        return Candidate(self.address, self.address, tokens, self.block_size)
 
 
 class _Talk:

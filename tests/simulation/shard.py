@@ -9,10 +9,10 @@ from collections.abc import Awaitable
 from support.compilers import LIMITS, two_ended_compiler
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.server import proto_codec
 from penstock_shard.server.app import drain
-from penstock_shard.server.engine_process import EngineProcess
 from penstock_shard.server.servicer import ShardServicer
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.structured_output.checker import ConstraintChecker
@@ -88,11 +88,11 @@ class SimulatedShard:
         self._network.listen(self.address, server.listener)
         self._running = process.run(supervisor.run())
 
-    def _start_engine(self) -> Awaitable[EngineProcess]:
+    def _start_engine(self) -> Awaitable[ChildProcess]:
         engine = SimulatedEngine(self._loop, f"engine of {self.address}", self.kind)
         self.engines.append(engine)
-        started: asyncio.Future[EngineProcess] = self._loop.create_future()
-        started.set_result(engine)
+        started: asyncio.Future[ChildProcess] = self._loop.create_future()
+        started.set_result(engine.process)
         return started
 
     def kill(self) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from penstock_cli.serve.serve import ServeConfig
 from penstock_common.flags import _names, flags_of, parser_of
 from penstock_router.config import RouterConfig
 from penstock_shard.config import ShardConfig
 
-CONFIGURATIONS = (RouterConfig, ShardConfig)
+CONFIGURATIONS = (RouterConfig, ShardConfig, ServeConfig)
 FLAGS = [
     pytest.param(config, field, id=f"{config.__name__}.{field.name}")
     for config in CONFIGURATIONS

@@ -5,7 +5,6 @@ Restarts one that dies, ends all on Ctrl-C; where it is itself killed, they end 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import errno
@@ -22,23 +21,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_cli.arguments import (
-    MAX_PORT,
-    open_directly,
-    parser_for,
-    port_number,
-    positive_int,
-    seconds,
-)
+from penstock_cli.arguments import open_directly
 from penstock_cli.gpus import visible_gpus
 from penstock_cli.serve.child_flags import USAGE_STATUS, Typed, Unusable, check
 from penstock_cli.serve.with_parent import with_parent
 from penstock_client.fleet.discovery import authority
 from penstock_common.child_environment import HUB, TRACES, child_environment
-from penstock_common.flags import usable_key
+from penstock_common.flags import OneLineParser, flag, parser_of, usable_key, words_of
 from penstock_common.listening import listen
 from penstock_common.port_holder import holder_of, why_not
-from penstock_common.shared_flags import SHARD_PORT
+from penstock_common.shared_flags import SERVING, SHARD_PORT, ListeningConfig, seconds
 
 _POLL_S = 0.2
 # How long a router may take to stop beyond the time that requests may take to finish.
@@ -50,6 +42,7 @@ _STEADY_S = 30.0
 _MAX_DEATHS = 5
 # How many ports from the usual one on are tried for shards, where none is asked for.
 _MOST_PORTS = 1000
+_MAX_PORT = 65535
 # The address at which a router that listens on all addresses is reached.
 _LOOPBACK = "127.0.0.1"
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -60,6 +53,34 @@ _ROUTER_VARIABLES = (
     *("PENSTOCK_API_KEY", "PENSTOCK_API_KEYS_FILE", "PENSTOCK_ADMIN_KEY", "PENSTOCK_RESUME_KEY"),
     *("PENSTOCK_SHARD_", *TRACES),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(ListeningConfig):
+    """Our own flags; all others are those of shards, or of the router."""
+
+    port: int = flag(8000, "its port", group=SERVING, at_least=1, at_most=_MAX_PORT)
+    shutdown_timeout_s: float = seconds(
+        10.0, "how long running requests may take to finish when this ends"
+    )
+    api_key: str | None = flag(
+        None,
+        "key that callers of the router and of its shards must send "
+        "(default: PENSTOCK_API_KEY, or none)",
+        metavar="KEY",
+        read=usable_key,
+    )
+    shards: int = flag(1, "how many", group="shards", at_least=1)
+    tensor_parallel_size: int = flag(
+        1, "GPUs of each shard, over which its model is split", at_least=1
+    )
+    shard_port: int | None = flag(
+        None,
+        "port of the first shard; the others have those after it "
+        f"(default: {SHARD_PORT}, and where one is taken the next)",
+        at_least=1,
+        at_most=_MAX_PORT,
+    )
 
 
 @dataclass(slots=True)
@@ -87,21 +108,22 @@ def main(arguments: Sequence[str]) -> int:
     if "--" in arguments:
         split = list(arguments).index("--")
         arguments, router_flags = arguments[:split], arguments[split + 1 :]
-    args, shard_flags = _parsed(arguments)
-    children = functools.partial(_children, args, [*model_flags, *shard_flags], router_flags)
+    config, shard_flags = _parsed(arguments)
+    children = functools.partial(_children, config, [*model_flags, *shard_flags], router_flags)
     try:
-        # Their flags first, whatever their ports: one may be --help.
-        if not _take_their_flags(children(_usual_ports(args))):
+        # Their flags first, whatever their ports: one may be --help. Shards all have the same.
+        shard, *_, router = children(_usual_ports(config))
+        if not check(_typed(router), _typed(shard)):
             return 0
-        if taken := _first_taken(args.host, args.port, "--port"):
+        if taken := _first_taken(config.host, config.port, "--port"):
             raise Unusable(taken)
-        found = children(_shard_ports(args))
+        found = children(_shard_ports(config))
     except Unusable as problem:
         _say(str(problem))
         return USAGE_STATUS
-    scheme = "https" if args.tls_cert_file else "http"
-    here = authority(_HERE.get(args.host, args.host), args.port)
-    needs_key = _needs_key(args.api_key, router_flags)
+    scheme = "https" if config.tls_cert_file else "http"
+    here = authority(_HERE.get(config.host, config.host), config.port)
+    needs_key = _needs_key(config.api_key, router_flags)
     return asyncio.run(_serve(found, f"{scheme}://{here}", needs_key=needs_key))
 
 
@@ -115,25 +137,27 @@ def _needs_key(api_key: str | None, router_flags: Sequence[str]) -> bool:
     )
 
 
-def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parsed(arguments: Sequence[str]) -> tuple[ServeConfig, list[str]]:
     """Our own flags, and those for shards."""
     parser = _parser()
-    args, shard_flags = parser.parse_known_args(arguments)
-    if (last_port := _usual_ports(args)[-1]) > MAX_PORT:
-        parser.error(f"argument --shard-port: must be from 1 to {MAX_PORT} for every shard, and "
-                     f"with --shards {args.shards} the last has {last_port}")  # fmt: skip
-    if too_few := _too_few_gpus(args.shards, args.tensor_parallel_size):
+    given, shard_flags = parser.parse_known_args(arguments)
+    config = ServeConfig(**vars(given))
+    if (last_port := _usual_ports(config)[-1]) > _MAX_PORT:
+        parser.error(f"argument --shard-port: must be from 1 to {_MAX_PORT} for every shard, and "
+                     f"with --shards {config.shards} the last has {last_port}")  # fmt: skip
+    if too_few := _too_few_gpus(config.shards, config.tensor_parallel_size):
         parser.error(f"argument --tensor-parallel-size: {too_few}")
-    return args, shard_flags
+    return config, shard_flags
 
 
 def _say(line: str) -> None:
     print(f"penstock serve: {line}", file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_for(
-        "serve",
+def _parser() -> OneLineParser:
+    parser = parser_of(
+        ServeConfig,
+        "penstock serve",
         "Serve a model on this machine: a router and one shard or more, restarted when they die.",
     )
     parser.usage = "penstock serve [MODEL] [FLAGS] [-- FLAGS OF THE ROUTER]"
@@ -143,66 +167,11 @@ def _parser() -> argparse.ArgumentParser:
         "the router: see `penstock router --help`. Several shards take the GPUs in turn, each as "
         "many as its model is split over."
     )
-    parser.add_argument(
-        "--api-key",
-        type=usable_key,
-        metavar="KEY",
-        help="key that callers of the router and of its shards must send "
-        "(default: PENSTOCK_API_KEY, or none)",
-    )
-    _add_router_flags(parser.add_argument_group("router"))
-    _add_shard_flags(parser.add_argument_group("shards"))
     return parser
 
 
-def _add_router_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", default=8000, type=port_number, help="its port (default: %(default)s)")
-    add(
-        "--workers",
-        default=1,
-        type=positive_int,
-        metavar="N",
-        help="processes that share the port (default: %(default)s)",
-    )
-    add(
-        "--tls-cert-file",
-        "--ssl-certfile",
-        metavar="FILE",
-        help="serve HTTPS with this certificate, read again when it changes",
-    )
-    add("--tls-key-file", "--ssl-keyfile", metavar="FILE", help="and its key")
-    add(
-        "--shutdown-timeout-s",
-        default=10.0,
-        type=seconds,
-        metavar="S",
-        help="how long running requests may take to finish when this ends (default: %(default)g)",
-    )
-
-
-def _add_shard_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--shards", default=1, type=positive_int, metavar="N", help="how many (default: 1)")
-    add(
-        "--tensor-parallel-size",
-        default=1,
-        type=positive_int,
-        metavar="N",
-        help="GPUs of each shard, over which its model is split (default: %(default)s)",
-    )
-    add(
-        "--shard-port",
-        type=port_number,
-        metavar="PORT",
-        help="port of the first shard; the others have those after it "
-        f"(default: {SHARD_PORT}, and where one is taken the next)",
-    )
-
-
 def _children(
-    args: argparse.Namespace,
+    config: ServeConfig,
     shard_flags: list[str],
     router_flags: Sequence[str],
     shard_ports: Sequence[int],
@@ -210,19 +179,14 @@ def _children(
     """The shards, then the router."""
     ports = [str(port) for port in shard_ports]
     addresses = [f"{_LOOPBACK}:{port}" for port in ports]
-    router = _python("penstock_router", "--shards", ",".join(addresses), "--host", args.host,
-                     "--port", str(args.port), "--workers", str(args.workers),
-                     "--shutdown-timeout-s", str(args.shutdown_timeout_s))  # fmt: skip
-    if args.tls_cert_file:
-        router += ["--tls-cert-file", args.tls_cert_file]
-    if args.tls_key_file:
-        router += ["--tls-key-file", args.tls_key_file]
+    listening = words_of(config, ListeningConfig)
+    router = _python("penstock_router", "--shards", ",".join(addresses), *listening)
     # The same key for all: otherwise a shard would take the one in our own environment.
-    key = {} if args.api_key is None else {"PENSTOCK_API_KEY": args.api_key}
-    size = args.tensor_parallel_size
+    key = {} if config.api_key is None else {"PENSTOCK_API_KEY": config.api_key}
+    size = config.tensor_parallel_size
     gpus = itertools.cycle(
         {"CUDA_VISIBLE_DEVICES": ",".join(group)}
-        for group in _groups(visible_gpus() if args.shards > 1 else [], size)
+        for group in _groups(visible_gpus() if config.shards > 1 else [], size)
     )
     if size > 1:
         shard_flags = [*shard_flags, "--tensor-parallel-size", str(size)]
@@ -242,7 +206,7 @@ def _children(
             [*router, *router_flags],
             variables=_ROUTER_VARIABLES,
             environment=key,
-            stop_timeout_s=args.shutdown_timeout_s + _STOP_TIMEOUT_S,
+            stop_timeout_s=config.shutdown_timeout_s + _STOP_TIMEOUT_S,
         ),
     ]
 
@@ -268,28 +232,29 @@ def _groups(gpus: list[str], size: int) -> list[list[str]]:
     return [gpus[index * size : (index + 1) * size] for index in range(count)]
 
 
-def _usual_ports(args: argparse.Namespace) -> list[int]:
+def _usual_ports(config: ServeConfig) -> list[int]:
     """The shards' ports, where they are free."""
-    first: int = SHARD_PORT if args.shard_port is None else args.shard_port
-    return list(range(first, first + args.shards))
+    first: int = SHARD_PORT if config.shard_port is None else config.shard_port
+    return list(range(first, first + config.shards))
 
 
-def _shard_ports(args: argparse.Namespace) -> list[int]:
+def _shard_ports(config: ServeConfig) -> list[int]:
     """Ports that are free: those that were asked for, else the next ones, and then it is said.
 
     Raises `Unusable`.
     """
-    usual = _usual_ports(args)
-    if args.shard_port is not None:
-        if taken := _first_taken(_LOOPBACK, usual[0], "--shard-port", count=args.shards):
+    usual = _usual_ports(config)
+    if config.shard_port is not None:
+        if taken := _first_taken(_LOOPBACK, usual[0], "--shard-port", count=config.shards):
             raise Unusable(taken)
         return usual
     candidates = range(SHARD_PORT, SHARD_PORT + _MOST_PORTS)
     free = (port for port in candidates if not _first_taken(_LOOPBACK, port, "--shard-port"))
-    ports = list(itertools.islice(free, args.shards))
-    if len(ports) < args.shards:
-        raise Unusable(f"fewer than {args.shards} ports from {SHARD_PORT} to {candidates[-1]} are "
-                       "free for shards; say with --shard-port where there are")  # fmt: skip
+    ports = list(itertools.islice(free, config.shards))
+    if len(ports) < config.shards:
+        tried = f"{SHARD_PORT} to {candidates[-1]}"
+        raise Unusable(f"fewer than {config.shards} ports from {tried} are free for shards; say "
+                       "with --shard-port where there are")  # fmt: skip
     if ports != usual:
         taken_port = next(port for port in usual if port not in ports)
         holder = holder_of(taken_port)
@@ -314,14 +279,6 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
             where = authority(host, number)
             return f"cannot listen on {where}: {why_not(error, number)}; give another {wrong}"
     return ""
-
-
-def _take_their_flags(children: list[_Child]) -> bool:
-    """Whether all would run with them, as shards all have the same: asked before one begins to
-    load. Raises `Unusable`.
-    """
-    shard, router = children[0], children[-1]
-    return check(_typed(router), _typed(shard))
 
 
 def _typed(child: _Child) -> Typed:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from fnmatch import fnmatchcase
 
 
 class Takes(Enum):
@@ -71,7 +72,14 @@ class Rule:
     separator: str = ""
 
 
+# By name; in an environment also by family, a name with a * for any letters.
 Table = dict[str, Rule]
+
+
+def rule_of(variable: str, table: Table) -> Rule | None:
+    """The variable's own rule, or that of the first family which it is of."""
+    families = (name for name in table if "*" in name and fnmatchcase(variable, name))
+    return table.get(variable) or table.get(next(families, ""))
 
 
 def named(text: str, rule: Rule) -> Table:
@@ -148,6 +156,26 @@ def one_of(values: dict[str, str | None], otherwise: str, loss: Loss = Loss.LOST
         return values[text.lower()]
 
     return convert
+
+
+log_level = one_of(
+    {
+        **{level: level for level in ("debug", "info", "warning", "error")},
+        **{"trace": "debug", "warn": "warning", "critical": "error"},
+    },
+    "levels are debug, info, warning and error, for the whole router",
+)
+# What a checkpoint has is seen from its files.
+quantization = one_of(
+    {
+        "fp8": "fp8",
+        **dict.fromkeys(("none", "compressed-tensors", "awq", "awq_marlin")),
+        **dict.fromkeys(("gptq", "gptq_marlin", "marlin")),
+    },
+    "not served; give --quantization fp8, or a checkpoint of AWQ, GPTQ or compressed-tensors; on "
+    "a CPU --quantization int8",
+    Loss.REFUSED,
+)
 
 
 def otlp_over_http(text: str) -> str:

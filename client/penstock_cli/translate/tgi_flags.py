@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from penstock_cli.translate.flag_rules import (
     HUB,
-    Loss,
     NotTranslatable,
     Part,
     Rule,
     Table,
     at_least,
     becomes,
+    log_level,
     lost,
     named,
     needless,
     one_of,
     otlp_over_http,
+    quantization,
     refused,
     same,
 )
@@ -50,13 +51,6 @@ def _adapter(text: str) -> str:
     return f"{name}={source or name}"
 
 
-# What a checkpoint has is seen from its files.
-_QUANTIZED = one_of(
-    {"fp8": "fp8", "awq": None, "gptq": None, "marlin": None, "compressed-tensors": None},
-    "not served; give --quantization fp8, or a checkpoint of AWQ, GPTQ or compressed-tensors; on "
-    "a CPU --quantization int8",
-    Loss.REFUSED,
-)
 _OWN_SCHEDULE = "prompts and decodes share each step here; there is nothing to trade off"
 _ROPE = "rotary embeddings are as the model's config.json says; write rope_scaling there"
 
@@ -129,21 +123,12 @@ FLAGS: Table = {
     ),
     **named("lora-adapters", Rule(to="--lora", convert=_adapter, repeats=True, separator=",")),
     **lost("watermark-gamma watermark-delta", "no watermark; requests that ask for one get 422"),
-    **becomes("quantize", "--quantization", convert=_QUANTIZED),
+    **becomes("quantize", "--quantization", convert=quantization),
     **refused("rope-scaling rope-factor", _ROPE),
     **refused(
         "tokenizer-config-path",
         "the tokenizer is the model's; for another chat template give --chat-template FILE",
     ),
-}
-
-_LEVELS: dict[str, str | None] = {
-    "trace": "debug",
-    "debug": "debug",
-    "info": "info",
-    "warn": "warning",
-    "warning": "warning",
-    "error": "error",
 }
 
 ENVIRONMENT: Table = {
@@ -154,14 +139,9 @@ ENVIRONMENT: Table = {
     **becomes(
         "SM_NUM_GPUS", "--tensor-parallel-size", Part.DEVICES, at_least(1, "one GPU at least")
     ),
-    **becomes("HF_MODEL_QUANTIZE", "--quantization", convert=_QUANTIZED),
+    **becomes("HF_MODEL_QUANTIZE", "--quantization", convert=quantization),
     **lost("HF_MODEL_TRUST_REMOTE_CODE", "give --trust-remote-code", "false 0"),
-    **becomes(
-        "LOG_LEVEL",
-        "--log-level",
-        Part.ROUTER,
-        one_of(_LEVELS, "levels are debug, info, warning and error, for the whole router"),
-    ),
+    **becomes("LOG_LEVEL", "--log-level", Part.ROUTER, log_level),
     **becomes(
         "PREFIX_CACHING",
         "--no-enable-prefix-caching",
@@ -181,11 +161,6 @@ ENVIRONMENT: Table = {
     **needless("HF_HUB_ENABLE_HF_TRANSFER HF_HUB_USER_AGENT_ORIGIN", "the hub's library does well"),
     **needless("XPU_MEMORY_FRACTION", "no XPU is served"),
     **needless("EXLLAMA_VERSION DISABLE_EXLLAMA", "there are no such kernels"),
-    **needless(
-        "ROCM_USE_CUSTOM_PAGED_ATTN ROCM_USE_SKINNY_GEMM ROCM_USE_FLASH_ATTN_V2_TRITON "
-        "PYTORCH_TUNABLEOP_ENABLED PYTORCH_TUNABLEOP_SEQLENS PYTORCH_TUNABLEOP_TUNING "
-        "PYTORCH_TUNABLEOP_TUNE_AFTER_WARMUP PYTORCH_TUNABLEOP_VERBOSE",
-        "there are no such kernels to tune",
-    ),
+    **needless("ROCM_USE_* PYTORCH_TUNABLEOP_*", "there are no such kernels to tune"),
     **lost("COMPUTE_TYPE", "the header x-compute-type says what the shards run on"),
 }

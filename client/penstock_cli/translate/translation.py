@@ -12,7 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from penstock_cli.translate import tgi_flags, vllm_environment, vllm_flags
 from penstock_cli.translate.docker_run import DockerError, DockerRun, is_path, parse_docker_run
-from penstock_cli.translate.flag_rules import Loss, NotTranslatable, Part, Rule, Table, Takes
+from penstock_cli.translate.flag_rules import (
+    Loss,
+    NotTranslatable,
+    Part,
+    Rule,
+    Table,
+    Takes,
+    rule_of,
+)
 
 _OFF = frozenset({"0", "false", "f", "n", "no", "off", ""})
 _EVERYWHERE = "0.0.0.0"
@@ -135,7 +143,7 @@ def translate(
     for given in _flags(peer, words, {**around, **variables}, gpus, result).values():
         _apply(peer.flags[given.name], given, result)
     for name, value in {**around, **variables}.items():
-        rule = peer.environment.get(name)
+        rule = rule_of(name, peer.environment)
         if rule is not None and not value and rule.to != name:
             # Compose files pass on variables that may be unset as empty ones.
             continue

@@ -15,11 +15,13 @@ from penstock_cli.translate.flag_rules import (
     Table,
     at_least,
     becomes,
+    log_level,
     lost,
     named,
     needless,
     one_of,
     otlp_over_http,
+    quantization,
     readable_int,
     refused,
     same,
@@ -65,14 +67,6 @@ _DTYPES: dict[str, str | None] = {
     "bfloat16": "bfloat16",
     "float32": "float32",
 }
-_LEVELS: dict[str, str | None] = {
-    "trace": "debug",
-    "debug": "debug",
-    "info": "info",
-    "warning": "warning",
-    "error": "error",
-    "critical": "error",
-}
 _BACKENDS: dict[str, str | None] = {
     "flash_attn": "flash_attn",
     "torch_sdpa": "sdpa",
@@ -98,7 +92,6 @@ _REASONING_PARSERS: dict[str, str | None] = {
     "mistral": "mistral",
     "seed_oss": "seed",
 }
-_level = one_of(_LEVELS, "levels are debug, info, warning and error")
 
 
 def _context(text: str) -> str | None:
@@ -159,17 +152,6 @@ def _max_loras(text: str) -> str | None:
     return readable_int(text) if int(readable_int(text)) > _DEFAULT_MAX_LORAS else None
 
 
-# What a checkpoint has is seen from its files.
-_QUANTIZED = one_of(
-    {
-        "fp8": "fp8",
-        **dict.fromkeys(("none", "compressed-tensors", "awq", "awq_marlin", "gptq", "gptq_marlin")),
-    },
-    "not served; give --quantization fp8, or a checkpoint of AWQ, GPTQ or compressed-tensors; on "
-    "a CPU --quantization int8",
-    Loss.REFUSED,
-)
-
 # ---- reasons that several flags share ------------------------------------------------------------
 
 _TEXT_ONLY = "only text is served; requests with images, audio or video get 400"
@@ -213,7 +195,7 @@ FLAGS: Table = {
         "auto none",
     ),
     **lost("runner", "embeddings are served beside text, if the model has any", "auto generate"),
-    **becomes("quantization", "--quantization", convert=_QUANTIZED),
+    **becomes("quantization", "--quantization", convert=quantization),
     **refused("quantization-config", "as --quantization"),
     **needless("allow-deprecated-quantization!", "what is served is served"),
     **refused("tokenizer", "the tokenizer is the model's; put the other one into its directory"),
@@ -321,7 +303,7 @@ FLAGS: Table = {
     **needless("enable-flash-late-interaction!", "no scores are served"),
     **becomes("sse-keep-alive-interval", "--keep-alive-s", Part.ROUTER, _keep_alive),
     **becomes("shutdown-timeout", "--shutdown-timeout-s", Part.SERVE, _shutdown),
-    **becomes("uvicorn-log-level log-level", "--log-level", Part.ROUTER, _level),
+    **becomes("uvicorn-log-level log-level", "--log-level", Part.ROUTER, log_level),
     **becomes("enable-log-requests!", "--[no-]log-requests", Part.ROUTER),
     **needless("max-log-len enable-log-outputs! enable-log-deltas!", "no text is ever logged"),
     **needless(

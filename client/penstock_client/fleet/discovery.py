@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -98,8 +99,40 @@ class StaticSource:
         await asyncio.Event().wait()  # for ever
 
 
+class _PolledSource(ABC):
+    """A source that is asked again and again."""
+
+    interval_s: float
+    # How long an address has to be missing before it leaves.
+    settle_s: float = 0.0
+    clock: Clock
+    sleep: Sleep
+
+    @abstractmethod
+    async def _look(self) -> frozenset[str]:
+        """The addresses now. Raises `ValueError` where there is no set of them."""
+
+    async def addresses(self) -> AsyncGenerator[frozenset[str], None]:
+        """Look, settle, yield what changed, sleep."""
+        troubles = _SourceErrors(str(self))
+        settling = DelayedRemoval(self.settle_s)
+        current: frozenset[str] = frozenset()
+        while True:
+            try:
+                found = await self._look()
+            except ValueError as error:
+                troubles.met(str(error), len(current), self.clock(), self.interval_s)
+            else:
+                troubles.over()
+                settled = settling.update(found, self.clock())
+                if settled != current:
+                    current = settled
+                    yield settled
+            await self.sleep(self.interval_s)
+
+
 @dataclass(frozen=True, slots=True)
-class DnsSource:
+class DnsSource(_PolledSource):
     """Every address that a name has, such as that of a Kubernetes headless service."""
 
     name: str
@@ -112,10 +145,6 @@ class DnsSource:
 
     def __str__(self) -> str:
         return f"dns://{authority(self.name, self.port)}"
-
-    def addresses(self) -> AsyncGenerator[frozenset[str], None]:
-        settling = DelayedRemoval(self.settle_s)
-        return _poll(str(self), self._look, self.interval_s, settling, self.clock, self.sleep)
 
     async def _look(self) -> frozenset[str]:
         try:
@@ -134,11 +163,12 @@ class DnsSource:
 
 
 @dataclass(frozen=True, slots=True)
-class FileSource:
+class FileSource(_PolledSource):
     """The addresses in a file, one `HOST:PORT` a line; `#` starts a comment.
 
     Replace the file by renaming another onto it: half a file may be a valid one. It is read anew
-    each time, as a change within a tick of the file system's clock leaves no other trace.
+    each time, as a change within a tick of the file system's clock leaves no other trace. A line
+    that is removed is removed on purpose: its address leaves at once.
     """
 
     path: str
@@ -148,11 +178,6 @@ class FileSource:
 
     def __str__(self) -> str:
         return f"file://{self.path}"
-
-    def addresses(self) -> AsyncGenerator[frozenset[str], None]:
-        # A line removed from a file is removed on purpose: no need to wait.
-        settling = DelayedRemoval(0.0)
-        return _poll(str(self), self._look, self.interval_s, settling, self.clock, self.sleep)
 
     async def _look(self) -> frozenset[str]:
         return await asyncio.to_thread(read_addresses, self.path)
@@ -252,31 +277,6 @@ class _SourceErrors:
         if self._told:
             logger.info("%s: recovered", self._source)
         self._told = False
-
-
-async def _poll(
-    source: str,
-    look: Callable[[], Awaitable[frozenset[str]]],
-    interval_s: float,
-    settling: DelayedRemoval,
-    clock: Clock,
-    sleep: Sleep,
-) -> AsyncGenerator[frozenset[str], None]:
-    """Look, settle, yield what changed, sleep. `look` raises `ValueError` when it finds no set."""
-    troubles = _SourceErrors(source)
-    current: frozenset[str] = frozenset()
-    while True:
-        try:
-            found = await look()
-        except ValueError as error:
-            troubles.met(str(error), len(current), clock(), interval_s)
-        else:
-            troubles.over()
-            settled = settling.update(found, clock())
-            if settled != current:
-                current = settled
-                yield settled
-        await sleep(interval_s)
 
 
 def read_addresses(path: str) -> frozenset[str]:

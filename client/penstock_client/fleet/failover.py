@@ -40,6 +40,7 @@ from penstock_client.fleet.poison_requests import (
 from penstock_client.fleet.shard_state import ShardState, check_served, known_infos, serving
 from penstock_client.load_balancing.base import Policy
 from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_client.rpc.shard_client import new_request_id
 from penstock_client.types import (
     Attempt,
     AttemptRecord,
@@ -131,7 +132,14 @@ class Continuations:
         if request.sampling.seed is None:
             sampling = dataclasses.replace(request.sampling, seed=random_seed())
             request = dataclasses.replace(request, sampling=sampling)
-        stream = FleetStream(request, self, self._clock())
+        limit_s = request.objective.deadline_s
+        stream = FleetStream(
+            *(new_request_id(), -1, len(request.output_token_ids), self._on_cancel),
+            request=request,
+            _on_arrival=self._on_output,
+            _on_failure=self._on_failure,
+            deadline_s=None if limit_s is None else self._clock() + limit_s,
+        )
         if not self._send(stream):
             self._check_known(request)
             self._wait(stream)
@@ -160,7 +168,7 @@ class Continuations:
 
     # ---- called by streams ----
 
-    def on_output(self, stream: FleetStream, output: Output) -> None:
+    def _on_output(self, stream: FleetStream, output: Output) -> None:
         """A shard gave something."""
         shard, info = stream.shard, stream.info
         if stream.made_by is not info or stream.waited_s:
@@ -202,7 +210,7 @@ class Continuations:
             self._suspects.discard(stream)
             self._put_due([other for other in self._waiting if other.is_suspect])
 
-    def on_failure(self, stream: FleetStream, error: PenstockError) -> None:
+    def _on_failure(self, stream: FleetStream, error: PenstockError) -> None:
         """A shard dropped the request: it goes on, or ends."""
         shard = stream.shard
         if stream.info is not None:
@@ -222,7 +230,7 @@ class Continuations:
         self._wait(stream)
         self._put_due([stream])
 
-    def on_cancel(self, stream: GenerationStream) -> None:
+    def _on_cancel(self, stream: GenerationStream) -> None:
         """The reader left, or an output had a gap: abort the request at its shard."""
         assert isinstance(stream, FleetStream)
         if stream.shard is not None:
@@ -462,7 +470,7 @@ class Continuations:
                     self._move(stream, stream.shard)
             except PenstockError as error:
                 self._end(stream, error)
-            except Exception as error:
+            except Exception as error:  # a defect ends the request that it shows on
                 self._end(stream, ShardFailed(f"it cannot be sent on: {type(error).__name__}"))
                 raise
             if self._clock() >= turn_ends_s:

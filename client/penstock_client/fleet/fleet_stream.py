@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from penstock_client.errors import PenstockError
 from penstock_client.fleet.poison_requests import SUSPECT_DEATHS, fingerprint
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.rpc.shard_client import new_request_id
 from penstock_client.types import (
     FinishReason,
     GenerationRequest,
@@ -23,83 +23,45 @@ from penstock_client.types import (
 FIRST_BACK_OFF_S = 0.05
 
 
-class StreamOwner(Protocol):
-    """Sends a stream's request, and is called with what comes of it."""
-
-    def on_output(self, stream: FleetStream, output: Output) -> None:
-        """A shard sent an output."""
-
-    def on_failure(self, stream: FleetStream, error: PenstockError) -> None:
-        """A shard failed the request."""
-
-    def on_cancel(self, stream: GenerationStream) -> None:
-        """Its reader left."""
-
-
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class FleetStream(GenerationStream):
     """The stream of a request that may change shards. Iterate it like any `GenerationStream`."""
 
-    __slots__ = (
-        "_kind",
-        "_owner",
-        "attempts_in_vain",
-        "avoided",
-        "back_off_s",
-        "begun_by",
-        "deadline_s",
-        "engine_deaths",
-        "final_error",
-        "finish_reason",
-        "info",
-        "last_error",
-        "made_by",
-        "request",
-        "shard",
-        "taken_up_at",
-        "timer",
-        "token_ids",
-        "waited_s",
-        "waiting_since_s",
-        "was_dropped",
-    )
-
-    def __init__(self, request: GenerationRequest, owner: StreamOwner, now_s: float) -> None:
-        """`now_s` is of the clock that all its times are of."""
-        given = len(request.output_token_ids)
-        super().__init__(new_request_id(), -1, given, owner.on_cancel)
-        self._owner = owner
-        self._kind = b""
-        self.request = request
-        # The output so far, from all shards.
-        self.token_ids: list[int] = []
-        # The shard where it runs, and the info of that shard's engine; None while it waits.
-        self.shard: ShardState | None = None
-        self.info: ShardInfo | None = None
-        # The engine that made its latest tokens, or log-probabilities of its prompt; and the one
-        # that made its first, whose defaults hold for all.
-        self.made_by: ShardInfo | None = None
-        self.begun_by: ShardInfo | None = None
-        # How it ended; both None if its reader left.
-        self.finish_reason: FinishReason | None = None
-        self.final_error: PenstockError | None = None
-        # `len(token_ids)` when the current attempt began.
-        self.taken_up_at = 0
-        # How many engines died while it ran in them, since it last got past such a point.
-        self.engine_deaths = 0
-        # A shard that had taken it became unavailable.
-        self.was_dropped = False
-        self.attempts_in_vain = 0
-        # Instance ids of engines that failed it lately.
-        self.avoided: set[str] = set()
-        self.back_off_s = FIRST_BACK_OFF_S
-        self.last_error: PenstockError | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        # How long it waited since its last token, for a shard or in the queue of a full one; and
-        # when it began to wait for a shard, or in its queue.
-        self.waited_s = 0.0
-        self.waiting_since_s = 0.0
-        limit_s = request.objective.deadline_s
-        self.deadline_s = None if limit_s is None else now_s + limit_s
+    request: GenerationRequest
+    # Called when a shard sent an output, and when one failed the request.
+    _on_arrival: Callable[[FleetStream, Output], None]
+    _on_failure: Callable[[FleetStream, PenstockError], None]
+    # By the clock that all its times are of; None: no limit.
+    deadline_s: float | None
+    _kind: bytes = b""
+    # The output so far, from all shards.
+    token_ids: list[int] = field(default_factory=list)
+    # The shard where it runs, and the info of that shard's engine; None while it waits.
+    shard: ShardState | None = None
+    info: ShardInfo | None = None
+    # The engine that made its latest tokens, or log-probabilities of its prompt; and the one that
+    # made its first, whose defaults hold for all.
+    made_by: ShardInfo | None = None
+    begun_by: ShardInfo | None = None
+    # How it ended; both None if its reader left.
+    finish_reason: FinishReason | None = None
+    final_error: PenstockError | None = None
+    # `len(token_ids)` when the current attempt began.
+    taken_up_at: int = 0
+    # How many engines died while it ran in them, since it last got past such a point.
+    engine_deaths: int = 0
+    # A shard that had taken it became unavailable.
+    was_dropped: bool = False
+    attempts_in_vain: int = 0
+    # Instance ids of engines that failed it lately.
+    avoided: set[str] = field(default_factory=set)
+    back_off_s: float = FIRST_BACK_OFF_S
+    last_error: PenstockError | None = None
+    timer: asyncio.TimerHandle | None = None
+    # How long it waited since its last token, for a shard or in the queue of a full one; and when
+    # it began to wait for a shard, or in its queue.
+    waited_s: float = 0.0
+    waiting_since_s: float = 0.0
 
     @property
     def is_suspect(self) -> bool:
@@ -129,16 +91,16 @@ class FleetStream(GenerationStream):
         # `_accept` has cut off tokens that were known.
         self.token_ids += output.token_ids
         self.finish_reason = output.finish_reason
-        self._owner.on_output(self, output)
+        self._on_arrival(self, output)
         # Last, because the reader may cancel the stream here.
         self._tell()
 
     def fail(self, error: PenstockError) -> None:
         """The shard failed it: go on elsewhere, or end."""
         if not self.ended:
-            self._owner.on_failure(self, error)
+            self._on_failure(self, error)
 
     def end(self, error: PenstockError) -> None:
         """End with an error; try no other shard."""
         self.final_error = error
-        super().fail(error)
+        GenerationStream.fail(self, error)

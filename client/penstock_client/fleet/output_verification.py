@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Mapping
 
 from penstock_client.errors import PenstockError
-from penstock_client.fleet.compatibility import complete_request, same_adapter
+from penstock_client.fleet.compatibility import complete_request, same_adapter, same_numerics
 from penstock_client.fleet.failover import Observe
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
@@ -73,7 +73,7 @@ class Verification:
     def _second(self, stream: FleetStream) -> str | None:
         """The address of another shard with the same numerics."""
         made_by = stream.made_by
-        if made_by is None or not made_by.numerics_fingerprint:
+        if made_by is None:
             return None
         for shard in self._shards.values():
             info = shard.info
@@ -81,7 +81,7 @@ class Verification:
                 shard.ready
                 and info is not None
                 and info.instance_id != made_by.instance_id
-                and info.numerics_fingerprint == made_by.numerics_fingerprint
+                and same_numerics(info, made_by)
                 and same_adapter(made_by, info, stream.request.adapter)
             ):
                 return shard.address

@@ -20,7 +20,7 @@ from penstock_client.errors import (
     ShardUnavailable,
 )
 from penstock_client.fleet.circuit_breaker import CircuitBreaker
-from penstock_client.load_balancing.base import Candidate
+from penstock_client.load_balancing.base import Candidate, load_tokens
 from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
 from penstock_common.clock import Clock
@@ -100,17 +100,10 @@ class ShardState:
     def _new_candidate(self) -> Candidate:
         info = self.info
         assert info is not None
-        return Candidate(
-            address=self.address,
-            instance_id=info.instance_id,
-            running=self.load.running,
-            waiting=self.load.waiting,
-            queued_prompt_tokens=self.load.queued_prompt_tokens,
-            sent_requests=self.sent_requests,
-            sent_prompt_tokens=self.sent_prompt_tokens,
-            weights_hash=info.weights_hash,
-            block_size=info.block_size,
-        )
+        load = self.load
+        num_requests = load.running + load.waiting + self.sent_requests
+        tokens = load_tokens(num_requests, load.queued_prompt_tokens + self.sent_prompt_tokens)
+        return Candidate(self.address, info.instance_id, tokens, info.block_size)
 
     async def drain(self) -> None:
         """Ask it to drain: to admit nothing more and hand its requests over to other shards.

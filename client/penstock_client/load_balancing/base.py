@@ -17,27 +17,22 @@ _TOKENS_OF_A_REQUEST = 256
 Reason = Literal["only", "least_load", "round_robin", "prefix", "session", "imbalance"]
 
 
+def load_tokens(num_requests: int, prompt_tokens: int) -> int:
+    """The work, in tokens, of so many requests and of so many tokens of prompts to compute."""
+    return num_requests * _TOKENS_OF_A_REQUEST + prompt_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A shard as a policy sees it: what it last reported, and what was sent since."""
+    """A shard as a policy sees it."""
 
     address: str
     # New at each start of its engine, when its prefix cache is empty.
     instance_id: str
-    running: int
-    waiting: int
-    queued_prompt_tokens: int
-    # Sent since the report. Without these, requests of one moment would all pick one shard.
-    sent_requests: int
-    sent_prompt_tokens: int
-    weights_hash: str
+    # Work ahead of a new request: what the shard last reported, and what was sent since. Without
+    # that, requests of one moment would all pick one shard.
+    load_tokens: int
     block_size: int
-
-    @property
-    def load_tokens(self) -> int:
-        """Work ahead of a new request, in tokens."""
-        requests = self.running + self.waiting + self.sent_requests
-        return requests * _TOKENS_OF_A_REQUEST + self.queued_prompt_tokens + self.sent_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Self
 
 from penstock_client.errors import PenstockError, ShardFailed
@@ -20,6 +20,7 @@ def _nobody() -> None:
     """Listens to nothing."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class GenerationStream:
     """Iterate for everything new since the last time, until the output with a finish reason.
 
@@ -27,48 +28,26 @@ class GenerationStream:
     the generation in the shard. One reader at a time: one that iterates, or one that listens.
     """
 
-    __slots__ = (
-        "_ended",
-        "_error",
-        "_min_tokens",
-        "_next_position",
-        "_next_prompt_index",
-        "_on_cancel",
-        "_on_output",
-        "_pending",
-        "approximate",
-        "attempt",
-        "attempts",
-        "fingerprints",
-        "request_id",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        attempt: int,
-        next_position: int,
-        on_cancel: Callable[[GenerationStream], None],
-    ) -> None:
-        self.request_id = request_id
-        self.attempt = attempt
-        # It went on at a shard with other numerics, where tokens may differ at a near-tie. Only a
-        # fleet's streams do.
-        self.approximate = False
-        # The numerics fingerprints of all shards that gave its tokens; filled in by a fleet.
-        self.fingerprints: list[str] = []
-        # The attempts so far, in order; kept by a fleet.
-        self.attempts: list[AttemptRecord] = []
-        self._next_position = next_position
-        # The next index of the prompt's log-probabilities; the token at index 0 has none.
-        self._next_prompt_index = 1
-        self._on_cancel = on_cancel
-        self._on_output: Callable[[], None] = _nobody
-        self._min_tokens = 1
-        self._pending: Output | None = None
-        self._error: PenstockError | None = None
-        # No more will arrive: finished, failed or cancelled.
-        self._ended = False
+    request_id: str
+    attempt: int
+    _next_position: int
+    # Aborts the generation.
+    _on_cancel: Callable[[GenerationStream], None]
+    # It went on at a shard with other numerics, where tokens may differ at a near-tie. Only a
+    # fleet's streams do.
+    approximate: bool = False
+    # The numerics fingerprints of all shards that gave its tokens; filled in by a fleet.
+    fingerprints: list[str] = field(default_factory=list)
+    # The attempts so far, in order; kept by a fleet.
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    # The next index of the prompt's log-probabilities; the token at index 0 has none.
+    _next_prompt_index: int = 1
+    _on_output: Callable[[], None] = _nobody
+    _min_tokens: int = 1
+    _pending: Output | None = None
+    _error: PenstockError | None = None
+    # No more will arrive: finished, failed or cancelled.
+    _ended: bool = False
 
     @property
     def ended(self) -> bool:
@@ -122,12 +101,7 @@ class GenerationStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self.cancel()
 
     def cancel(self) -> None:

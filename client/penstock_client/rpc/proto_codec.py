@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,6 +46,7 @@ from penstock_client.types import (
 )
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.fields import scalar_fields, scalars
 from penstock_proto.shard_pb2_grpc import ShardStub
 from penstock_proto.transport import FIELD_METADATA, explain
 
@@ -58,18 +60,6 @@ _POOLINGS: Mapping[str, pb.EmbedRequest.Pooling] = {
     "last": pb.EmbedRequest.POOLING_LAST,
     "mean": pb.EmbedRequest.POOLING_MEAN,
 }
-
-_SAMPLING_SCALARS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
 
 # What fits into the field, in milliseconds: seven weeks.
 _MAX_DEADLINE_S = (2**32 - 1) // 1000
@@ -108,21 +98,18 @@ def generate_request(
     _set(message, "attempt", attempt.number)
     for name in ("instance_id", "hand_back", "suspect"):
         _set(message, name, getattr(attempt, name))
-    for name in ("model", "adapter", "adapter_hash", "cache_salt"):
-        _set(message, name, getattr(request, name))
-    for name in ("label", "traceparent", "caller"):
-        _set(message, name, getattr(request, name))
+    _set_same(message, request)
     _set_ids(message, "prompt_token_ids", request.prompt_token_ids)
     _set_ids(message, "output_token_ids", request.output_token_ids)
     _set_sampling(message.sampling, request.sampling)
-    _set_stop(message.stop, request)
-    _set_output_options(message.output, request)
+    _set_same(message.stop, request)
+    _set_ids(message.stop, "stop_token_ids", request.stop_token_ids)
+    _set_same(message.output, request)
+    _set_ids(message.output, "logprob_token_ids", request.logprob_token_ids)
     if request.constraint is not None:
         _set_constraint(message.constraint, request.constraint)
     if request.thinking_budget is not None:
-        for name in ("max_tokens", "begin_token_id", "end_token_id", "begun"):
-            value = getattr(request.thinking_budget, name)
-            _set(message.thinking_budget, name, value, f"thinking_budget.{name}")
+        _set_same(message.thinking_budget, request.thinking_budget, "thinking_budget.")
     _set_objective(message.objective, request.objective)
     return message
 
@@ -172,9 +159,17 @@ def _set(message: Any, field: str, value: Any, name: str = "") -> None:
         raise InvalidRequest(f"{name}: {error}", field=name, value=text) from None
 
 
+def _set_same(message: Any, source: object, within: str = "") -> None:
+    """Set the fields that the source has under the same names; a refusal calls them by these, with
+    `within` before them.
+    """
+    for name in scalar_fields(message.DESCRIPTOR):
+        if hasattr(source, name):
+            _set(message, name, getattr(source, name), within + name)
+
+
 def _set_sampling(message: pb.SamplingParams, sampling: SamplingParams) -> None:
-    for name in _SAMPLING_SCALARS:
-        _set(message, name, getattr(sampling, name))
+    _set_same(message, sampling)
     if sampling.seed is None:
         message.seed = random_seed()
     try:
@@ -184,20 +179,6 @@ def _set_sampling(message: pb.SamplingParams, sampling: SamplingParams) -> None:
     for word in sampling.bad_words:
         _set_ids(message.bad_words.add(), "token_ids", word, "bad_words")
     _set_ids(message, "allowed_token_ids", sampling.allowed_token_ids)
-
-
-def _set_stop(message: pb.StopConditions, request: GenerationRequest) -> None:
-    _set(message, "max_tokens", request.max_tokens)
-    _set(message, "min_tokens", request.min_tokens)
-    _set_ids(message, "stop_token_ids", request.stop_token_ids)
-    if request.ignore_eos:
-        message.ignore_eos = True
-
-
-def _set_output_options(message: pb.OutputOptions, request: GenerationRequest) -> None:
-    _set(message, "logprobs", request.logprobs)
-    _set(message, "prompt_logprobs", request.prompt_logprobs)
-    _set_ids(message, "logprob_token_ids", request.logprob_token_ids)
 
 
 def _set_constraint(message: pb.Constraint, constraint: Constraint) -> None:
@@ -213,7 +194,7 @@ def _set_constraint(message: pb.Constraint, constraint: Constraint) -> None:
 
 
 def _set_objective(message: pb.Objective, objective: Objective) -> None:
-    _set(message, "priority", objective.priority)
+    _set_same(message, objective)
     deadline_s = objective.deadline_s
     if deadline_s is not None:
         if not 0 < deadline_s <= _MAX_DEADLINE_S:
@@ -224,9 +205,6 @@ def _set_objective(message: pb.Objective, objective: Objective) -> None:
                 bound=f"above 0, at most {_MAX_DEADLINE_S}",
             )
         message.deadline_ms = max(1, round(deadline_s * 1000))
-    _set(message, "time_to_first_token_s", objective.time_to_first_token_s)
-    _set(message, "seconds_between_tokens", objective.seconds_between_tokens)
-    _set(message, "latency_sensitive", objective.latency_sensitive)
 
 
 def embed_request(
@@ -316,35 +294,33 @@ def _error(message: pb.Error) -> PenstockError:
     return error
 
 
-_REFUSALS: Mapping[int, type[RequestRefused]] = {
-    grpc.StatusCode.INVALID_ARGUMENT.value[0]: InvalidRequest,
+_ERRORS: Mapping[grpc.StatusCode, type[PenstockError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     # It asks for what cannot be gone on with, here or elsewhere.
-    grpc.StatusCode.OUT_OF_RANGE.value[0]: RequestRefused,
-    grpc.StatusCode.NOT_FOUND.value[0]: InvalidRequest,
-    grpc.StatusCode.FAILED_PRECONDITION.value[0]: NotServed,
-    grpc.StatusCode.UNIMPLEMENTED.value[0]: NotServed,
+    grpc.StatusCode.OUT_OF_RANGE: RequestRefused,
+    grpc.StatusCode.NOT_FOUND: InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: NotServed,
+    grpc.StatusCode.UNIMPLEMENTED: NotServed,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: ShardUnavailable,
+    grpc.StatusCode.CANCELLED: ShardUnavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
 }
-
-_FAILURES: Mapping[int, type[PenstockError]] = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: Overloaded,
-    grpc.StatusCode.UNAVAILABLE.value[0]: ShardUnavailable,
-    grpc.StatusCode.CANCELLED.value[0]: ShardUnavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED.value[0]: DeadlineExceeded,
-    grpc.StatusCode.UNAUTHENTICATED.value[0]: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED.value[0]: Unauthenticated,
-}
+_ERRORS_BY_CODE = {status.value[0]: kind for status, kind in _ERRORS.items()}
 
 
 def _error_of_code(
     code: int, text: str, *, field: str = "", value: str = "", bound: str = ""
 ) -> PenstockError:
-    refusal = _REFUSALS.get(code)
-    if refusal is not None:
-        return refusal(text, field=field, value=value, bound=bound)
-    failure = _FAILURES.get(code, ShardFailed)(text)
-    if isinstance(failure, Overloaded):
-        failure.field = field
-    return failure
+    kind = _ERRORS_BY_CODE.get(code, ShardFailed)
+    if issubclass(kind, RequestRefused):
+        return kind(text, field=field, value=value, bound=bound)
+    error = kind(text)
+    if isinstance(error, Overloaded):
+        error.field = field
+    return error
 
 
 def call_error(error: grpc.RpcError, address: str) -> PenstockError:
@@ -381,31 +357,13 @@ def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
             f"{message.schema_revision}, this client {MIN_SCHEMA_REVISION} to {SCHEMA_REVISION}"
         )
     return ShardInfo(
+        **scalars(message),
         address=address,
-        schema_revision=message.schema_revision,
-        min_schema_revision=message.min_schema_revision,
-        version=message.version,
-        instance_id=message.instance_id,
-        model=message.model,
         model_aliases=tuple(message.model_aliases),
-        revision=message.revision,
-        architecture=message.architecture,
-        weights_hash=message.weights_hash,
-        tokenizer_hash=message.tokenizer_hash,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
         eos_token_ids=tuple(message.eos_token_ids),
         default_sampling=_sampling(message.default_sampling),
-        block_size=message.block_size,
-        num_blocks=message.num_blocks,
-        limits=_limits(message.limits),
-        dtype=message.dtype,
-        kv_dtype=message.kv_dtype,
-        device=message.device,
-        attention_backend=message.attention_backend,
+        limits=ShardLimits(**scalars(message.limits)),
         capabilities=frozenset(message.capabilities),
-        batch_invariant=message.batch_invariant,
-        numerics_fingerprint=message.numerics_fingerprint,
         adapters={each.name: adapter(each) for each in message.loaded_adapters},
         embedding=_embedding(message.embedding) if message.HasField("embedding") else None,
     )
@@ -420,7 +378,7 @@ def unload_adapter_request(name: str) -> pb.UnloadAdapterRequest:
 
 
 def adapter(message: pb.Adapter) -> Adapter:
-    return Adapter(message.name, message.content_hash, message.source, message.rank)
+    return Adapter(**scalars(message))
 
 
 def _embedding(message: pb.EmbeddingDefaults) -> EmbeddingDefaults:
@@ -430,13 +388,29 @@ def _embedding(message: pb.EmbeddingDefaults) -> EmbeddingDefaults:
     )
 
 
+def whole_files(chunks: Iterable[pb.FileChunk]) -> dict[str, bytes]:
+    """Files by name, of their chunks, the last of which has the hash of the whole.
+
+    Raises:
+        ShardFailed: a file does not have the hash that the shard announced.
+    """
+    parts: dict[str, list[bytes]] = {}
+    files = {}
+    for chunk in chunks:
+        parts.setdefault(chunk.name, []).append(chunk.data)
+        if chunk.sha256:
+            files[chunk.name] = whole = b"".join(parts.pop(chunk.name))
+            if hashlib.sha256(whole).hexdigest() != chunk.sha256:
+                raise ShardFailed(f"{chunk.name} arrived damaged: its sha256 is not as announced")
+    return files
+
+
 def embeddings(message: pb.EmbedResponse) -> list[list[float]]:
     return [list(each.values) for each in message.embeddings]
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingParams:
-    present = [name for name in _SAMPLING_SCALARS if message.HasField(name)]
-    return SamplingParams(**{name: _as_written(getattr(message, name)) for name in present})
+    return SamplingParams(**{name: _as_written(value) for name, value in scalars(message).items()})
 
 
 def _as_written(value: Any) -> Any:
@@ -444,37 +418,9 @@ def _as_written(value: Any) -> Any:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def _limits(message: pb.Limits) -> ShardLimits:
-    return ShardLimits(
-        max_num_seqs=message.max_num_seqs,
-        max_num_batched_tokens=message.max_num_batched_tokens,
-        max_queued_requests=message.max_queued_requests,
-        max_queued_tokens=message.max_queued_tokens,
-        max_logprobs=message.max_logprobs,
-    )
-
-
 def load_report(message: pb.LoadReport) -> LoadReport:
-    return LoadReport(
-        instance_id=message.instance_id,
-        running=message.running,
-        waiting=message.waiting,
-        queued_prompt_tokens=message.queued_prompt_tokens,
-        running_tokens=message.running_tokens,
-        referenced_blocks=message.referenced_blocks,
-        num_blocks=message.num_blocks,
-        steps_total=message.steps_total,
-        step_running_s=message.step_running_s,
-        engine_beat_age_s=message.engine_beat_age_s,
-        preemptions_total=message.preemptions_total,
-        serving=message.serving,
-        draining=message.draining,
-        handing_over=message.handing_over,
-        steps_seconds_total=message.steps_seconds_total,
-        computed_tokens_total=message.computed_tokens_total,
-        adapters_revision=message.adapters_revision,
-    )
+    return LoadReport(**scalars(message))
 
 
 def drain_progress(message: pb.DrainProgress) -> DrainProgress:
-    return DrainProgress(running=message.running, waiting=message.waiting)
+    return DrainProgress(**scalars(message))

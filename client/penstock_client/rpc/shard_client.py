@@ -15,7 +15,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -29,7 +28,6 @@ from penstock_client.errors import (
 )
 from penstock_client.rpc import proto_codec
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.rpc.tokenizer_files import FileAssembler
 from penstock_client.types import (
     Adapter,
     Attempt,
@@ -120,12 +118,7 @@ class ShardClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -253,34 +246,24 @@ class ShardClient:
             NotServed: the shard serves no embeddings.
             ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
         """
-        self._require_open()
         message = proto_codec.embed_request(request, new_request_id(), instance_id)
-        with proto_codec.errors_of(self.address):
-            answer = await self._stub.Embed(message, metadata=self._metadata, timeout=timeout_s)
-        return proto_codec.embeddings(answer)
+        return proto_codec.embeddings(await self._ask("Embed", message, timeout_s))
 
     # ---- the other calls ----
 
     async def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
         """What the shard serves. Raises `ShardUnavailable`, `IncompatibleShard` and others."""
-        self._require_open()
-        with proto_codec.errors_of(self.address):
-            message = await self._stub.GetInfo(
-                proto_codec.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
-            )
-        return proto_codec.shard_info(message, self.address)
+        answer = await self._ask("GetInfo", proto_codec.INFO_REQUEST, timeout_s)
+        return proto_codec.shard_info(answer, self.address)
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
         self._require_open()
-        assembler = FileAssembler()
         call = self._stub.GetTokenizer(
             proto_codec.TOKENIZER_REQUEST, metadata=self._metadata, timeout=_TOKENIZER_TIMEOUT_S
         )
         with proto_codec.errors_of(self.address):
-            async for chunk in call:
-                assembler.add(chunk)
-        return assembler.files
+            return proto_codec.whole_files([chunk async for chunk in call])
 
     async def watch_load(self) -> AsyncGenerator[LoadReport, None]:
         """Load reports, on change and at least one a second, until the shard goes away."""
@@ -303,22 +286,22 @@ class ShardClient:
             NotServed: the shard serves none, or has no place left.
             ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
         """
-        self._require_open()
         message = proto_codec.load_adapter_request(name, source)
-        with proto_codec.errors_of(self.address):
-            answer = await self._stub.LoadAdapter(
-                message, metadata=self._metadata, timeout=timeout_s
-            )
+        answer = await self._ask("LoadAdapter", message, timeout_s)
         return proto_codec.adapter(answer.adapter)
 
     async def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
         """No further request gets the adapter; those that run keep it. Raises `InvalidRequest` for
         one that is not loaded, and others as `errors` lists them.
         """
+        await self._ask("UnloadAdapter", proto_codec.unload_adapter_request(name), timeout_s)
+
+    async def _ask(self, method: str, message: Any, timeout_s: float | None) -> Any:
+        """The answer to a call of one message. Raises as `errors` lists them."""
         self._require_open()
-        message = proto_codec.unload_adapter_request(name)
+        call = getattr(self._stub, method)
         with proto_codec.errors_of(self.address):
-            await self._stub.UnloadAdapter(message, metadata=self._metadata, timeout=timeout_s)
+            return await call(message, metadata=self._metadata, timeout=timeout_s)
 
     def give_up_call(self, reason: str) -> None:
         """End the shared call, and every stream on it as retryable: the shard says nothing."""

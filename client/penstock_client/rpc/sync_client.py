@@ -6,13 +6,11 @@ Each generation is a call of its own: one request, half-closed, read to the end.
 from __future__ import annotations
 
 from collections.abc import Generator
-from types import TracebackType
 from typing import Any, Self
 
 from penstock_client.errors import PenstockError, ShardUnavailable
 from penstock_client.rpc import proto_codec
 from penstock_client.rpc.shard_client import ADAPTER_TIMEOUT_S, call_metadata, new_request_id
-from penstock_client.rpc.tokenizer_files import FileAssembler
 from penstock_client.types import Adapter, EmbeddingRequest, GenerationRequest, Output, ShardInfo
 from penstock_common.tls import Tls
 from penstock_proto.transport import Connector
@@ -35,12 +33,7 @@ class SyncShardClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -89,48 +82,36 @@ class SyncShardClient:
     ) -> list[list[float]]:
         """A vector for each of the inputs, as `ShardClient.embed` has it."""
         message = proto_codec.embed_request(request, new_request_id())
-        with proto_codec.errors_of(self.address):
-            answer = self._stub.Embed(message, metadata=self._metadata, timeout=timeout_s)
-        return proto_codec.embeddings(answer)
+        return proto_codec.embeddings(self._ask("Embed", message, timeout_s))
 
     def load_adapter(
         self, name: str, source: str, *, timeout_s: float = ADAPTER_TIMEOUT_S
     ) -> Adapter:
         """Have the shard load a LoRA adapter, as `ShardClient.load_adapter` has it."""
         message = proto_codec.load_adapter_request(name, source)
-        with proto_codec.errors_of(self.address):
-            answer = self._stub.LoadAdapter(message, metadata=self._metadata, timeout=timeout_s)
-        return proto_codec.adapter(answer.adapter)
+        return proto_codec.adapter(self._ask("LoadAdapter", message, timeout_s).adapter)
 
     def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
         """No further request gets the adapter, as `ShardClient.unload_adapter` has it."""
-        message = proto_codec.unload_adapter_request(name)
-        with proto_codec.errors_of(self.address):
-            self._stub.UnloadAdapter(message, metadata=self._metadata, timeout=timeout_s)
+        self._ask("UnloadAdapter", proto_codec.unload_adapter_request(name), timeout_s)
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort by id; unknown ids are no error."""
-        with proto_codec.errors_of(self.address):
-            self._stub.Abort(
-                proto_codec.abort_request(request_ids),
-                metadata=self._metadata,
-                timeout=_UNARY_TIMEOUT_S,
-            )
+        self._ask("Abort", proto_codec.abort_request(request_ids), _UNARY_TIMEOUT_S)
 
     def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
         """What the shard serves."""
+        answer = self._ask("GetInfo", proto_codec.INFO_REQUEST, timeout_s)
+        return proto_codec.shard_info(answer, self.address)
+
+    def _ask(self, method: str, message: Any, timeout_s: float | None) -> Any:
+        """The answer to a call of one message. Raises as `errors` lists them."""
+        call = getattr(self._stub, method)
         with proto_codec.errors_of(self.address):
-            message = self._stub.GetInfo(
-                proto_codec.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
-            )
-        return proto_codec.shard_info(message, self.address)
+            return call(message, metadata=self._metadata, timeout=timeout_s)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
-        assembler = FileAssembler()
+        call = self._stub.GetTokenizer(proto_codec.TOKENIZER_REQUEST, metadata=self._metadata)
         with proto_codec.errors_of(self.address):
-            for chunk in self._stub.GetTokenizer(
-                proto_codec.TOKENIZER_REQUEST, metadata=self._metadata
-            ):
-                assembler.add(chunk)
-        return assembler.files
+            return proto_codec.whole_files(call)

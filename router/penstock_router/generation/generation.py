@@ -108,8 +108,7 @@ class Generation(Deltas):
     async def __aenter__(self) -> Self:
         try:
             await self._submit()
-        except BaseException as error:
-            # `__aexit__` does not run when `__aenter__` raises.
+        except BaseException as error:  # `__aexit__` does not run when `__aenter__` raises
             self.abandon(error)
             raise
         self._count_cached()

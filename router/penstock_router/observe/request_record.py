@@ -151,6 +151,5 @@ class Records:
         for listener in self.on_end:
             try:
                 listener(record)
-            except Exception:
-                # A failing listener must not fail the request.
+            except Exception:  # a failing listener must not fail the request
                 logger.exception("request %s: its end could not be told", record.request_id)

@@ -296,7 +296,7 @@ class Lease:
             raise Unavailable(
                 "the process that worked on this request's text ended; try again"
             ) from None
-        except BaseException:
+        except BaseException:  # a caller that is gone leaves its process to its task
             self._pool.let_end(self, asking)
             raise
 

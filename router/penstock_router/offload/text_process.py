@@ -97,7 +97,7 @@ class TextWorker:
             raise
         except ApiError as error:
             return pack_error(error, kind), ()
-        except Exception as error:
+        except Exception as error:  # a defect costs the body it shows on
             logger.exception("a body could not be worked on")
             return pack_error(as_api_error(error), kind), ()
 

@@ -170,7 +170,7 @@ async def _make(
     except asyncio.CancelledError:
         generation.abandon(None)
         raise
-    except Exception as error:
+    except Exception as error:  # whatever it was, the generation learns it
         generation.abandon(error)
         raise
     shape.finish()

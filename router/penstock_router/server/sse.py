@@ -201,7 +201,7 @@ async def stream(
                 if before_end is not None:
                     await before_end()
                 await events.send(await make_edge(shape.closing))
-        except Exception as error:
+        except Exception as error:  # whatever it was, the generation learns it
             generation.abandon(error)
             raise
 

@@ -215,7 +215,7 @@ def _connect(path: str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
     try:
         _set_up(connection, path)
-    except BaseException:
+    except BaseException:  # whatever it was, the file does not stay open
         connection.close()
         raise
     return connection
@@ -360,7 +360,7 @@ class ResponseStore:
                 # If an owner's name is used again, its former user is gone.
                 self._change((_FORGET_OWN, _FAIL_OWNERLESS))
                 self._beat()
-            except BaseException:
+            except BaseException:  # whatever it was, the file does not stay open
                 self._connection.close()
                 raise
 

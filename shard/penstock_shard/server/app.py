@@ -25,7 +25,7 @@ from penstock_proto.transport import server_credentials, server_options
 from penstock_shard.config import ShardConfig
 from penstock_shard.server import proto_codec
 from penstock_shard.server.auth import KeyCheck
-from penstock_shard.server.metrics import serve_metrics
+from penstock_shard.server.metrics_collector import serve_metrics
 from penstock_shard.server.request_log_line import log_request
 from penstock_shard.server.request_record import Follower
 from penstock_shard.server.servicer import ShardServicer
@@ -34,6 +34,7 @@ from penstock_shard.server.tracing import trace_request
 
 logger = logging.getLogger(__name__)
 
+_Health = health_pb2.HealthCheckResponse
 _HEALTH_INTERVAL_S = 0.25
 _LIVE = "live"
 # The service's name in traces.
@@ -45,14 +46,11 @@ _USAGE_STATUS = 2
 async def serve(config: ShardConfig) -> int:
     """Serve until a signal or until the engine cannot be started; the exit status."""
     engine = EngineSupervisor(config)
-    if config.metrics_port is not None:
+    if (port := config.metrics_port) is not None:
         try:
-            serve_metrics(engine.metrics, engine, config)
+            serve_metrics(engine, config)
         except OSError as error:
-            where, reason = (
-                f"{config.host}:{config.metrics_port}",
-                why_not(error, config.metrics_port),
-            )
+            where, reason = f"{config.host}:{port}", why_not(error, port)
             _complain(f"cannot listen on {where}: {reason}; choose another --metrics-port")
             return _USAGE_STATUS
     health_servicer = health.aio.HealthServicer()
@@ -182,18 +180,14 @@ def _stop_on_signals() -> asyncio.Event:
 async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthServicer) -> None:
     """NOT_SERVING while loading, draining, or when the engine gives no sign of life."""
     # For liveness probes: the process must not be killed while it drains or restarts the engine.
-    await servicer.set(_LIVE, health_pb2.HealthCheckResponse.SERVING)
+    await servicer.set(_LIVE, _Health.SERVING)
     reported = None
     changed = engine.listen()
     while True:
         changed.clear()
         serving = engine.serving and not engine.draining
         if serving != reported:
-            status = (
-                health_pb2.HealthCheckResponse.SERVING
-                if serving
-                else health_pb2.HealthCheckResponse.NOT_SERVING
-            )
+            status = _Health.SERVING if serving else _Health.NOT_SERVING
             await servicer.set("", status)
             await servicer.set(proto_codec.SERVICE_NAME, status)
             reported = serving

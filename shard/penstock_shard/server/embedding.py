@@ -18,39 +18,27 @@ async def embed(engine: EngineSupervisor, requests: abc.Sequence[Request]) -> li
     Raises:
         Refusal: one of the requests failed; the others are aborted.
     """
-    call = _Call(len(requests))
+    vectors: dict[str, asyncio.Future[bytes]] = {}
+
+    def take(output: Output) -> None:
+        vector = vectors[output.request_id]
+        if vector.done() or not output.is_last:
+            return
+        if output.embedding is not None:
+            vector.set_result(output.embedding)
+        else:
+            error = output.error or Error(Code.UNAVAILABLE, "the request was ended by the shard")
+            vector.set_exception(Refusal.of(error))
+
     try:
         for request in requests:
-            if not call.ended.done():
-                call.live[request.request_id] = None
-                engine.submit(request, call.take)
-        await call.ended
+            vector = vectors[request.request_id] = asyncio.get_running_loop().create_future()
+            engine.submit(request, take)
+            if vector.done():
+                # It was refused.
+                break
+        return await asyncio.gather(*vectors.values())
     finally:
-        for request_id in list(call.live):
-            engine.abort(request_id, 0)
-    return [call.vectors[request.request_id] for request in requests]
-
-
-class _Call:
-    """The progress of one call's requests."""
-
-    def __init__(self, count: int) -> None:
-        # A set in the order in which they came.
-        self.live: dict[str, None] = {}
-        self.vectors: dict[str, bytes] = {}
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._count = count
-
-    def take(self, output: Output) -> None:
-        if not output.is_last:
-            return
-        self.live.pop(output.request_id, None)
-        if output.embedding is not None:
-            self.vectors[output.request_id] = output.embedding
-        if self.ended.done():
-            return
-        if output.embedding is None:
-            error = output.error or Error(Code.UNAVAILABLE, "the request was ended by the shard")
-            self.ended.set_exception(Refusal.of(error))
-        elif len(self.vectors) == self._count:
-            self.ended.set_result(None)
+        for request_id, vector in vectors.items():
+            if vector.cancelled() or not vector.done():
+                engine.abort(request_id, 0)

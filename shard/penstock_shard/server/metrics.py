@@ -1,12 +1,8 @@
-"""What a shard counts, for Prometheus: the supervisor reports events, and its state is read at each
-scrape.
-"""
+"""What a shard counts, for Prometheus, as the supervisor reports it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Protocol
+from collections.abc import Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,15 +10,9 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from penstock_common.metric_aliases import translate
-from penstock_common.version import VERSION
-from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.messages import Error, Load, Output, Ready
+from penstock_shard.ipc.messages import Error, Load, Output
 from penstock_shard.ipc.request import FinishReason
-from penstock_shard.server.metrics_port import serve_in_threads
 
 _STEP_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
@@ -38,31 +28,6 @@ _POWERS_OF_TWO = tuple(float(2**power) for power in range(15))
 _CUT_SHORT = ("aborted", "deadline_exceeded")
 
 
-class EngineState(Protocol):
-    """The state of an engine; see `EngineSupervisor`."""
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def ready(self) -> Ready | None: ...
-
-    @property
-    def serving(self) -> bool: ...
-
-    @property
-    def draining(self) -> bool: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def queued_tokens(self) -> int: ...
-
-    @property
-    def instance_id(self) -> str: ...
-
-
 class ShardMetrics:
     """The shard's counters."""
 
@@ -75,11 +40,10 @@ class ShardMetrics:
         self._add_steps()
 
     def _add_requests(self) -> None:
-        self._requests = Counter(
-            "penstock_shard_requests",
+        self._requests = self._counter(
+            "requests",
             "Requests that have ended, by outcome: stop, length, aborted, or the code of an error.",
-            ("outcome",),
-            registry=self.registry,
+            "outcome",
         )
         for finish in FinishReason:
             # Create the series now, so that a rate can be taken of the first request.
@@ -121,11 +85,8 @@ class ShardMetrics:
         self._step_tokens = self._histogram(
             "step_tokens", "Tokens computed in a step, of prompts and outputs.", _POWERS_OF_TWO
         )
-        computed = Counter(
-            "penstock_shard_computed_tokens",
-            "Tokens computed in steps, by kind: prompt or decode.",
-            ("kind",),
-            registry=self.registry,
+        computed = self._counter(
+            "computed_tokens", "Tokens computed in steps, by kind: prompt or decode.", "kind"
         )
         self._computed_prompt = computed.labels("prompt")
         self._computed_decode = computed.labels("decode")
@@ -136,8 +97,8 @@ class ShardMetrics:
             "accepted_tokens", "Of those, tokens that were accepted: each saved a step."
         )
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"penstock_shard_{name}", text, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"penstock_shard_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         name = f"penstock_shard_{name}"
@@ -192,79 +153,3 @@ def _outcome(last: Output) -> str:
     if last.error is not None:
         return last.error.code.name.lower()
     return "" if last.finish is None else last.finish.value
-
-
-class EngineCollector(Collector):
-    """The engine's state at each scrape. Runs in another thread than the one that handles the
-    engine's messages and only reads, so the values may be from different moments.
-    """
-
-    def __init__(self, engine: EngineState, config: ShardConfig) -> None:
-        self._engine = engine
-        self._config = config
-
-    def collect(self) -> Iterator[Metric]:
-        engine, load, ready = self._engine, self._engine.load, self._engine.ready
-        num_blocks = 0 if ready is None else ready.info.num_blocks
-        yield _gauge("serving", "1 while requests are served.", engine.serving)
-        yield _gauge("draining", "1 while no new requests are accepted.", engine.draining)
-        yield _gauge("running", "Sequences being computed.", load.running)
-        yield _gauge("waiting", "Sequences waiting.", engine.num_waiting)
-        queued_tokens = engine.queued_tokens + load.prefill_tokens_left
-        text = "Tokens left to compute before the sequences that wait or prefill can decode."
-        yield _gauge("queued_tokens", text, queued_tokens)
-        yield _gauge("kv_blocks", "KV blocks in total.", num_blocks)
-        yield _gauge("kv_used_blocks", "KV blocks held by sequences.", load.referenced_blocks)
-        ratio = load.referenced_blocks / max(1, num_blocks)
-        yield _gauge("kv_used_ratio", "Share of all KV blocks that sequences hold.", ratio)
-        yield CounterMetricFamily(
-            "penstock_shard_preemptions",
-            "Preemptions: sequences stopped, to be computed again.",
-            value=load.preemptions_total,
-        )
-        yield self._info(ready)
-
-    def _info(self, ready: Ready | None) -> Metric:
-        labels = {
-            "model": self._config.model_name,
-            "version": VERSION,
-            "dtype": "" if ready is None else ready.info.dtype,
-            "device": "" if ready is None else ready.info.device,
-            "instance_id": self._engine.instance_id,
-        }
-        text = "Always 1; the labels say what is served."
-        info = GaugeMetricFamily("penstock_shard_info", text, labels=list(labels))
-        info.add_metric(list(labels.values()), 1)
-        return info
-
-
-class _Everything(Collector):
-    """The metrics of all collectors, under our names and those of other servers."""
-
-    def __init__(
-        self, registry: CollectorRegistry, engine: EngineCollector, config: ShardConfig
-    ) -> None:
-        self._registry = registry
-        self._engine = engine
-        self._config = config
-
-    def collect(self) -> Iterator[Metric]:
-        families = chain(self._registry.collect(), self._engine.collect())
-        config = self._config
-        return translate(families, config.metrics_names, model=config.model_name)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"penstock_shard_{name}", text, value=value)
-
-
-def serve_metrics(metrics: ShardMetrics, engine: EngineState, config: ShardConfig) -> None:
-    """Serve metrics on `config.metrics_port` in threads, for as long as the process runs.
-
-    Raises:
-        OSError: the port is in use, or the address is not this machine's.
-    """
-    assert config.metrics_port is not None
-    everything = CollectorRegistry()
-    everything.register(_Everything(metrics.registry, EngineCollector(engine, config), config))
-    serve_in_threads(everything, config.host, config.metrics_port)

@@ -7,21 +7,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
-from typing import Any, Final
+from typing import Final
 
 import grpc
 import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from penstock_common.version import VERSION
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.fields import message_from, scalars
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.messages import Error, Load, Output
+from penstock_shard.ipc.messages import Error, Output, Ready
 from penstock_shard.ipc.request import Constraint, FinishReason, Pooling, ThinkingBudget
-from penstock_shard.ipc.runner_info import Adapter, EmbeddingDefaults, RunnerInfo
+from penstock_shard.ipc.runner_info import Adapter, EmbeddingDefaults
+from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
 # What other modules need from the generated code, so that they need not import it.
@@ -29,6 +32,9 @@ Servicer = ShardServicer
 add_servicer: Callable[[ShardServicer, grpc.aio.Server], None] = add_ShardServicer_to_server
 # Raised by reading a call whose bytes are not a valid message.
 UnreadableMessage = DecodeError
+EmbedResponse = pb.EmbedResponse
+ABORT_RESPONSE = pb.AbortResponse()
+UNLOAD_ADAPTER_RESPONSE = pb.UnloadAdapterResponse()
 SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["Shard"].full_name
 
 _EVERY_ATTEMPT = 2**32
@@ -39,18 +45,6 @@ _RESPONSE_BYTES = 256 * 1024
 # Most tokens in the columns of one response, at 12 bytes each.
 _MAX_COLUMN = 16_384
 _NO_NUMBERS: Mapping[tuple[str, int], int] = {}
-
-_SAMPLING_SCALARS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
 
 _FINISH: Mapping[FinishReason, pb.Finish.Reason] = {
     FinishReason.STOP: pb.Finish.REASON_STOP,
@@ -66,50 +60,27 @@ _POOLINGS: Mapping[Pooling, pb.EmbedRequest.Pooling] = {
 
 def incoming(message: pb.GenerateRequest) -> IncomingRequest:
     """A request as it came; nothing is checked yet."""
-    sampling, stop, output = message.sampling, message.stop, message.output
+    sampling = message.sampling
     return IncomingRequest(
-        request_id=message.request_id,
-        attempt=message.attempt,
-        number=message.number,
+        **scalars(message),
+        **scalars(sampling),
+        **scalars(message.stop),
+        **scalars(message.output),
+        **scalars(message.objective),
         prompt=_ids(message.prompt_token_ids),
         output=_ids(message.output_token_ids),
-        model=message.model,
-        **{name: _optional(sampling, name) for name in _SAMPLING_SCALARS},
         logit_bias=dict(sampling.logit_bias),
         bad_words=[_ids(word.token_ids) for word in sampling.bad_words],
         allowed_token_ids=_ids(sampling.allowed_token_ids),
-        max_tokens=_optional(stop, "max_tokens"),
-        min_tokens=stop.min_tokens,
-        stop_token_ids=_ids(stop.stop_token_ids),
-        ignore_eos=stop.ignore_eos,
-        logprobs=_optional(output, "logprobs"),
-        prompt_logprobs=_optional(output, "prompt_logprobs"),
-        logprob_token_ids=_ids(output.logprob_token_ids),
-        cache_salt=message.cache_salt,
-        adapter=message.adapter,
-        adapter_hash=message.adapter_hash,
-        priority=message.objective.priority,
-        deadline_ms=_optional(message.objective, "deadline_ms"),
-        time_to_first_token_s=_optional(message.objective, "time_to_first_token_s"),
-        seconds_between_tokens=_optional(message.objective, "seconds_between_tokens"),
-        latency_sensitive=message.objective.latency_sensitive,
+        stop_token_ids=_ids(message.stop.stop_token_ids),
+        logprob_token_ids=_ids(message.output.logprob_token_ids),
         constraint=_constraint(message.constraint),
         thinking_budget=_thinking_budget(message),
-        instance_id=message.instance_id,
-        hand_back=message.hand_back,
-        suspect=message.suspect,
-        label=message.label,
-        traceparent=message.traceparent,
-        caller=message.caller,
     )
 
 
 def _ids(field: Iterable[int]) -> TokenIds:
     return np.array(field, dtype="<u4")
-
-
-def _optional(message: Any, name: str) -> Any:
-    return getattr(message, name) if message.HasField(name) else None
 
 
 def _constraint(message: pb.Constraint) -> Constraint | None:
@@ -126,27 +97,14 @@ def _constraint(message: pb.Constraint) -> Constraint | None:
 def _thinking_budget(message: pb.GenerateRequest) -> ThinkingBudget | None:
     if not message.HasField("thinking_budget"):
         return None
-    budget = message.thinking_budget
-    return ThinkingBudget(
-        budget.max_tokens, budget.begin_token_id, budget.end_token_id, budget.begun
-    )
+    return ThinkingBudget(**scalars(message.thinking_budget))
 
 
 def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:
     """A request as it came; nothing is checked yet."""
     poolings = {number: pooling for pooling, number in _POOLINGS.items()}
-    return IncomingEmbedding(
-        request_id=message.request_id,
-        inputs=[_ids(each.token_ids) for each in message.inputs],
-        pooling=poolings.get(message.pooling),
-        dimensions=_optional(message, "dimensions"),
-        normalize=message.normalize,
-        instance_id=message.instance_id,
-    )
-
-
-def embed_response() -> pb.EmbedResponse:
-    return pb.EmbedResponse()
+    given = scalars(message) | {"pooling": poolings.get(message.pooling)}
+    return IncomingEmbedding(**given, inputs=[_ids(each.token_ids) for each in message.inputs])
 
 
 def add_embedding(
@@ -168,24 +126,21 @@ def responses(
     `numbers` maps (request id, attempt) to the attempt's number, if its caller gave it one.
     """
     response = pb.GenerateResponse()
-    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    rows: list[tuple[int, int, int]] = []
     others: list[Output] = []
     for output in outputs:
-        number = _number_of(output, numbers)
-        if not number:
-            others.append(output)
+        if number := _number_of(output, numbers):
+            rows.append((number, output.token_ids[0], output.first_position))
         else:
-            columns[0].append(number)
-            columns[1].append(output.token_ids[0])
-            columns[2].append(output.first_position)
-    for start in range(0, len(columns[0]), _MAX_COLUMN):
+            others.append(output)
+    for start in range(0, len(rows), _MAX_COLUMN):
         if start:
             yield response
             response = pb.GenerateResponse()
-        part = slice(start, start + _MAX_COLUMN)
-        response.tokens.numbers.extend(columns[0][part])
-        response.tokens.token_ids.extend(columns[1][part])
-        response.tokens.positions.extend(columns[2][part])
+        columns = zip(*rows[start : start + _MAX_COLUMN], strict=True)
+        tokens = response.tokens
+        for field in (tokens.numbers, tokens.token_ids, tokens.positions):
+            field.extend(next(columns))
     size = response.ByteSize()
     for output in others:
         for piece in _pieces(output):
@@ -277,7 +232,7 @@ def _set_output(message: pb.Output, output: Output) -> None:
         if output.stop_token_id is not None:
             message.finish.stop_token_id = output.stop_token_id
     if output.error is not None:
-        _set_error(message.error, output.error)
+        message.error.CopyFrom(message_from(pb.Error, output.error))
 
 
 def _set_logprobs(message: pb.Logprobs, logprobs: Logprobs) -> None:
@@ -289,87 +244,41 @@ def _set_logprobs(message: pb.Logprobs, logprobs: Logprobs) -> None:
     message.requested.extend(logprobs.requested)
 
 
-def _set_error(message: pb.Error, error: Error) -> None:
-    message.code = error.code
-    message.message = error.message
-    message.field = error.field
-    message.value = error.value
-    message.bound = error.bound
-    message.engine_died = error.engine_died
-
-
 def status(error: Error) -> grpc.StatusCode:
     """The gRPC status of an error."""
     return grpc.StatusCode[error.code.name]
 
 
-def info_response(
-    info: RunnerInfo,
-    config: ShardConfig,
-    *,
-    instance_id: str,
-    revision: str,
-    tokenizer_hash: str,
-    version: str,
-) -> pb.InfoResponse:
-    return pb.InfoResponse(
+def info_response(ready: Ready, config: ShardConfig, instance_id: str) -> pb.InfoResponse:
+    info = ready.info
+    return message_from(
+        pb.InfoResponse,
+        info,
         schema_revision=SCHEMA_REVISION,
         min_schema_revision=MIN_SCHEMA_REVISION,
-        version=version,
+        version=VERSION,
         instance_id=instance_id,
         model=config.model_name,
         model_aliases=config.served_model_names[1:],
-        revision=revision,
-        architecture=info.architecture,
-        weights_hash=info.weights_hash,
-        tokenizer_hash=tokenizer_hash,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
+        revision=ready.revision,
+        tokenizer_hash=ready.tokenizer_hash,
         default_sampling=_default_sampling(info.default_sampling),
-        block_size=info.block_size,
-        num_blocks=info.num_blocks,
-        limits=pb.Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.batched_tokens(info.device),
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            max_logprobs=config.max_logprobs,
+        limits=message_from(
+            pb.Limits, config, max_num_batched_tokens=config.batched_tokens(info.device)
         ),
-        dtype=info.dtype,
-        kv_dtype=info.kv_dtype,
-        device=info.device,
-        attention_backend=info.attention_backend,
         capabilities=sorted(info.capabilities),
-        batch_invariant=info.batch_invariant,
-        numerics_fingerprint=info.numerics_fingerprint,
         embedding=None if info.embedding is None else _embedding_defaults(info.embedding),
         adapters=[adapter.name for adapter in info.adapters],
-        loaded_adapters=map(_adapter, info.adapters),
-    )
-
-
-def _adapter(adapter: Adapter) -> pb.Adapter:
-    return pb.Adapter(
-        name=adapter.name,
-        content_hash=adapter.content_hash,
-        source=adapter.source,
-        rank=adapter.rank,
+        loaded_adapters=[message_from(pb.Adapter, adapter) for adapter in info.adapters],
     )
 
 
 def load_adapter_response(adapter: Adapter) -> pb.LoadAdapterResponse:
-    return pb.LoadAdapterResponse(adapter=_adapter(adapter))
-
-
-def unload_adapter_response() -> pb.UnloadAdapterResponse:
-    return pb.UnloadAdapterResponse()
+    return pb.LoadAdapterResponse(adapter=message_from(pb.Adapter, adapter))
 
 
 def _embedding_defaults(defaults: EmbeddingDefaults) -> pb.EmbeddingDefaults:
-    return pb.EmbeddingDefaults(
-        pooling=_POOLINGS[defaults.pooling], normalize=defaults.normalize, size=defaults.size
-    )
+    return message_from(pb.EmbeddingDefaults, defaults, pooling=_POOLINGS[defaults.pooling])
 
 
 def _default_sampling(defaults: Mapping[str, float]) -> pb.SamplingParams:
@@ -390,38 +299,20 @@ def file_chunks(files: Mapping[str, bytes]) -> Iterator[pb.FileChunk]:
             yield chunk
 
 
-def load_report(
-    load: Load,
-    *,
-    waiting: int,
-    queued_tokens: int,
-    instance_id: str,
-    num_blocks: int,
-    step_running_s: float,
-    engine_beat_age_s: float,
-    serving: bool,
-    draining: bool,
-    handing_over: bool,
-    adapters_revision: int = 0,
-) -> pb.LoadReport:
-    return pb.LoadReport(
-        instance_id=instance_id,
-        running=load.running,
-        waiting=waiting,
-        queued_prompt_tokens=queued_tokens,
-        running_tokens=load.running_tokens,
-        referenced_blocks=load.referenced_blocks,
-        num_blocks=num_blocks,
-        steps_total=load.steps_total,
-        step_running_s=step_running_s,
-        engine_beat_age_s=engine_beat_age_s,
-        preemptions_total=load.preemptions_total,
-        serving=serving,
-        draining=draining,
-        handing_over=handing_over,
-        adapters_revision=adapters_revision,
-        steps_seconds_total=load.steps_seconds_total,
-        computed_tokens_total=load.computed_tokens_total,
+def load_report(engine: EngineSupervisor) -> pb.LoadReport:
+    return message_from(
+        pb.LoadReport,
+        engine.load,
+        instance_id=engine.instance_id,
+        waiting=engine.num_waiting,
+        queued_prompt_tokens=engine.queued_tokens + engine.load.prefill_tokens_left,
+        num_blocks=0 if engine.ready is None else engine.ready.info.num_blocks,
+        step_running_s=engine.step_running_s,
+        engine_beat_age_s=engine.beat_age_s,
+        serving=engine.serving,
+        draining=engine.draining,
+        handing_over=engine.handing_over,
+        adapters_revision=engine.adapters.revision,
     )
 
 
@@ -429,10 +320,6 @@ def aborts(message: pb.AbortRequest) -> Iterator[tuple[str, int]]:
     """Request ids, each with the highest attempt to abort."""
     attempts = chain(message.attempts, repeat(_EVERY_ATTEMPT))
     return zip(message.request_ids, attempts, strict=False)
-
-
-def abort_response() -> pb.AbortResponse:
-    return pb.AbortResponse()
 
 
 def drain_progress(running: int, waiting: int) -> pb.DrainProgress:

@@ -118,8 +118,7 @@ class Follower:
 def _tell(listener: OnEnd, record: ShardRecord) -> None:
     try:
         listener(record)
-    except Exception:
-        # A failing log or exporter must not end the task that reads the engine's messages.
+    except Exception:  # a failing exporter must not end the task that reads the engine's messages
         logger.exception("request %s: its end could not be told", record.request_id)
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
-from penstock_common.version import VERSION
 from penstock_proto.transport import FIELD_METADATA
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code
@@ -226,7 +225,7 @@ class ShardServicer(proto_codec.Servicer):
         namespace = _namespace(context)
         for request_id, attempt in proto_codec.aborts(request):
             self._engine.abort(namespace + request_id, attempt)
-        return proto_codec.abort_response()
+        return proto_codec.ABORT_RESPONSE
 
     # ---- embeddings ----
 
@@ -239,7 +238,7 @@ class ShardServicer(proto_codec.Servicer):
             vectors = await embed(self._engine, requests)
         except Refusal as refusal:
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
-        response = proto_codec.embed_response()
+        response = proto_codec.EmbedResponse()
         for vector in vectors:
             proto_codec.add_embedding(
                 response, vector, dimensions=incoming.dimensions, normalize=incoming.normalize
@@ -252,14 +251,7 @@ class ShardServicer(proto_codec.Servicer):
 
     async def GetInfo(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
-        return proto_codec.info_response(
-            ready.info,
-            self._config,
-            instance_id=self._engine.instance_id,
-            revision=ready.revision,
-            tokenizer_hash=ready.tokenizer_hash,
-            version=VERSION,
-        )
+        return proto_codec.info_response(ready, self._config, self._engine.instance_id)
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
         ready = await self._ready(context)
@@ -272,7 +264,7 @@ class ShardServicer(proto_codec.Servicer):
         try:
             while True:
                 changed.clear()
-                yield self._load_report()
+                yield proto_codec.load_report(self._engine)
                 await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
                 try:
                     async with asyncio.timeout(_MAX_REPORT_INTERVAL_S - _MIN_REPORT_INTERVAL_S):
@@ -281,22 +273,6 @@ class ShardServicer(proto_codec.Servicer):
                     continue
         finally:
             self._engine.unlisten(changed)
-
-    def _load_report(self) -> Any:
-        engine = self._engine
-        return proto_codec.load_report(
-            engine.load,
-            waiting=engine.num_waiting,
-            queued_tokens=engine.queued_tokens + engine.load.prefill_tokens_left,
-            instance_id=engine.instance_id,
-            num_blocks=0 if engine.ready is None else engine.ready.info.num_blocks,
-            step_running_s=engine.step_running_s,
-            engine_beat_age_s=engine.beat_age_s,
-            serving=engine.serving,
-            draining=engine.draining,
-            handing_over=engine.handing_over,
-            adapters_revision=engine.adapters.revision,
-        )
 
     async def Drain(self, request: Any, context: Context) -> AsyncIterator[Any]:
         self._engine.drain(hand_over=request.hand_over)
@@ -327,7 +303,7 @@ class ShardServicer(proto_codec.Servicer):
             await self._engine.adapters.unload(request.name)
         except Refusal as refusal:
             await _refuse(context, refusal)
-        return proto_codec.unload_adapter_response()
+        return proto_codec.UNLOAD_ADAPTER_RESPONSE
 
     # ---- internals ----
 

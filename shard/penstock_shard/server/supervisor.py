@@ -12,21 +12,22 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 
 import msgspec
 
+from penstock_common.child_environment import HUB
 from penstock_common.clock import Clock
 from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
+from penstock_shard.ipc.child_process import ChildProcess, start_child
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.early_aborts import EarlyAborts
-from penstock_shard.server.engine_process import EngineProcess, StartProcess, start_engine_process
 from penstock_shard.server.metrics import ShardMetrics
 from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
 from penstock_shard.structured_output.checker import CheckFailed, ConstraintChecker, NotChecked
@@ -43,6 +44,15 @@ _STOPPED_S = 0.5
 _HUNG_STEPS = 10
 
 Deliver = Callable[[messages.Output], None]
+
+
+async def start_engine() -> ChildProcess:
+    """A process that reads and writes the messages of `ipc/messages.py`. Raises `OSError` where the
+    system refuses, for lack of memory or descriptors say.
+    """
+    # OpenMP threads that spin while they wait would take the processor from other threads.
+    added = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return await start_child("penstock_shard.engine.main", *HUB, added=added)
 
 
 class EngineFailed(Exception):
@@ -80,7 +90,7 @@ class EngineSupervisor:
     def __init__(
         self,
         config: ShardConfig,
-        start_process: StartProcess = start_engine_process,
+        start_process: Callable[[], Awaitable[ChildProcess]] = start_engine,
         clock: Clock = time.monotonic,
         checker: ConstraintChecker | None = None,
     ) -> None:
@@ -90,13 +100,12 @@ class EngineSupervisor:
         self.metrics = ShardMetrics()
         self._checker = checker or ConstraintChecker(config.constraint_limits)
         self._ready: messages.Ready | None = None
-        self._process: EngineProcess | None = None
+        self._process: ChildProcess | None = None
         self._routes: dict[str, _Route] = {}
         self._live_tokens = 0
         self._early_aborts = EarlyAborts(clock)
-        self._requests: list[Request] = []
-        self._aborts: list[tuple[str, int]] = []
-        self._adapter_changes: list[messages.AdapterChange] = []
+        # What this turn of the event loop queues for the engine.
+        self._inbox = messages.Inbox([], [], [])
         self.adapters = ServerAdapters(config, self._change_adapter, self._adapters_changed)
         self._flush_scheduled = False
         # A set in the order in which they came.
@@ -185,12 +194,12 @@ class EngineSupervisor:
         """
         key = (request.request_id, request.attempt)
         if self._early_aborts.include(*key):
-            deliver(_ending(*key, finish=FinishReason.ABORTED))
+            deliver(messages.Output(*key, 0, [], finish=FinishReason.ABORTED))
             return
         refusal = self._refusal_of(request, suspect)
         if refusal is not None:
             self.metrics.on_refusal(refusal)
-            deliver(_ending(*key, error=refusal))
+            deliver(messages.Output(*key, 0, [], error=refusal))
             return
         present = self._routes.get(request.request_id)
         if present is not None:
@@ -207,7 +216,7 @@ class EngineSupervisor:
             self._check(route, request, request.constraint, caller)
 
     def _hand_over(self, request: Request) -> None:
-        self._requests.append(request)
+        self._inbox.requests.append(request)
         self._schedule_flush()
 
     def _supersede(self, present: _Route, request: Request) -> None:
@@ -312,7 +321,7 @@ class EngineSupervisor:
             self._end_route(route, error=messages.Error(Code.UNAVAILABLE, reason))
 
     def _abort_in_engine(self, route: _Route) -> None:
-        self._aborts.append((route.request_id, route.attempt))
+        self._inbox.aborts.append((route.request_id, route.attempt))
         self._schedule_flush()
 
     def _overdue(self, route: _Route) -> None:
@@ -329,8 +338,9 @@ class EngineSupervisor:
         error: messages.Error | None = None,
     ) -> None:
         """Give a request its last output here; later outputs of the engine for it are dropped."""
-        last = _ending(route.request_id, route.attempt, finish=finish, error=error)
-        last.queue_s, route.queue_s = route.queue_s, None
+        key = (route.request_id, route.attempt)
+        last = messages.Output(*key, 0, [], finish=finish, error=error, queue_s=route.queue_s)
+        route.queue_s = None
         self._forget(route, last)
         route.deliver(last)
 
@@ -351,8 +361,7 @@ class EngineSupervisor:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        inbox = messages.Inbox(self._requests, self._aborts, self._adapter_changes)
-        self._requests, self._aborts, self._adapter_changes = [], [], []
+        inbox, self._inbox = self._inbox, messages.Inbox([], [], [])
         if self._process is not None:
             self._process.writer.write(encode_frame(inbox))
 
@@ -468,7 +477,7 @@ class EngineSupervisor:
                 case messages.LoadFailed():
                     self._refusal = message.message
 
-    async def _start(self) -> EngineProcess:
+    async def _start(self) -> ChildProcess:
         """Start a process. Raises OSError if the system refuses."""
         self._process = process = await self._start_process()
         config = dataclasses.replace(self._config, api_key=None)
@@ -504,7 +513,7 @@ class EngineSupervisor:
         self._notify()
 
     def _change_adapter(self, change: messages.AdapterChange) -> None:
-        self._adapter_changes.append(change)
+        self._inbox.adapter_changes.append(change)
         self._schedule_flush()
 
     def _adapters_changed(self, loaded: Loaded) -> None:
@@ -553,7 +562,7 @@ class EngineSupervisor:
         self._ready = None
         self.load = messages.Load()
         self._beat = messages.Beat(0.0, 0.0)
-        self._requests, self._aborts, self._adapter_changes = [], [], []
+        self._inbox = messages.Inbox([], [], [])
         self.adapters.on_engine_death()
         started = [route for route in self._routes.values() if route.started_s is not None]
         charged = [route for route in started if route.suspect] or started
@@ -573,13 +582,3 @@ def _manner_of(status: int | None) -> str:
     if status is not None and status < 0:
         return f"it was killed by signal {-status}"
     return f"it exited with status {status} and without a word"
-
-
-def _ending(
-    request_id: str,
-    attempt: int,
-    *,
-    finish: FinishReason | None = None,
-    error: messages.Error | None = None,
-) -> messages.Output:
-    return messages.Output(request_id, attempt, 0, [], finish=finish, error=error)

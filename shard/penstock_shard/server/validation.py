@@ -205,6 +205,8 @@ class IncomingEmbedding:
     dimensions: int | None = None
     normalize: bool = False
     instance_id: str = ""
+    # The user's own id of it, which nothing here reads.
+    label: str = ""
 
 
 def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str) -> list[Request]:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from penstock_shard.ipc.request import CONSTRAINT_KINDS
+import dataclasses
+
+from penstock_shard.ipc.request import CONSTRAINT_KINDS, SamplingParams
 
 CAPABILITIES = frozenset(
     {
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "logit_bias",
-        "bad_words",
-        "allowed_token_ids",
+        *(field.name for field in dataclasses.fields(SamplingParams)),
         "min_tokens",
         "logprobs",
         "prompt_logprobs",

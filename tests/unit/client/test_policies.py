@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
-from penstock_client.load_balancing.base import Candidate
+from penstock_client.load_balancing.base import Candidate, load_tokens
 from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES, make_policy
 from penstock_client.load_balancing.round_robin import RoundRobin
 from penstock_client.load_balancing.session_affinity import SessionAffinity
@@ -25,17 +24,8 @@ def candidate(
     sent_requests: int = 0,
     sent_prompt_tokens: int = 0,
 ) -> Candidate:
-    return Candidate(
-        address=address,
-        instance_id=f"{address}-1",
-        running=running,
-        waiting=0,
-        queued_prompt_tokens=queued_prompt_tokens,
-        sent_requests=sent_requests,
-        sent_prompt_tokens=sent_prompt_tokens,
-        weights_hash="weights",
-        block_size=16,
-    )
+    tokens = load_tokens(running + sent_requests, queued_prompt_tokens + sent_prompt_tokens)
+    return Candidate(address, f"{address}-1", tokens, block_size=16)
 
 
 def candidates(count: int) -> list[Candidate]:
@@ -156,7 +146,7 @@ def test_a_session_overflows_to_the_same_second_shard_when_its_own_has_too_much(
     home = _chosen("session", idle, "someone")
     rest = [c for c in idle if c.address != home]
     second = _chosen("session", rest, "someone")
-    among = [replace(c, running=100 if c.address == home else 50) for c in idle]
+    among = [candidate(c.address, running=100 if c.address == home else 50) for c in idle]
     decision = SessionAffinity().choose(among, _REQUEST, "someone")
     assert (decision.address, decision.reason) == (second, "imbalance")
 
@@ -165,14 +155,14 @@ def test_a_session_overflows_to_the_same_second_shard_when_its_own_has_too_much(
 def test_a_session_stays_up_to_a_quarter_over_the_mean(running: int, stays: bool) -> None:
     idle = candidates(8)
     home = _chosen("session", idle, "someone")
-    among = [replace(c, running=running if c.address == home else 50) for c in idle]
+    among = [candidate(c.address, running=running if c.address == home else 50) for c in idle]
     assert (_chosen("session", among, "someone") == home) is stays
 
 
 def test_one_request_in_an_idle_fleet_moves_no_session() -> None:
     idle = candidates(8)
     home = _chosen("session", idle, "someone")
-    among = [replace(c, running=1) if c.address == home else c for c in idle]
+    among = [candidate(c.address, running=int(c.address == home)) for c in idle]
     assert _chosen("session", among, "someone") == home
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.budget import seeded
 
-from penstock_client.load_balancing.base import Candidate
+from penstock_client.load_balancing.base import Candidate, load_tokens
 from penstock_client.load_balancing.prefix_affinity import PrefixAffinity, decide
 from penstock_client.load_balancing.prefix_memory import (
     MAX_HASHED_TOKENS,
@@ -21,7 +21,7 @@ from penstock_client.types import GenerationRequest
 def _candidate(
     address: str, *, start: int = 1, running: int = 0, block_size: int = 16
 ) -> Candidate:
-    return Candidate(address, f"{address}-{start}", running, 0, 0, 0, 0, "weights", block_size)
+    return Candidate(address, f"{address}-{start}", load_tokens(running, 0), block_size)
 
 
 _A, _B, _C = _candidate("a"), _candidate("b"), _candidate("c")

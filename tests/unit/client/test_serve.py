@@ -20,8 +20,8 @@ from penstock_common.shared_flags import SHARD_PORT
 
 
 def children(*flags: str, router: tuple[str, ...] = ()) -> list[serve._Child]:
-    args, shard_flags = serve._parser().parse_known_args(flags)
-    return serve._children(args, shard_flags, router, serve._usual_ports(args))
+    config, shard_flags = serve._parsed(flags)
+    return serve._children(config, shard_flags, router, serve._usual_ports(config))
 
 
 def test_flags_after_two_dashes_are_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +39,14 @@ def test_flags_after_two_dashes_are_the_routers(monkeypatch: pytest.MonkeyPatch)
     assert router[-2:] == ["--policy", "round-robin"]
     assert "--policy" not in shard
     assert "--max-num-seqs" not in router
+
+
+def test_the_router_listens_where_it_is_told_to() -> None:
+    given = ["--host", "::1", "--port", "8123", "--workers", "2", "--shutdown-timeout-s", "7.0"]
+    [_, router] = children(*given, "--ssl-certfile", "a.pem", "--ssl-keyfile", "b.pem")
+    flags = ["--host", "::1", "--port", "8123", "--workers", "2"]
+    files = ["--tls-cert-file", "a.pem", "--tls-key-file", "b.pem"]
+    assert router.command[5:] == [*flags, *files, "--shutdown-timeout-s", "7.0"]
 
 
 def test_the_router_gets_the_time_that_requests_may_take_and_a_little_more() -> None:
@@ -234,7 +242,7 @@ async def test_a_child_that_dies_again_and_again_is_told_with_how(
 
 def listening(flags: list[str]) -> list[int]:
     """The ports of the shards that would be started."""
-    return serve._shard_ports(serve._parser().parse_known_args(flags)[0])
+    return serve._shard_ports(serve._parsed(flags)[0])
 
 
 @pytest.fixture

@@ -121,8 +121,7 @@ def test_tools_end_with_one_line_for_half_of_what_they_need(
 
 
 def test_serve_hands_its_certificate_to_the_router_alone(pair: Pair) -> None:
-    parser = serve._parser()
-    args, others = parser.parse_known_args([*pair.server_flags, "--runner", "fake"])
-    [shard, router] = serve._children(args, others, [], serve._usual_ports(args))
-    assert router.command[-4:] == pair.server_flags
+    config, others = serve._parsed([*pair.server_flags, "--runner", "fake"])
+    [shard, router] = serve._children(config, others, [], serve._usual_ports(config))
+    assert router.command[-6:-2] == pair.server_flags
     assert not set(pair.server_flags) & set(shard.command)

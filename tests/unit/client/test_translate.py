@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -105,8 +106,18 @@ def test_every_flag_has_a_rule_that_knows_what_it_takes(peer: Peer) -> None:
 @pytest.mark.parametrize("peer", [VLLM, TGI], ids=lambda peer: peer.name)
 def test_every_variable_has_a_rule(peer: Peer) -> None:
     names = {word[0] for word in listed(f"{peer.name.lower()}_environment")}
-    assert names <= set(peer.environment)
-    assert set(peer.environment) - names <= set(flag_rules.HUB)
+    assert [name for name in names if flag_rules.rule_of(name, peer.environment) is None] == []
+    for name in set(peer.environment) - set(flag_rules.HUB):
+        assert fnmatch.filter(names, name), f"{name} fits none"
+
+
+def test_a_variable_of_a_family_has_its_rule_and_one_with_a_rule_of_its_own_keeps_that() -> None:
+    families = {"A_*": Rule(why="all of A"), "A_B_*": Rule(why="of no use"), "A_C": Rule(to="c")}
+    assert flag_rules.rule_of("A_B_D", families) == Rule(why="all of A")
+    assert flag_rules.rule_of("A_C", families) == Rule(to="c")
+    assert flag_rules.rule_of("B_A_C", families) is None
+    result = read("env VLLM_ROCM_USE_WHAT_IS_NEW=1 vllm serve m")
+    assert of(result, "VLLM_ROCM_USE_WHAT_IS_NEW")[0] is Loss.NONE
 
 
 def rules() -> Iterator[tuple[Peer, str, Rule]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from array import array
 from typing import Any
 
@@ -290,3 +291,15 @@ def test_merged_outputs_keep_the_first_queue_time() -> None:
     first, later = Output([1], 0, queue_s=0.25), Output([2], 1, queue_s=9.0)
     first.merge(later)
     assert first.queue_s == 0.25
+
+
+def test_a_file_is_put_together_again_and_one_that_arrives_damaged_is_refused() -> None:
+    digest = hashlib.sha256(b"one file").hexdigest()
+    chunks = [
+        pb.FileChunk(name="a", data=b"one "),
+        pb.FileChunk(name="b", data=b"half of another"),
+        pb.FileChunk(name="a", data=b"file", sha256=digest),
+    ]
+    assert proto_codec.whole_files(chunks) == {"a": b"one file"}
+    with pytest.raises(ShardFailed, match="a arrived damaged: its sha256 is not as announced"):
+        proto_codec.whole_files(chunks[1:])

@@ -1,4 +1,4 @@
-"""Spans on their way to a receiver: bounded, counted when lost, and sent at the end."""
+"""Spans on their way to a receiver: bounded, in batches, and sent at the end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def span(name: str = "a") -> Span:
 
 
 class Exporter(SpanExporter):
-    """Takes batches, or does not; waits where it is told to."""
+    """Takes batches; waits where it is told to."""
 
-    def __init__(self, result: SpanExportResult = SpanExportResult.SUCCESS) -> None:
-        self.result = result
+    def __init__(self) -> None:
         self.batches: list[int] = []
         self.go_on = threading.Event()
         self.go_on.set()
@@ -35,7 +34,7 @@ class Exporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.go_on.wait(10)
         self.batches.append(len(spans))
-        return self.result
+        return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
         self.go_on.set()
@@ -43,7 +42,7 @@ class Exporter(SpanExporter):
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "_BATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(otlp, "_BATCH_EVERY_MS", 10)
 
 
 def test_all_that_is_to_be_said_of_a_span_arrives() -> None:
@@ -105,34 +104,19 @@ def test_spans_go_in_batches_and_the_last_ones_at_the_end() -> None:
     sink.close()
     assert sum(exporter.batches) == 600
     assert max(exporter.batches) <= otlp._BATCH_SPANS
-    assert sink.num_lost == 0
 
 
-def test_a_receiver_that_takes_nothing_costs_bounded_memory_and_a_line_a_minute(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    exporter = Exporter(SpanExportResult.FAILURE)
+def test_a_receiver_that_takes_nothing_costs_bounded_memory_and_holds_up_nobody() -> None:
+    exporter = Exporter()
     exporter.go_on.clear()
     sink = OtlpSink("http://gone", "test", exporter)
-    for _ in range(3 * otlp._MAX_WAITING_SPANS // 64):
+    began_s = time.monotonic()
+    for _ in range(2 * otlp._MAX_WAITING_SPANS // 64):
         sink.add([span()] * 64)
-    assert len(sink._waiting) <= otlp._MAX_WAITING_SPANS
+    assert time.monotonic() - began_s < 5
     exporter.go_on.set()
-    with caplog.at_level(logging.WARNING, otlp.__name__):
-        sink.close()
-    assert sink.num_lost == 3 * otlp._MAX_WAITING_SPANS
-    assert len(caplog.records) == 1
-    assert "spans were lost: http://gone does not take them" in caplog.text
-
-
-def test_a_url_s_credentials_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    exporter = Exporter(SpanExportResult.FAILURE)
-    sink = OtlpSink("https://ann:secret@host:4318/v1/traces?key=secret", "test", exporter)
-    sink.add([span()])
-    with caplog.at_level(logging.WARNING, otlp.__name__):
-        sink.close()
-    assert "1 spans were lost: https://host:4318/v1/traces does not take them" in caplog.text
-    assert "secret" not in caplog.text
+    sink.close()
+    assert sum(exporter.batches) <= otlp._MAX_WAITING_SPANS + otlp._BATCH_SPANS
 
 
 def test_what_the_exporter_says_of_failures_is_one_line_a_minute(

@@ -58,9 +58,9 @@ class _Supervisor(EngineSupervisor):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        self.submitted += [(request.request_id, request.attempt) for request in self._requests]
-        self.aborted += self._aborts
-        self._requests, self._aborts = [], []
+        inbox, self._inbox = self._inbox, link.Inbox([], [])
+        self.submitted += [(request.request_id, request.attempt) for request in inbox.requests]
+        self.aborted += inbox.aborts
 
     def take(
         self,

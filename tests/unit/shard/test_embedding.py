@@ -93,7 +93,7 @@ def test_a_shard_without_embeddings_says_what_to_do() -> None:
 
 
 def values(vector: list[float], dimensions: int | None, normalize: bool) -> list[float]:
-    response = proto_codec.embed_response()
+    response = proto_codec.EmbedResponse()
     packed = np.array(vector, dtype="<f4").tobytes()
     proto_codec.add_embedding(response, packed, dimensions=dimensions, normalize=normalize)
     (embedding,) = response.embeddings
@@ -112,9 +112,8 @@ def test_a_vector_of_zeros_stays_one() -> None:
 
 
 def test_the_defaults_are_told() -> None:
-    told = proto_codec.info_response(
-        INFO, ShardConfig(), instance_id="", revision="", tokenizer_hash="", version=""
-    ).embedding
+    ready = messages.Ready(INFO, {}, "", "")
+    told = proto_codec.info_response(ready, ShardConfig(), "").embedding
     assert (told.pooling, told.normalize, told.size) == (pb.EmbedRequest.POOLING_LAST, True, 64)
 
 
@@ -186,8 +185,8 @@ class Supervisor(EngineSupervisor):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        self.aborted += [request_id for request_id, _ in self._aborts]
-        self._requests, self._aborts = [], []
+        self.aborted += [request_id for request_id, _ in self._inbox.aborts]
+        self._inbox = messages.Inbox([], [])
 
     def says(self, request_id: str, **fields: object) -> None:
         output = messages.Output(request_id, 0, 0, [], **fields)  # type: ignore[arg-type]

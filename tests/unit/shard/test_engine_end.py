@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.server.supervisor import EngineSupervisor
 
 
@@ -31,9 +32,10 @@ class Process:
 async def test_a_supervisor_that_is_cancelled_while_its_engine_ends_starts_no_other() -> None:
     started: list[Process] = []
 
-    async def start() -> Process:
-        started.append(Process())
-        return started[-1]
+    async def start() -> ChildProcess:
+        process = Process()
+        started.append(process)
+        return ChildProcess(process.reader, process.writer, process.kill, process.wait)
 
     running = asyncio.create_task(EngineSupervisor(ShardConfig(), start).run())
     while not started:

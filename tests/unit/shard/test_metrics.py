@@ -12,16 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from support.engines import make_engine, make_request
 
-from penstock_client.rpc import proto_codec
-from penstock_proto import shard_pb2 as pb
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Load, Output, StepOutputs
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.server import metrics_port
-from penstock_shard.server import proto_codec as shard_codec
-from penstock_shard.server.metrics import EngineCollector, ShardMetrics, serve_metrics
+from penstock_shard.server.metrics import ShardMetrics
+from penstock_shard.server.metrics_collector import ShardCollector, serve_metrics
 from penstock_shard.server.supervisor import EngineSupervisor
 
 
@@ -37,7 +35,7 @@ def port() -> int:
         port: int = probe.getsockname()[1]
     config = ShardConfig(runner="fake", metrics_port=port)
     engine = EngineSupervisor(config)
-    serve_metrics(engine.metrics, engine, config)
+    serve_metrics(engine, config)
     return port
 
 
@@ -123,26 +121,6 @@ def test_a_step_is_the_difference_of_two_loads() -> None:
     assert value(metrics, "output_tokens_total") == 3
 
 
-def test_routers_are_told_how_long_steps_took_and_what_they_computed() -> None:
-    load = Load(
-        steps_seconds_total=1.5, prompt_tokens_total=16, decode_tokens_total=4, steps_total=3
-    )
-    message = shard_codec.load_report(
-        load,
-        waiting=0,
-        queued_tokens=0,
-        instance_id="i",
-        num_blocks=1,
-        step_running_s=0.0,
-        engine_beat_age_s=0.0,
-        serving=True,
-        draining=False,
-        handing_over=False,
-    )
-    told = proto_codec.load_report(pb.LoadReport.FromString(message.SerializeToString()))
-    assert (told.steps_seconds_total, told.computed_tokens_total) == (1.5, 20)
-
-
 def submit(request_id: str) -> Request:
     return make_request(request_id, range(10))
 
@@ -202,7 +180,7 @@ def test_a_refusal_is_counted_by_its_code() -> None:
 def test_how_the_engine_stands_is_asked_for_when_somebody_looks() -> None:
     supervisor = EngineSupervisor(ShardConfig(served_model_names=("named",)))
     registry = CollectorRegistry()
-    registry.register(EngineCollector(supervisor, ShardConfig(served_model_names=("named",))))
+    registry.register(ShardCollector(supervisor, ShardConfig(served_model_names=("named",))))
     assert registry.get_sample_value("penstock_shard_serving") == 0
     supervisor.load = messages.Load(running=3, referenced_blocks=7, preemptions_total=2)
     assert registry.get_sample_value("penstock_shard_running") == 3

@@ -110,8 +110,8 @@ class _Supervisor(EngineSupervisor):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        self.sent.append(link.Inbox(self._requests, self._aborts))
-        self._requests, self._aborts = [], []
+        self.sent.append(self._inbox)
+        self._inbox = link.Inbox([], [])
 
 
 def _submit(request_id: str, attempt: int = 0, num_tokens: int = 3) -> Request:

@@ -8,6 +8,7 @@ import socket
 import pytest
 from support.engines import EOS_ID, packed, runner_info
 
+from penstock_client import Adapter as ClientAdapter
 from penstock_client import (
     Attempt,
     Constraint,
@@ -25,7 +26,9 @@ from penstock_shard.ipc import messages, request
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.runner_info import Adapter
 from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import check
 
 # Values that a float32 holds exactly, none of them neutral.
@@ -254,3 +257,45 @@ def test_columns_and_outputs_of_one_response_are_bounded_together() -> None:
     numbers = {(str(index), 0): index + 1 for index in range(len(outputs))}
     sizes = [response.ByteSize() for response in shard_codec.responses(outputs, numbers)]
     assert max(sizes) < 1.1 * 2**18
+
+
+# ---- what a shard says of itself ----
+
+
+def test_every_field_of_what_a_shard_serves_reaches_the_client() -> None:
+    info = dataclasses.replace(
+        runner_info(),
+        default_sampling={"temperature": 0.5, "top_k": 20.0},
+        batch_invariant=True,
+        numerics_fingerprint="f",
+        adapters=(Adapter("mine", "hash", "source", 8),),
+    )
+    config = ShardConfig(served_model_names=("served", "alias"), max_num_batched_tokens=512)
+    message = shard_codec.info_response(messages.Ready(info, {}, "t", "r"), config, "i")
+    message = pb.InfoResponse.FromString(message.SerializeToString())
+    told = proto_codec.shard_info(message, "host:1")
+    assert [each.name for each in dataclasses.fields(told) if not getattr(told, each.name)] == []
+    for part, source in ((told, info), (told.limits, config)):
+        same = {each.name for each in dataclasses.fields(part)} & set(dir(source))
+        for name in same - {"default_sampling", "adapters", "embedding"}:
+            assert getattr(part, name) == getattr(source, name), name
+    assert told.default_sampling == SamplingParams(temperature=0.5, top_k=20)
+    assert told.adapters == {"mine": ClientAdapter("mine", "hash", "source", 8)}
+    assert (told.model, told.model_aliases) == ("served", ("alias",))
+
+
+def test_every_field_of_a_load_report_reaches_the_client() -> None:
+    supervisor = EngineSupervisor(ShardConfig(), clock=iter(range(1000)).__next__)
+    supervisor._ready = messages.Ready(runner_info(), {}, "t", "r")
+    supervisor._beat = messages.Beat(2.0, 900.0)
+    supervisor.instance_id = "i"
+    supervisor.load = load = messages.Load(*range(1, 15))
+    supervisor.draining = supervisor.handing_over = True
+    supervisor.adapters.revision = 3
+    message = shard_codec.load_report(supervisor)
+    told = proto_codec.load_report(pb.LoadReport.FromString(message.SerializeToString()))
+    assert [each.name for each in dataclasses.fields(told) if not getattr(told, each.name)] == []
+    for name in {each.name for each in dataclasses.fields(told)} & set(dir(load)) - {"waiting"}:
+        assert getattr(told, name) == getattr(load, name), name
+    assert (told.waiting, told.queued_prompt_tokens) == (2, 3 + 4)
+    assert (told.num_blocks, told.adapters_revision) == (64, 3)

@@ -1,0 +1,53 @@
+"""A child process that is spoken to over a socket, and ends itself when our end is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from penstock_common.child_environment import child_environment
+
+_NOTHING: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcess:
+    """`kill` ends it, whatever it is doing; `wait` returns its exit status when it has ended, which
+    is negative for a signal.
+    """
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    kill: Callable[[], None]
+    wait: Callable[[], Awaitable[int]]
+
+
+async def start_child(
+    module: str, *needed: str, added: Mapping[str, str] = _NOTHING, output: int | None = None
+) -> ChildProcess:
+    """Run a module of Python's, whose argument is its end of the socket.
+
+    It gets the variables `needed` of our environment and those that are `added`, and writes to
+    `output`, a file descriptor or a constant of `asyncio.subprocess`. Raises `OSError`.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                # A terminal's signals must reach the server only, which drains.
+                start_new_session=True,
+                env={**added, **child_environment(*needed)},
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+    except BaseException:  # whatever it was, a process that was started ends itself upon this
+        ours.close()
+        raise
+    return ChildProcess(reader, writer, process.kill, process.wait)

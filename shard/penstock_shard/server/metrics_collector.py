@@ -1,0 +1,85 @@
+"""All metrics of a shard, for Prometheus: its counts, and the engine's state at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock_common.metric_aliases import translate
+from penstock_common.version import VERSION
+from penstock_shard.config import ShardConfig
+from penstock_shard.server.metrics_port import serve_in_threads
+from penstock_shard.server.supervisor import EngineSupervisor
+
+
+def serve_metrics(engine: EngineSupervisor, config: ShardConfig) -> None:
+    """Serve metrics on `config.metrics_port` in threads, for as long as the process runs.
+
+    Raises:
+        OSError: the port is in use, or the address is not this machine's.
+    """
+    assert config.metrics_port is not None
+    registry = CollectorRegistry()
+    registry.register(ShardCollector(engine, config))
+    serve_in_threads(registry, config.host, config.metrics_port)
+
+
+class ShardCollector(Collector):
+    """All of them, under our names and those of other servers. Runs in another thread than the one
+    that handles the engine's messages and only reads, so the values may be from different moments.
+    """
+
+    def __init__(self, engine: EngineSupervisor, config: ShardConfig) -> None:
+        self._engine = engine
+        self._config = config
+
+    def collect(self) -> Iterator[Metric]:
+        engine, config = self._engine, self._config
+        families = chain(engine.metrics.registry.collect(), engine_state(engine, config))
+        return translate(families, config.metrics_names, model=config.model_name)
+
+
+def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metric]:
+    """The engine's state now."""
+    load = engine.load
+    num_blocks = 0 if engine.ready is None else engine.ready.info.num_blocks
+    yield _gauge("serving", "1 while requests are served.", engine.serving)
+    yield _gauge("draining", "1 while no new requests are accepted.", engine.draining)
+    yield _gauge("running", "Sequences being computed.", load.running)
+    yield _gauge("waiting", "Sequences waiting.", engine.num_waiting)
+    queued_tokens = engine.queued_tokens + load.prefill_tokens_left
+    text = "Tokens left to compute before the sequences that wait or prefill can decode."
+    yield _gauge("queued_tokens", text, queued_tokens)
+    yield _gauge("kv_blocks", "KV blocks in total.", num_blocks)
+    yield _gauge("kv_used_blocks", "KV blocks held by sequences.", load.referenced_blocks)
+    ratio = load.referenced_blocks / max(1, num_blocks)
+    yield _gauge("kv_used_ratio", "Share of all KV blocks that sequences hold.", ratio)
+    yield CounterMetricFamily(
+        "penstock_shard_preemptions",
+        "Preemptions: sequences stopped, to be computed again.",
+        value=load.preemptions_total,
+    )
+    yield _info(engine, config)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"penstock_shard_{name}", text, value=value)
+
+
+def _info(engine: EngineSupervisor, config: ShardConfig) -> Metric:
+    ready = engine.ready
+    labels = {
+        "model": config.model_name,
+        "version": VERSION,
+        "dtype": "" if ready is None else ready.info.dtype,
+        "device": "" if ready is None else ready.info.device,
+        "instance_id": engine.instance_id,
+    }
+    text = "Always 1; the labels say what is served."
+    info = GaugeMetricFamily("penstock_shard_info", text, labels=list(labels))
+    info.add_metric(list(labels.values()), 1)
+    return info
