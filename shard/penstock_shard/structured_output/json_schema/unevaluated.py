@@ -18,17 +18,12 @@ from penstock_shard.structured_output.json_schema.combine import (
     all_of,
     any_of,
     unless,
-    without,
 )
+from penstock_shard.structured_output.json_schema.conditions import CONDITIONAL, conditions
 from penstock_shard.structured_output.json_schema.patterns import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 UNEVALUATED = frozenset(("unevaluatedProperties", "unevaluatedItems"))
-_IN_PLACE = (
-    frozenset(("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas"))
-    | {"$ref", "$dynamicRef"}
-    | UNEVALUATED
-)
 _MOST_CASES = 256
 _DEEPEST = 20
 # For up to this many alternatives all sets are cases; for more, only single ones and the whole set.
@@ -66,30 +61,32 @@ def closed(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _cases(place: Place, schema: Schema, base: str, depth: int) -> _Cases:
+    schema = place.read(schema)
     if isinstance(schema, bool):
         return [_Case()] if schema else []
-    if depth > _DEEPEST or not isinstance(schema, dict):
+    if depth > _DEEPEST:
         raise ConstraintRefused("unevaluatedProperties: references go in a circle or too deep")
     base = place.base(schema, base)
     found = [_own(place, schema, base)]
     for keyword in schema:
         if keyword in _APPLIED:
-            found = _both(found, _APPLIED[keyword](place, schema, base, depth + 1))
+            found = _both(found, _APPLIED[keyword](place, keyword, schema, base, depth + 1))
     return [_closed(place, schema, base, case) for case in found]
 
 
 def _own(place: Place, schema: dict[str, Any], base: str) -> _Case:
-    plain = {keyword: value for keyword, value in schema.items() if keyword not in _IN_PLACE}
-    items = schema.get("items")
-    prefix = items if isinstance(items, list) else schema.get("prefixItems", ())
-    rest = "additionalItems" if isinstance(items, list) else "items"
+    plain = {
+        keyword: value
+        for keyword, value in schema.items()
+        if keyword not in _APPLIED and keyword not in UNEVALUATED
+    }
     return _Case(
         (place.positive(plain, base),),
         frozenset(schema.get("properties", ())),
         frozenset(map(rust_pattern, schema.get("patternProperties", ()))),
         "additionalProperties" in schema,
-        len(prefix),
-        rest in schema,
+        len(schema.get("prefixItems", ())),
+        "items" in schema,
     )
 
 
@@ -130,11 +127,11 @@ def _every(place: Place, parts: Iterable[Schema], base: str, depth: int) -> _Cas
     return found
 
 
-def _all(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _all(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     return _every(place, schema["allOf"], base, depth)
 
 
-def _any(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _any(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     parts = schema["anyOf"]
     sizes = range(1, len(parts) + 1) if len(parts) <= _SETS_OF else (1, len(parts))
     # A larger set evaluates more names, but demands more of a value; so both ends are kept.
@@ -146,7 +143,7 @@ def _any(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     ]
 
 
-def _one(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _one(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     parts = schema["oneOf"]
     negatives = [place.negative(part, base) for part in parts]
     found = []
@@ -156,37 +153,27 @@ def _one(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     return found
 
 
-def _if(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
-    condition = schema["if"]
-    met = _every(place, [condition, schema.get("then", True)], base, depth)
-    unmet = _cases(place, schema.get("else", True), base, depth)
-    return met + _both([_Case((place.negative(condition, base),))], unmet)
-
-
-def _dependent(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _conditional(
+    place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int
+) -> _Cases:
     found = [_Case()]
-    for name, needed in schema["dependentSchemas"].items():
-        away = _Case((unless("object", without([name])),))
-        there = _Case(({"type": "object", "required": [name]},))
-        found = _both(found, [away, *_both([there], _cases(place, needed, base, depth))])
+    # What `if` evaluates counts without `then` and `else` too.
+    for condition, then, otherwise in conditions(keyword, {"then": True, **schema}):
+        met = _every(place, [condition, then], base, depth)
+        unmet = [_Case((place.negative(condition, base),))]
+        found = _both(found, met + _both(unmet, _cases(place, otherwise, base, depth)))
     return found
 
 
-def _reference(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
-    found = [_Case()]
-    for keyword in ("$ref", "$dynamicRef"):
-        if keyword in schema:
-            target, target_base = place.resolve(keyword, schema[keyword], base)
-            found = _both(found, _cases(place, target, target_base, depth))
-    return found
+def _reference(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+    target, target_base = place.resolve(keyword, schema[keyword], base)
+    return _cases(place, target, target_base, depth)
 
 
 _APPLIED = {
     "allOf": _all,
     "anyOf": _any,
     "oneOf": _one,
-    "if": _if,
-    "dependentSchemas": _dependent,
-    "$ref": _reference,
-    "$dynamicRef": _reference,
+    **dict.fromkeys(CONDITIONAL, _conditional),
+    **dict.fromkeys(("$ref", "$dynamicRef"), _reference),
 }
