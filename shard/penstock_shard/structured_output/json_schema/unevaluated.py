@@ -8,6 +8,7 @@ allows fewer texts.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from penstock_shard.structured_output.json_schema.patterns import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 UNEVALUATED = frozenset(("unevaluatedProperties", "unevaluatedItems"))
+# Among the members of a case: all that are in no keyword.
+_ALL_MEMBERS = ("additionalProperties", "")
 _MOST_CASES = 256
 _DEEPEST = 20
 # For up to this many alternatives all sets are cases; for more, only single ones and the whole set.
@@ -32,23 +35,19 @@ _SETS_OF = 3
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Values that all `parts` allow, and the names and items of them that these evaluate."""
+    """Values that all `parts` allow; and what of them these evaluate: members, by the keyword that
+    names them and their name or pattern, and how many items.
+    """
 
     parts: tuple[Schema, ...] = ()
-    names: frozenset[str] = frozenset()
-    patterns: frozenset[str] = frozenset()
-    all_names: bool = False
-    items: int = 0
-    all_items: bool = False
+    members: frozenset[tuple[str, str]] = frozenset()
+    items: float = 0
 
     def and_(self, other: _Case) -> _Case:
         return _Case(
             self.parts + other.parts,
-            self.names | other.names,
-            self.patterns | other.patterns,
-            self.all_names or other.all_names,
+            self.members | other.members,
             max(self.items, other.items),
-            self.all_items or other.all_items,
         )
 
 
@@ -80,37 +79,35 @@ def _own(place: Place, schema: dict[str, Any], base: str) -> _Case:
         for keyword, value in schema.items()
         if keyword not in _APPLIED and keyword not in UNEVALUATED
     }
-    return _Case(
-        (place.positive(plain, base),),
-        frozenset(schema.get("properties", ())),
-        frozenset(map(rust_pattern, schema.get("patternProperties", ()))),
-        "additionalProperties" in schema,
-        len(schema.get("prefixItems", ())),
-        "items" in schema,
-    )
+    patterns = map(rust_pattern, schema.get("patternProperties", ()))
+    members = {
+        *(("properties", name) for name in schema.get("properties", ())),
+        *(("patternProperties", pattern) for pattern in patterns),
+        *({_ALL_MEMBERS} if "additionalProperties" in schema else ()),
+    }
+    items = math.inf if "items" in schema else len(schema.get("prefixItems", ()))
+    return _Case((place.positive(plain, base),), frozenset(members), items)
 
 
 def _closed(place: Place, schema: dict[str, Any], base: str, case: _Case) -> _Case:
     if "unevaluatedProperties" in schema:
-        if not case.all_names:
+        if _ALL_MEMBERS not in case.members:
             rest = place.positive(schema["unevaluatedProperties"], base)
             case = case.and_(_Case((unless("object", _named(case, rest)),)))
-        case = case.and_(_Case(all_names=True))
+        case = case.and_(_Case(members=frozenset([_ALL_MEMBERS])))
     if "unevaluatedItems" in schema:
-        if not case.all_items:
+        if case.items < math.inf:
             rest = place.positive(schema["unevaluatedItems"], base)
-            first = {"prefixItems": [True] * case.items} if case.items else {}
+            first = {"prefixItems": [True] * int(case.items)} if case.items else {}
             case = case.and_(_Case((unless("array", {**first, "items": rest}),)))
-        case = case.and_(_Case(all_items=True))
+        case = case.and_(_Case(items=math.inf))
     return case
 
 
 def _named(case: _Case, rest: Schema) -> dict[str, Any]:
     out: dict[str, Any] = {"additionalProperties": rest}
-    if case.names:
-        out["properties"] = dict.fromkeys(sorted(case.names), True)
-    if case.patterns:
-        out["patternProperties"] = dict.fromkeys(sorted(case.patterns), True)
+    for keyword, name in sorted(case.members):
+        out.setdefault(keyword, {})[name] = True
     return out
 
 
