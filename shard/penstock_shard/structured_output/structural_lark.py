@@ -45,23 +45,9 @@ class _Either:
     cases: tuple[tuple[_Item, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """Free text up to one of these beginnings, then what follows that one."""
-
-    beginnings: tuple[_Beginning, ...]
-    excludes: tuple[str, ...]
-
-
-_Item = Format | _Loop | _Either | _Begun
-
-
-@dataclass(frozen=True, slots=True)
-class _Beginning:
-    """What items begin with, in pieces (texts, and texts of special tokens), and the rest."""
-
-    pieces: tuple[str, ...]
-    rest: tuple[_Item, ...]
+_Item = Format | _Loop | _Either
+# How items may begin: in pieces (texts, and texts of special tokens), and the items after those.
+_Beginning = tuple[tuple[str, ...], tuple[_Item, ...]]
 
 
 def written(format_: Format, special_tokens: Mapping[str, int]) -> str:
@@ -119,38 +105,36 @@ class _Writer:
                 return "@" + name
             case _Either():
                 return self._either(item, ())
-            case _Loop():
-                return self._rule(self.sequence(item.items)) + "*"
-        assert isinstance(item, _Begun)
-        return self._up_to(item.beginnings, item.excludes)
+        assert isinstance(item, _Loop)
+        return self._rule(self.sequence(item.items)) + "*"
 
     def _either(self, item: _Either, rest: tuple[_Item, ...]) -> str:
         return self._rule(" | ".join(self.sequence((*case, *rest)) for case in item.cases))
 
     def _free(self, text: AnyText, rest: tuple[_Item, ...]) -> str:
         beginnings = list(self._beginnings(rest))
-        up_to = [beginning for beginning in beginnings if beginning.pieces]
-        out = self._up_to(tuple(up_to), text.excludes) if up_to else ""
+        up_to = [(pieces, after) for pieces, after in beginnings if pieces]
+        out = self._up_to(up_to, text.excludes) if up_to else ""
         if len(up_to) == len(beginnings):
             return out
         # A beginning without pieces: the whole output may end here.
-        excluded = (*text.excludes, *("".join(one.pieces) for one in up_to))
+        excluded = (*text.excludes, *("".join(pieces) for pieces, _ in up_to))
         tail = self._terminal(_but(_ANYTHING, excluded))
         return self._rule(f"{out} | {tail}") if out else tail
 
-    def _up_to(self, beginnings: tuple[_Beginning, ...], excludes: tuple[str, ...]) -> str:
+    def _up_to(self, beginnings: list[_Beginning], excludes: tuple[str, ...]) -> str:
         """Free text without any of the beginnings, then one of them, then what follows that one."""
         grouped: dict[tuple[str, ...], list[str]] = {}
-        for beginning in beginnings:
-            grouped.setdefault(beginning.pieces, []).append(self.sequence(beginning.rest))
+        for pieces, after in beginnings:
+            grouped.setdefault(pieces, []).append(self.sequence(after))
         texts = ["".join(pieces) for pieces in grouped]
         alternatives = []
         for pieces, follows in grouped.items():
             # Exclude the other beginnings, except those that this one contains.
             own = "".join(pieces)
             head = self._head(pieces, (*excludes, *(text for text in texts if text not in own)))
-            after = self._rule(" | ".join(follows)) if len(follows) > 1 else follows[0]
-            alternatives.append(f"{head} {after}")
+            rest = self._rule(" | ".join(follows)) if len(follows) > 1 else follows[0]
+            alternatives.append(f"{head} {rest}")
         return self._rule(" | ".join(alternatives))
 
     def _head(self, pieces: tuple[str, ...], excludes: tuple[str, ...]) -> str:
@@ -167,14 +151,14 @@ class _Writer:
     def _beginnings(self, items: tuple[_Item, ...]) -> Iterator[_Beginning]:
         """How the items may begin. A beginning without pieces means that they may be empty."""
         if not items:
-            yield _Beginning((), ())
+            yield (), ()
             return
         item, rest = items[0], items[1:]
         parts = _parts(item)
         if parts is not None:
             yield from self._beginnings(parts + rest)
         elif isinstance(item, ConstString) and item.value:
-            yield _Beginning(self._cut(item.value), rest)
+            yield self._cut(item.value), rest
         elif isinstance(item, ConstString):
             yield from self._beginnings(rest)
         elif isinstance(item, _Either):
@@ -189,28 +173,28 @@ class _Writer:
             )
 
     def _triggered(self, item: TriggeredTags, rest: tuple[_Item, ...]) -> tuple[_Item, ...]:
-        ends = ["".join(one.pieces) for one in self._beginnings(rest) if one.pieces]
-        tags = tuple(self._trigger(item.triggers, tag) for tag in item.tags)
-        begun = _Begun(tags, (*item.excludes, *ends))
+        ends = ["".join(pieces) for pieces, _ in self._beginnings(rest) if pieces]
+        tags = _Either(tuple(self._trigger(item.triggers, tag) for tag in item.tags))
+        begun = (AnyText((*item.excludes, *ends)), tags)
         none = AnyText((*item.excludes, *item.triggers))
         if item.stop_after_first:
-            return (_Either(((begun,), (none,))),)
-        again = (_Loop((begun,)), none)
+            return (_Either((begun, (none,))),)
+        again = (_Loop(begun), none)
         return (Or(item.tags), *again) if item.at_least_one else again
 
-    def _trigger(self, triggers: tuple[str, ...], tag: Tag) -> _Beginning:
-        """The beginning that a tag is recognized by: its trigger, or up to the end of the special
-        token that the trigger is part of.
+    def _trigger(self, triggers: tuple[str, ...], tag: Tag) -> tuple[_Item, ...]:
+        """A tag in parts, the first of which it is recognized by: its trigger, or its text up to
+        the end of the special token that the trigger is part of.
         """
         trigger = min((text for text in triggers if tag.begin.startswith(text)), key=len)
-        pieces = self._cut(tag.begin)
-        begin: tuple[str, ...] = (trigger,)
-        for index, piece in enumerate(pieces):
-            if piece in self._special_tokens and len("".join(pieces[:index])) < len(trigger):
-                begin = pieces[: index + 1]
+        length, end = len(trigger), 0
+        for piece in self._cut(tag.begin):
+            start, end = end, end + len(piece)
+            if piece in self._special_tokens and start < len(trigger):
+                length = end
                 break
-        after = tag.begin[len("".join(begin)) :]
-        return _Beginning(begin, (ConstString(after), *_tag_parts(tag)[1:]))
+        begin = (ConstString(tag.begin[:length]), ConstString(tag.begin[length:]))
+        return (*begin, *_tag_parts(tag)[1:])
 
     def _cut(self, text: str) -> tuple[str, ...]:
         """A text in pieces: texts, and texts of special tokens."""
