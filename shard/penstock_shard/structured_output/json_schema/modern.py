@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_shard.structured_output.json_schema.combine import Schema
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
-_DEPENDENT = frozenset(("dependencies", "dependentRequired", "dependentSchemas"))
 
 
 def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
-    """A schema of the same values, without `additionalItems`, lists in `items`, bools as bounds,
-    `dependencies` and `dependentRequired`.
+    """A schema of the same values, without `additionalItems`, lists in `items`, bools as bounds.
+
+    All conditions are in `if`, as tuples of schemas: the condition, what values must meet that meet
+    it, and what all others must.
     """
     out: dict[str, Any] = {}
     has_list = isinstance(schema.get("items"), list)
@@ -26,19 +26,20 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
             out |= {"items": value} if has_list else {}
         elif keyword in _EXCLUSIVE and schema.get(_EXCLUSIVE[keyword]) is True:
             out[_EXCLUSIVE[keyword]] = value
-        elif keyword in _DEPENDENT:
-            out["dependentSchemas"] = _dependent(schema)
-        elif not (keyword in _EXCLUSIVE.values() and isinstance(value, bool)):
+        elif keyword == "if":
+            condition = (value, schema.get("then", True), schema.get("else", True))
+            out.setdefault("if", []).append(condition)
+        elif keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            out.setdefault("if", []).extend(_if_there(*each) for each in value.items())
+        elif keyword not in ("then", "else") and not (
+            keyword in _EXCLUSIVE.values() and isinstance(value, bool)
+        ):
             out[keyword] = value
     return out
 
 
-def _dependent(schema: dict[str, Any]) -> dict[str, Schema]:
-    """By name, what objects with a member of that name must meet."""
-    needed: dict[str, list[Schema]] = {}
-    for keyword in filter(_DEPENDENT.__contains__, schema):
-        for name, need in schema[keyword].items():
-            if need not in ([], {}, True):
-                meant = {"required": need} if isinstance(need, list) else need
-                needed.setdefault(name, []).append(meant)
-    return {name: {"allOf": some} for name, some in needed.items()}
+def _if_there(name: str, needed: Any) -> tuple[dict[str, Any], Any, bool]:
+    """What objects must meet that have a member `name`: a schema, or names of other members."""
+    if isinstance(needed, list):
+        needed = {"required": needed} if needed else True
+    return {"type": "object", "required": [name]}, needed, True

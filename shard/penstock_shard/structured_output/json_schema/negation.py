@@ -18,7 +18,6 @@ from penstock_shard.structured_output.json_schema.combine import (
     other_types,
     without,
 )
-from penstock_shard.structured_output.json_schema.conditions import CONDITIONAL, conditions
 from penstock_shard.structured_output.json_schema.patterns import any_text_but
 from penstock_shard.structured_output.json_schema.values import type_of
 
@@ -171,9 +170,9 @@ def _not(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schem
     return place.positive(schema["not"], base)
 
 
-def _conditional(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
+def _if(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
     parts: list[Schema] = []
-    for condition, then, otherwise in conditions(keyword, schema):
+    for condition, then, otherwise in schema["if"]:
         parts.append(all_of([place.positive(condition, base), place.negative(then, base)]))
         parts.append(all_of([place.negative(condition, base), place.negative(otherwise, base)]))
     return any_of(parts)
@@ -201,7 +200,7 @@ _OPPOSITES: dict[str, _Opposite] = {
     "anyOf": _any,
     "oneOf": _one,
     "not": _not,
-    **dict.fromkeys(CONDITIONAL, _conditional),
+    "if": _if,
     **dict.fromkeys(("$ref", "$dynamicRef"), _reference),
     **dict.fromkeys(_BOUNDS, _beyond),
 }

@@ -17,7 +17,6 @@ from penstock_shard.structured_output.json_schema.combine import (
     any_of,
     unless,
 )
-from penstock_shard.structured_output.json_schema.conditions import CONDITIONAL, conditions
 from penstock_shard.structured_output.json_schema.contains import contains
 from penstock_shard.structured_output.json_schema.formats import FORMATS, REFUSED_FORMATS
 from penstock_shard.structured_output.json_schema.infinite_values import ending_names, may_end
@@ -67,7 +66,7 @@ ANNOTATIONS = frozenset(
     ]
 )
 # Those, and keywords that are handled with others.
-_NOT_ALONE = ANNOTATIONS | {"then", "else", "minContains", "maxContains"}
+_NOT_ALONE = ANNOTATIONS | {"minContains", "maxContains"}
 # Beyond this, integers are not exact in all JSON readers, nor in llguidance.
 _LARGEST_EXACT = 2**53
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
@@ -108,12 +107,12 @@ class _Translation:
 
     def positive(self, schema: Schema, base: str) -> Schema:
         """A schema of the same texts, or fewer, in keywords that llguidance knows."""
-        schema = self.read(schema)
+        given, schema = schema, self.read(schema)
         if isinstance(schema, bool):
             return schema
-        base = self._document.base(schema, base)
         if not UNEVALUATED.isdisjoint(schema):
-            return closed(self, schema, base)
+            return closed(self, given, base)
+        base = self._document.base(schema, base)
         out: dict[str, Any] = {}
         more: list[Schema] = []
         for keyword, value in schema.items():
@@ -174,12 +173,7 @@ class _Translation:
 
     def _added(self, keyword: str, schema: dict[str, Any], base: str) -> Iterator[Schema]:
         """What values must meet beside the keywords that llguidance handles."""
-        if keyword in CONDITIONAL:
-            for condition, then, otherwise in conditions(keyword, schema):
-                met = all_of([self.positive(condition, base), self.positive(then, base)])
-                unmet = all_of([self.negative(condition, base), self.positive(otherwise, base)])
-                yield any_of([met, unmet])
-        elif keyword in _ADDED:
+        if keyword in _ADDED:
             yield _ADDED[keyword](self, schema, base)
         elif keyword in ("$ref", "$dynamicRef"):
             yield self._reference(keyword, schema[keyword], base)
@@ -319,6 +313,16 @@ def _not(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return place.negative(schema["not"], base)
 
 
+def _if(place: Place, schema: dict[str, Any], base: str) -> Schema:
+    parts = []
+    for condition, then, otherwise in schema["if"]:
+        if then is not True or otherwise is not True:
+            met = all_of([place.positive(condition, base), place.positive(then, base)])
+            unmet = all_of([place.negative(condition, base), place.positive(otherwise, base)])
+            parts.append(any_of([met, unmet]))
+    return all_of(parts)
+
+
 def _property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
     """propertyNames, if it is a pattern, lengths or a list of names."""
     names = schema["propertyNames"]
@@ -359,6 +363,7 @@ _ADDED: dict[str, Callable[[Place, dict[str, Any], str], Schema]] = {
     "anyOf": _any,
     "oneOf": _one,
     "not": _not,
+    "if": _if,
     "propertyNames": _property_names,
     "contains": contains,
     "uniqueItems": unique,

@@ -20,7 +20,6 @@ from penstock_shard.structured_output.json_schema.combine import (
     any_of,
     unless,
 )
-from penstock_shard.structured_output.json_schema.conditions import CONDITIONAL, conditions
 from penstock_shard.structured_output.json_schema.patterns import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
@@ -74,11 +73,7 @@ def _cases(place: Place, schema: Schema, base: str, depth: int) -> _Cases:
 
 
 def _own(place: Place, schema: dict[str, Any], base: str) -> _Case:
-    plain = {
-        keyword: value
-        for keyword, value in schema.items()
-        if keyword not in _APPLIED and keyword not in UNEVALUATED
-    }
+    plain = {keyword: schema[keyword] for keyword in schema if keyword not in _NOT_OWN}
     patterns = map(rust_pattern, schema.get("patternProperties", ()))
     members = {
         *(("properties", name) for name in schema.get("properties", ())),
@@ -150,16 +145,21 @@ def _one(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: i
     return found
 
 
-def _conditional(
-    place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int
-) -> _Cases:
+def _if(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     found = [_Case()]
-    # What `if` evaluates counts without `then` and `else` too.
-    for condition, then, otherwise in conditions(keyword, {"then": True, **schema}):
+    for condition, then, otherwise in schema["if"]:
+        if not any(map(_may_evaluate, (condition, then, otherwise))):
+            whole = {"if": condition, "then": then, "else": otherwise}
+            found = _both(found, [_Case((place.positive(whole, base),))])
+            continue
         met = _every(place, [condition, then], base, depth)
         unmet = [_Case((place.negative(condition, base),))]
         found = _both(found, met + _both(unmet, _cases(place, otherwise, base, depth)))
     return found
+
+
+def _may_evaluate(schema: Schema) -> bool:
+    return not isinstance(schema, bool) and not schema.keys() <= {"type", "required"}
 
 
 def _reference(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
@@ -171,6 +171,8 @@ _APPLIED = {
     "allOf": _all,
     "anyOf": _any,
     "oneOf": _one,
-    **dict.fromkeys(CONDITIONAL, _conditional),
+    "if": _if,
     **dict.fromkeys(("$ref", "$dynamicRef"), _reference),
 }
+# Keywords of a schema beside those that are handled here; its URI is part of `base` already.
+_NOT_OWN = UNEVALUATED | _APPLIED.keys() | {"$id", "id"}

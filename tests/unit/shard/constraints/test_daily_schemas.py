@@ -167,6 +167,7 @@ SCHEMAS = ("not", "if", "contains", "items", "additionalProperties", "unevaluate
         lambda schema: {"not": schema},
         lambda schema: {"oneOf": [schema, {"type": "null"}]},
         lambda schema: {"unevaluatedProperties": False, **schema},
+        lambda schema: {"unevaluatedProperties": False, "allOf": [schema]},
         lambda schema: {"maxProperties": 2, **schema},
         lambda schema: {"minProperties": 2, **schema},
     ],

@@ -155,5 +155,37 @@ def test_patterns_are_read_as_ecma_262_has_them(pattern, allowed, forbidden):
         assert not _allows(schema, json.dumps(character, ensure_ascii=False)), repr(character)
 
 
+def test_a_folder_in_a_uri_counts_once_where_the_rest_of_an_object_is_closed() -> None:
+    schema = {
+        "$id": "http://schemas/",
+        "properties": {
+            "a": {
+                "$id": "parts/",
+                "properties": {"b": {"$ref": "one"}},
+                "anyOf": [{"$ref": "two"}],
+                "unevaluatedProperties": False,
+            }
+        },
+        "$defs": {
+            "one": {"$id": "http://schemas/parts/one", "type": "integer"},
+            "two": {"$id": "http://schemas/parts/two", "properties": {"c": {"type": "null"}}},
+        },
+    }
+    assert _allows(schema, '{"a":{"b":1,"c":null}}')
+    assert not _allows(schema, '{"a":{"d":1}}')
+
+
+def test_names_that_need_others_make_no_cases_of_what_is_evaluated() -> None:
+    names = "abcdefghij"
+    schema = {
+        "properties": {name: {"type": "integer"} for name in names},
+        "dependentRequired": {name: ["a"] for name in names[1:]},
+        "unevaluatedProperties": False,
+    }
+    assert _allows(schema, '{"a":1,"i":2}')
+    assert not _allows(schema, '{"i":2}')
+    assert not _allows(schema, '{"a":1,"k":2}')
+
+
 def test_braces_that_repeat_nothing_are_letters():
     assert rust_pattern("a{,3}{2}") == r"a\{,3\}{2}"
