@@ -21,7 +21,7 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
         raise ConstraintRefused("items: a list is called prefixItems in draft 2020-12")
     for keyword, value in schema.items():
         if keyword == "items" and has_list:
-            out["prefixItems"] = value
+            out |= {"prefixItems": value} if value else {}
         elif keyword == "additionalItems":
             out |= {"items": value} if has_list else {}
         elif keyword in _EXCLUSIVE and schema.get(_EXCLUSIVE[keyword]) is True:

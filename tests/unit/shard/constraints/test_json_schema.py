@@ -73,6 +73,35 @@ def test_numbers_that_are_not_exact_are_refused(schema):
             ["4"],
             ["3"],
         ),
+        (
+            {
+                "$schema": "https://json-schema.org/draft/2019-09/schema",
+                "items": [],
+                "unevaluatedItems": {"type": "null"},
+            },
+            ["[]", "[null]", "1"],
+            ["[1]"],
+        ),
+        (
+            {"dependencies": {"a": ["b"], "b": {"properties": {"c": {"type": "null"}}}}},
+            ['{"c":null,"b":1}', '{"c":1}', '{"d":1}'],
+            ['{"a":1}', '{"c":2,"b":1}', '{"a":1,"c":1}'],
+        ),
+        (
+            {"not": {"dependencies": {"a": ["b"]}}},
+            ['{"a":1}', '{"a":1,"c":2}'],
+            ["{}", '{"b":1}', '{"a":1,"b":1}', "1"],
+        ),
+        (
+            {"type": "object", "required": ["a"], "minProperties": 2},
+            ['{"a":1,"c":2}'],
+            ['{"a":1}', '{"a":1,"a":2}', '{"c":1,"d":2}'],
+        ),
+        (
+            {"not": {"enum": [[], [1], {}, {"a": 1}]}},
+            ["[2]", "[1,1]", '{"a":2}', '{"b":1}', "null"],
+            ["[]", "[1]", "{}", '{"a":1}'],
+        ),
     ],
 )
 def test_a_schema_allows_what_it_says(schema, allowed, forbidden):
