@@ -79,16 +79,19 @@ def constraint_of_schema(name: str, value: Any) -> Constraint:
     return Constraint(ConstraintKind.JSON_SCHEMA, _json(_object_or_text(name, value)))
 
 
-def _constraint_of_regex(name: str, value: Any) -> Constraint:
-    return Constraint(ConstraintKind.REGEX, _TEXT.read(name, value))
+def _constraint_of_text(kind: ConstraintKind) -> Callable[[str, Any], Constraint]:
+    return lambda name, value: Constraint(kind, _TEXT.read(name, value))
 
 
-def _constraint_of_grammar(name: str, value: Any) -> Constraint:
-    return Constraint(ConstraintKind.GRAMMAR, _TEXT.read(name, value))
+_constraint_of_regex = _constraint_of_text(ConstraintKind.REGEX)
 
 
 def _constraint_of_choices(name: str, value: Any) -> Constraint:
     return Constraint(ConstraintKind.CHOICE, options=_CHOICES.read(name, value))
+
+
+def _constraint_of_flag(name: str, value: Any) -> Constraint | None:
+    return Constraint(ConstraintKind.JSON_OBJECT) if BOOLEAN.read(name, value) else None
 
 
 def _constraint_of_tag(name: str, value: Any) -> Constraint:
@@ -105,6 +108,27 @@ def _constraint_of_tag(name: str, value: Any) -> Constraint:
         tag["structures"] = read_array(f"{name}.structures", older)
         tag["triggers"] = read_array(f"{name}.triggers", given.get("triggers"))
     return Constraint(ConstraintKind.STRUCTURAL_TAG, _json(tag))
+
+
+_SCHEMA: JsonObject = {"anyOf": [{"type": "object"}, {"type": "string"}]}
+_NEWER_TAG: JsonObject = {"format": {"type": "object"}}
+_OLDER_TAG: JsonObject = {"structures": {"type": "array"}, "triggers": {"type": "array"}}
+_TAG: JsonObject = {
+    "anyOf": [
+        {"type": "object", "properties": _NEWER_TAG, "required": list(_NEWER_TAG)},
+        {"type": "object", "properties": _OLDER_TAG, "required": list(_OLDER_TAG)},
+        {"type": "string"},
+    ]
+}
+# What each key of `structured_outputs` is read as: a constraint, or None.
+_LANGUAGES: Mapping[str, Kind] = {
+    "json": Kind(constraint_of_schema, _SCHEMA),
+    "regex": Kind(_constraint_of_regex, _TEXT.schema),
+    "choice": Kind(_constraint_of_choices, _CHOICES.schema),
+    "grammar": Kind(_constraint_of_text(ConstraintKind.GRAMMAR), _TEXT.schema),
+    "json_object": Kind(_constraint_of_flag, BOOLEAN.schema),
+    "structural_tag": Kind(_constraint_of_tag, _TAG),
+}
 
 
 # ---- How JSON is formatted ---------------------------------------------------------------------
@@ -225,19 +249,6 @@ def _only_key(name: str, given: JsonObject, *keys: str) -> str | None:
 
 # ---- structured_outputs ------------------------------------------------------------------------
 
-
-def _constraint_of_flag(name: str, value: Any) -> Constraint | None:
-    return Constraint(ConstraintKind.JSON_OBJECT) if BOOLEAN.read(name, value) else None
-
-
-_LANGUAGES: Mapping[str, Callable[[str, Any], Constraint | None]] = {
-    "json": constraint_of_schema,
-    "regex": _constraint_of_regex,
-    "choice": _constraint_of_choices,
-    "grammar": _constraint_of_grammar,
-    "json_object": _constraint_of_flag,
-    "structural_tag": _constraint_of_tag,
-}
 _FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 
 
@@ -255,7 +266,7 @@ def constraint_of_outputs(name: str, value: Any) -> Constraint | None:
         raise BadRequest(text, param=name)
     flags = {key for key in _FLAGS if key in given and BOOLEAN.read(f"{name}.{key}", given[key])}
     [language] = languages
-    constraint = _LANGUAGES[language](f"{name}.{language}", given[language])
+    constraint = _LANGUAGES[language].read(f"{name}.{language}", given[language])
     how, asking = _read_format(name, given, flags)
     if constraint is None:
         return None
@@ -330,7 +341,6 @@ def _form(*types: str, required: tuple[str, ...] = (), **properties: JsonObject)
     }
 
 
-_SCHEMA: JsonObject = {"anyOf": [{"type": "object"}, {"type": "string"}]}
 _NAMED: JsonObject = {
     "type": "object",
     "properties": {
@@ -340,15 +350,6 @@ _NAMED: JsonObject = {
         "strict": or_null(BOOLEAN.schema),
     },
     "required": ["schema"],
-}
-_NEWER_TAG: JsonObject = {"format": {"type": "object"}}
-_OLDER_TAG: JsonObject = {"structures": {"type": "array"}, "triggers": {"type": "array"}}
-_TAG: JsonObject = {
-    "anyOf": [
-        {"type": "object", "properties": _NEWER_TAG, "required": list(_NEWER_TAG)},
-        {"type": "object", "properties": _OLDER_TAG, "required": list(_OLDER_TAG)},
-        {"type": "string"},
-    ]
 }
 FORMAT = Kind(
     constraint_of_format,
@@ -373,12 +374,7 @@ OUTPUTS = Kind(
         "properties": {
             name: or_null(schema)
             for name, schema in {
-                "json": _SCHEMA,
-                "regex": _TEXT.schema,
-                "choice": _CHOICES.schema,
-                "grammar": _TEXT.schema,
-                "json_object": BOOLEAN.schema,
-                "structural_tag": _TAG,
+                **{name: language.schema for name, language in _LANGUAGES.items()},
                 "whitespace_pattern": _TEXT.schema,
                 **dict.fromkeys(_FLAGS, BOOLEAN.schema),
             }.items()
@@ -401,17 +397,9 @@ CONSTRAINT_FIELDS = (
         "One of json, regex, choice, grammar (Lark or EBNF), json_object and structural_tag; for "
         "JSON: how it is written. disable_fallback changes nothing: there is none.",
     ),
-    Field("guided_json", Kind(constraint_of_schema, _SCHEMA), "As structured_outputs.json."),
-    Field("guided_regex", Kind(_constraint_of_regex, _TEXT.schema), "As structured_outputs.regex."),
-    Field(
-        "guided_choice",
-        Kind(_constraint_of_choices, _CHOICES.schema),
-        "As structured_outputs.choice.",
-    ),
-    Field(
-        "guided_grammar",
-        Kind(_constraint_of_grammar, _TEXT.schema),
-        "As structured_outputs.grammar: Lark or EBNF.",
+    *(
+        Field(f"guided_{name}", _LANGUAGES[name], f"As structured_outputs.{name}.")
+        for name in ("json", "regex", "choice", "grammar")
     ),
     Field("guided_whitespace_pattern", _TEXT, "A regular expression; only for JSON."),
     Field(

@@ -75,15 +75,18 @@ class Compiler:
         """
         kept = self._find(constraint)
         if kept is None or is_worn_out(kept.template):
-            kept = _Kept(self._compiled(constraint), wears_out=kept is not None)
+            kept = _Kept(self.compile_alone(constraint), wears_out=kept is not None)
             self._keep(constraint, kept)
         if goes_on and kept.wears_out:
-            return self._compiled(constraint)
+            return self.compile_alone(constraint)
         return kept.template.deep_copy()
 
     def compile_alone(self, constraint: Constraint) -> LLMatcher:
-        """A matcher that shares nothing. Raises ConstraintRefused."""
-        return self._compiled(constraint)
+        """A matcher that shares nothing. Raises ConstraintRefused, which names the kind first."""
+        try:
+            return self._tried(constraint)
+        except ConstraintRefused as error:
+            raise ConstraintRefused(_named(constraint.kind, str(error))) from error
 
     def _find(self, constraint: Constraint) -> _Kept | None:
         with self._lock:
@@ -91,13 +94,6 @@ class Compiler:
             if kept is not None:
                 self._kept.move_to_end(constraint)
             return kept
-
-    def _compiled(self, constraint: Constraint) -> LLMatcher:
-        """Compile a constraint; every refusal begins with its kind."""
-        try:
-            return self._tried(constraint)
-        except ConstraintRefused as error:
-            raise ConstraintRefused(_named(constraint.kind, str(error))) from error
 
     def _tried(self, constraint: Constraint) -> LLMatcher:
         try:
@@ -154,12 +150,8 @@ def _allowed(matcher: LLMatcher) -> list[int]:
     """The first of the allowed next tokens, if any; may put the matcher into its error state."""
     if matcher.is_error():
         return []
-    mask = matcher.compute_bitmask()
-    byte = next((place for place, bits in enumerate(mask) if bits), None)
-    if byte is None:
-        return []
-    bits = mask[byte]
-    return [8 * byte + (bits & -bits).bit_length() - 1]
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    return [(mask & -mask).bit_length() - 1] if mask else []
 
 
 def _parser_limits(limits: ConstraintLimits) -> LLParserLimits:

@@ -1,6 +1,6 @@
-"""The parts of a structural tag as one Lark grammar.
+"""The formats of a structural tag as one Lark grammar.
 
-Each part is written together with what follows it, because the rule of a free text contains the
+Each item is written together with what follows it, because the rule of a free text contains the
 text that ends it. A special token's text inside a text stands for that token.
 """
 
@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from llguidance import regex_to_lark
-
-from penstock_shard.structured_output.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.languages import lark_of, lark_regex, schema_of, unforced
+from penstock_shard.structured_output.refusal import ConstraintRefused
 from penstock_shard.structured_output.structural_tag import (
-    FreeText,
-    Inner,
-    Literal,
-    OneOf,
-    Part,
-    Separated,
+    AnyText,
+    ConstString,
+    Format,
+    Grammar,
+    JsonSchema,
+    Or,
+    Regex,
     Sequence,
     Tag,
-    Triggered,
+    TagsWithSeparator,
+    TriggeredTags,
 )
 
 _MOST_RULES = 20_000
@@ -45,35 +45,15 @@ class _Either:
     cases: tuple[tuple[_Item, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """Free text up to one of these beginnings, then what follows that one."""
-
-    beginnings: tuple[_Beginning, ...]
-    excludes: tuple[str, ...]
+_Item = Format | _Loop | _Either
+# How items may begin: in pieces (texts, and texts of special tokens), and the items after those.
+_Beginning = tuple[tuple[str, ...], tuple[_Item, ...]]
 
 
-_Piece = str | int
-_Item = Part | _Loop | _Either | _Begun
-
-
-@dataclass(frozen=True, slots=True)
-class _Beginning:
-    """What items begin with, in pieces (texts, and ids of special tokens), and the rest of them."""
-
-    pieces: tuple[_Piece, ...]
-    rest: tuple[_Item, ...]
-
-
-def written(
-    part: Part,
-    special_tokens: Mapping[str, int],
-    json_grammar: Callable[[Any], dict[str, Any]],
-    lark_grammar: Callable[[str], str],
-) -> str:
-    """A grammar for llguidance. `json_grammar` and `lark_grammar` translate those languages."""
-    writer = _Writer(special_tokens, json_grammar, lark_grammar)
-    start = writer.sequence((part,))
+def written(format_: Format, special_tokens: Mapping[str, int]) -> str:
+    """A grammar for llguidance."""
+    writer = _Writer(special_tokens)
+    start = writer.sequence((format_,))
     lines = [f"start: {start}", *writer.rules]
     grammars = [{"lark_grammar": unforced("\n".join(lines))}, *writer.grammars]
     return json.dumps({"grammars": grammars})
@@ -82,20 +62,13 @@ def written(
 class _Writer:
     """Collects rules and grammars; expressions refer to them by name."""
 
-    def __init__(
-        self,
-        special_tokens: Mapping[str, int],
-        json_grammar: Callable[[Any], dict[str, Any]],
-        lark_grammar: Callable[[str], str],
-    ) -> None:
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self.rules: list[str] = []
         self.grammars: list[dict[str, str]] = []
         self._special_tokens = special_tokens
         # The longest first, so that of two that match at one place the longer is taken.
         ordered = sorted(filter(None, special_tokens), key=len, reverse=True)
-        self._marks = re.compile("|".join(map(re.escape, ordered))) if ordered else None
-        self._json_grammar = json_grammar
-        self._lark_grammar = lark_grammar
+        self._marks = re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
         self._kept: dict[str, str] = {}
 
     def sequence(self, items: tuple[_Item, ...]) -> str:
@@ -103,19 +76,14 @@ class _Writer:
         out: list[str] = []
         while items:
             item, rest = items[0], items[1:]
-            if isinstance(item, FreeText):
-                return " ".join([*out, self._free(item, rest)])
-            if isinstance(item, Sequence):
-                items = item.parts + rest
-            elif isinstance(item, Tag):
-                items = _tag_items(item) + rest
-            elif isinstance(item, Triggered):
+            parts = _parts(item)
+            if parts is not None:
+                items = parts + rest
+            elif isinstance(item, TriggeredTags):
                 items = self._triggered(item, rest) + rest
-            elif isinstance(item, Separated):
-                items = self._separated(item) + rest
-            elif isinstance(item, OneOf):
-                items = (_Either(tuple((part,) for part in item.parts)), *rest)
-            elif isinstance(item, _Either) and rest and any(map(_open, item.cases)):
+            elif isinstance(item, AnyText):
+                return " ".join([*out, self._free(item, rest)])
+            elif isinstance(item, _Either) and rest and _open((item,)):
                 return " ".join([*out, self._either(item, rest)])
             else:
                 out.append(self._closed(item))
@@ -123,153 +91,120 @@ class _Writer:
         return " ".join(filter(None, out)) or '""'
 
     def _closed(self, item: _Item) -> str:
-        """An expression for a part that does not depend on what follows it."""
-        if isinstance(item, Literal):
-            return self.pieces(self.cut(item.text))
-        if isinstance(item, Inner):
-            return self._inner(item)
-        if isinstance(item, _Either):
-            return self._either(item, ())
-        if isinstance(item, _Loop):
-            return self._rule(self.sequence(item.items)) + "*"
-        assert isinstance(item, _Begun)
-        return self._up_to(item.beginnings, item.excludes)
+        """An expression for an item that does not depend on what follows it."""
+        match item:
+            case ConstString():
+                return self._pieces(self._cut(item.value))
+            case JsonSchema():
+                return self._rule("%json " + json.dumps(schema_of(item.json_schema)))
+            case Regex():
+                return self._terminal(lark_regex(item.pattern))
+            case Grammar():
+                name = f"g{len(self.grammars)}"
+                self.grammars.append({"name": name, "lark_grammar": lark_of(item.grammar)})
+                return "@" + name
+            case _Either():
+                return self._either(item, ())
+        assert isinstance(item, _Loop)
+        return self._rule(self.sequence(item.items)) + "*"
 
     def _either(self, item: _Either, rest: tuple[_Item, ...]) -> str:
         return self._rule(" | ".join(self.sequence((*case, *rest)) for case in item.cases))
 
-    def _inner(self, item: Inner) -> str:
-        if item.language == "json":
-            return self._rule("%json " + json.dumps(self._json_grammar(item.text)))
-        if item.language == "regex":
-            return self._terminal(lark_regex(item.text))
-        name = f"g{len(self.grammars)}"
-        self.grammars.append({"name": name, "lark_grammar": self._lark_grammar(item.text)})
-        return "@" + name
-
-    def _free(self, text: FreeText, rest: tuple[_Item, ...]) -> str:
+    def _free(self, text: AnyText, rest: tuple[_Item, ...]) -> str:
         beginnings = list(self._beginnings(rest))
-        up_to = [beginning for beginning in beginnings if beginning.pieces]
-        out = self._up_to(tuple(up_to), text.excludes) if up_to else ""
+        up_to = [(pieces, after) for pieces, after in beginnings if pieces]
+        out = self._up_to(up_to, text.excludes) if up_to else ""
         if len(up_to) == len(beginnings):
             return out
         # A beginning without pieces: the whole output may end here.
-        excluded = (*text.excludes, *(self._text(one.pieces) for one in up_to))
+        excluded = (*text.excludes, *("".join(pieces) for pieces, _ in up_to))
         tail = self._terminal(_but(_ANYTHING, excluded))
         return self._rule(f"{out} | {tail}") if out else tail
 
-    def _up_to(self, beginnings: tuple[_Beginning, ...], excludes: tuple[str, ...]) -> str:
+    def _up_to(self, beginnings: list[_Beginning], excludes: tuple[str, ...]) -> str:
         """Free text without any of the beginnings, then one of them, then what follows that one."""
-        grouped: dict[tuple[_Piece, ...], list[str]] = {}
-        for beginning in beginnings:
-            grouped.setdefault(beginning.pieces, []).append(self.sequence(beginning.rest))
-        texts = [self._text(pieces) for pieces in grouped]
+        grouped: dict[tuple[str, ...], list[str]] = {}
+        for pieces, after in beginnings:
+            grouped.setdefault(pieces, []).append(self.sequence(after))
+        texts = ["".join(pieces) for pieces in grouped]
         alternatives = []
         for pieces, follows in grouped.items():
             # Exclude the other beginnings, except those that this one contains.
-            own = self._text(pieces)
-            others = [text for text in texts if not own.startswith(text)]
-            head = self._head(pieces, (*excludes, *(text for text in others if text not in own)))
-            after = self._rule(" | ".join(follows)) if len(follows) > 1 else follows[0]
-            alternatives.append(f"{head} {after}")
+            own = "".join(pieces)
+            head = self._head(pieces, (*excludes, *(text for text in texts if text not in own)))
+            rest = self._rule(" | ".join(follows)) if len(follows) > 1 else follows[0]
+            alternatives.append(f"{head} {rest}")
         return self._rule(" | ".join(alternatives))
 
-    def _head(self, pieces: tuple[_Piece, ...], excludes: tuple[str, ...]) -> str:
-        first = next((index for index, piece in enumerate(pieces) if isinstance(piece, int)), None)
-        text = "".join(piece for piece in pieces[:first] if isinstance(piece, str))
+    def _head(self, pieces: tuple[str, ...], excludes: tuple[str, ...]) -> str:
+        text, tokens = pieces[0], pieces[1:]
+        if text in self._special_tokens:
+            text, tokens = "", pieces
         whole = f"/(?s:.)*{_escaped(text)}/"
-        if first is None:
+        if not tokens:
             return self._rule(self._terminal(_but(whole, excludes)), "[lazy]")
         # A special token ends a text. Exclude its text, which would be the same when written out.
-        own = self._text(pieces)
-        before = self._terminal(_but(whole, (*excludes, own)))
-        return f"{before} {self.pieces(pieces[first:])}"
+        before = self._terminal(_but(whole, (*excludes, "".join(pieces))))
+        return f"{before} {self._pieces(tokens)}"
 
     def _beginnings(self, items: tuple[_Item, ...]) -> Iterator[_Beginning]:
         """How the items may begin. A beginning without pieces means that they may be empty."""
         if not items:
-            yield _Beginning((), ())
+            yield (), ()
             return
         item, rest = items[0], items[1:]
-        if isinstance(item, Literal) and item.text:
-            yield _Beginning(self.cut(item.text), rest)
-        elif isinstance(item, Literal):
+        parts = _parts(item)
+        if parts is not None:
+            yield from self._beginnings(parts + rest)
+        elif isinstance(item, ConstString) and item.value:
+            yield self._cut(item.value), rest
+        elif isinstance(item, ConstString):
             yield from self._beginnings(rest)
-        elif isinstance(item, OneOf):
-            for part in item.parts:
-                yield from self._beginnings((part, *rest))
         elif isinstance(item, _Either):
             for case in item.cases:
                 yield from self._beginnings((*case, *rest))
         elif isinstance(item, _Loop):
             yield from self._beginnings((*item.items, item, *rest))
             yield from self._beginnings(rest)
-        elif isinstance(item, Sequence):
-            yield from self._beginnings(item.parts + rest)
-        elif isinstance(item, Tag):
-            yield from self._beginnings(_tag_items(item) + rest)
-        elif isinstance(item, Separated):
-            yield from self._beginnings(self._separated(item) + rest)
         else:
             raise ConstraintRefused(
                 "structural_tag: any_text must be followed by a text that ends it, or by nothing"
             )
 
-    def _triggered(self, item: Triggered, rest: tuple[_Item, ...]) -> tuple[_Item, ...]:
-        ends = [self._text(one.pieces) for one in self._beginnings(rest) if one.pieces]
-        tags = tuple(self._trigger(item.triggers, tag) for tag in item.tags)
-        begun = _Begun(tags, (*item.excludes, *ends))
-        none = FreeText(tuple(dict.fromkeys((*item.excludes, *item.triggers))))
-        first = OneOf(item.tags)
-        if not item.stop_after_first:
-            return (first, _Loop((begun,)), none) if item.at_least_one else (_Loop((begun,)), none)
-        return (first,) if item.at_least_one else (_Either(((begun,), (none,))),)
+    def _triggered(self, item: TriggeredTags, rest: tuple[_Item, ...]) -> tuple[_Item, ...]:
+        ends = ["".join(pieces) for pieces, _ in self._beginnings(rest) if pieces]
+        tags = _Either(tuple(self._trigger(item.triggers, tag) for tag in item.tags))
+        begun = (AnyText((*item.excludes, *ends)), tags)
+        none = AnyText((*item.excludes, *item.triggers))
+        if item.stop_after_first:
+            return (_Either((begun, (none,))),)
+        again = (_Loop(begun), none)
+        return (Or(item.tags), *again) if item.at_least_one else again
 
-    def _trigger(self, triggers: tuple[str, ...], tag: Tag) -> _Beginning:
-        """The beginning that a tag is recognized by: its trigger, or up to the end of the special
-        token that the trigger is part of.
+    def _trigger(self, triggers: tuple[str, ...], tag: Tag) -> tuple[_Item, ...]:
+        """A tag in parts, the first of which it is recognized by: its trigger, or its text up to
+        the end of the special token that the trigger is part of.
         """
         trigger = min((text for text in triggers if tag.begin.startswith(text)), key=len)
-        pieces, reached = self.cut(tag.begin), 0
-        for index, piece in enumerate(pieces):
-            if isinstance(piece, int) and reached < len(trigger):
-                after = "".join(map(self._name, pieces[index + 1 :]))
-                return _Beginning(pieces[: index + 1], (Literal(after), *_tag_items(tag)[1:]))
-            reached += len(self._name(piece))
-        after = tag.begin[len(trigger) :]
-        return _Beginning((trigger,), (Literal(after), *_tag_items(tag)[1:]))
+        length, end = len(trigger), 0
+        for piece in self._cut(tag.begin):
+            start, end = end, end + len(piece)
+            if piece in self._special_tokens and start < len(trigger):
+                length = end
+                break
+        begin = (ConstString(tag.begin[:length]), ConstString(tag.begin[length:]))
+        return (*begin, *_tag_parts(tag)[1:])
 
-    def _separated(self, item: Separated) -> tuple[_Item, ...]:
-        items: tuple[_Item, ...] = (OneOf(item.tags),)
-        if not item.stop_after_first:
-            items += (_Loop((Literal(item.separator), OneOf(item.tags))),)
-        return items if item.at_least_one else (_Either((items, ())),)
+    def _cut(self, text: str) -> tuple[str, ...]:
+        """A text in pieces: texts, and texts of special tokens."""
+        return tuple(filter(None, self._marks.split(text) if self._marks else [text]))
 
-    def cut(self, text: str) -> tuple[_Piece, ...]:
-        """A text in pieces: texts, and ids of special tokens."""
-        pieces: list[_Piece] = []
-        at = 0
-        for found in self._marks.finditer(text) if self._marks else ():
-            if found.start() > at:
-                pieces.append(text[at : found.start()])
-            pieces.append(self._special_tokens[found.group()])
-            at = found.end()
-        if at < len(text):
-            pieces.append(text[at:])
-        return tuple(pieces)
-
-    def pieces(self, pieces: Iterable[_Piece]) -> str:
+    def _pieces(self, pieces: Iterable[str]) -> str:
+        tokens = self._special_tokens
         return " ".join(
-            f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces
+            f"<[{tokens[piece]}]>" if piece in tokens else json.dumps(piece) for piece in pieces
         )
-
-    def _text(self, pieces: Iterable[_Piece]) -> str:
-        return "".join(map(self._name, pieces))
-
-    def _name(self, piece: _Piece) -> str:
-        if isinstance(piece, str):
-            return piece
-        return next(text for text, token in self._special_tokens.items() if token == piece)
 
     def _rule(self, expression: str, options: str = "") -> str:
         return self._named("r", options, expression)
@@ -287,45 +222,51 @@ class _Writer:
         return self._kept[key]
 
 
-def lark_regex(pattern: str) -> str:
-    """A regular expression in Lark's syntax."""
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        # The library would ignore it.
-        raise ConstraintRefused(f"regex: {shown(pattern)} ends with a backslash")
-    return f"/{regex_to_lark(pattern, '')}/"
+def _parts(item: _Item) -> tuple[_Item, ...] | None:
+    """What an item is short for; None if it is not."""
+    match item:
+        case Sequence():
+            return item.elements
+        case Or(elements=(only,)):
+            return (only,)
+        case Or():
+            return (_Either(tuple((element,) for element in item.elements)),)
+        case Tag():
+            return _tag_parts(item)
+        case TagsWithSeparator():
+            return _separated(item)
+        case TriggeredTags(at_least_one=True, stop_after_first=True):
+            return (Or(item.tags),)
+    return None
 
 
-def unforced(lark: str) -> str:
-    """The same grammar, with llguidance's search for forced text switched off.
-
-    At each mask llguidance would follow forced text to its end, and nothing bounds its length.
-    """
-    return lark + '\n%llguidance {"no_forcing": true}\n'
+def _tag_parts(tag: Tag) -> tuple[_Item, ...]:
+    ends = tag.end if isinstance(tag.end, tuple) else (tag.end,)
+    return (ConstString(tag.begin), tag.content, Or(tuple(map(ConstString, ends))))
 
 
-def _tag_items(tag: Tag) -> tuple[_Item, ...]:
-    ends: Part = Literal(tag.ends[0])
-    if len(tag.ends) > 1:
-        ends = OneOf(tuple(map(Literal, tag.ends)))
-    return (Literal(tag.begin), tag.content, ends)
+def _separated(item: TagsWithSeparator) -> tuple[_Item, ...]:
+    items: tuple[_Item, ...] = (Or(item.tags),)
+    if not item.stop_after_first:
+        items += (_Loop((ConstString(item.separator), Or(item.tags))),)
+    return items if item.at_least_one else (_Either((items, ())),)
 
 
 def _open(items: tuple[_Item, ...]) -> bool:
     """Whether the items may end in free text, whose rule depends on what follows."""
     if not items:
         return False
-    item = items[-1]
-    if isinstance(item, FreeText):
-        return True
-    if isinstance(item, OneOf | Sequence):
-        return any(_open((part,)) for part in item.parts)
+    before, item = items[:-1], items[-1]
+    parts = _parts(item)
+    if parts is not None:
+        return _open(before + parts)
     if isinstance(item, _Either):
-        return any(map(_open, item.cases))
-    if isinstance(item, Tag):
-        return "" in item.ends and _open((item.content,))
-    if isinstance(item, Separated):
-        return any(_open((tag,)) for tag in item.tags)
-    return isinstance(item, Triggered) and not (item.stop_after_first and item.at_least_one)
+        return any(_open(before + case) for case in item.cases)
+    if isinstance(item, _Loop):
+        return _open(item.items) or _open(before)
+    if isinstance(item, ConstString) and not item.value:
+        return _open(before)
+    return isinstance(item, AnyText | TriggeredTags)
 
 
 def _but(terminal: str, excludes: Iterable[str]) -> str:

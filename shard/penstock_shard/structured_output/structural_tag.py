@@ -1,7 +1,7 @@
 """Structural tags: free text, literal texts, and other languages between tags.
 
-Reads both forms, the older with `structures` and the newer with `format`, into parts; whatever is
-not understood is refused.
+Both forms, the older with `structures` and the newer with `format`, are read as formats; whatever
+is not understood is refused.
 
 Where other implementations differ: `at_least_one` of triggered tags means that the text begins with
 a tag; free text contains neither its `excludes`, nor a trigger, nor what ends it.
@@ -9,273 +9,126 @@ a tag; free text contains neither its `excludes`, nor a trigger, nor what ends i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import json
+import re
+from typing import Annotated, Any, get_args
+
+import msgspec
 
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-_DEEPEST = 32
-_MOST_FORMATS = 4096
+# A surrogate without its other half, which JSON escapes can express but no text can hold.
+_HALF = re.compile("[\ud800-\udfff]")
+_NotEmpty = msgspec.Meta(min_length=1)
+_Text = Annotated[str, _NotEmpty]
+_End = str | Annotated[tuple[str, ...], _NotEmpty]
+# Where an error is about which format it is.
+_OF_TYPE = re.compile(r"(format|content|elements\[\d+\])\.type`$")
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
-    text: str
+class _Fields(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
+    """The fields of a JSON object, as requests write them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inner:
-    """Text in another language: "json", "regex" or "lark"."""
-
-    language: str
-    text: Any
+class ConstString(_Fields, tag="const_string"):
+    value: str
 
 
-@dataclass(frozen=True, slots=True)
-class FreeText:
+class JsonSchema(_Fields, tag="json_schema"):
+    json_schema: Any
+
+
+class Regex(_Fields, tag="regex"):
+    pattern: _Text
+
+
+class Grammar(_Fields, tag="grammar"):
+    grammar: _Text
+
+
+class AnyText(_Fields, tag="any_text"):
     excludes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    parts: tuple[Part, ...]
+class Sequence(_Fields, tag="sequence"):
+    elements: Annotated[tuple[Format, ...], _NotEmpty]
 
 
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    parts: tuple[Part, ...]
+class Or(_Fields, tag="or"):
+    elements: Annotated[tuple[Format, ...], _NotEmpty]
 
 
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """`begin`, the content, one of `ends`."""
-
+class Tag(_Fields, tag="tag"):
     begin: str
-    content: Part
-    ends: tuple[str, ...]
+    content: Format
+    # A text, or one of several.
+    end: _End
 
 
-@dataclass(frozen=True, slots=True)
-class Triggered:
+class TriggeredTags(_Fields, tag="triggered_tags"):
     """Free text until one of the triggers; then a tag that begins with it; then again."""
 
-    triggers: tuple[str, ...]
-    tags: tuple[Tag, ...]
-    at_least_one: bool
-    stop_after_first: bool
-    excludes: tuple[str, ...]
+    triggers: Annotated[tuple[_Text, ...], _NotEmpty]
+    tags: Annotated[tuple[Tag, ...], _NotEmpty]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+    excludes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for tag in self.tags:
+            if not tag.begin.startswith(self.triggers):
+                raise ValueError(f"no trigger begins {shown(tag.begin)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Separated:
+class TagsWithSeparator(_Fields, tag="tags_with_separator"):
     """Tags, with nothing but a separator between them."""
 
-    tags: tuple[Tag, ...]
+    tags: Annotated[tuple[Tag, ...], _NotEmpty]
     separator: str
-    at_least_one: bool
-    stop_after_first: bool
+    at_least_one: bool = False
+    stop_after_first: bool = False
 
 
-Part = Literal | Inner | FreeText | Sequence | OneOf | Tag | Triggered | Separated
+Format = (
+    ConstString
+    | JsonSchema
+    | Regex
+    | Grammar
+    | AnyText
+    | Sequence
+    | Or
+    | Tag
+    | TriggeredTags
+    | TagsWithSeparator
+)
 
 
-def read(tag: Any) -> Part:
-    """The parts of a structural tag."""
-    if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
-        raise ConstraintRefused('structural_tag: "type" must be "structural_tag"')
-    reader = _Reader()
-    if "structures" in tag:
-        _known("structural_tag", tag, ("type", "structures", "triggers"))
-        return reader.older(tag)
-    _known("structural_tag", tag, ("type", "format"))
-    return reader.part(tag.get("format"), "format", 0)
+class _Newer(_Fields, tag="structural_tag"):
+    format: Format
 
 
-class _Reader:
-    """Counts what it has read."""
-
-    def __init__(self) -> None:
-        self._formats = 0
-
-    def older(self, tag: dict[str, Any]) -> Part:
-        structures = tag["structures"]
-        if not isinstance(structures, list):
-            raise ConstraintRefused("structural_tag: structures must be a list")
-        tags: list[Tag] = []
-        for structure in structures:
-            where = f"structures[{len(tags)}]"
-            if not isinstance(structure, dict):
-                raise ConstraintRefused(f"structural_tag: {where} must be an object")
-            _known(where, structure, ("begin", "schema", "end"))
-            content = Inner("json", structure.get("schema", True))
-            tags.append(Tag(_text(where, structure, "begin"), content, _ends(where, structure)))
-        return _triggered("structural_tag", tag, tuple(tags), False, False)
-
-    def part(self, value: Any, where: str, depth: int) -> Part:
-        self._formats += 1
-        if depth > _DEEPEST or self._formats > _MOST_FORMATS:
-            raise ConstraintRefused(
-                f"structural_tag: over {_MOST_FORMATS} formats, or {_DEEPEST} within each other"
-            )
-        if not isinstance(value, dict):
-            raise ConstraintRefused(f"structural_tag: {where} must be an object")
-        name = value.get("type")
-        if not isinstance(name, str) or name not in _FORMATS:
-            raise ConstraintRefused(
-                f"structural_tag: {where}.type: {shown(name)} is none of {', '.join(_FORMATS)}"
-            )
-        keys, make = _FORMATS[name]
-        _known(where, value, ("type", *keys))
-        return make(self, value, where, depth)
-
-    def parts(self, value: dict[str, Any], where: str, depth: int) -> tuple[Part, ...]:
-        elements = value.get("elements")
-        if not isinstance(elements, list) or not elements:
-            raise ConstraintRefused(f"structural_tag: {where}.elements must be a list of formats")
-        return tuple(
-            self.part(element, f"{where}.elements[{index}]", depth + 1)
-            for index, element in enumerate(elements)
-        )
-
-    def tags(self, value: dict[str, Any], where: str, depth: int) -> tuple[Tag, ...]:
-        tags = value.get("tags")
-        if not isinstance(tags, list) or not tags:
-            raise ConstraintRefused(f"structural_tag: {where}.tags must be a list of tags")
-        found = []
-        for index, tag in enumerate(tags):
-            at = f"{where}.tags[{index}]"
-            if not isinstance(tag, dict) or tag.get("type", "tag") != "tag":
-                raise ConstraintRefused(f"structural_tag: {at} must be a tag")
-            part = self.part({"type": "tag", **tag}, at, depth + 1)
-            assert isinstance(part, Tag)
-            found.append(part)
-        return tuple(found)
+class _Structure(msgspec.Struct, forbid_unknown_fields=True):
+    begin: str
+    end: _End
+    schema: Any = True
 
 
-def _literal(reader: _Reader, value: dict[str, Any], where: str, depth: int) -> Part:
-    return Literal(_text(where, value, "value"))
+class _Older(_Fields, tag="structural_tag"):
+    structures: tuple[_Structure, ...]
+    triggers: Annotated[tuple[_Text, ...], _NotEmpty]
 
 
-def _json(reader: _Reader, value: dict[str, Any], where: str, depth: int) -> Part:
-    if "json_schema" not in value:
-        raise ConstraintRefused(f"structural_tag: {where}.json_schema is missing")
-    return Inner("json", value["json_schema"])
-
-
-def _inner(language: str, key: str) -> _Maker:
-    def make(reader: _Reader, value: dict[str, Any], where: str, depth: int) -> Part:
-        text = _text(where, value, key)
-        if not text:
-            raise ConstraintRefused(f"structural_tag: {where}.{key} is empty")
-        return Inner(language, text)
-
-    return make
-
-
-def _free(reader: _Reader, value: dict[str, Any], where: str, depth: int) -> Part:
-    return FreeText(_texts(where, value, "excludes", ()))
-
-
-def _sequence(reader: _Reader, value: dict[str, Any], where: str, depth: int) -> Part:
-    return Sequence(reader.parts(value, where, depth))
-
-
-def _one_of(reader: _Reader, value: dict[str, Any], where: str, depth: int) -> Part:
-    return OneOf(reader.parts(value, where, depth))
-
-
-def _tag(reader: _Reader, value: dict[str, Any], where: str, depth: int) -> Part:
-    content = reader.part(value.get("content"), f"{where}.content", depth + 1)
-    return Tag(_text(where, value, "begin"), content, _ends(where, value))
-
-
-def _triggers(reader: _Reader, value: dict[str, Any], where: str, depth: int) -> Part:
-    return _triggered(
-        where,
-        value,
-        reader.tags(value, where, depth),
-        _flag(where, value, "at_least_one"),
-        _flag(where, value, "stop_after_first"),
-    )
-
-
-def _triggered(
-    where: str, value: dict[str, Any], tags: tuple[Tag, ...], at_least_one: bool, stop: bool
-) -> Part:
-    triggers = _texts(where, value, "triggers", None)
-    if not triggers or not all(triggers):
-        raise ConstraintRefused(f"structural_tag: {where}.triggers must be texts, and not empty")
-    for tag in tags:
-        if not tag.begin.startswith(triggers):
-            raise ConstraintRefused(
-                f"structural_tag: {where}: no trigger begins {shown(tag.begin)}"
-            )
-    return Triggered(triggers, tags, at_least_one, stop, _texts(where, value, "excludes", ()))
-
-
-def _separated(reader: _Reader, value: dict[str, Any], where: str, depth: int) -> Part:
-    return Separated(
-        reader.tags(value, where, depth),
-        _text(where, value, "separator"),
-        _flag(where, value, "at_least_one"),
-        _flag(where, value, "stop_after_first"),
-    )
-
-
-def _known(where: str, value: dict[str, Any], keys: tuple[str, ...]) -> None:
-    for key in value:
-        if key not in keys:
-            raise ConstraintRefused(
-                f"structural_tag: {where}: {shown(key)} is none of {', '.join(keys)}"
-            )
-
-
-def _text(where: str, value: dict[str, Any], key: str) -> str:
-    text = value.get(key)
-    if not isinstance(text, str):
-        raise ConstraintRefused(f"structural_tag: {where}.{key}: {shown(text)} is no text")
-    return text
-
-
-def _texts(
-    where: str, value: dict[str, Any], key: str, default: tuple[str, ...] | None
-) -> tuple[str, ...]:
-    texts = value.get(key, default)
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ConstraintRefused(f"structural_tag: {where}.{key} must be a list of texts")
-    return tuple(dict.fromkeys(texts))
-
-
-def _ends(where: str, value: dict[str, Any]) -> tuple[str, ...]:
-    if isinstance(value.get("end"), list) and value["end"]:
-        return _texts(where, value, "end", None)
-    return (_text(where, value, "end"),)
-
-
-def _flag(where: str, value: dict[str, Any], key: str) -> bool:
-    flag = value.get(key, False)
-    if not isinstance(flag, bool):
-        raise ConstraintRefused(f"structural_tag: {where}.{key}: {shown(flag)} is no bool")
-    return flag
-
-
-_Maker = Callable[[_Reader, dict[str, Any], str, int], Part]
-_FORMATS: Mapping[str, tuple[tuple[str, ...], _Maker]] = {
-    "const_string": (("value",), _literal),
-    "json_schema": (("json_schema",), _json),
-    "regex": (("pattern",), _inner("regex", "pattern")),
-    "grammar": (("grammar",), _inner("lark", "grammar")),
-    "any_text": (("excludes",), _free),
-    "sequence": (("elements",), _sequence),
-    "or": (("elements",), _one_of),
-    "tag": (("begin", "content", "end"), _tag),
-    "triggered_tags": (
-        ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
-        _triggers,
-    ),
-    "tags_with_separator": (
-        ("tags", "separator", "at_least_one", "stop_after_first"),
-        _separated,
-    ),
-}
+def read(tag: Any) -> Format:
+    """The format that a structural tag, parsed as JSON, has."""
+    if _HALF.search(json.dumps(tag, ensure_ascii=False)):
+        raise ConstraintRefused("structural_tag: it holds half a character")
+    try:
+        if not isinstance(tag, dict) or "structures" not in tag:
+            return msgspec.convert(tag, _Newer).format
+        older = msgspec.convert(tag, _Older)
+        tags = [Tag(each.begin, JsonSchema(each.schema), each.end) for each in older.structures]
+        return TriggeredTags(older.triggers, tuple(tags))
+    except ValueError as error:
+        names = ", ".join(each.__struct_config__.tag for each in get_args(Format))
+        known = f", which must be one of {names}" if _OF_TYPE.search(str(error)) else ""
+        raise ConstraintRefused(f"structural_tag: {error}{known}") from error

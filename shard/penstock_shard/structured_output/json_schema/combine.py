@@ -26,6 +26,10 @@ class Place(Protocol):
         """The schema that a reference means, and its base URI."""
         ...
 
+    def read(self, schema: Schema) -> Schema:
+        """The schema, checked, in the keywords that `modern` leaves."""
+        ...
+
     def base(self, schema: Schema, base: str) -> str:
         """The base URI inside `schema`, which is found where the base URI is `base`."""
         ...
@@ -69,15 +73,3 @@ def at(index: int, schema: Schema) -> Schema:
 
 def without(names: abc.Sequence[str]) -> Schema:
     return {"properties": dict.fromkeys(names, False)}
-
-
-def type_of(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "number"
-    if isinstance(value, str):
-        return "string"
-    return "array" if isinstance(value, list) else "object"

@@ -7,41 +7,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_shard.structured_output.json_schema.combine import Schema, type_of
-
-_REFERENCE = "#/$defs/"
-# Keywords that hold one schema, a list of them, or schemas by name.
-_ONE = ("items", "additionalProperties")
-_LIST = ("allOf", "anyOf", "prefixItems")
-_NAMED = ("properties", "patternProperties")
+from penstock_shard.structured_output.json_schema.combine import Schema
+from penstock_shard.structured_output.json_schema.values import type_of
 
 
-def without_endless(root: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The same schema with `false` where only infinite values fit; changes `definitions` alike."""
+def ending_names(definitions: dict[str, Schema]) -> set[str]:
+    """Names of the definitions that have a finite value."""
     ending: set[str] = set()
     before = -1
     while before < len(ending):
         before = len(ending)
         # Definitions come after those that refer to them, so the reverse order takes fewer rounds.
         for name in reversed(definitions):
-            if name not in ending and _may_end(definitions[name], ending):
+            if name not in ending and may_end(definitions[name], ending):
                 ending.add(name)
-    if len(ending) == len(definitions):
-        return root
-    for name in definitions:
-        definitions[name] = _closed(definitions[name], ending)
-    return _closed(root, ending) if _may_end(root, ending) else False
+    return ending
 
 
-def _may_end(schema: Schema, ending: set[str]) -> bool:
+def may_end(schema: Schema, ending: set[str]) -> bool:
     """Whether the schema has a finite value, given the definitions that are known to have one."""
     if isinstance(schema, bool):
         return schema
-    if "$ref" in schema and schema["$ref"].removeprefix(_REFERENCE) not in ending:
+    if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
         return False
-    if not all(_may_end(part, ending) for part in schema.get("allOf", ())):
+    if not all(may_end(part, ending) for part in schema.get("allOf", ())):
         return False
-    if "anyOf" in schema and not any(_may_end(part, ending) for part in schema["anyOf"]):
+    if "anyOf" in schema and not any(may_end(part, ending) for part in schema["anyOf"]):
         return False
     return any(_kind_may_end(kind, schema, ending) for kind in _types(schema))
 
@@ -57,11 +48,11 @@ def _types(schema: dict[str, Any]) -> list[str]:
 
 def _kind_may_end(kind: str, schema: dict[str, Any], ending: set[str]) -> bool:
     if kind == "object":
-        return all(_may_end(_property(name, schema), ending) for name in schema.get("required", ()))
+        return all(may_end(_property(name, schema), ending) for name in schema.get("required", ()))
     if kind == "array":
         prefix, least = schema.get("prefixItems", []), schema.get("minItems", 0)
         needed = prefix[:least] if least <= len(prefix) else [*prefix, schema.get("items", True)]
-        return all(_may_end(item, ending) for item in needed)
+        return all(may_end(item, ending) for item in needed)
     return True
 
 
@@ -70,21 +61,3 @@ def _property(name: str, schema: dict[str, Any]) -> Schema:
     if name in properties:
         return properties[name]
     return True if "patternProperties" in schema else schema.get("additionalProperties", True)
-
-
-def _closed(schema: Schema, ending: set[str]) -> Schema:
-    if isinstance(schema, bool):
-        return schema
-    if "$ref" in schema and schema["$ref"].removeprefix(_REFERENCE) not in ending:
-        return False
-    out = dict(schema)
-    for key in _ONE:
-        if key in out:
-            out[key] = _closed(out[key], ending)
-    for key in _LIST:
-        if key in out:
-            out[key] = [_closed(part, ending) for part in out[key]]
-    for key in _NAMED:
-        if key in out:
-            out[key] = {name: _closed(part, ending) for name, part in out[key].items()}
-    return out

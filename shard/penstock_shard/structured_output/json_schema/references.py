@@ -5,6 +5,7 @@ Never fetches anything.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import unquote, urljoin
 
@@ -19,29 +20,19 @@ _DRAFTS = {
     "json-schema.org/draft/2019-09/schema": 2019,
     "json-schema.org/draft/2020-12/schema": 2020,
 }
-# Keywords that hold a schema, a list of schemas, or schemas by name.
-_ONE = [
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "else",
-    "if",
-    "items",
-    "not",
-    "propertyNames",
-    "then",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-    "contentSchema",
-]
-_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = (
-    "$defs",
-    "definitions",
-    "dependencies",
-    "dependentSchemas",
-    "patternProperties",
-    "properties",
+# Keywords that hold a schema or a list of schemas, and those that hold schemas by name.
+_HOLDING = frozenset(
+    (
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contentSchema"),
+        *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
+        *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+    )
+)
+_HOLDING_BY_NAME = frozenset(
+    (
+        *("properties", "patternProperties", "$defs", "definitions"),
+        *("dependentSchemas", "dependencies"),
+    )
 )
 _DEEPEST = 80
 
@@ -53,7 +44,7 @@ class Document:
         self.draft = _draft(root)
         self._resources: dict[str, Schema] = {"": root}
         self._anchors: dict[tuple[str, str], tuple[Schema, str]] = {}
-        self._dynamic: dict[str, int] = {}
+        self._names: Counter[str] = Counter()
         self._index(root, "", 0)
 
     @property
@@ -83,7 +74,7 @@ class Document:
     def resolve_dynamic(self, reference: object, base: str) -> tuple[Schema, str]:
         """As `resolve`, for a dynamic reference, if only one schema can be meant."""
         name = reference.rpartition("#")[2] if isinstance(reference, str) else ""
-        if self._dynamic.get(name, 0) > 1 or not name or len(self._resources) > 2:
+        if self._names[name] > 1 or not name or len(self._resources) > 2:
             raise ConstraintRefused(f"$dynamicRef: {shown(reference)} may mean several schemas")
         return self.resolve(reference, base)
 
@@ -120,9 +111,7 @@ class Document:
             self._resources[base] = schema
         for name in _anchor_names(schema, self.references_stand_alone):
             self._anchors[base, name] = (schema, base)
-        for key in ("$dynamicAnchor", "$anchor"):
-            if isinstance(schema.get(key), str):
-                self._dynamic[schema[key]] = self._dynamic.get(schema[key], 0) + 1
+            self._names[name] += 1
         for inner in _subschemas(schema):
             self._index(inner, base, depth + 1)
 
@@ -146,12 +135,10 @@ def _anchor_names(schema: dict[str, Schema], by_id: bool) -> Iterator[str]:
 
 def _subschemas(schema: dict[str, Schema]) -> Iterator[Schema]:
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
+        if key in _HOLDING:
+            yield from value if isinstance(value, list) else [value]
+        elif key in _HOLDING_BY_NAME and isinstance(value, dict):
             yield from value.values()
-        elif key in _LIST and isinstance(value, list):
-            yield from value
-        elif key in _ONE:
-            yield value
 
 
 def _draft(root: Schema) -> int | None:

@@ -8,6 +8,7 @@ allows fewer texts.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +19,13 @@ from penstock_shard.structured_output.json_schema.combine import (
     all_of,
     any_of,
     unless,
-    without,
 )
 from penstock_shard.structured_output.json_schema.patterns import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 UNEVALUATED = frozenset(("unevaluatedProperties", "unevaluatedItems"))
-_IN_PLACE = (
-    frozenset(("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas"))
-    | {"$ref", "$dynamicRef"}
-    | UNEVALUATED
-)
+# Among the members of a case: all that are in no keyword.
+_ALL_MEMBERS = ("additionalProperties", "")
 _MOST_CASES = 256
 _DEEPEST = 20
 # For up to this many alternatives all sets are cases; for more, only single ones and the whole set.
@@ -37,23 +34,19 @@ _SETS_OF = 3
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Values that all `parts` allow, and the names and items of them that these evaluate."""
+    """Values that all `parts` allow; and what of them these evaluate: members, by the keyword that
+    names them and their name or pattern, and how many items.
+    """
 
     parts: tuple[Schema, ...] = ()
-    names: frozenset[str] = frozenset()
-    patterns: frozenset[str] = frozenset()
-    all_names: bool = False
-    items: int = 0
-    all_items: bool = False
+    members: frozenset[tuple[str, str]] = frozenset()
+    items: float = 0
 
     def and_(self, other: _Case) -> _Case:
         return _Case(
             self.parts + other.parts,
-            self.names | other.names,
-            self.patterns | other.patterns,
-            self.all_names or other.all_names,
+            self.members | other.members,
             max(self.items, other.items),
-            self.all_items or other.all_items,
         )
 
 
@@ -66,54 +59,50 @@ def closed(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _cases(place: Place, schema: Schema, base: str, depth: int) -> _Cases:
+    schema = place.read(schema)
     if isinstance(schema, bool):
         return [_Case()] if schema else []
-    if depth > _DEEPEST or not isinstance(schema, dict):
+    if depth > _DEEPEST:
         raise ConstraintRefused("unevaluatedProperties: references go in a circle or too deep")
     base = place.base(schema, base)
     found = [_own(place, schema, base)]
     for keyword in schema:
         if keyword in _APPLIED:
-            found = _both(found, _APPLIED[keyword](place, schema, base, depth + 1))
+            found = _both(found, _APPLIED[keyword](place, keyword, schema, base, depth + 1))
     return [_closed(place, schema, base, case) for case in found]
 
 
 def _own(place: Place, schema: dict[str, Any], base: str) -> _Case:
-    plain = {keyword: value for keyword, value in schema.items() if keyword not in _IN_PLACE}
-    items = schema.get("items")
-    prefix = items if isinstance(items, list) else schema.get("prefixItems", ())
-    rest = "additionalItems" if isinstance(items, list) else "items"
-    return _Case(
-        (place.positive(plain, base),),
-        frozenset(schema.get("properties", ())),
-        frozenset(map(rust_pattern, schema.get("patternProperties", ()))),
-        "additionalProperties" in schema,
-        len(prefix),
-        rest in schema,
-    )
+    plain = {keyword: schema[keyword] for keyword in schema if keyword not in _NOT_OWN}
+    patterns = map(rust_pattern, schema.get("patternProperties", ()))
+    members = {
+        *(("properties", name) for name in schema.get("properties", ())),
+        *(("patternProperties", pattern) for pattern in patterns),
+        *({_ALL_MEMBERS} if "additionalProperties" in schema else ()),
+    }
+    items = math.inf if "items" in schema else len(schema.get("prefixItems", ()))
+    return _Case((place.positive(plain, base),), frozenset(members), items)
 
 
 def _closed(place: Place, schema: dict[str, Any], base: str, case: _Case) -> _Case:
     if "unevaluatedProperties" in schema:
-        if not case.all_names:
+        if _ALL_MEMBERS not in case.members:
             rest = place.positive(schema["unevaluatedProperties"], base)
             case = case.and_(_Case((unless("object", _named(case, rest)),)))
-        case = case.and_(_Case(all_names=True))
+        case = case.and_(_Case(members=frozenset([_ALL_MEMBERS])))
     if "unevaluatedItems" in schema:
-        if not case.all_items:
+        if case.items < math.inf:
             rest = place.positive(schema["unevaluatedItems"], base)
-            first = {"prefixItems": [True] * case.items} if case.items else {}
+            first = {"prefixItems": [True] * int(case.items)} if case.items else {}
             case = case.and_(_Case((unless("array", {**first, "items": rest}),)))
-        case = case.and_(_Case(all_items=True))
+        case = case.and_(_Case(items=math.inf))
     return case
 
 
 def _named(case: _Case, rest: Schema) -> dict[str, Any]:
     out: dict[str, Any] = {"additionalProperties": rest}
-    if case.names:
-        out["properties"] = dict.fromkeys(sorted(case.names), True)
-    if case.patterns:
-        out["patternProperties"] = dict.fromkeys(sorted(case.patterns), True)
+    for keyword, name in sorted(case.members):
+        out.setdefault(keyword, {})[name] = True
     return out
 
 
@@ -130,11 +119,11 @@ def _every(place: Place, parts: Iterable[Schema], base: str, depth: int) -> _Cas
     return found
 
 
-def _all(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _all(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     return _every(place, schema["allOf"], base, depth)
 
 
-def _any(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _any(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     parts = schema["anyOf"]
     sizes = range(1, len(parts) + 1) if len(parts) <= _SETS_OF else (1, len(parts))
     # A larger set evaluates more names, but demands more of a value; so both ends are kept.
@@ -146,7 +135,7 @@ def _any(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     ]
 
 
-def _one(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _one(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     parts = schema["oneOf"]
     negatives = [place.negative(part, base) for part in parts]
     found = []
@@ -156,29 +145,26 @@ def _one(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     return found
 
 
-def _if(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
-    condition = schema["if"]
-    met = _every(place, [condition, schema.get("then", True)], base, depth)
-    unmet = _cases(place, schema.get("else", True), base, depth)
-    return met + _both([_Case((place.negative(condition, base),))], unmet)
-
-
-def _dependent(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _if(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     found = [_Case()]
-    for name, needed in schema["dependentSchemas"].items():
-        away = _Case((unless("object", without([name])),))
-        there = _Case(({"type": "object", "required": [name]},))
-        found = _both(found, [away, *_both([there], _cases(place, needed, base, depth))])
+    for condition, then, otherwise in schema["if"]:
+        if not any(map(_may_evaluate, (condition, then, otherwise))):
+            whole = {"if": condition, "then": then, "else": otherwise}
+            found = _both(found, [_Case((place.positive(whole, base),))])
+            continue
+        met = _every(place, [condition, then], base, depth)
+        unmet = [_Case((place.negative(condition, base),))]
+        found = _both(found, met + _both(unmet, _cases(place, otherwise, base, depth)))
     return found
 
 
-def _reference(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
-    found = [_Case()]
-    for keyword in ("$ref", "$dynamicRef"):
-        if keyword in schema:
-            target, target_base = place.resolve(keyword, schema[keyword], base)
-            found = _both(found, _cases(place, target, target_base, depth))
-    return found
+def _may_evaluate(schema: Schema) -> bool:
+    return not isinstance(schema, bool) and not schema.keys() <= {"type", "required"}
+
+
+def _reference(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+    target, target_base = place.resolve(keyword, schema[keyword], base)
+    return _cases(place, target, target_base, depth)
 
 
 _APPLIED = {
@@ -186,7 +172,7 @@ _APPLIED = {
     "anyOf": _any,
     "oneOf": _one,
     "if": _if,
-    "dependentSchemas": _dependent,
-    "$ref": _reference,
-    "$dynamicRef": _reference,
+    **dict.fromkeys(("$ref", "$dynamicRef"), _reference),
 }
+# Keywords of a schema beside those that are handled here; its URI is part of `base` already.
+_NOT_OWN = UNEVALUATED | _APPLIED.keys() | {"$id", "id"}

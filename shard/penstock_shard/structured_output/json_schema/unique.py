@@ -8,30 +8,24 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from penstock_shard.structured_output.json_schema.combine import (
-    Place,
-    Schema,
-    any_of,
-    type_of,
-    unless,
-)
-from penstock_shard.structured_output.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.json_schema.combine import Place, Schema, any_of, unless
+from penstock_shard.structured_output.json_schema.values import listed_values
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # 4 values give 65 arrays; 5 would give 326, which take two seconds to compile.
 _MOST_VALUES = 4
 
 
 def unique(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    if not isinstance(schema["uniqueItems"], bool):
-        raise ConstraintRefused(f"uniqueItems: {shown(schema['uniqueItems'])} is no bool")
     if not schema["uniqueItems"] or schema.get("maxItems") in (0, 1):
         return True
-    values = [] if "prefixItems" in schema else _listed(place, schema.get("items"), base)
-    if not 1 <= len(values) <= _MOST_VALUES:
+    listed = {} if "prefixItems" in schema else listed_values(place, schema.get("items"), base)
+    if not 1 <= len(listed) <= _MOST_VALUES:
         raise ConstraintRefused(
             "uniqueItems: cannot be held while an array is written, but for items of "
             f"an enum of at most {_MOST_VALUES} values"
         )
+    values = listed.values()
     return unless(
         "array",
         any_of(
@@ -40,22 +34,6 @@ def unique(place: Place, schema: dict[str, Any], base: str) -> Schema:
             for order in itertools.permutations(values, length)
         ),
     )
-
-
-def _listed(place: Place, items: Schema, base: str) -> list[Any]:
-    """The values that an item can have, each once; empty if the schema does not list them."""
-    if not isinstance(items, dict):
-        return []
-    if "$ref" in items:
-        items, _ = place.resolve("$ref", items["$ref"], base)
-    if not isinstance(items, dict):
-        return []
-    values = [items["const"]] if "const" in items else items.get("enum")
-    if values is None and items.get("type") == "boolean":
-        values = [False, True]
-    if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
-        return []
-    return list({(type_of(value), value): value for value in values}.values())
 
 
 def _array(values: tuple[Any, ...]) -> Schema:

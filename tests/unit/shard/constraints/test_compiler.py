@@ -163,13 +163,13 @@ def test_what_only_looks_like_too_much_is_served(name):
 def test_no_more_is_kept_than_there_is_room_for(monkeypatch):
     monkeypatch.setattr("penstock_shard.structured_output.compiler._MOST_KEPT", 2)
     compiler = new_compiler()
-    compiled, whole = [], compiler._compiled
+    compiled, whole = [], compiler.compile_alone
 
     def noted(constraint):
         compiled.append(constraint)
         return whole(constraint)
 
-    monkeypatch.setattr(compiler, "_compiled", noted)
+    monkeypatch.setattr(compiler, "compile_alone", noted)
     one, two, three = (Constraint("regex", pattern) for pattern in ("a", "b", "c"))
     for each in (one, two, one, three, one, two):
         compiler.compile(each)
@@ -180,13 +180,13 @@ def test_no_more_is_kept_than_there_is_room_for(monkeypatch):
 def test_what_is_kept_never_takes_more_than_four_gigabytes(monkeypatch, memory_bytes, most):
     # However much one may take: it has as many states as llguidance has in all at most.
     compiler = new_compiler(limits=dataclasses.replace(LIMITS, memory_bytes=memory_bytes))
-    compiled, whole = [], compiler._compiled
+    compiled, whole = [], compiler.compile_alone
 
     def noted(constraint):
         compiled.append(constraint)
         return whole(constraint)
 
-    monkeypatch.setattr(compiler, "_compiled", noted)
+    monkeypatch.setattr(compiler, "compile_alone", noted)
     each = [Constraint("regex", f"a{number}") for number in range(most + 1)]
     for constraint in (*each, *each[1:], each[0]):
         compiler.compile(constraint)

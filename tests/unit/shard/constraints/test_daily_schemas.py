@@ -167,6 +167,7 @@ SCHEMAS = ("not", "if", "contains", "items", "additionalProperties", "unevaluate
         lambda schema: {"not": schema},
         lambda schema: {"oneOf": [schema, {"type": "null"}]},
         lambda schema: {"unevaluatedProperties": False, **schema},
+        lambda schema: {"unevaluatedProperties": False, "allOf": [schema]},
         lambda schema: {"maxProperties": 2, **schema},
         lambda schema: {"minProperties": 2, **schema},
     ],
@@ -186,7 +187,7 @@ def test_a_keyword_with_a_value_that_means_nothing_is_refused_by_name(keyword, a
         ({"not": {"type": "text"}}, "type: 'text' is no type"),
         ({"not": {"required": [5]}}, "required: \\[5\\] is no list of names"),
         ({"properties": {"a": 5}}, "properties: {'a': 5} is no object of schemas"),
-        ({"multipleOf": -1}, "multipleOf: -1 is not above 0"),
+        ({"multipleOf": -1}, "multipleOf: -1 is no number above 0"),
     ],
 )
 def test_other_nonsense_is_refused_by_name(schema, told):

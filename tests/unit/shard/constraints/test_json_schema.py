@@ -73,6 +73,35 @@ def test_numbers_that_are_not_exact_are_refused(schema):
             ["4"],
             ["3"],
         ),
+        (
+            {
+                "$schema": "https://json-schema.org/draft/2019-09/schema",
+                "items": [],
+                "unevaluatedItems": {"type": "null"},
+            },
+            ["[]", "[null]", "1"],
+            ["[1]"],
+        ),
+        (
+            {"dependencies": {"a": ["b"], "b": {"properties": {"c": {"type": "null"}}}}},
+            ['{"c":null,"b":1}', '{"c":1}', '{"d":1}'],
+            ['{"a":1}', '{"c":2,"b":1}', '{"a":1,"c":1}'],
+        ),
+        (
+            {"not": {"dependencies": {"a": ["b"]}}},
+            ['{"a":1}', '{"a":1,"c":2}'],
+            ["{}", '{"b":1}', '{"a":1,"b":1}', "1"],
+        ),
+        (
+            {"type": "object", "required": ["a"], "minProperties": 2},
+            ['{"a":1,"c":2}'],
+            ['{"a":1}', '{"a":1,"a":2}', '{"c":1,"d":2}'],
+        ),
+        (
+            {"not": {"enum": [[], [1], {}, {"a": 1}]}},
+            ["[2]", "[1,1]", '{"a":2}', '{"b":1}', "null"],
+            ["[]", "[1]", "{}", '{"a":1}'],
+        ),
     ],
 )
 def test_a_schema_allows_what_it_says(schema, allowed, forbidden):
@@ -153,6 +182,38 @@ def test_patterns_are_read_as_ecma_262_has_them(pattern, allowed, forbidden):
         assert _allows(schema, json.dumps(character, ensure_ascii=False)), repr(character)
     for character in forbidden:
         assert not _allows(schema, json.dumps(character, ensure_ascii=False)), repr(character)
+
+
+def test_a_folder_in_a_uri_counts_once_where_the_rest_of_an_object_is_closed() -> None:
+    schema = {
+        "$id": "http://schemas/",
+        "properties": {
+            "a": {
+                "$id": "parts/",
+                "properties": {"b": {"$ref": "one"}},
+                "anyOf": [{"$ref": "two"}],
+                "unevaluatedProperties": False,
+            }
+        },
+        "$defs": {
+            "one": {"$id": "http://schemas/parts/one", "type": "integer"},
+            "two": {"$id": "http://schemas/parts/two", "properties": {"c": {"type": "null"}}},
+        },
+    }
+    assert _allows(schema, '{"a":{"b":1,"c":null}}')
+    assert not _allows(schema, '{"a":{"d":1}}')
+
+
+def test_names_that_need_others_make_no_cases_of_what_is_evaluated() -> None:
+    names = "abcdefghij"
+    schema = {
+        "properties": {name: {"type": "integer"} for name in names},
+        "dependentRequired": {name: ["a"] for name in names[1:]},
+        "unevaluatedProperties": False,
+    }
+    assert _allows(schema, '{"a":1,"i":2}')
+    assert not _allows(schema, '{"i":2}')
+    assert not _allows(schema, '{"a":1,"k":2}')
 
 
 def test_braces_that_repeat_nothing_are_letters():

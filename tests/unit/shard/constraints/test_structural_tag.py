@@ -104,6 +104,12 @@ CASES = [
         rf"<f=x>{_JSON}</f>",
     ),
     (
+        _sequence(_triggered(F, at_least_one=True, stop_after_first=True), _regex("[0-9]")),
+        ['<f=x>{"a":1}</f>2'],
+        ["2", '<f=x>{"a":1}</f>', '<f=x>{"a":1}</f> 2'],
+        rf"<f=x>{_JSON}</f>[0-9]",
+    ),
+    (
         _triggered(F, stop_after_first=True, excludes=["%"]),
         ["", "a", 'a<f=x>{"a":1}</f>'],
         ['<f=x>{"a":1}</f>b', "%", '%<f=x>{"a":1}</f>'],
@@ -215,27 +221,36 @@ def test_the_older_form_is_triggered_tags():
 
 
 def _deep(depth):
-    return _sequence(_deep(depth - 1)) if depth else TEXT
+    return {"type": "or", "elements": [_deep(depth - 1), TEXT]} if depth else TEXT
 
 
 @pytest.mark.parametrize(
     ("format_", "told"),
     [
-        ({"type": "qwen"}, "format.type: 'qwen' is none of const_string,"),
-        ({"type": "any_text", "exclude": []}, "format: 'exclude' is none of type, excludes"),
-        ({"type": "const_string"}, "format.value: None is no text"),
-        (_sequence({"type": "regex", "pattern": ""}), "format.elements[0].pattern is empty"),
-        (_sequence(), "format.elements must be a list of formats"),
-        (_tag("a", TEXT, None), "format.end: None is no text"),
-        (_triggered(F, triggers=["<g"]), "no trigger begins '<f=x>'"),
-        (_triggered(F, triggers=[""]), "format.triggers must be texts, and not empty"),
-        (_triggered(F, at_least_one="yes"), "format.at_least_one: 'yes' is no bool"),
+        ({"type": "qwen"}, "'qwen' - at `$.format.type`, which must be one of const_string,"),
+        ({"type": "any_text", "exclude": []}, "unknown field `exclude` - at `$.format`"),
+        ({"type": "const_string"}, "missing required field `value` - at `$.format`"),
+        (
+            _sequence({"type": "regex", "pattern": ""}),
+            "Expected `str` of length >= 1 - at `$.format.elements[0].pattern`",
+        ),
+        (_sequence(), "Expected `array` of length >= 1 - at `$.format.elements`"),
+        (_tag("a", TEXT, None), "Expected `str | array`, got `null` - at `$.format.end`"),
+        (_triggered(F, triggers=["<g"]), "no trigger begins '<f=x>' - at `$.format`"),
+        (
+            _triggered(F, triggers=[""]),
+            "Expected `str` of length >= 1 - at `$.format.triggers[0]`",
+        ),
+        (
+            _triggered(F, at_least_one="yes"),
+            "Expected `bool`, got `str` - at `$.format.at_least_one`",
+        ),
         (_sequence(TEXT, JSON), "any_text must be followed by a text that ends it"),
         ({"type": "json_schema", "json_schema": {"x": 1}}, "the keyword 'x' is not served"),
-        (_deep(40), "32 within each other"),
+        (_deep(300), "structural_tag: nests too deep"),
         ({"type": "regex", "pattern": "a\ud800"}, "structural_tag: it holds half a character"),
         ({"type": "const_string", "value": "\udc00"}, "structural_tag: it holds half a character"),
-        (None, "format must be an object"),
+        (None, "Expected `object`, got `null` - at `$.format`"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(format_, told):

@@ -1,0 +1,45 @@
+"""Keywords of older drafts, and those that are short for others, as fewer of draft 2020-12."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock_shard.structured_output.refusal import ConstraintRefused
+
+_EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
+
+
+def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
+    """A schema of the same values, without `additionalItems`, lists in `items`, bools as bounds.
+
+    All conditions are in `if`, as tuples of schemas: the condition, what values must meet that meet
+    it, and what all others must.
+    """
+    out: dict[str, Any] = {}
+    has_list = isinstance(schema.get("items"), list)
+    if has_list and (draft == 2020 or "prefixItems" in schema):
+        raise ConstraintRefused("items: a list is called prefixItems in draft 2020-12")
+    for keyword, value in schema.items():
+        if keyword == "items" and has_list:
+            out |= {"prefixItems": value} if value else {}
+        elif keyword == "additionalItems":
+            out |= {"items": value} if has_list else {}
+        elif keyword in _EXCLUSIVE and schema.get(_EXCLUSIVE[keyword]) is True:
+            out[_EXCLUSIVE[keyword]] = value
+        elif keyword == "if":
+            condition = (value, schema.get("then", True), schema.get("else", True))
+            out.setdefault("if", []).append(condition)
+        elif keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            out.setdefault("if", []).extend(_if_there(*each) for each in value.items())
+        elif keyword not in ("then", "else") and not (
+            keyword in _EXCLUSIVE.values() and isinstance(value, bool)
+        ):
+            out[keyword] = value
+    return out
+
+
+def _if_there(name: str, needed: Any) -> tuple[dict[str, Any], Any, bool]:
+    """What objects must meet that have a member `name`: a schema, or names of other members."""
+    if isinstance(needed, list):
+        needed = {"required": needed} if needed else True
+    return {"type": "object", "required": [name]}, needed, True

@@ -1,0 +1,53 @@
+"""The languages of constraints, which parts of structural tags may be in too -> llguidance's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from penstock_shard.structured_output.json_schema.schema import prepared
+from penstock_shard.structured_output.json_schema.whitespace import json_writing
+from penstock_shard.structured_output.refusal import ConstraintRefused, shown
+
+_EBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    """A schema as given to llguidance: keywords that it handles right, and whitespace rules."""
+    if not isinstance(schema, dict | bool):
+        raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
+    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+    return {"x-guidance": json_writing(options), **prepared(schema)}
+
+
+def lark_regex(pattern: str) -> str:
+    """A regular expression in Lark's syntax; Rust's dialect, without look-around."""
+    if not pattern:
+        raise ConstraintRefused("regex: it is empty")
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        # The library would ignore it.
+        raise ConstraintRefused(f"regex: {shown(pattern)} ends with a backslash")
+    return f"/{regex_to_lark(pattern, '')}/"
+
+
+def lark_of(text: str) -> str:
+    """A grammar in llguidance's Lark; the EBNF of llama.cpp and vLLM is translated."""
+    if not text.strip():
+        raise ConstraintRefused("grammar: it is empty")
+    if not _EBNF.search(text):
+        return text
+    try:
+        return any_to_lark(text)
+    except GbnfToLarkError as error:
+        raise ConstraintRefused(f"grammar: {error}") from error
+
+
+def unforced(lark: str) -> str:
+    """The same grammar, with llguidance's search for forced text switched off.
+
+    At each mask llguidance would follow forced text to its end, and nothing bounds its length.
+    """
+    return lark + '\n%llguidance {"no_forcing": true}\n'
