@@ -410,8 +410,9 @@ def _temperature(config: PreTrainedConfig, positions: Tensor) -> Tensor | None:
     beta = rope.get("llama_4_scaling_beta")
     if beta is None:
         return None
-    contexts = torch.floor(positions / rope["original_max_position_embeddings"])
-    return 1 + float(beta) * torch.log(1 + contexts)
+    contexts: Tensor = 1 + torch.floor(positions / rope["original_max_position_embeddings"])
+    temperature: Tensor = 1 + float(beta) * contexts.log()
+    return temperature
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
