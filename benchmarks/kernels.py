@@ -220,6 +220,7 @@ def _attending(
 
 def _filled(shape: Shape, blocks: int, dtype: torch.dtype) -> KvCache:
     cache = make_cache(blocks, 16, shape.kv_heads, shape.dim, shape.dim, dtype)
+    assert cache.keys is not None
     cache.keys.fill_(0.1)
     cache.values.fill_(0.1)
     return cache
