@@ -18,9 +18,14 @@ from torch import Tensor, nn
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.kernels.cpu import load_kernels
 from penstock_shard.model_loader import load_model
-from penstock_shard.models import packed_weights
-from penstock_shard.models.fused_linears import FusedPart, find_siblings, fuse_linears, probing
-from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.models.transformers import packed_weights
+from penstock_shard.models.transformers.fused_linears import (
+    FusedPart,
+    find_siblings,
+    fuse_linears,
+    probing,
+)
+from penstock_shard.models.transformers.transformers_model import TransformersModel
 from penstock_shard.ops.base import Ops
 from penstock_shard.ops.cpu_ops import CpuMatrix, CpuOps
 from penstock_shard.ops.torch_ops import DenseMatrix, TorchOps

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.errors import ModelError
-from penstock_shard.models import unsupported
-from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
+from penstock_shard.models.transformers import unsupported
+from penstock_shard.models.transformers.transformers_model import ATTENTION_NAME, TransformersModel
 from penstock_shard.ops.torch_ops import TorchOps
 
 

@@ -41,7 +41,7 @@ from penstock_shard.models.cuda_graphs import (
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.lora_targets import make_adaptable
 from penstock_shard.models.step_inputs import InputLayout
-from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.models.transformers.transformers_model import TransformersModel
 from penstock_shard.ops.torch_ops import TorchOps
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.worker.input_batch import InputBuilder, Inputs

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from penstock_shard.checkpoint.text_config import text_config
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.transformers_loader import load_config
-from penstock_shard.models import unsupported
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_spec import NotOurs, decoder_spec
+from penstock_shard.models.transformers import unsupported
 
 _LLAMA = {
     "attention_bias": False,

@@ -17,9 +17,13 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock_shard.errors import ModelError
 from penstock_shard.kernels.cpu import load_kernels
-from penstock_shard.models.fused_linears import FusedPart
-from penstock_shard.models.packed_weights import PackedWeight, _pack_matrix, pack_weights
-from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.models.transformers.fused_linears import FusedPart
+from penstock_shard.models.transformers.packed_weights import (
+    PackedWeight,
+    _pack_matrix,
+    pack_weights,
+)
+from penstock_shard.models.transformers.transformers_model import TransformersModel
 from penstock_shard.ops.base import Matrix
 from penstock_shard.ops.cpu_ops import CpuOps
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock_shard.errors import ModelError
-from penstock_shard.models import unsupported
-from penstock_shard.models.transformers_model import layer_stacks
+from penstock_shard.models.transformers import unsupported
+from penstock_shard.models.transformers.transformers_model import layer_stacks
 from penstock_shard.ops.base import Ops
 
 _NUM_TOKENS = 8

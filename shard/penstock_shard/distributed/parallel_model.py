@@ -39,7 +39,7 @@ from penstock_shard.models.base import CausalModel, ForwardOutput
 from penstock_shard.models.cuda_graphs import GraphedModel, GraphShape, StaticInputs
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.step_inputs import StepInputs
-from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.models.transformers.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,6 @@ from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Shares
 from penstock_shard.model_loader.choose_attention import AttentionOptions, choose_backend
 from penstock_shard.model_loader.transformers_loader import LoadOptions, load_module
-from penstock_shard.models import unsupported
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_spec import (
     DecoderSpec,
@@ -51,10 +50,11 @@ from penstock_shard.models.decoder_weights import (
     TensorSource,
     read_weights,
 )
-from penstock_shard.models.fused_linears import fuse_linears, probing
-from penstock_shard.models.latent_attention import LatentHeads, latent_heads
-from penstock_shard.models.packed_weights import pack_weights
-from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
+from penstock_shard.models.transformers import unsupported
+from penstock_shard.models.transformers.fused_linears import fuse_linears, probing
+from penstock_shard.models.transformers.latent_attention import LatentHeads, latent_heads
+from penstock_shard.models.transformers.packed_weights import pack_weights
+from penstock_shard.models.transformers.transformers_model import ATTENTION_NAME, TransformersModel
 from penstock_shard.ops.base import Ops, Rope
 
 # Raised by configuration values that our decoder cannot interpret: transformers' code then either

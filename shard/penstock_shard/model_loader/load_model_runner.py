@@ -24,9 +24,9 @@ from penstock_shard.model_loader.fingerprint import fingerprint
 from penstock_shard.model_loader.generation_config import generation_defaults
 from penstock_shard.model_loader.load_rank import load_part, rank_device
 from penstock_shard.model_loader.prepare_model import PreparedModel, prepare_model
-from penstock_shard.models import unsupported
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.loaded_model import LoadedModel
+from penstock_shard.models.transformers import unsupported
 from penstock_shard.structured_output.matcher_state import MaskFiller
 from penstock_shard.worker.capabilities import CAPABILITIES
 from penstock_shard.worker.logits_processors.order import every_processor

@@ -16,9 +16,9 @@ from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.prepare_cuda_graphs import GraphPreparation
 from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
-from penstock_shard.models import unsupported
 from penstock_shard.models.loaded_model import LoadedModel
-from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.models.transformers import unsupported
+from penstock_shard.models.transformers.transformers_model import TransformersModel
 from penstock_shard.selfcheck.batch_invariance import first_variance
 from penstock_shard.selfcheck.random_steps import RandomSteps, Row, random_steps
 

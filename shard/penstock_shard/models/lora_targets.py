@@ -12,7 +12,7 @@ from penstock_shard.lora.lora import Delta, LoraBank
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_weights import LayerWeights
 from penstock_shard.models.feed_forward import Dense, FeedForward, Linear
-from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.models.transformers.transformers_model import TransformersModel
 
 # Modules of a layer without adapters: routers, and experts, which see only some of the tokens. And
 # of latent attention what makes keys and values of latents, as its products are not computed.

@@ -23,10 +23,17 @@ from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_layout import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
-from penstock_shard.models.latent_attention import LatentHeads, keep_latents
-from penstock_shard.models.layer_config import attention_chunk, source_of_keys, temperature_of
 from penstock_shard.models.paged_caches import PagedCaches
-from penstock_shard.models.sparse_indexers import most_unselected_tokens, skip_selection
+from penstock_shard.models.transformers.latent_attention import LatentHeads, keep_latents
+from penstock_shard.models.transformers.layer_config import (
+    attention_chunk,
+    source_of_keys,
+    temperature_of,
+)
+from penstock_shard.models.transformers.sparse_indexers import (
+    most_unselected_tokens,
+    skip_selection,
+)
 from penstock_shard.ops.base import Ops
 
 ATTENTION_NAME = "penstock"

@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from penstock_shard.checkpoint.safetensors import give_back_pages
 from penstock_shard.errors import ModelError, cannot_hold
 from penstock_shard.models.embedding_table import Embedding
-from penstock_shard.models.fused_linears import Siblings, find_siblings, put_in_place
-from penstock_shard.models.weight_proxies import WeightProxy, product
+from penstock_shard.models.transformers.fused_linears import Siblings, find_siblings, put_in_place
+from penstock_shard.models.transformers.weight_proxies import WeightProxy, product
 from penstock_shard.ops.base import Matrix, Ops
 
 _REPORT_S = 3.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock_shard.models.weight_proxies import WeightProxy, product
+from penstock_shard.models.transformers.weight_proxies import WeightProxy, product
 from penstock_shard.ops.base import Matrix, Ops
 
 # Child modules that are fused where a module has all of them.
