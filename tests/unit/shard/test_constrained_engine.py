@@ -353,9 +353,9 @@ def test_an_output_that_was_never_its_constraints_is_refused_without_another_com
     compiled: list[Constraint] = []
 
     class Counting(Compiler):
-        def _compiled(self, constraint: Constraint) -> LLMatcher:
+        def compile_alone(self, constraint: Constraint) -> LLMatcher:
             compiled.append(constraint)
-            return super()._compiled(constraint)
+            return super().compile_alone(constraint)
 
     compiler = Counting(tokenizer_json({}), VOCAB_SIZE, EOS_IDS, LIMITS)
     engine = ConstrainedEngine(compiler=compiler)
