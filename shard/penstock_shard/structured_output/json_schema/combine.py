@@ -26,12 +26,8 @@ class Place(Protocol):
         """The schema that a reference means, and its base URI."""
         ...
 
-    def read(self, schema: Schema) -> Schema:
-        """The schema, checked, in the keywords that `modern` leaves."""
-        ...
-
-    def base(self, schema: Schema, base: str) -> str:
-        """The base URI inside `schema`, which is found where the base URI is `base`."""
+    def read(self, schema: Schema, base: str) -> tuple[Schema, str]:
+        """The schema, checked, in the keywords that `modern` leaves; and the base URI inside it."""
         ...
 
 

@@ -57,10 +57,12 @@ class Document:
         name = self._id(schema)
         return base if name is None else _joined(base, name).rstrip("#")
 
-    def resolve(self, reference: object, base: str) -> tuple[Schema, str]:
-        """The schema that a reference means, and its base URI."""
+    def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]:
+        """The schema that a `$ref` or `$dynamicRef` means, and its base URI."""
         if not isinstance(reference, str):
-            raise ConstraintRefused(f"$ref: {shown(reference)} is no text")
+            raise ConstraintRefused(f"{keyword}: {shown(reference)} is no text")
+        if keyword == "$dynamicRef":
+            self._check_dynamic(reference)
         address, _, fragment = _joined(base, reference).partition("#")
         if address not in self._resources:
             raise ConstraintRefused(f"$ref: {shown(reference)} is outside of the schema")
@@ -71,12 +73,11 @@ class Document:
             return self._anchors[address, fragment]
         return self._pointed(reference, address, fragment)
 
-    def resolve_dynamic(self, reference: object, base: str) -> tuple[Schema, str]:
-        """As `resolve`, for a dynamic reference, if only one schema can be meant."""
-        name = reference.rpartition("#")[2] if isinstance(reference, str) else ""
+    def _check_dynamic(self, reference: str) -> None:
+        """Refuses a dynamic reference that may mean another schema in another place."""
+        name = reference.rpartition("#")[2]
         if self._names[name] > 1 or not name or len(self._resources) > 2:
             raise ConstraintRefused(f"$dynamicRef: {shown(reference)} may mean several schemas")
-        return self.resolve(reference, base)
 
     def _pointed(self, reference: str, address: str, pointer: str) -> tuple[Schema, str]:
         schema, base = self._resources[address], address

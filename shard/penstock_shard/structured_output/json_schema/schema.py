@@ -98,6 +98,7 @@ class _Translation:
     def __init__(self, root: Schema, endless: Collection[tuple[int, str]] = ()) -> None:
         """`endless`: targets of references that no finite value meets."""
         self._document = Document(root)
+        self.resolve = self._document.resolve
         self._endless = endless
         self.definitions: dict[str, Schema] = {}
         # Names of definitions by the identity of what is referred to, and its base URI.
@@ -107,57 +108,47 @@ class _Translation:
 
     def positive(self, schema: Schema, base: str) -> Schema:
         """A schema of the same texts, or fewer, in keywords that llguidance knows."""
-        given, schema = schema, self.read(schema)
-        if isinstance(schema, bool):
-            return schema
-        if not UNEVALUATED.isdisjoint(schema):
-            return closed(self, given, base)
-        base = self._document.base(schema, base)
+        read, inner = self.read(schema, base)
+        if isinstance(read, bool):
+            return read
+        if not UNEVALUATED.isdisjoint(read):
+            return closed(self, schema, base)
         out: dict[str, Any] = {}
         more: list[Schema] = []
-        for keyword, value in schema.items():
+        for keyword, value in read.items():
             if keyword in _KEPT:
-                out[keyword] = _KEPT[keyword](self, keyword, value, base)
+                out[keyword] = _KEPT[keyword](self, keyword, value, inner)
             else:
-                more += self._added(keyword, schema, base)
+                more += self._added(keyword, read, inner)
         return all_of([out or True, *more])
 
     def negative(self, schema: Schema, base: str) -> Schema:
         """A schema of texts that `schema` forbids: all of them, or fewer."""
-        identity = id(schema)
-        schema = self.read(schema)
-        if isinstance(schema, bool):
-            return not schema
-        if identity in self._negated:
+        read, inner = self.read(schema, base)
+        if isinstance(read, bool):
+            return not read
+        if id(schema) in self._negated:
             # Recursive: leave out what it forbids at this place.
             return False
-        self._negated.append(identity)
+        self._negated.append(id(schema))
         try:
-            return negative(self, schema, self._document.base(schema, base))
+            return negative(self, read, inner)
         finally:
             self._negated.pop()
 
-    def read(self, schema: Schema) -> Schema:
-        """The schema, checked, in the keywords that `modern` leaves."""
+    def read(self, schema: Schema, base: str) -> tuple[Schema, str]:
+        """The schema, checked, in the keywords that `modern` leaves; and the base URI inside it."""
         self._schemas += 1
         if self._schemas > _MOST_SCHEMAS:
             raise ConstraintRefused(f"json_schema: comes to more than {_MOST_SCHEMAS} schemas")
         if isinstance(schema, bool):
-            return schema
+            return schema, base
         if not isinstance(schema, dict):
             raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
         check_shapes(schema)
         if "$ref" in schema and self._document.references_stand_alone:
-            return {"$ref": schema["$ref"]}
-        return modern(schema, self._document.draft)
-
-    def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]:
-        if keyword == "$ref":
-            return self._document.resolve(reference, base)
-        return self._document.resolve_dynamic(reference, base)
-
-    def base(self, schema: Schema, base: str) -> str:
-        return self._document.base(schema, base)
+            return {"$ref": schema["$ref"]}, base
+        return modern(schema, self._document.draft), self._document.base(schema, base)
 
     def _reference(self, keyword: str, reference: object, base: str) -> Schema:
         target, target_base = self.resolve(keyword, reference, base)
@@ -328,7 +319,7 @@ def _property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
     names = schema["propertyNames"]
     if isinstance(names, dict) and names.keys() == {"$ref"}:
         names, base = place.resolve("$ref", names["$ref"], base)
-    names = place.read(names)
+    names, _ = place.read(names, base)
     if isinstance(names, bool):
         return True if names else unless("object", {"maxProperties": 0})
     said = {key: value for key, value in names.items() if key not in ANNOTATIONS}

@@ -59,12 +59,11 @@ def closed(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _cases(place: Place, schema: Schema, base: str, depth: int) -> _Cases:
-    schema = place.read(schema)
+    schema, base = place.read(schema, base)
     if isinstance(schema, bool):
         return [_Case()] if schema else []
     if depth > _DEEPEST:
         raise ConstraintRefused("unevaluatedProperties: references go in a circle or too deep")
-    base = place.base(schema, base)
     found = [_own(place, schema, base)]
     for keyword in schema:
         if keyword in _APPLIED:
