@@ -61,6 +61,7 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
         ("device", f"{info.device}, attention {info.attention_backend}"),
         ("KV blocks", f"{load.referenced_blocks} of {info.num_blocks} in use, "
                       f"{info.block_size} tokens each"),
+        ("KV memory", _kv_memory(info)),
         ("requests", f"{load.running} running, {load.waiting} waiting"),
         ("steps", load.steps_total),
         ("preemptions", load.preemptions_total),
@@ -74,6 +75,16 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
         ("version", f"{info.version}, schema {info.min_schema_revision}..{info.schema_revision}"),
         ("instance", info.instance_id),
     ]  # fmt: skip
+
+
+def _kv_memory(info: ShardInfo) -> str:
+    if not info.kv_bytes_per_token:
+        return "not known"
+    mebibytes = f"{info.kv_bytes_per_sequence / 2**20:,.1f} MiB"
+    return (
+        f"{info.kv_bytes_per_token:,} bytes a token, {mebibytes} a sequence of "
+        f"{info.max_model_len} tokens, of which {info.kv_sequences} fit"
+    )
 
 
 def _embeddings(info: ShardInfo) -> str:

@@ -322,6 +322,11 @@ class ShardInfo:
     adapters: Mapping[str, Adapter]
     # None if "embed" is not among the capabilities.
     embedding: EmbeddingDefaults | None = None
+    # Bytes of keys and values: of a token, of a sequence of `max_model_len`; and how many such
+    # sequences there is room for. 0 where that is not known.
+    kv_bytes_per_token: int = 0
+    kv_bytes_per_sequence: int = 0
+    kv_sequences: int = 0
 
     def has_adapter(self, name: str, content_hash: str = "") -> bool:
         """Whether the adapter of this name is loaded, with this content ("" is any). The name "" is

@@ -109,6 +109,11 @@ class RunnerInfo:
     adapters: tuple[Adapter, ...] = ()
     # What layers keep of a sequence's tokens.
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    # Bytes of keys and values: of a token in all layers, and of a sequence of `max_model_len`; and
+    # how many such sequences there is room for. 0 where that is not known.
+    kv_bytes_per_token: int = 0
+    kv_bytes_per_sequence: int = 0
+    kv_sequences: int = 0
 
     @property
     def num_blocks(self) -> int:

@@ -43,6 +43,21 @@ class KVShape:
         """Bytes of so many blocks of each pool."""
         return sum(count * size for count, size in zip(pools, self.block_bytes, strict=True))
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all groups."""
+        return self.bytes_of(pools_for(1, self.groups)) // self.block_size
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes of a sequence of full length."""
+        return self.bytes_of(self.blocks_for(self.max_model_len))
+
+    def sequences_in(self, pools: Sequence[int]) -> int:
+        """How many sequences of full length pools of these sizes hold."""
+        one = self.blocks_for(self.max_model_len)
+        return min(size // count for size, count in zip(pools, one, strict=True))
+
     def tokens_in(self, num_bytes: int) -> int:
         """The longest sequence, in whole blocks, that so many bytes hold."""
         fits, too_long = 0, -(-self.max_model_len // self.block_size) + 1
@@ -74,7 +89,7 @@ def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: b
     max_model_len fits, or on cpu if the flags ask for more than is free: the system gives memory
     only when it is first written, so too large an allocation would get the process killed later.
     """
-    one = shape.bytes_of(shape.blocks_for(shape.max_model_len))
+    one = shape.bytes_per_sequence
     block = shape.bytes_of(pools_for(1, shape.groups))
     if config.kv_blocks is not None:
         budget, flag = config.kv_blocks * block, "--kv-blocks"

@@ -52,7 +52,7 @@ class MemoryPreparation:
 
         Raises ModelError if there is too little memory.
         """
-        model, shape = self.loaded.model, self._shape()
+        model, shape = self.loaded.model, self.shape()
         num_spare = 0 if graph_bytes is None else 1
         free = self._least_free_bytes() - (graph_bytes or 0) - num_spare * sum(shape.block_bytes)
         pools = choose_pools(shape, self.config, free, self._on_cpu)
@@ -67,7 +67,8 @@ class MemoryPreparation:
         progress(describe_blocks(shape, pools, self.config, self._on_cpu))
         return pools
 
-    def _shape(self) -> KVShape:
+    def shape(self) -> KVShape:
+        """What blocks and sequences take."""
         layout, itemsize = self.loaded.model.cache_layout, self.loaded.kv_dtype.itemsize
         return KVShape(
             block_size=self.block_size,

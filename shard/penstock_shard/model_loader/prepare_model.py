@@ -14,6 +14,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.errors import ModelError
+from penstock_shard.model_loader.block_count import KVShape
 from penstock_shard.model_loader.prepare_cuda_graphs import GraphPreparation
 from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
 from penstock_shard.models.loaded_model import LoadedModel
@@ -29,9 +30,9 @@ _CHECK_TOKENS = 32
 class PreparedModel:
     """What was measured and set up."""
 
-    # KV blocks of each pool.
+    # KV blocks of each pool, and what they are.
     pools: list[int]
-    block_size: int
+    kv_shape: KVShape
     batch_invariant: bool
     # Estimated duration of the largest step.
     worst_step_s: float
@@ -57,11 +58,12 @@ def prepare_model(
     graphs = _graph_preparation(loaded, progress, is_exact=is_invariant)
     # Measured before KV blocks are allocated, so that memory for graphs is left.
     graph_bytes = graphs.measure(block_size) if graphs else None
-    pools = MemoryPreparation(config, loaded, block_size).allocate(graph_bytes, progress)
+    memory = MemoryPreparation(config, loaded, block_size)
+    pools = memory.allocate(graph_bytes, progress)
     has_graphs = False
     if graphs is not None and graph_bytes is not None:
         has_graphs = graphs.capture(block_size, pools)
-    return PreparedModel(pools, block_size, is_invariant, worst_step_s, has_graphs)
+    return PreparedModel(pools, memory.shape(), is_invariant, worst_step_s, has_graphs)
 
 
 def _block_size(config: ShardConfig, loaded: LoadedModel) -> int:

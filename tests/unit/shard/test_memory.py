@@ -12,6 +12,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device import cgroup, host_memory
 from penstock_shard.device.host_memory import extra_host_bytes, free_host_bytes
 from penstock_shard.errors import ModelError
+from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.model_loader.block_count import KVShape, choose_pools, describe_blocks
 
 MIB = 2**20
@@ -199,3 +200,38 @@ def test_the_name_of_a_group_may_have_any_bytes(groups: Groups) -> None:
 def test_a_group_bounds_what_the_machine_has(groups: Groups) -> None:
     groups.are("0::/\n", {"memory.max": "1000", "memory.current": "400"})
     assert free_host_bytes() == 600
+
+
+# ---- Pools of several sizes ------------------------------------------------------------------
+
+WINDOWED = KVShape(
+    16,
+    (MIB // 4, MIB),
+    max_model_len=32_768,
+    groups=(CacheGroup(window=1024), CacheGroup(pool=1)),
+    max_chunk_tokens=512,
+)
+
+
+def test_a_long_sequence_takes_a_window_and_a_chunk_of_layers_that_see_no_more() -> None:
+    assert WINDOWED.blocks_for(32_768) == [97, 2048]
+    assert WINDOWED.blocks_for(1024) == [64, 64]
+    assert WINDOWED.bytes_per_token == (MIB + MIB // 4) // 16
+    assert WINDOWED.bytes_per_sequence == 97 * MIB // 4 + 2048 * MIB
+
+
+def test_pools_hold_equally_many_sequences_of_some_windows_and_one_of_full_length() -> None:
+    config = ShardConfig(kv_memory_bytes=8000 * MIB)
+    windows, others = choose_pools(WINDOWED, config, 9000 * MIB, on_cpu=False)
+    assert 7990 * MIB < WINDOWED.bytes_of([windows, others]) <= 8000 * MIB
+    assert WINDOWED.sequences_in([windows, others]) == others // 2048 == 3
+    # Beyond one of full length, four windows and their chunks: 384 blocks for 97.
+    assert (others - 2048) / (windows - 97) == pytest.approx(384 / 97, rel=0.01)
+
+
+def test_too_little_for_one_sequence_names_the_length_that_fits() -> None:
+    config = ShardConfig(kv_memory_bytes=1000 * MIB)
+    with pytest.raises(ModelError, match="lower --max-model-len to 15600 or raise --kv-memory"):
+        choose_pools(WINDOWED, config, 9000 * MIB, on_cpu=False)
+    assert WINDOWED.bytes_of(WINDOWED.blocks_for(15_600)) <= 1000 * MIB
+    assert WINDOWED.bytes_of(WINDOWED.blocks_for(15_616)) > 1000 * MIB

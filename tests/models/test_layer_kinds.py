@@ -1,0 +1,83 @@
+"""What layers keep that see windows, chunks, latents or the keys of others; and where such models
+are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from models.driver import load
+from models.tiny_families import make_family
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.runner_info import CacheGroup
+from penstock_shard.model_loader.load_model_runner import load_model_runner
+from penstock_shard.worker.model_runner import ModelRunner
+
+Family = Callable[..., Path]
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    return lambda model_type, **changes: make_family(tmp_path / model_type, model_type, **changes)
+
+
+def kv_bytes(runner: ModelRunner) -> int:
+    return runner.info.kv_bytes_per_token
+
+
+def test_latents_take_a_fraction_of_the_keys_and_values_of_all_heads(family: Family) -> None:
+    directory = family("deepseek_v3", num_attention_heads=16, num_key_value_heads=16)
+    # In four layers: 32 numbers of a latent and 16 of a rotated key, in four bytes each. Keys of
+    # 32 and values of 16 for each of 16 heads would be 16 times as many.
+    assert kv_bytes(load(directory)) == 4 * (32 + 16) * 4
+
+
+def test_layers_that_read_the_keys_of_others_keep_none(family: Family) -> None:
+    info = load(family("gemma4_text")).info
+    # Of four layers the last two read: one has keys of 16, the other of 32, for two heads.
+    assert info.kv_bytes_per_token == 2 * 2 * (16 + 32) * 4
+    assert info.cache_groups == (CacheGroup(window=8), CacheGroup(pool=1))
+
+
+def test_a_long_sequence_takes_little_more_where_layers_see_windows(family: Family) -> None:
+    def per_sequence(window: int) -> int:
+        directory = family("mistral", sliding_window=window, max_position_embeddings=4096)
+        runner = load(directory, max_num_batched_tokens=64, kv_blocks=256)
+        return runner.info.kv_bytes_per_sequence
+
+    of_windows, of_all = per_sequence(64), per_sequence(4096)
+    assert of_windows * 4096 == of_all * (64 + 64 + 16)
+
+
+def test_beyond_what_indexers_leave_whole_a_context_is_refused(family: Family) -> None:
+    directory = family("deepseek_v32", index_topk=64, max_position_embeddings=512)
+    assert load(directory).info.max_model_len == 64
+    line = "--max-model-len 65: beyond 64 tokens the indexers of DeepseekV32ForCausalLM select keys"
+    with pytest.raises(ModelError, match=line):
+        load(directory, max_model_len=65)
+
+
+def test_chunks_that_blocks_do_not_divide_are_refused(family: Family) -> None:
+    directory = family("llama4_text", attention_chunk_size=48)
+    with pytest.raises(ModelError, match="--block-size 32: the model attends within chunks of 48"):
+        load(directory, block_size=32)
+    assert load(directory, block_size=16).info.max_model_len == 512
+
+
+def test_layers_that_differ_in_heads_that_do_not_fit_are_named(family: Family) -> None:
+    directory = family("gemma4_unified")
+    path = directory / "config.json"
+    text = path.read_text().replace('"num_key_value_heads": 2', '"num_key_value_heads": 3')
+    assert text != path.read_text()
+    path.write_text(text)
+    with pytest.raises(ModelError, match="num_attention_heads is 4; it must be a multiple of"):
+        load_model_runner(ShardConfig(device="cpu"), directory, progress=lambda line: None)
+
+
+def test_too_little_memory_for_one_sequence_is_one_line(family: Family) -> None:
+    with pytest.raises(ModelError, match=r"lower --max-model-len to .* or raise --kv-blocks"):
+        load(family("gemma4_text"), kv_blocks=4)
