@@ -29,29 +29,38 @@ from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_rou
 
 from penstock_router import errors
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
-from penstock_router.apis.base import Api
+from penstock_router.apis.base import AnyKind, Api
 from penstock_router.apis.openai.requests import COMPLETIONS, parse_completion
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
 from penstock_router.generation.event_ids import job_digest
 from penstock_router.generation.job import make_job
 from penstock_router.observe.metrics import Metrics
-from penstock_router.offload import dispatch, request_templates, text_pool
+from penstock_router.offload import (
+    body_kinds,
+    dispatch,
+    request_templates,
+    text_pool,
+    text_process,
+)
 from penstock_router.offload.body_kinds import KINDS, Reading
 from penstock_router.offload.dispatch import MAX_BODIES, Bodies, Body, Incoming
 from penstock_router.offload.request_templates import Programs
 from penstock_router.offload.text_messages import (
     HEADER,
+    ModelFacts,
     Outcome,
     Read,
     Show,
     Task,
+    Work,
     decode_outcome,
     decode_task,
     encode_outcome,
     encode_task,
 )
 from penstock_router.offload.text_pool import SECONDS_A_BYTE, Parts, TextPool
+from penstock_router.offload.text_process import TextWorker
 from penstock_router.routes import base
 from penstock_router.served_models import Models, ServedModel
 from penstock_router.text.prompts import PreparedPrompts, Prompt, pack_ids
@@ -431,6 +440,29 @@ async def test_a_process_with_as_many_models_as_it_may_have_makes_way_for_anothe
     assert first != third
 
 
+def test_a_process_parses_a_body_once_where_its_work_follows(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = []
+
+    def noted(kind: AnyKind, data: bytes, *, with_digest: bool) -> Reading:
+        parsed.append(data)
+        return body_kinds.read(kind, data, with_digest=with_digest)
+
+    monkeypatch.setattr(text_process, "read", noted)
+    worker, bodies = TextWorker(), [b'{"prompt": "a"}', b'{"prompt": "b"}']
+    facts = ModelFacts("m", "t", 512, 500, False, "", "")
+    files = list(fleet.files.values())
+    works = [Work(number, "tokenize", facts, tuple(fleet.files)) for number in (0, 1)]
+    worker.load(works[0], [b"", b"", *files])
+    for number in (0, 1):
+        worker.do(Read(number, "tokenize", False), bodies[number : number + 1])
+    # The first one's parsed form is gone by now.
+    for number in (1, 0):
+        assert b"tokens" in worker.do(works[number], [bodies[number], b"", *files])
+    assert parsed == [*bodies, bodies[0]]
+
+
 # ---- processes that are lost -------------------------------------------------------------------
 
 
@@ -702,6 +734,27 @@ async def test_a_body_that_was_read_is_worked_on_next_unless_that_is_not_asked_f
     await ask(pool, "work", 1, 1)
     assert process.told == (["read", "work"] if comes else ["read", "long", "work"])
     waiting.cancel()
+    await pool.close()
+
+
+async def test_no_process_is_started_while_another_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[FakeProcess] = []
+    go_on = asyncio.Event()
+
+    def start(log_level: str, log_format: str) -> FakeProcess:
+        started.append(FakeProcess([], go_on))
+        return started[-1]
+
+    monkeypatch.setattr(text_pool, "TextProcess", start)
+    pool = TextPool(2, "info")
+    tasks = await begun(pool, ("a", 1, 0), ("b", 1, 1))
+    started[1].is_alive = False
+    go_on.set()
+    await asyncio.gather(*tasks)
+    await ask(pool, "c", 1, 2)
+    assert len(started) == 2
     await pool.close()
 
 
