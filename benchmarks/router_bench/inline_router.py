@@ -9,18 +9,13 @@ import sys
 
 from penstock_router.__main__ import main
 from penstock_router.offload import dispatch
-from penstock_router.text import prompts
 
 
 def _keep_all_text_here() -> None:
-    for module, name in (
-        (dispatch, "LONG_BYTES"),
-        (dispatch, "INLINE_CHARS"),
-        (prompts, "INLINE_CHARS"),
-    ):
-        if not hasattr(module, name):
-            raise SystemExit(f"{module.__name__}.{name} is gone: this would measure nothing")
-        setattr(module, name, sys.maxsize)
+    for name in ("LONG_BYTES", "SHORT_BYTES"):
+        if not hasattr(dispatch, name):
+            raise SystemExit(f"{dispatch.__name__}.{name} is gone: this would measure nothing")
+        setattr(dispatch, name, sys.maxsize)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def build_app(
         fleet=fleet,
         models=models,
         threads=threads,
-        bodies=Bodies(models, threads, pool, programs, memory, metrics),
+        bodies=Bodies(threads, pool, programs, memory, metrics),
         memory=memory,
         admission=Admission(config, metrics),
         metrics=metrics,

@@ -19,7 +19,12 @@ from penstock_client.types import ShardInfo
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, Unavailable, unavailable_model, unknown_model
 from penstock_router.fleet import Fleet, state_of
-from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
+from penstock_router.text.chat_template import (
+    CHAT_TEMPLATE_FILE,
+    ChatTemplate,
+    TemplateUnusable,
+    load_chat_template,
+)
 from penstock_router.text.model_conventions import Conventions, conventions_of
 from penstock_router.text.prompts import TextModel
 from penstock_router.text.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
@@ -106,8 +111,7 @@ class Models:
         """
         self._fleet = fleet
         self._threads = threads
-        # The operator's own template, which takes precedence over the models'.
-        self.chat_template = config.chat_template
+        self._chat_template = config.chat_template
         self._trusts_templates = config.trust_request_chat_template
         self._parsers = config.tool_call_parser, config.reasoning_parser
         # The operator's own names of models.
@@ -310,7 +314,10 @@ class Models:
             raise
 
     def _read(self, files: _Files) -> _Text:
-        template = load_chat_template(files, self.chat_template)
+        if self._chat_template is not None:
+            # The operator's own takes precedence over the model's.
+            files = {**files, CHAT_TEMPLATE_FILE: self._chat_template.encode()}
+        template = load_chat_template(files)
         conventions = conventions_of(template, *self._parsers)
         return _Text(load_tokenizer(files), template, conventions, files)
 

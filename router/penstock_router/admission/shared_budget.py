@@ -8,7 +8,6 @@ the next half of the rest, and there is always room left for whoever comes after
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol, Self
 
 # What a worker may hold in memory for slow clients: little beside a router's own.
@@ -100,10 +99,5 @@ class Holding:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()

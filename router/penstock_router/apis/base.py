@@ -1,7 +1,7 @@
 """What an API is: a table of fields, a translation to a request, the shape of answers and errors.
 
-A new one is a file with an `Api` in it, a kind of body in `offload/body_kinds.py`, and a line in
-the table of routes.
+A new one is a file with an `Api` in it, its name in `offload/body_kinds.py`, and a line in the
+table of routes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from penstock_router.generation.job import Job
 from penstock_router.json_fields import Field, JsonObject, Table, number
 from penstock_router.observe.request_record import Usage
 from penstock_router.request import MAX_TIMEOUT_S, MIN_TIMEOUT_S, Options
+from penstock_router.text.prompts import TextModel, prepare_prompts
 
 AnyRequest = TypeVar("AnyRequest", bound=Options)
 
@@ -79,21 +80,47 @@ class ErrorForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Api(Generic[AnyRequest]):
+class BodyKind:
+    """Bodies that are parsed, and whose text is worked on, in one way: by plain functions, the same
+    ones wherever they run. `offload/dispatch.py` says where. Between the two the router finds the
+    model, and what else a body refers to.
+    """
+
+    # Identifies it in messages to other processes.
+    name: str
+    # What `parse` returns: a dataclass with `model`, `brings_template`, `without_text`.
+    request_type: type[Any]
+    # Raises `BadRequest`.
+    parse: Callable[[JsonObject], Any]
+    # (request, model) -> prompts, or an answer to be encoded as JSON. Raises `BadRequest`.
+    work: Callable[[Any, TextModel], Any]
+    errors: ErrorForm
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralKinds:
+    """Bodies whose fields tell their kind."""
+
+    name: str
+    # Raises `BadRequest`.
+    choose: Callable[[JsonObject], BodyKind]
+
+
+AnyKind = BodyKind | SeveralKinds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api(BodyKind, Generic[AnyRequest]):
     """One HTTP API that generates tokens: how its bodies are read and its answers rendered."""
 
-    # Identifies the API in messages to other processes.
-    name: str
-    # What `parse` returns.
     request_type: type[AnyRequest]
     # The fields of its bodies: what is checked and what is documented.
     fields: Table
-    # Raises `BadRequest`.
     parse: Callable[[JsonObject], AnyRequest]
+    work: Callable[[Any, TextModel], Any] = prepare_prompts
     make_shape: Callable[[Job, Envelope], Shape]
     # (the request's id, whether the client chose it) -> the answer's id.
     name_answer: Callable[[str, bool], str]
-    errors: ErrorForm
     # The types of an answer and of a stream's event: TypedDicts, or None.
     answer: Any
     event: Any

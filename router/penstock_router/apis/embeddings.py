@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from penstock_router.apis.base import TIMEOUT
+from penstock_router.apis.base import ERRORS, TIMEOUT, BodyKind
 from penstock_router.apis.openai.requests import COMPLETION_FIELDS, prompts
 from penstock_router.json_fields import (
     BOOLEAN,
@@ -22,6 +22,7 @@ from penstock_router.json_fields import (
     table,
 )
 from penstock_router.request import CompletionRequest
+from penstock_router.text.prompts import embedding_prompts
 
 MAX_INPUTS = 2048
 
@@ -95,6 +96,15 @@ def parse(body: JsonObject) -> EmbedRequest:
         as_base64=values.get("encoding_format") == "base64",
         **{name: values[name] for name in options if name in values},
     )
+
+
+EMBEDDINGS = BodyKind(
+    name="embeddings",
+    request_type=EmbedRequest,
+    parse=parse,
+    work=embedding_prompts,
+    errors=ERRORS,
+)
 
 
 def answer(

@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self, TypedDict
 
+from penstock_router.apis.base import ERRORS, BodyKind, SeveralKinds
 from penstock_router.apis.chat_messages import MESSAGES
 from penstock_router.apis.openai.requests import CHAT_FIELDS, template_options
+from penstock_router.apis.tgi.answers import ERRORS as TGI_ERRORS
 from penstock_router.apis.tgi.requests import INPUTS
 from penstock_router.apis.tools import tool_options
+from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     BOOLEAN,
+    INT32_MAX,
     OBJECT,
     STRING,
     Field,
@@ -27,11 +31,14 @@ from penstock_router.json_fields import (
     token_ids,
 )
 from penstock_router.request import ChatRequest
+from penstock_router.text.prompts import TextModel, chat_prompt, render
 
 # More ids than any context has, and as many as a thread decodes in a second or so.
 _MAX_IDS = 4_000_000
 # Tokenizing a text takes a hundred times its length in memory.
 MAX_CHARS = 4_000_000
+# The most tokens shown with their places in a text: each takes some 500 bytes meanwhile.
+MAX_PLACES = 1_000_000
 
 _MODEL = Field("model", STRING, "One of /v1/models; may be left out if there is only one.")
 _MESSAGES_HELP = "A chat, rendered by the model's template first."
@@ -154,3 +161,89 @@ def text_tokens(text: str, places: Iterable[tuple[int, int, int]]) -> list[TextT
         {"id": token_id, "text": text[start:stop], "start": begins[start], "stop": begins[stop]}
         for token_id, start, stop in places
     ]
+
+
+# ---- Text work ---------------------------------------------------------------------------------
+
+
+def _tokenize_prompt(asked: TokensRequest, model: TextModel) -> PromptTokens:
+    values = asked.values
+    if "messages" in values:
+        prompt = chat_prompt(chat_to_tokenize(values), model, INT32_MAX)
+        token_ids = list(prompt.token_ids)
+    elif "prompt" in values:
+        [token_ids] = model.tokenizer.encode(
+            [values["prompt"]],
+            add_special_tokens=values.get("add_special_tokens", True),
+            max_tokens=INT32_MAX,
+        )
+    else:
+        raise BadRequest("prompt: needed, or messages or inputs", param="prompt")
+    texts = None
+    if values.get("return_token_strs"):
+        texts = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+    return {
+        "tokens": token_ids,
+        "count": len(token_ids),
+        "max_model_len": model.max_model_len,
+        "token_strs": texts,
+    }
+
+
+def _tokenize_inputs(asked: TokensRequest, model: TextModel) -> list[TextToken]:
+    values = asked.values
+    return _placed(values["inputs"], model, values.get("add_special_tokens", True))
+
+
+def _chat_tokenize(asked: TokensRequest, model: TextModel) -> ChatTokens:
+    chat = chat_to_tokenize(asked.values)
+    text = render(chat, model)
+    return {
+        "tokenize_response": _placed(text, model, chat.add_special_tokens),
+        "templated_text": text,
+    }
+
+
+def _placed(text: str, model: TextModel, add_special_tokens: bool) -> list[TextToken]:
+    if len(text) > MAX_CHARS:
+        raise BadRequest(f"the text has {len(text)} characters; at most {MAX_CHARS} are tokenized")
+    places = model.tokenizer.places(text, add_special_tokens=add_special_tokens, at_most=MAX_PLACES)
+    return text_tokens(text, places)
+
+
+def _detokenize(asked: TokensRequest, model: TextModel) -> DetokenizeAnswer:
+    token_ids = asked.values["tokens"]
+    largest = max(token_ids, default=0)
+    if largest >= model.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param="tokens")
+    return {"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)}
+
+
+TOKENIZE_PROMPT = BodyKind(
+    name="tokenize_prompt",
+    request_type=TokensRequest,
+    parse=parse_with(TOKENIZE_FIELDS),
+    work=_tokenize_prompt,
+    errors=ERRORS,
+)
+TOKENIZE_INPUTS = dataclasses.replace(
+    TOKENIZE_PROMPT, name="tokenize_inputs", work=_tokenize_inputs, errors=TGI_ERRORS
+)
+TOKENIZE = SeveralKinds(
+    "tokenize",
+    lambda given: TOKENIZE_PROMPT if given.get("inputs") is None else TOKENIZE_INPUTS,
+)
+CHAT_TOKENIZE = BodyKind(
+    name="chat_tokenize",
+    request_type=TokensRequest,
+    parse=parse_with(CHAT_TOKENIZE_FIELDS),
+    work=_chat_tokenize,
+    errors=TGI_ERRORS,
+)
+DETOKENIZE = BodyKind(
+    name="detokenize",
+    request_type=TokensRequest,
+    parse=parse_with(DETOKENIZE_FIELDS),
+    work=_detokenize,
+    errors=ERRORS,
+)

@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from penstock_router.admission.shared_budget import Holding, SharedBudget
@@ -201,12 +200,7 @@ class EventReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stream.leave(self)
 
     async def next(self) -> Event | None:

@@ -11,38 +11,26 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from penstock_router.admission.shared_budget import SharedBudget
+from penstock_router.admission.shared_budget import Holding, SharedBudget
+from penstock_router.apis.base import AnyKind
 from penstock_router.apis.responses.stored import Page, read_stored
-from penstock_router.errors import ApiError, TooManyRequests
+from penstock_router.errors import TooManyRequests
 from penstock_router.observe.metrics import Metrics
 from penstock_router.offload import request_templates
-from penstock_router.offload.body_kinds import KINDS, AnyKind, BodyKind, Reading, read
+from penstock_router.offload.body_kinds import Reading, read, work
 from penstock_router.offload.request_templates import Programs
-from penstock_router.offload.text_messages import (
-    Failed,
-    Files,
-    ModelFacts,
-    NeedsFiles,
-    Read,
-    Show,
-    WasAnswered,
-    WasLoaded,
-    WasPrepared,
-    WasRead,
-    Work,
-    unpack_asked,
-    unpack_error,
-    unpack_prepared,
-)
-from penstock_router.offload.text_pool import Lease, Reply, TextPool
-from penstock_router.served_models import Models, ServedModel
+from penstock_router.offload.text_messages import MAX_TASK_S, ModelFacts, Read, Show, Work
+from penstock_router.offload.text_pool import SECONDS_A_BYTE, Arrival, TextPool
+from penstock_router.served_models import ServedModel
 from penstock_router.text.prompts import PreparedPrompts
-from penstock_router.text.tokenizer import INLINE_CHARS
 from penstock_router.thread_pool import Threads
 
+# Up to this length a body's text is worked on here, in less than half a millisecond: a character is
+# tokenized in about 0.15 us, and handing it to a thread may cost as much.
+SHORT_BYTES = 2 * 1024
 # Longer bodies go to a text process. JSON of this length is parsed in 15 us where it is text, in
 # 0.2 ms where it is ids, and in 1.4 ms where it is made of nothing but brackets; a thread tokenizes
 # it in 10 ms, without the interpreter lock. A round trip to a text process costs 0.5 ms.
@@ -54,26 +42,17 @@ _CONNECTIONS_A_TURN = 4
 MAX_BODIES = 64
 
 
-class Room:
-    """What bodies in this process take, by client, until their texts are worked on."""
-
-    def __init__(self, memory: SharedBudget, metrics: Metrics) -> None:
-        self.memory = memory
-        # Shared as memory is, with 1 for each body.
-        self.queue = SharedBudget(MAX_BODIES)
-        self.metrics = metrics
-
-
 class Incoming:
     """A body as it arrives, kept in pieces: joining those of a long one takes milliseconds."""
 
-    def __init__(self, room: Room, client: str) -> None:
+    def __init__(self, client: str, memory: Holding, queue: Holding, metrics: Metrics) -> None:
+        """What it takes of memory and of the queue is held by `memory` and `queue`."""
         self.client = client
         self.pieces: list[bytes] = []
         self.num_bytes = 0
-        self._room = room
-        self._memory = room.memory.hold(client)
-        self._place = room.queue.hold(client)
+        self._memory = memory
+        self._queue = queue
+        self._metrics = metrics
 
     @property
     def is_long(self) -> bool:
@@ -92,8 +71,8 @@ class Incoming:
         """
         if more_bytes:
             self._memory.grow(more_bytes, self._out_of_memory)
-        if not self._place.amount:
-            self._place.grow(1, self._queue_full)
+        if not self._queue.amount:
+            self._queue.grow(1, self._queue_full)
 
     def _out_of_memory(self, held_bytes: int, max_bytes: int) -> TooManyRequests:
         return self._refusal(f"{held_bytes} bytes of yours are in memory, of {max_bytes}")
@@ -102,21 +81,17 @@ class Incoming:
         return self._refusal(f"{num_bodies} long bodies of yours are in the queue of {max_bodies}")
 
     def _refusal(self, what: str) -> TooManyRequests:
-        self._room.metrics.refused.labels("long_bodies").inc()
+        self._metrics.refused.labels("long_bodies").inc()
         return TooManyRequests(
             f"{what} for everybody, and no client may have more than is left free; try again "
             "shortly"
         )
 
-    def leave(self) -> None:
-        """Give back what it takes of the room. Idempotent."""
-        self._memory.close()
-        self._place.close()
-
     def drop(self) -> None:
-        """Free the body's memory, and give back what it takes of the room."""
+        """Free its memory, and give back what it holds. Idempotent."""
         self.pieces = []
-        self.leave()
+        self._memory.close()
+        self._queue.close()
 
 
 class Bodies:
@@ -124,18 +99,20 @@ class Bodies:
 
     def __init__(
         self,
-        models: Models,
         threads: Threads,
         pool: TextPool,
         programs: Programs,
         memory: SharedBudget,
         metrics: Metrics,
     ) -> None:
-        self.models = models
         self.threads = threads
         self.pool = pool
         self.programs = programs
-        self.room = Room(memory, metrics)
+        # What bodies here take, by client, until their texts are worked on.
+        self.memory = memory
+        # Shared as memory is, with 1 for each body.
+        self.queue = SharedBudget(MAX_BODIES)
+        self._metrics = metrics
         self._numbers = itertools.count(1)
         self._turns = asyncio.Semaphore(_CONNECTIONS_A_TURN)
         self._inflating = asyncio.Lock()
@@ -170,42 +147,40 @@ class Bodies:
 
     @contextmanager
     def incoming(self, client: str) -> Iterator[Incoming]:
-        """A body of which nothing has arrived yet. What it takes of the room is given back at the
-        end of the scope, if not before.
+        """A body of which nothing has arrived yet. It is dropped at the end of the scope, if not
+        before.
         """
-        incoming = Incoming(self.room, client)
+        memory, queue = self.memory.hold(client), self.queue.hold(client)
+        incoming = Incoming(client, memory, queue, self._metrics)
         try:
             yield incoming
         finally:
-            incoming.leave()
+            incoming.drop()
+
+    def _arrive(self, num_bytes: int) -> Arrival:
+        """The arrival of a body now: a long one counts as later."""
+        now_s = asyncio.get_running_loop().time()
+        return now_s + SECONDS_A_BYTE * num_bytes, next(self._numbers)
 
     async def read(self, kind: AnyKind, incoming: Incoming, *, with_digest: bool = False) -> Body:
         """Parse a body that has arrived completely.
 
         Raises `BadRequest` if not even its kind can be told, `TooManyRequests` if its client has
-        too many long bodies here, `Unavailable` and `TimeoutError` as `Lease.ask` does.
+        too many long bodies here, `Unavailable` and `TimeoutError` as `TextPool.run` does.
         """
-        number, arrived_s = next(self._numbers), asyncio.get_running_loop().time()
+        arrival = self._arrive(incoming.num_bytes)
         if not incoming.is_long:
             reading = read(kind, b"".join(incoming.pieces), with_digest=with_digest)
-            return Body(self, number, arrived_s, incoming, reading)
+            return Body(self, arrival, incoming, reading)
         incoming.enqueue()
-        lease = await self.pool.lease(incoming.num_bytes, arrived_s)
-        report, _ = await lease.ask(Read(number, kind.name, with_digest), incoming.pieces)
-        if isinstance(report, WasRead):
-            lease.hold()
-            return Body(self, number, arrived_s, incoming, _reading(report), lease)
-        lease.give_back()
-        incoming.drop()
-        error = _error(report)
-        known = KINDS.get(report.kind) if isinstance(report, Failed) else None
-        if not isinstance(known, BodyKind):
-            raise error
-        return Body(self, number, arrived_s, incoming, Reading(known, refusal=error))
+        task = Read(arrival[1], kind.name, with_digest)
+        outcome = await self.pool.run(arrival, task, [incoming.pieces])
+        assert isinstance(outcome, Reading)
+        return Body(self, arrival, incoming, outcome)
 
     async def show(
         self, client: str, response: bytes, messages: bytes, page: Page | None = None
-    ) -> bytes | bytearray:
+    ) -> bytes:
         """`read_stored`, here or in a text process. Raises what `read_stored` raises, and
         the errors of `read`.
         """
@@ -214,119 +189,65 @@ class Bodies:
             return read_stored(response, messages, page)
         with self.incoming(client) as incoming:
             incoming.enqueue(num_bytes)
-            lease = await self.pool.lease(num_bytes, asyncio.get_running_loop().time())
-            task = Show(page, len(response), len(messages))
-            report, after = await lease.ask(task, (response, messages))
-            lease.give_back()
-        if isinstance(report, WasAnswered):
-            return after
-        raise _error(report)
+            parts = [[response], [messages]]
+            outcome = await self.pool.run(self._arrive(num_bytes), Show(page), parts)
+        assert isinstance(outcome, bytes)
+        return outcome
 
 
 class Body:
     """A parsed body, whose text can be worked on once."""
 
     def __init__(
-        self,
-        bodies: Bodies,
-        number: int,
-        arrived_s: float,
-        incoming: Incoming,
-        reading: Reading,
-        lease: Lease | None = None,
+        self, bodies: Bodies, arrival: Arrival, incoming: Incoming, reading: Reading
     ) -> None:
-        """`lease` is the text process that parsed it; None: it was parsed here."""
         self.kind = reading.kind
-        # The request; without its text if that is in a text process.
+        # The request; of a long body without its text.
         self.asked = reading.asked
         self.refusal = reading.refusal
         self.digest = reading.digest
+        self.is_long = incoming.is_long
         self._bodies = bodies
-        self._number = number
-        self._arrived_s = arrived_s
+        self._arrival = arrival
         self._incoming = incoming
-        # The text process that holds a long body, until its text is worked on.
-        self._lease = lease
-        self.is_long = lease is not None
 
-    async def work(
-        self, model: ServedModel, earlier: bytes = b""
-    ) -> PreparedPrompts | bytes | bytearray:
+    async def work(self, model: ServedModel, earlier: bytes = b"") -> PreparedPrompts | bytes:
         """Run its kind's text work; `earlier` is the JSON of earlier messages of the conversation.
 
         Raises what that work raises, `TooManyRequests`, `Unavailable` and `TimeoutError`.
         """
-        is_program = model.text.trusts_templates and self.asked.brings_template
+        bodies, num_bytes = self._bodies, self._incoming.num_bytes + len(earlier)
         try:
-            if is_program:
+            if model.text.trusts_templates and self.asked.brings_template:
                 return await self._run_program(model, earlier)
-            if self.is_long or len(earlier) > LONG_BYTES:
-                return await self._work_elsewhere(model, earlier)
-            work = functools.partial(self.kind.work, self.asked, model.text, earlier)
-            if len(earlier) <= INLINE_CHARS and self.kind.is_short(self.asked):
-                return work()
-            return await self._bodies.threads.run(work)
+            if num_bytes > LONG_BYTES:
+                self._incoming.enqueue(len(earlier))
+                later_s = SECONDS_A_BYTE * len(earlier)
+                return await self._work_there(bodies.pool, later_s, model, earlier)
+            made = functools.partial(work, self.kind, self.asked, model.text, earlier)
+            return made() if num_bytes <= SHORT_BYTES else await bodies.threads.run(made)
         finally:
             self._incoming.drop()
 
-    async def _run_program(
-        self, model: ServedModel, earlier: bytes
-    ) -> PreparedPrompts | bytes | bytearray:
+    async def _run_program(self, model: ServedModel, earlier: bytes) -> PreparedPrompts | bytes:
         """The text work of a request that brings its template, which may run for ever even on a
         short text: in a process that can be killed, and that nobody else waits for.
         """
-        self.let_go()
-        async with self._bodies.programs.lease(self._incoming.client, self._arrived_s) as lease:
-            if not lease.has_process:
-                # The start of a process is not of the program's few seconds.
-                await self._send_files(lease, model)
-            pieces = self._incoming.pieces
-            return await self._work_with(
-                lease, model, pieces, earlier, request_templates.MAX_PROGRAM_S
-            )
+        programs = self._bodies.programs
+        with programs.scope(self._incoming.client) as later_s:
+            max_s = request_templates.MAX_PROGRAM_S
+            return await self._work_there(programs.pool, later_s, model, earlier, max_s)
 
-    async def _work_elsewhere(
-        self, model: ServedModel, earlier: bytes
-    ) -> PreparedPrompts | bytes | bytearray:
-        lease, incoming = self._lease, self._incoming
-        pieces: Sequence[bytes] = ()
-        # From here on `let_go` must not give the lease back.
-        self._lease = None
-        if lease is None or not lease.take_up():
-            pieces, num_bytes = incoming.pieces, incoming.num_bytes + len(earlier)
-            incoming.enqueue(len(earlier))
-            lease = await self._bodies.pool.lease(num_bytes, self._arrived_s)
-        return await self._work_with(lease, model, pieces, earlier)
-
-    async def _work_with(
+    async def _work_there(
         self,
-        lease: Lease,
+        pool: TextPool,
+        later_s: float,
         model: ServedModel,
-        pieces: Sequence[bytes],
         earlier: bytes,
-        max_s: float | None = None,
-    ) -> PreparedPrompts | bytes | bytearray:
-        report, after = await self._ask_to_work(lease, model, pieces, earlier, max_s)
-        if isinstance(report, NeedsFiles):
-            await self._send_files(lease, model)
-            report, after = await self._ask_to_work(lease, model, (), earlier, max_s)
-        lease.give_back()
-        match report:
-            case WasPrepared():
-                return unpack_prepared(report, memoryview(after))
-            case WasAnswered():
-                return after
-        raise _error(report)
-
-    async def _ask_to_work(
-        self,
-        lease: Lease,
-        model: ServedModel,
-        pieces: Sequence[bytes],
-        earlier: bytes,
-        max_s: float | None,
-    ) -> Reply:
-        info = model.info
+        max_s: float = MAX_TASK_S,
+    ) -> PreparedPrompts | bytes:
+        """The text work in a process of the pool, where the body counts as so much later."""
+        info, (arrived_s, number) = model.info, self._arrival
         facts = ModelFacts(
             info.model,
             info.tokenizer_hash,
@@ -335,32 +256,8 @@ class Body:
             model.text.trusts_templates,
             *model.text.conventions.names,
         )
-        body_bytes = sum(map(len, pieces))
-        task = Work(self._number, self.kind.name, facts, body_bytes, len(earlier))
-        return await lease.ask(task, (*pieces, earlier), max_s)
-
-    async def _send_files(self, lease: Lease, model: ServedModel) -> None:
-        info, files = model.info, model.files
-        sizes = {name: len(data) for name, data in files.items()}
-        template = self._bodies.models.chat_template
-        task = Files(info.model, info.tokenizer_hash, template, sizes)
-        report, _ = await lease.ask(task, list(files.values()))
-        if not isinstance(report, WasLoaded):
-            lease.give_back()
-            raise _error(report)
-
-    def let_go(self) -> None:
-        """Give the text process back: no work on the text follows there, or not soon."""
-        if self._lease is not None and self._lease.take_up():
-            self._lease.give_back()
-
-
-def _reading(report: WasRead) -> Reading:
-    kind = KINDS[report.kind]
-    assert isinstance(kind, BodyKind)
-    return Reading(kind, unpack_asked(report.asked, kind.request_type), digest=report.digest)
-
-
-def _error(report: object) -> ApiError:
-    """The error in a `Failed` report; any other report here is a defect."""
-    return unpack_error(report) if isinstance(report, Failed) else ApiError("internal error")
+        task = Work(number, self.kind.name, facts, max_s=max_s)
+        parts = [self._incoming.pieces, [earlier]]
+        outcome = await pool.run((arrived_s + later_s, number), task, parts, model.files)
+        assert not isinstance(outcome, Reading)
+        return outcome

@@ -7,13 +7,13 @@ as if it had come later: a client that sends many endless ones delays another's 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from penstock_router.admission.shared_budget import SharedBudget
 from penstock_router.errors import TimedOut, TooManyRequests
 from penstock_router.observe.metrics import Metrics
-from penstock_router.offload.text_pool import Lease, TextPool
+from penstock_router.offload.text_pool import TextPool
 
 # Rendering takes milliseconds, and tokenizing the longest text a second or two.
 MAX_PROGRAM_S = 5.0
@@ -30,19 +30,19 @@ class Programs:
         # One for each program; no bytes.
         self._here = SharedBudget(MAX_PROGRAMS)
 
-    @asynccontextmanager
-    async def lease(self, client: str, arrived_s: float) -> AsyncIterator[Lease]:
-        """A process for one program of this client's.
+    @contextmanager
+    def scope(self, client: str) -> Iterator[float]:
+        """In which one program of this client's waits and runs: yields by how many seconds later
+        than it came it counts as come.
 
-        Raises `TooManyRequests` if it has its share here already, `TimedOut` for a program that
-        does not end, and `Unavailable` as the pool does.
+        Raises `TooManyRequests` if it has its share here already, and `TimedOut` for a program that
+        does not end.
         """
         behind_s = self._here.held_by(client) * MAX_PROGRAM_S
         with self._here.hold(client) as held:
             held.grow(1, self._refusal)
-            lease = await self.pool.lease(0, arrived_s + behind_s)
             try:
-                yield lease
+                yield behind_s
             except TimeoutError:
                 raise TimedOut(
                     f"chat_template: the request's template ran for {MAX_PROGRAM_S:g} s without an "

@@ -1,31 +1,44 @@
-"""The messages between a router and its text processes, and how they are framed.
+"""What a router and its text processes say to each other: a task there, and its outcome back.
 
-A frame is a message in MessagePack and, after it, bytes as they are: a body, files, ids. Every
-message is decoded by its type, and an error travels as its name and its words: nothing that is
-received is a program. Ids are packed, little-endian and 32 bits each, so that either end takes them
-with one copy.
+A message is MessagePack behind its length. Behind a task come the parts it is about, as they are: a
+body, files. Every message is decoded by its type, and an error travels as its name and its fields:
+nothing that is received is a program. Ids are packed, little-endian and 32 bits each: either end
+copies them, and builds no number of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import struct
-from collections.abc import Iterable
+import sys
+from array import array
+from collections.abc import Sequence
+from mmap import mmap
 from typing import Any
 
 import msgspec
 
-from penstock_client.types import Constraint
 from penstock_router import errors
+from penstock_router.apis.base import BodyKind
 from penstock_router.apis.responses.stored import Page
-from penstock_router.errors import ApiError, ContextExceeded
-from penstock_router.text.prompts import ID_BYTES, PreparedPrompts, Prompt, pack_ids, unpack_ids
+from penstock_router.errors import ApiError
+from penstock_router.offload.body_kinds import KINDS, Reading
+from penstock_router.text.prompts import PreparedPrompts, pack_ids
 
-# The lengths of the message and of the bytes after it.
-HEADER = struct.Struct("<IQ")
+# The length of a message.
+HEADER = struct.Struct("<Q")
+# How much is sent, received or copied between two turns of the event loop.
+PIECE_BYTES = 256 * 1024
+# No text takes this long: a template that never ends does, or a machine that is out of memory.
+MAX_TASK_S = 60.0
+
+
+# ---- Tasks -------------------------------------------------------------------------------------
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """The facts of a model whose files a text process has, or asks for."""
+    """What text work needs to know of a model, besides its files; they stand for the model."""
 
     name: str
     tokenizer_hash: str
@@ -37,210 +50,161 @@ class ModelFacts(msgspec.Struct, frozen=True):
     reasoning: str
 
 
-# ---- To a text process -------------------------------------------------------------------------
-
-
 class Read(msgspec.Struct, tag=True, frozen=True):
-    """Parse the body that follows, and keep the result for a `Work` with the same number."""
+    """Parse a body: the only part. Its outcome is a `Reading`, whose request has no text."""
 
+    # The body's; a `Work` with the same one may use what was parsed.
     number: int
     kind: str
     with_digest: bool
 
 
 class Work(msgspec.Struct, tag=True, frozen=True):
-    """Work on a body that was read before, or follows; then follow `earlier_bytes` of JSON."""
+    """Work on a body's text. The parts: the body, earlier messages as JSON, then the model's files,
+    if the process has not got them yet.
+    """
 
     number: int
     kind: str
     model: ModelFacts
-    body_bytes: int
-    earlier_bytes: int
-
-
-class Files(msgspec.Struct, tag=True, frozen=True):
-    """A model's files, which follow one after another, and the operator's chat template."""
-
-    model: str
-    tokenizer_hash: str
-    chat_template: str | None
-    sizes: dict[str, int]
+    file_names: tuple[str, ...] = ()
+    # How long the work may take, once the files are loaded.
+    max_s: float = MAX_TASK_S
 
 
 class Show(msgspec.Struct, tag=True, frozen=True):
-    """Show a stored response, which follows, then its conversation; `page` is `read_stored`'s."""
+    """`read_stored`, whose other arguments are the parts."""
 
     page: Page | None
-    response_bytes: int
-    messages_bytes: int
 
 
-Task = Read | Work | Files | Show
+Task = Read | Work | Show
+_TASKS = msgspec.msgpack.Decoder(tuple[Task, list[int]])
 
 
-# ---- From a text process -----------------------------------------------------------------------
+def encode_task(task: Task, sizes: Sequence[int]) -> bytes:
+    """A task, and the sizes of the parts that follow it."""
+    return _framed((task, sizes))
 
 
-class WasRead(msgspec.Struct, tag=True, frozen=True):
-    """The request without its text, as its kind's `request_type`."""
-
-    kind: str
-    asked: bytes
-    digest: bytes
-
-
-class WasPrepared(msgspec.Struct, tag=True, frozen=True):
-    """Prompts. The ids of each follow, then the allowed ids, then the repeated fields, then the
-    conversation.
-    """
-
-    # For each prompt the number of its ids, and its text.
-    prompts: list[tuple[int, str | None]]
-    bad_words: list[list[int]]
-    num_allowed: int
-    full_text: str
-    # The length of each repeated field's JSON, in bytes.
-    repeated: dict[str, int]
-    constraint: Constraint | None
-    reasoning_begun: bool
-
-
-class WasAnswered(msgspec.Struct, tag=True, frozen=True):
-    """The answer's JSON follows."""
-
-
-class NeedsFiles(msgspec.Struct, tag=True, frozen=True):
-    """The model's files are missing: send them, then the work again, without the body."""
-
-
-class WasLoaded(msgspec.Struct, tag=True, frozen=True):
-    """The model's files are here now."""
-
-
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """An `ApiError`, and the kind of the body where that was known already."""
-
-    error: str
-    message: str
-    param: str | None = None
-    kind: str = ""
-    # Fields of `ContextExceeded`.
-    limit_tokens: int = 0
-    prompt_tokens: int | None = None
-    wanted_tokens: int | None = None
-
-
-Report = WasRead | WasPrepared | WasAnswered | NeedsFiles | WasLoaded | Failed
-
-_encode = msgspec.msgpack.encode
-_TASKS: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)
-_REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-
-
-def framed(message: Task | Report, after_bytes: int) -> bytes:
-    """The frame of a message, up to what comes after it."""
-    data = _encode(message)
-    return HEADER.pack(len(data), after_bytes) + data
-
-
-def decode_task(data: bytes | bytearray) -> Task:
-    """A message to a text process."""
+def decode_task(data: bytes) -> tuple[Task, list[int]]:
+    """What `encode_task` encoded, without its length."""
     return _TASKS.decode(data)
 
 
-def decode_report(data: bytes | bytearray) -> Report:
-    """A message from a text process."""
-    return _REPORTS.decode(data)
+def _framed(message: Any) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return HEADER.pack(len(data)) + data
 
 
-def split(data: memoryview, sizes: Iterable[int]) -> list[memoryview]:
-    """The parts, of these sizes, of the bytes after a message."""
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(data[start : start + size])
-        start += size
-    return parts
+# ---- Outcomes ----------------------------------------------------------------------------------
+
+# A body that was read, its prompts, or JSON.
+Outcome = Reading | PreparedPrompts | bytes
 
 
-# ---- Requests without their text ---------------------------------------------------------------
+class _Failed(msgspec.Struct, tag=True, frozen=True):
+    error: str
+    fields: dict[str, str | int | None]
 
 
-def pack_asked(asked: Any) -> bytes:
-    """A dataclass, field by field; as JSON, which has integers of any size, as schemas may."""
-    return msgspec.json.encode(asked)
+class _WasRead(msgspec.Struct, tag=True, frozen=True):
+    kind: str
+    # As JSON, which has integers of any size, as schemas may.
+    asked: bytes
+    refusal: _Failed | None
+    digest: bytes
 
 
-def unpack_asked(data: bytes, kind: type[Any]) -> Any:
-    """The value of type `kind` that `pack_asked` packed."""
-    return msgspec.json.decode(data, type=kind)
+class _WasPrepared(msgspec.Struct, tag=True, frozen=True):
+    # Without ids: of those of each prompt, and then the allowed ones, each as one block.
+    prepared: PreparedPrompts
+    ids: list[memoryview]
 
 
-# ---- Prompts -----------------------------------------------------------------------------------
+class _WasAnswered(msgspec.Struct, tag=True, frozen=True):
+    answer: bytes
 
 
-def pack_prepared(prepared: PreparedPrompts) -> tuple[WasPrepared, list[bytes | memoryview]]:
-    """The message, and the bytes after it."""
-    prompts = prepared.prompts
-    message = WasPrepared(
-        prompts=[(len(prompt.token_ids), prompt.text) for prompt in prompts],
-        bad_words=[list(word) for word in prepared.bad_words],
-        num_allowed=len(prepared.allowed_token_ids),
-        full_text=prepared.full_text,
-        repeated={name: len(memoryview(value)) for name, value in prepared.repeated.items()},
-        constraint=prepared.constraint,
-        reasoning_begun=prepared.reasoning_begun,
-    )
-    ids = [pack_ids(prompt.token_ids) for prompt in prompts]
-    repeated = [memoryview(value) for value in prepared.repeated.values()]
-    allowed = pack_ids(prepared.allowed_token_ids)
-    return message, [*ids, allowed, *repeated, prepared.conversation]
+_Message = _Failed | _WasRead | _WasPrepared | _WasAnswered
+_OUTCOMES: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 
-def unpack_prepared(message: WasPrepared, data: memoryview) -> PreparedPrompts:
-    """What `pack_prepared` packed. Ids become arrays; JSON is not copied from `data`."""
-    counts = [count for count, _ in message.prompts] + [message.num_allowed]
-    num_bytes = ID_BYTES * sum(counts)
-    *prompts, allowed = map(unpack_ids, split(data, [ID_BYTES * count for count in counts]))
-    repeated = split(data[num_bytes:], message.repeated.values())
-    rows = zip(prompts, message.prompts, strict=True)
-    return PreparedPrompts(
-        tuple(Prompt(ids, text) for ids, (_, text) in rows),
-        message.bad_words,
-        allowed,
-        message.full_text,
-        data[num_bytes + sum(message.repeated.values()) :],
-        dict(zip(message.repeated, map(msgspec.Raw, repeated), strict=True)),
-        message.constraint,
-        message.reasoning_begun,
-    )
+def encode_outcome(outcome: Outcome | ApiError) -> bytes:
+    """What came of a task."""
+    match outcome:
+        case ApiError():
+            return _framed(_pack_error(outcome))
+        case Reading():
+            return _framed(_pack_reading(outcome))
+        case PreparedPrompts():
+            return _framed(_pack_prepared(outcome))
+    return _framed(_WasAnswered(outcome))
 
 
-# ---- Errors ------------------------------------------------------------------------------------
+async def decode_outcome(data: bytes | mmap) -> Outcome:
+    """What `encode_outcome` encoded, without its length; raises an error that came of the task.
+
+    Ids become arrays.
+    """
+    match _OUTCOMES.decode(data):
+        case _WasAnswered() as answered:
+            return answered.answer
+        case _WasPrepared() as message:
+            ids = [await _unpack_ids(block) for block in message.ids]
+            return _with_ids(message.prepared, ids)
+        case _WasRead() as read:
+            return _unpack_reading(read)
+        case _Failed() as failed:
+            raise _unpack_error(failed)
 
 
-def pack_error(error: ApiError, kind: str = "") -> Failed:
-    """An error as data."""
-    failed = Failed(type(error).__name__, error.message, error.param, kind)
-    if isinstance(error, ContextExceeded):
-        return msgspec.structs.replace(
-            failed,
-            limit_tokens=error.limit_tokens,
-            prompt_tokens=error.prompt_tokens,
-            wanted_tokens=error.wanted_tokens,
-        )
-    return failed
+def _pack_error(error: ApiError) -> _Failed:
+    return _Failed(type(error).__name__, vars(error))
 
 
-def unpack_error(failed: Failed) -> ApiError:
-    """The same error again."""
-    error_class = getattr(errors, failed.error, ApiError)
-    if error_class is ContextExceeded:
-        return ContextExceeded(
-            failed.message,
-            limit_tokens=failed.limit_tokens,
-            prompt_tokens=failed.prompt_tokens,
-            wanted_tokens=failed.wanted_tokens,
-            param=failed.param,
-        )
+def _unpack_error(failed: _Failed) -> ApiError:
+    error_class: type[ApiError] = getattr(errors, failed.error)
     assert issubclass(error_class, ApiError)
-    return error_class(failed.message, param=failed.param)
+    error = error_class.__new__(error_class, failed.fields["message"])
+    vars(error).update(failed.fields)
+    return error
+
+
+def _pack_reading(reading: Reading) -> _WasRead:
+    refusal = None if reading.refusal is None else _pack_error(reading.refusal)
+    asked = None if refusal is not None else reading.asked.without_text()
+    return _WasRead(reading.kind.name, msgspec.json.encode(asked), refusal, reading.digest)
+
+
+def _unpack_reading(read: _WasRead) -> Reading:
+    kind = KINDS[read.kind]
+    assert isinstance(kind, BodyKind)
+    if read.refusal is not None:
+        return Reading(kind, refusal=_unpack_error(read.refusal))
+    asked = msgspec.json.decode(read.asked, type=kind.request_type)
+    return Reading(kind, asked, digest=read.digest)
+
+
+def _pack_prepared(prepared: PreparedPrompts) -> _WasPrepared:
+    ids = [prompt.token_ids for prompt in prepared.prompts]
+    blocks = [memoryview(pack_ids(each)) for each in (*ids, prepared.allowed_token_ids)]
+    return _WasPrepared(_with_ids(prepared, [()] * len(blocks)), blocks)
+
+
+async def _unpack_ids(block: memoryview) -> Sequence[int]:
+    """The ids that `pack_ids` packed."""
+    ids = array("I")
+    for start in range(0, len(block), PIECE_BYTES):
+        ids.frombytes(block[start : start + PIECE_BYTES])
+        await asyncio.sleep(0)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
+def _with_ids(prepared: PreparedPrompts, ids: Sequence[Sequence[int]]) -> PreparedPrompts:
+    *each, allowed = ids
+    pairs = zip(prepared.prompts, each, strict=True)
+    prompts = tuple(dataclasses.replace(prompt, token_ids=own) for prompt, own in pairs)
+    return dataclasses.replace(prepared, prompts=prompts, allowed_token_ids=allowed)

@@ -21,7 +21,7 @@ from penstock_router.admission.admission import Admission, Ticket
 from penstock_router.admission.api_keys import Key, Keys
 from penstock_router.admission.rate_limits import Charge
 from penstock_router.admission.shared_budget import SharedBudget
-from penstock_router.apis.base import ERRORS, TIMEOUT, ErrorForm
+from penstock_router.apis.base import ERRORS, TIMEOUT, AnyKind, ErrorForm
 from penstock_router.config import RouterConfig
 from penstock_router.errors import (
     BadRequest,
@@ -38,7 +38,6 @@ from penstock_router.json_fields import Field, JsonObject, Table, decode_object,
 from penstock_router.observe.exposition import Exposition
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import Records, RequestRecord
-from penstock_router.offload.body_kinds import AnyKind
 from penstock_router.offload.dispatch import LONG_BYTES, Bodies, Body, Incoming
 from penstock_router.request import MAX_REQUEST_ID_CHARS
 from penstock_router.served_models import Models
@@ -252,7 +251,6 @@ def with_body(
                     raise body.refusal
                 return await handle(request, body)
             finally:
-                body.let_go()
                 # A raised refusal refers to this frame, which would keep the body in memory.
                 del body
 
@@ -355,7 +353,7 @@ def json_response(body: object, status: int = 200) -> web.Response:
     return encoded_response(msgspec.json.encode(body), status)
 
 
-def encoded_response(data: bytes | bytearray, status: int = 200) -> web.Response:
+def encoded_response(data: bytes, status: int = 200) -> web.Response:
     """An answer of encoded JSON."""
     return web.Response(body=data, status=status, content_type="application/json")
 
@@ -383,13 +381,13 @@ async def send(request: web.Request, response: web.StreamResponse) -> None:
 
 def _divide(response: web.StreamResponse) -> None:
     """Have a long body written in pieces: over TLS, what is written at once counts as sent."""
-    if isinstance(response, web.Response) and isinstance(response.body, bytes | bytearray):
+    if isinstance(response, web.Response) and isinstance(response.body, bytes):
         response.body = io.BytesIO(response.body)
 
 
 def _num_bytes(response: web.StreamResponse) -> int:
     body = response.body if isinstance(response, web.Response) else None
-    return len(body) if isinstance(body, bytes | bytearray) else 0
+    return len(body) if isinstance(body, bytes) else 0
 
 
 def too_much_unread(

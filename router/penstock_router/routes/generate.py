@@ -28,7 +28,6 @@ from penstock_router.generation.generation import Generation
 from penstock_router.generation.job import SEQUENCES_A_TURN, Job, make_job
 from penstock_router.json_fields import STRING, Field, one_of, string, table
 from penstock_router.observe.request_record import Usage
-from penstock_router.offload.body_kinds import BodyKind
 from penstock_router.offload.dispatch import LONG_BYTES, Body
 from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes import base
@@ -96,8 +95,8 @@ class Call(Generic[AnyRequest]):
     @classmethod
     def read(cls, request: web.Request, body: Body) -> Call[AnyRequest]:
         """Combine a body with the options in headers; raises `BadRequest`."""
-        assert body.kind.api is not None
-        api: Api[AnyRequest] = body.kind.api
+        api = body.kind
+        assert isinstance(api, Api)
         if flag_header(request, "x-penstock-resumable") and not api.resumable:
             raise BadRequest("x-penstock-resumable: not on this route")
         named = _name_request(request, body.asked)
@@ -121,9 +120,9 @@ Answerer = Callable[[Call[Any]], Awaitable[web.StreamResponse]]
 BeforeEnd = Callable[[Shape], Awaitable[None]]
 
 
-def make_handler(kind: BodyKind, answer_call: Answerer) -> Handler:
+def make_handler(api: Api[Any], answer_call: Answerer) -> Handler:
     """A handler of bodies that ask for tokens."""
-    return with_body(kind, lambda request, body: answer_call(Call.read(request, body)))
+    return with_body(api, lambda request, body: answer_call(Call.read(request, body)))
 
 
 async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) -> web.StreamResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from penstock_router.apis.base import Api
 from penstock_router.offload.dispatch import Body
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Call
@@ -12,6 +13,6 @@ from penstock_router.routes.resume import answer_resumable
 
 async def invoke(request: web.Request, body: Body) -> web.StreamResponse:
     """POST /invocations"""
-    if body.kind.api is None:
-        return await embed(request, body)
-    return await answer_resumable(Call.read(request, body))
+    if isinstance(body.kind, Api):
+        return await answer_resumable(Call.read(request, body))
+    return await embed(request, body)

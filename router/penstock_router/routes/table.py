@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from penstock_router.apis import embeddings, tokenize
+from penstock_router.apis.base import Api
 from penstock_router.apis.messages import requests as messages
 from penstock_router.apis.openai.requests import CHATS, COMPLETIONS
 from penstock_router.apis.responses.answers import DeletedAnswer, ItemList, ResponseAnswer
+from penstock_router.apis.responses.requests import RESPONSES
 from penstock_router.apis.tgi import answers as tgi_answers
 from penstock_router.apis.tgi import requests as tgi
-from penstock_router.offload import body_kinds
-from penstock_router.offload.body_kinds import BodyKind
+from penstock_router.offload.body_kinds import INVOCATIONS
 from penstock_router.routes import (
     adapters,
     console,
@@ -30,14 +31,12 @@ from penstock_router.routes.resume import answer_resumable
 
 
 def _generation(
-    path: str, kind: BodyKind, summary: str, answer_call: Answerer = answer_resumable
+    path: str, api: Api[Any], summary: str, answer_call: Answerer = answer_resumable
 ) -> Route:
-    api = kind.api
-    assert api is not None
     return Route(
         method="POST",
         path=path,
-        handler=make_handler(kind, answer_call),
+        handler=make_handler(api, answer_call),
         summary=summary,
         fields=api.fields,
         headers={**generate.HEADERS, **(resume.HEADERS if api.resumable else {})},
@@ -48,13 +47,13 @@ def _generation(
 
 
 ROUTES: tuple[Route, ...] = (
-    _generation("/v1/completions", body_kinds.COMPLETIONS, "Complete a prompt."),
-    _generation("/v1/chat/completions", body_kinds.CHATS, "Answer a chat."),
-    _generation("/v1/messages", body_kinds.MESSAGES, "Answer a chat, as Anthropic has it."),
+    _generation("/v1/completions", COMPLETIONS, "Complete a prompt."),
+    _generation("/v1/chat/completions", CHATS, "Answer a chat."),
+    _generation("/v1/messages", messages.MESSAGES_API, "Answer a chat, as Anthropic has it."),
     Route(
         method="POST",
         path="/v1/embeddings",
-        handler=with_body(body_kinds.EMBEDDINGS, embed),
+        handler=with_body(embeddings.EMBEDDINGS, embed),
         summary="Vectors of texts.",
         fields=embeddings.FIELDS,
         headers=HEADERS,
@@ -63,16 +62,14 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/v1/messages/count_tokens",
-        handler=with_body(body_kinds.COUNT_TOKENS, token_routes.answer),
+        handler=with_body(messages.COUNT_TOKENS, token_routes.answer),
         summary="How many tokens the prompt of such a chat has.",
         fields=messages.COUNT_FIELDS,
         headers=HEADERS,
         answer=messages.TokenCount,
         errors=messages.MESSAGES_API.errors,
     ),
-    _generation(
-        "/v1/responses", body_kinds.RESPONSES, "Answer, and keep the answer.", responses.respond
-    ),
+    _generation("/v1/responses", RESPONSES, "Answer, and keep the answer.", responses.respond),
     Route(
         method="GET",
         path="/v1/responses/{id}",
@@ -103,13 +100,9 @@ ROUTES: tuple[Route, ...] = (
         query=responses.ITEMS_QUERY,
         answer=ItemList,
     ),
-    _generation(
-        "/generate", body_kinds.GENERATE, "Go on after a text, as text-generation-inference."
-    ),
-    _generation(
-        "/generate_stream", body_kinds.GENERATE_STREAM, "The same, with events as tokens come."
-    ),
-    _generation("/", body_kinds.COMPAT, "The same in an array, or with events."),
+    _generation("/generate", tgi.GENERATE, "Go on after a text, as text-generation-inference."),
+    _generation("/generate_stream", tgi.GENERATE_STREAM, "The same, with events as tokens come."),
+    _generation("/", tgi.COMPAT, "The same in an array, or with events."),
     Route(
         method="GET",
         path="/",
@@ -130,7 +123,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/chat_tokenize",
-        handler=with_body(body_kinds.CHAT_TOKENIZE, token_routes.answer),
+        handler=with_body(tokenize.CHAT_TOKENIZE, token_routes.answer),
         summary="The prompt of a chat and its tokens.",
         fields=tokenize.CHAT_TOKENIZE_FIELDS,
         headers=HEADERS,
@@ -140,7 +133,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/invocations",
-        handler=with_body(body_kinds.INVOCATIONS, invocations.invoke),
+        handler=with_body(INVOCATIONS, invocations.invoke),
         summary="As another route, by the body: one with messages, prompt, input or inputs.",
         bodies=(CHATS.fields, COMPLETIONS.fields, embeddings.FIELDS, tgi.COMPAT.fields),
         headers={**generate.HEADERS, **resume.HEADERS},
@@ -184,7 +177,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/tokenize",
-        handler=with_body(body_kinds.TOKENIZE, token_routes.answer),
+        handler=with_body(tokenize.TOKENIZE, token_routes.answer),
         summary="The token ids of a prompt or a chat.",
         fields=tokenize.TOKENIZE_FIELDS,
         headers=HEADERS,
@@ -195,7 +188,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/detokenize",
-        handler=with_body(body_kinds.DETOKENIZE, token_routes.answer),
+        handler=with_body(tokenize.DETOKENIZE, token_routes.answer),
         summary="The text of token ids.",
         fields=tokenize.DETOKENIZE_FIELDS,
         headers=HEADERS,

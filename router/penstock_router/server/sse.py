@@ -13,7 +13,6 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from aiohttp import web
@@ -70,12 +69,7 @@ class EventStream:
         self._timer = self._loop.call_later(self._keep_alive_s, self._tick)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self._stop_comments()
 
     @property

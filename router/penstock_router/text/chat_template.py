@@ -27,6 +27,8 @@ from penstock_router.errors import BadRequest, TemplateFailed
 # Ends in a space, to find out whether the template strips trailing whitespace of a message.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -261,23 +263,17 @@ def _cut_at_mark(text: str) -> str:
 # ---- Where the template comes from -------------------------------------------------------------
 
 
-def load_chat_template(
-    files: Mapping[str, bytes], override: str | None = None
-) -> ChatTemplate | None:
-    """The template to use, or None for a model without one.
-
-    `override` is the user's own file; then the model's chat_template.jinja; then what its
-    tokenizer_config.json has: a string, or a list of named ones.
+def load_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
+    """The template to use, or None for a model without one: `CHAT_TEMPLATE_FILE`, or else what
+    tokenizer_config.json has, a string or a list of named ones.
     """
     config = _decoded(files, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         # If tokenizer_config.json has the older form, transformers reads this file too.
         config |= _decoded(files, "special_tokens_map.json")
     special_tokens = _special_tokens(config)
-    if override is not None:
-        return ChatTemplate({"default": override}, special_tokens)
-    if "chat_template.jinja" in files:
-        source = files["chat_template.jinja"].decode("utf-8", "replace")
+    if CHAT_TEMPLATE_FILE in files:
+        source = files[CHAT_TEMPLATE_FILE].decode("utf-8", "replace")
         return ChatTemplate({"default": source}, special_tokens)
     sources = _configured_sources(config.get("chat_template"))
     return ChatTemplate(sources, special_tokens) if sources else None

@@ -12,25 +12,17 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from penstock_client.types import Constraint
 from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.json_fields import INT32_MAX
-from penstock_router.request import ChatRequest, CompletionRequest, Message, Options, Tool
+from penstock_router.request import ChatRequest, CompletionRequest, Message, Options
 from penstock_router.text.answer_constraint import answer_constraint, tools_of
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.reasoning import reasoning_begun, reasoning_over
-from penstock_router.text.tokenizer import INLINE_CHARS, Tokenizer, Truncation, prompt_too_long
+from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_long
 from penstock_router.text.tool_calls.plain_json import in_words, instructions
-
-# An item of a message costs a template as much as this many characters of text.
-_ITEM_CHARS = 10
-# Up to this many ids are decoded on the event loop (about 0.2 us each).
-INLINE_IDS = 1000
-ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +60,9 @@ class PreparedPrompts:
     # The text that the answer begins with (`echo`).
     full_text: str = ""
     # The items before the answer's, as a JSON array; empty where none are kept.
-    conversation: bytes | memoryview = b""
+    conversation: bytes = b""
     # Fields of the request that the answer repeats, as JSON.
-    repeated: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    repeated: Mapping[str, bytes] = field(default_factory=dict)
     # The constraint on every answer.
     constraint: Constraint | None = None
     # The prompt ends within reasoning.
@@ -109,38 +101,6 @@ def embedding_prompts(request: CompletionRequest, model: TextModel) -> PreparedP
     if not all(prompt.token_ids for prompt in prompts):
         raise BadRequest("input: one of the inputs has no tokens", param="input")
     return PreparedPrompts(tuple(prompts))
-
-
-def is_short(request: Options) -> bool:
-    """Whether its text work takes well under a millisecond."""
-    if isinstance(request, ChatRequest):
-        text = [request.messages, request.documents, request.template_kwargs, request.bad_words]
-        return is_small([text, request.tools, request.constraint and request.constraint.value])
-    assert isinstance(request, CompletionRequest)
-    num_ids = sum(len(prompt) for prompt in request.prompts if not isinstance(prompt, str))
-    if request.echo and num_ids > INLINE_IDS:
-        return False
-    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-    return is_small([texts, request.bad_words])
-
-
-def is_small(value: object) -> bool:
-    """Whether a template renders the value quickly: all text counts, and so does each item.
-
-    Stops counting once the value is too large.
-    """
-    size, rest = 0, [value]
-    while rest and size <= INLINE_CHARS:
-        item = rest.pop()
-        if isinstance(item, str):
-            size += len(item)
-        elif isinstance(item, Tool):
-            rest += [item.shown, item.parameters]
-        elif isinstance(item, list | tuple | dict):
-            size += _ITEM_CHARS * len(item)
-            if size <= INLINE_CHARS:
-                rest += item.values() if isinstance(item, dict) else item
-    return size <= INLINE_CHARS
 
 
 # ---- Completions -------------------------------------------------------------------------------
@@ -311,22 +271,13 @@ def _bad_words(model: TextModel, request: Options) -> list[list[int]]:
     return [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
 
 
-# ---- Ids as bytes: little-endian, 32 bits each -------------------------------------------------
+# ---- Ids as bytes ------------------------------------------------------------------------------
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Ids of 32 bits each."""
+    """Ids of 32 bits each, little-endian."""
     values = ids if isinstance(ids, array) else array("I", ids)
     if sys.byteorder == "big":
         values = array("I", values)
         values.byteswap()
     return values.tobytes()
-
-
-def unpack_ids(data: memoryview) -> Sequence[int]:
-    """The ids that `pack_ids` packed, as an array."""
-    values = array("I")
-    values.frombytes(data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values

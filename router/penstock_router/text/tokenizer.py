@@ -19,10 +19,6 @@ from tokenizers import Tokenizer as FastTokenizer
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.text.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
 
-# Up to this length encoding takes well under half a millisecond (about 0.15 us a character): less
-# than handing it to a thread may cost.
-INLINE_CHARS = 2000
-
 # More than contexts have. The library takes some 80 bytes a character, even of text that is
 # truncated later.
 MAX_TEXT_CHARS = 8_000_000

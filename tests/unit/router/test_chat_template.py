@@ -285,17 +285,16 @@ def test_rendering_leaves_the_messages_as_they_were() -> None:
 # ---- where the template comes from -------------------------------------------------------------
 
 
-def rendered(files: dict[str, bytes], override: str | None = None, **kwargs: Any) -> str | None:
-    template = load_chat_template(files, override)
+def rendered(files: dict[str, bytes], **kwargs: Any) -> str | None:
+    template = load_chat_template(files)
     return None if template is None else template.render([{"role": "u", "content": "c"}], **kwargs)
 
 
-def test_the_users_file_wins_then_the_jinja_file_then_the_tokenizers_configuration() -> None:
+def test_the_jinja_file_comes_before_the_tokenizers_configuration() -> None:
     files = {
         "chat_template.jinja": b"file",
         "tokenizer_config.json": json.dumps({"chat_template": "config"}).encode(),
     }
-    assert rendered(files, "override") == "override"
     assert rendered(files) == "file"
     del files["chat_template.jinja"]
     assert rendered(files) == "config"
@@ -341,10 +340,9 @@ def test_special_tokens_map_counts_where_transformers_reads_it(
     files = {
         "tokenizer_config.json": json.dumps(config).encode(),
         "special_tokens_map.json": b'{"bos_token": {"content": "<map>", "lstrip": false}}',
+        "chat_template.jinja": b"{{ bos_token }}",
     }
-    template = load_chat_template(files, "{{ bos_token }}")
-    assert template is not None
-    assert template.render([{"role": "user", "content": "x"}]) == shown
+    assert rendered(files) == shown
 
 
 @pytest.mark.parametrize("value", [[{"name": "default"}], ["x"], [{"template": "x"}]])

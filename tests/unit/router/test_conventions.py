@@ -15,14 +15,7 @@ from penstock_client.types import Constraint, ConstraintKind, ThinkingBudget
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest
 from penstock_router.generation.job import make_job
-from penstock_router.offload.text_messages import (
-    HEADER,
-    WasPrepared,
-    decode_report,
-    framed,
-    pack_prepared,
-    unpack_prepared,
-)
+from penstock_router.offload.text_messages import HEADER, decode_outcome, encode_outcome
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.served_models import ServedModel
 from penstock_router.text.chat_template import ChatTemplate
@@ -30,7 +23,6 @@ from penstock_router.text.model_conventions import Conventions, conventions_name
 from penstock_router.text.prompts import (
     PreparedPrompts,
     TextModel,
-    is_short,
     prepare_prompts,
     render,
 )
@@ -181,14 +173,6 @@ def test_of_two_templates_the_one_for_tools_is_used_where_there_are_some(
     assert render(chat(), model).startswith("<|im_start|>user")
 
 
-def test_a_request_with_long_tools_is_not_short() -> None:
-    long = dataclasses.replace(ADD, shown={"function": {"description": "x" * 10_000}})
-    assert is_short(chat(**WITH_TOOLS))
-    assert not is_short(chat(tools=(long,), tool_choice=ToolChoice("auto")))
-    schema = Constraint(ConstraintKind.JSON_SCHEMA, " " * 10_000)
-    assert not is_short(chat(constraint=schema))
-
-
 # ---- What becomes of the prompt ----------------------------------------------------------------
 
 
@@ -219,7 +203,7 @@ def test_a_prompt_says_whether_reasoning_has_begun(tokenizer: Tokenizer) -> None
     assert not prepared(QWEN, messages=[asks]).reasoning_begun
 
 
-def test_what_was_prepared_elsewhere_has_its_constraint(tokenizer: Tokenizer) -> None:
+async def test_what_was_prepared_elsewhere_has_its_constraint(tokenizer: Tokenizer) -> None:
     model = model_of(tokenizer, THINKING + "{# </think> #}")
     choice = Constraint(ConstraintKind.CHOICE, options=("a", "ü"))
     calls_only = Conventions(model.conventions.tool_format)
@@ -227,10 +211,8 @@ def test_what_was_prepared_elsewhere_has_its_constraint(tokenizer: Tokenizer) ->
     for text_model in (model, without_reasoning):
         for constraint in (None, choice, Constraint(ConstraintKind.JSON_SCHEMA, "{}")):
             given = prepare_prompts(chat(constraint=constraint), text_model)
-            message, parts = pack_prepared(given)
-            received = decode_report(framed(message, 0)[HEADER.size :])
-            assert isinstance(received, WasPrepared)
-            found = unpack_prepared(received, memoryview(b"".join(parts)))
+            found = await decode_outcome(encode_outcome(given)[HEADER.size :])
+            assert isinstance(found, PreparedPrompts)
             assert _values(found.constraint) == _values(given.constraint)
             assert found.reasoning_begun == given.reasoning_begun
 

@@ -29,7 +29,7 @@ from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import RequestRecord
 from penstock_router.served_models import Models
 from penstock_router.text.detokenizer import ByteDetokenizer
-from penstock_router.text.prompts import is_small, prepare_prompts
+from penstock_router.text.prompts import prepare_prompts
 from penstock_router.thread_pool import Threads
 
 
@@ -575,16 +575,6 @@ async def test_a_choice_that_goes_on_is_not_silent_nor_is_one_whose_reader_is_sl
         # All of it has come by then.
         await asyncio.sleep(0.7)
         await for_each(generation, lambda delta: None)
-
-
-def test_everything_in_messages_counts_for_the_render_on_the_loop() -> None:
-    user = {"role": "user", "content": "x"}
-    assert is_small([[user] * 5, {}])
-    assert not is_small([[user] * 5000, {}])
-    assert not is_small([[{**user, "content": "x" * 5000}], {}])
-    call = {"function": {"name": "f", "arguments": {"text": "x" * 5000}}}
-    assert not is_small([[{"role": "assistant", "tool_calls": [call]}], {}])
-    assert not is_small([[user], {"documents": ["x"] * 5000}])
 
 
 async def test_models_are_found_by_name_and_alias_over_all_shards(

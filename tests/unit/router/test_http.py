@@ -15,6 +15,7 @@ from aiohttp import web
 from support.budget import budget, seeded
 from tokenizers import Tokenizer
 from unit.router.router_doubles import (
+    CHATML,
     INFO,
     Connection,
     FakeFleet,
@@ -45,6 +46,7 @@ from penstock_client.errors import (
 )
 from penstock_client.types import Adapter, GenerationRequest
 from penstock_router.apis.logprobs import CompletionLogprobs
+from penstock_router.offload.dispatch import LONG_BYTES
 from penstock_router.routes.base import ROUTER
 from penstock_router.server import sse
 from penstock_router.server.sse import EventStream
@@ -572,10 +574,19 @@ async def test_a_chat_without_a_template_is_told_how_to_give_one(byte_level: Tok
         assert answer.status == 400
         assert "--chat-template" in answer.error["message"]
         assert (await router.complete()).status == 200
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+async def test_the_operators_template_goes_before_the_models_for_bodies_of_any_length(
+    byte_level: Tokenizer, template: str | None
+) -> None:
+    fleet = FakeFleet(model_files(byte_level, template))
+    chat = json.dumps({"messages": [{"role": "user", "content": "fox"}]}).encode()
     async with memory_router(fleet, chat_template="{{ messages[0].content }}") as router:
-        assert (await router.chat("fox")).status == 200
-    [*_, request] = fleet.requests
-    assert list(request.prompt_token_ids) == byte_level.encode("fox").ids
+        for body in (chat, chat.ljust(LONG_BYTES + 1)):
+            assert (await router.post("/v1/chat/completions", body)).status == 200
+    prompts = [list(request.prompt_token_ids) for request in fleet.requests]
+    assert prompts == [byte_level.encode("fox").ids] * 2
 
 
 @pytest.mark.parametrize(

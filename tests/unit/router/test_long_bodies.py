@@ -29,37 +29,41 @@ from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_rou
 
 from penstock_router import errors
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
-from penstock_router.apis.openai.requests import parse_completion
+from penstock_router.apis.base import AnyKind, Api
+from penstock_router.apis.openai.requests import COMPLETIONS, parse_completion
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
 from penstock_router.generation.event_ids import job_digest
 from penstock_router.generation.job import make_job
 from penstock_router.observe.metrics import Metrics
-from penstock_router.offload import dispatch, request_templates, text_pool
-from penstock_router.offload.body_kinds import KINDS
+from penstock_router.offload import (
+    body_kinds,
+    dispatch,
+    request_templates,
+    text_pool,
+    text_process,
+)
+from penstock_router.offload.body_kinds import KINDS, Reading
 from penstock_router.offload.dispatch import MAX_BODIES, Bodies, Body, Incoming
 from penstock_router.offload.request_templates import Programs
 from penstock_router.offload.text_messages import (
     HEADER,
-    Files,
     ModelFacts,
-    NeedsFiles,
+    Outcome,
     Read,
-    WasLoaded,
+    Show,
+    Task,
     Work,
-    decode_report,
+    decode_outcome,
     decode_task,
-    framed,
-    pack_error,
-    pack_prepared,
-    unpack_error,
-    unpack_prepared,
+    encode_outcome,
+    encode_task,
 )
-from penstock_router.offload.text_pool import Lease, TextPool, TextProcess
-from penstock_router.offload.text_process import MAX_MODELS, TextWorker
+from penstock_router.offload.text_pool import SECONDS_A_BYTE, Parts, TextPool
+from penstock_router.offload.text_process import TextWorker
 from penstock_router.routes import base
 from penstock_router.served_models import Models, ServedModel
-from penstock_router.text.prompts import PreparedPrompts, Prompt, pack_ids, unpack_ids
+from penstock_router.text.prompts import PreparedPrompts, Prompt, pack_ids
 from penstock_router.thread_pool import Threads
 
 USER = {"role": "user", "content": "the quick brown fox 日本語 😀"}
@@ -159,8 +163,14 @@ def models(fleet: FakeFleet) -> Iterator[Models]:
         yield Models(fleet, Threads(executor, 8), RouterConfig(shards="fake:1"))
 
 
+class UsedBodies(Bodies):
+    models: Models
+    # Of the bodies that come.
+    scope: ExitStack
+
+
 @asynccontextmanager
-async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Bodies]:
+async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[UsedBodies]:
     """With one text process, which is started when it is needed."""
     config = RouterConfig(shards="fake:1", trust_request_chat_template=True, **settings)
     with ThreadPoolExecutor(1) as executor:
@@ -168,22 +178,29 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Bodies
         pool, metrics = TextPool(1, "info"), Metrics()
         own = Programs(TextPool(1, "info"), metrics)
         memory = SharedBudget(MEMORY_BYTES)
-        bodies = Bodies(Models(fleet, threads, config), threads, pool, own, memory, metrics)
-        try:
-            yield bodies
-        finally:
-            await bodies.close()
+        bodies = UsedBodies(threads, pool, own, memory, metrics)
+        bodies.models = Models(fleet, threads, config)
+        with ExitStack() as bodies.scope:
+            try:
+                yield bodies
+            finally:
+                await bodies.close()
 
 
-async def read(bodies: Bodies, kind: str, *pieces: bytes) -> Body:
+def pids(pool: TextPool) -> list[int]:
+    """Of the processes that have nothing to do."""
+    return [process.pid for process in pool._free if process is not None]
+
+
+async def read(bodies: UsedBodies, kind: str, *pieces: bytes) -> Body:
     """A body that comes in these pieces."""
-    with bodies.incoming("a client") as incoming:
-        for piece in pieces:
-            incoming.add(piece)
-        return await bodies.read(KINDS[kind], incoming, with_digest=True)
+    incoming = bodies.scope.enter_context(bodies.incoming("a client"))
+    for piece in pieces:
+        incoming.add(piece)
+    return await bodies.read(KINDS[kind], incoming, with_digest=True)
 
 
-async def outcome(bodies: Bodies, kind: str, data: bytes, earlier: bytes = b"") -> Any:
+async def outcome(bodies: UsedBodies, kind: str, data: bytes, earlier: bytes = b"") -> Any:
     """All that comes of a body, in a form that can be compared."""
     try:
         body = await read(bodies, kind, data[:9], data[9:])
@@ -192,12 +209,14 @@ async def outcome(bodies: Bodies, kind: str, data: bytes, earlier: bytes = b"") 
         model = await bodies.models.get(body.asked.model)
         made = await body.work(model, earlier)
         asked = body.asked.without_text()
-        if isinstance(made, PreparedPrompts) and body.kind.api is not None:
+        if isinstance(made, PreparedPrompts) and isinstance(body.kind, Api):
             job = await make_job(asked, model, made, drawn_seed=1)
             return body.kind.name, body.digest, plain(asked), plain(job)
         return body.kind.name, body.digest, plain(asked), plain(made)
     except ApiError as error:
         return type(error), error.args, vars(error)
+    finally:
+        bodies.scope.close()
 
 
 def plain(value: Any) -> Any:
@@ -229,7 +248,7 @@ async def test_a_text_process_makes_of_a_body_what_is_made_of_it_here(
             there = await outcome(bodies, kind, data, earlier)
             assert here == there, (kind, body)
         # One, for all of them.
-        assert len(bodies.pool.pids) == 1
+        assert len(pids(bodies.pool)) == 1
 
 
 SHOWN: list[tuple[str, dict[str, Any]]] = [
@@ -283,7 +302,7 @@ async def test_what_a_client_is_shown_does_not_depend_on_the_length_of_its_body(
             short = await _shown(router, path, body)
             monkeypatch.setattr(dispatch, "LONG_BYTES", 0)
             assert await _shown(router, path, body) == short, (path, body)
-        assert len(router.app[base.ROUTER].bodies.pool.pids) == 1
+        assert len(pids(router.app[base.ROUTER].bodies.pool)) == 1
 
 
 async def test_of_a_long_body_no_text_and_no_list_of_ids_comes_back(
@@ -308,12 +327,12 @@ async def test_a_long_conversation_before_a_short_body_makes_it_a_long_one(
     earlier = msgspec.json.encode([{**ITEM, "content": [part]}])
     async with made_bodies(fleet) as bodies:
         there = await outcome(bodies, "responses", b'{"input": "and the dog"}', earlier)
-        assert len(bodies.pool.pids) == 1
+        assert len(pids(bodies.pool)) == 1
         monkeypatch.setattr(dispatch, "LONG_BYTES", 2**30)
         assert there == await outcome(bodies, "responses", b'{"input": "and the dog"}', earlier)
 
 
-async def read_long(bodies: Bodies, kind: str, body: dict[str, Any]) -> Body:
+async def read_long(bodies: UsedBodies, kind: str, body: dict[str, Any]) -> Body:
     # JSON may have as much space as it likes.
     return await read(bodies, kind, msgspec.json.encode(body), b" " * 70_000)
 
@@ -349,7 +368,7 @@ async def test_a_replaced_tokenizer_is_replaced_in_the_process_too(
             wanted = model.tokenizer.encode(["the fox"], add_special_tokens=True, max_tokens=99)
             assert [answer["tokens"]] == wanted
             fleet.files = model_files(sentencepiece)
-        assert len(bodies.pool.pids) == 1
+        assert len(pids(bodies.pool)) == 1
 
 
 async def test_shards_are_asked_for_files_once(
@@ -368,7 +387,7 @@ async def test_shards_are_asked_for_files_once(
         model = await bodies.models.get("")
         for _ in range(3):
             await (await read_long(bodies, "tokenize", {"prompt": "x"})).work(model)
-            [pid] = bodies.pool.pids
+            [pid] = pids(bodies.pool)
             os.kill(pid, 9)
             until_ended(pid)
         assert asked == 1
@@ -405,28 +424,43 @@ async def test_what_a_job_is_made_of_does_not_depend_on_where_its_text_was_worke
     assert job_digest(here) == job_digest(there) == expected
 
 
-def test_a_text_process_keeps_the_models_that_it_worked_for_last(fleet: FakeFleet) -> None:
-    worker = TextWorker()
-    sizes = {name: len(data) for name, data in fleet.files.items()}
-    files = memoryview(b"".join(fleet.files.values()))
-    body = msgspec.json.encode({"prompt": "fox"})
+async def test_a_process_with_as_many_models_as_it_may_have_makes_way_for_another(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "MAX_MODELS", 2)
+    used = []
+    async with made_bodies(fleet) as bodies:
+        for tokenizer_hash in ("a", "b", "a", "c", "a", "c"):
+            fleet.shards[0].info = dataclasses.replace(INFO, tokenizer_hash=tokenizer_hash)
+            body = await read_long(bodies, "tokenize", {"prompt": "the fox"})
+            assert await answered(body, await bodies.models.get(""))
+            used += pids(bodies.pool)
+    first, third = used[0], used[3]
+    assert used == [first, first, first, third, third, third]
+    assert first != third
 
-    def load(name: str) -> None:
-        report, _ = worker.do(Files(name, "t", None, sizes), files)
-        assert isinstance(report, WasLoaded)
 
-    def is_known(name: str) -> bool:
-        facts = ModelFacts(name, "t", 512, 500, False, "", "")
-        task = Work(1, "completions", facts, len(body), 0)
-        return not isinstance(worker.do(task, memoryview(body))[0], NeedsFiles)
+def test_a_process_parses_a_body_once_where_its_work_follows(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = []
 
-    names = [f"model {index}" for index in range(MAX_MODELS)]
-    for name in names:
-        load(name)
-    assert all(map(is_known, names))
-    assert is_known(names[0])
-    load("another")
-    assert [name for name in (*names, "another") if not is_known(name)] == [names[1]]
+    def noted(kind: AnyKind, data: bytes, *, with_digest: bool) -> Reading:
+        parsed.append(data)
+        return body_kinds.read(kind, data, with_digest=with_digest)
+
+    monkeypatch.setattr(text_process, "read", noted)
+    worker, bodies = TextWorker(), [b'{"prompt": "a"}', b'{"prompt": "b"}']
+    facts = ModelFacts("m", "t", 512, 500, False, "", "")
+    files = list(fleet.files.values())
+    works = [Work(number, "tokenize", facts, tuple(fleet.files)) for number in (0, 1)]
+    worker.load(works[0], [b"", b"", *files])
+    for number in (0, 1):
+        worker.do(Read(number, "tokenize", False), bodies[number : number + 1])
+    # The first one's parsed form is gone by now.
+    for number in (1, 0):
+        assert b"tokens" in worker.do(works[number], [bodies[number], b"", *files])
+    assert parsed == [*bodies, bodies[0]]
 
 
 # ---- processes that are lost -------------------------------------------------------------------
@@ -437,7 +471,7 @@ def until_ended(pid: int) -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-async def endless_body(bodies: Bodies) -> tuple[Body, ServedModel]:
+async def endless_body(bodies: UsedBodies) -> tuple[Body, ServedModel]:
     """One that will be worked on for ever, and a process that can begin at once."""
     chat = {"messages": [USER], "chat_template": ENDLESS}
     body, model = await read_long(bodies, "chats", chat), await bodies.models.get("")
@@ -447,40 +481,31 @@ async def endless_body(bodies: Bodies) -> tuple[Body, ServedModel]:
     return body, model
 
 
-async def endless(bodies: Bodies) -> asyncio.Task[Any]:
-    body, model = await endless_body(bodies)
-    task = asyncio.create_task(body.work(model))
-    await asyncio.sleep(0.1)
-    return task
-
-
 async def test_a_process_that_dies_costs_its_request_and_the_next_one_gets_another(
     fleet: FakeFleet,
 ) -> None:
     async with made_bodies(fleet) as bodies:
-        task = await endless(bodies)
-        [pid] = bodies.programs.pool.pids
+        body, model = await endless_body(bodies)
+        [pid] = pids(bodies.programs.pool)
+        task = asyncio.create_task(body.work(model))
+        await asyncio.sleep(0.1)
         os.kill(pid, 9)
         with pytest.raises(errors.Unavailable, match="text ended; try again"):
             await task
         await endless_body(bodies)
-        assert bodies.programs.pool.pids != [pid]
+        assert pids(bodies.programs.pool) != [pid]
 
 
-async def test_a_process_that_dies_between_two_tasks_of_a_body_costs_its_request(
-    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+async def test_a_process_that_dies_between_two_tasks_of_a_body_costs_nobody_anything(
+    fleet: FakeFleet,
 ) -> None:
-    """No other process has the body, which is not sent again."""
-    monkeypatch.setattr(text_pool, "_HOLD_S", 60.0)
     async with made_bodies(fleet) as bodies:
         model = await bodies.models.get("")
         body = await read_long(bodies, "tokenize", {"prompt": "x"})
-        [pid] = bodies.pool.pids
+        [pid] = pids(bodies.pool)
         os.kill(pid, 9)
         until_ended(pid)
-        with pytest.raises(errors.Unavailable, match="text ended; try again"):
-            await body.work(model)
-        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
+        assert (await answered(body, model))["count"] == 1
 
 
 async def test_where_no_process_can_be_started_the_answer_is_503(
@@ -507,7 +532,7 @@ async def test_a_text_process_imports_nothing_from_the_folder_it_is_in(
 def test_work_without_end_ends_without_its_router_too() -> None:
     """What holds the interpreter lock lets no thread look whether the router is there."""
     program = (
-        "import os; from penstock_router.offload import text_process as t; t._MAX_TASK_S = 1; "
+        "import os; from penstock_router.offload import text_process as t; t.MAX_TASK_S = 1; "
         "t.TextWorker.do = lambda *_: (os.write(1, b'!'), 9 ** 9 ** 9); "
         "t.main(['%d', 'info', 'text'])"
     )
@@ -518,7 +543,7 @@ def test_work_without_end_ends_without_its_router_too() -> None:
             [sys.executable, "-c", program % fd], pass_fds=(fd,), stdout=subprocess.PIPE
         )
     with ours, process:
-        ours.sendall(framed(Read(1, "tokenize", False), 0))
+        ours.sendall(encode_task(Read(1, "tokenize", False), []))
         assert process.stdout is not None
         assert process.stdout.read(1) == b"!"
         time.sleep(0.1)
@@ -533,7 +558,7 @@ async def test_a_process_that_died_while_idle_costs_nobody_anything(fleet: FakeF
     async with made_bodies(fleet) as bodies:
         data = b'{"prompt": "x"}' + b" " * 70_000
         before = await outcome(bodies, "tokenize", data)
-        [pid] = bodies.pool.pids
+        [pid] = pids(bodies.pool)
         os.kill(pid, 9)
         until_ended(pid)
         assert await outcome(bodies, "tokenize", data) == before
@@ -546,7 +571,7 @@ async def test_work_without_end_is_killed_when_its_client_leaves_or_its_time_is_
     monkeypatch.setattr(text_pool, "_GRACE_S", 0.05)
     async with made_bodies(fleet) as bodies:
         body, model = await endless_body(bodies)
-        [pid] = bodies.programs.pool.pids
+        [pid] = pids(bodies.programs.pool)
         with monkeypatch.context() as patched:
             patched.setattr(request_templates, "MAX_PROGRAM_S", 60.0 if gone else 0.2)
             task = asyncio.create_task(body.work(model))
@@ -556,7 +581,7 @@ async def test_work_without_end_is_killed_when_its_client_leaves_or_its_time_is_
             with pytest.raises(asyncio.CancelledError if gone else errors.TimedOut):
                 await task
         await endless_body(bodies)
-        assert bodies.programs.pool.pids != [pid]
+        assert pids(bodies.programs.pool) != [pid]
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
@@ -569,13 +594,13 @@ async def test_work_that_ends_soon_after_its_client_left_keeps_the_process(
     async with made_bodies(fleet) as bodies:
         model = await bodies.models.get("")
         await (await read_long(bodies, "tokenize", {"prompt": "x"})).work(model)
-        pids = bodies.pool.pids
+        before = pids(bodies.pool)
         body = await read_long(bodies, "tokenize", {"prompt": "the fox " * 20_000})
         task = asyncio.create_task(body.work(model))
         await asyncio.sleep(0.005)
         task.cancel()
         assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
-        assert bodies.pool.pids == pids
+        assert pids(bodies.pool) == before
 
 
 # ---- who is next, without processes ------------------------------------------------------------
@@ -583,34 +608,44 @@ async def test_work_that_ends_soon_after_its_client_left_keeps_the_process(
 
 @dataclasses.dataclass
 class FakeProcess:
-    """Answers when it is told to."""
+    """Says what it is asked, when it is told to."""
 
     told: list[str]
     go_on: asyncio.Event
     pid: int = 1
-    has_ended: bool = False
+    is_alive: bool = True
 
-    async def ask(self, task: Read, after: Any) -> Any:
+    def has_room_for(self, task: Task) -> bool:
+        return True
+
+    async def do(self, task: Task, parts: Parts, files: object) -> Outcome:
         await self.go_on.wait()
-        self.told.append(task.kind)
-        return task, bytearray()
+        [[name]] = parts
+        self.told.append(name.decode())
+        return b"" if isinstance(task, Show) else Reading(COMPLETIONS)
 
     async def kill(self) -> int:
-        self.has_ended = True
+        self.is_alive = False
         return 0
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> FakeProcess:
     process = FakeProcess([], asyncio.Event())
-    monkeypatch.setattr(TextProcess, "start", lambda log_level, log_format: process)
+    monkeypatch.setattr(text_pool, "TextProcess", lambda log_level, log_format: process)
     return process
 
 
-async def ask(pool: TextPool, name: str, num_bytes: int, arrived_s: float) -> None:
-    lease = await pool.lease(num_bytes, arrived_s)
-    await lease.ask(Read(1, name, False), ())
-    lease.give_back()
+SHOW = Show(None)
+READ = Read(1, "completions", False)
+MEGA = 10**6
+
+
+async def ask(
+    pool: TextPool, name: str, num_bytes: int, arrived_s: float, task: Task = SHOW
+) -> None:
+    arrival = arrived_s + SECONDS_A_BYTE * num_bytes, int(arrived_s * 10)
+    await pool.run(arrival, task, [[name.encode()]])
 
 
 async def begun(pool: TextPool, *bodies: tuple[str, int, float]) -> list[asyncio.Task[None]]:
@@ -621,15 +656,14 @@ async def begun(pool: TextPool, *bodies: tuple[str, int, float]) -> list[asyncio
 
 async def test_short_bodies_pass_long_ones_that_came_a_little_before(process: FakeProcess) -> None:
     pool = TextPool(1, "info")
-    mega = 10**6
     tasks = await begun(
         pool,
-        ("first", mega, 0.0),
-        ("long", 10 * mega, 0.0),
-        ("short", mega, 1.0),
-        ("shorter", mega // 2, 2.0),
+        ("first", MEGA, 0.0),
+        ("long", 10 * MEGA, 0.0),
+        ("short", MEGA, 1.0),
+        ("shorter", MEGA // 2, 2.0),
         # The long one has waited for long enough.
-        ("late", mega, 5.0),
+        ("late", MEGA, 5.0),
     )
     process.go_on.set()
     await asyncio.gather(*tasks)
@@ -644,7 +678,7 @@ async def test_who_stops_waiting_leaves_at_once_and_the_next_one_has_its_turn(
     tasks = await begun(pool, *((name, 10, number) for number, name in enumerate("abcd")))
     tasks[1].cancel()
     await asyncio.sleep(0)
-    assert len(pool._waiting) == 2
+    assert len(pool._line) == 2
     process.go_on.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert process.told == ["a", "c", "d"]
@@ -653,24 +687,27 @@ async def test_who_stops_waiting_leaves_at_once_and_the_next_one_has_its_turn(
 
 async def test_who_leaves_in_the_moment_of_its_turn_passes_it_on(process: FakeProcess) -> None:
     pool = TextPool(1, "info")
-    first = await pool.lease(1, 0)
-    second = asyncio.create_task(pool.lease(1, 0))
+    taken = await pool._take((0.0, 0))
+    second = asyncio.create_task(ask(pool, "b", 1, 1))
     await asyncio.sleep(0)
-    first.give_back()
+    pool._free.append(taken)
+    pool._wake()
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
+    process.go_on.set()
     async with asyncio.timeout(1):
-        (await pool.lease(1, 0)).give_back()
+        await ask(pool, "c", 1, 2)
+    assert process.told == ["c"]
     await pool.close()
 
 
 async def test_who_waits_or_comes_when_the_pool_stops_is_refused(process: FakeProcess) -> None:
     pool = TextPool(1, "info")
-    tasks = await begun(pool, ("a", 1, 0), ("b", 1, 0), ("c", 1, 0))
+    tasks = await begun(pool, ("a", 1, 0), ("b", 1, 1), ("c", 1, 2))
     tasks[1].cancel()
     pool.stop()
-    for late in (tasks[2], pool.lease(1, 0)):
+    for late in (tasks[2], ask(pool, "d", 1, 3)):
         with pytest.raises(errors.Unavailable, match="shutting down"):
             await late
     process.go_on.set()
@@ -678,22 +715,58 @@ async def test_who_waits_or_comes_when_the_pool_stops_is_refused(process: FakePr
     await asyncio.gather(*tasks, return_exceptions=True)
     await pool.close()
     assert process.told == ["a"]
-    assert process.has_ended
+    assert not process.is_alive
 
 
-async def test_a_lease_that_is_held_too_long_is_given_to_the_next_one(
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_body_that_was_read_is_worked_on_next_unless_that_is_not_asked_for_at_once(
+    process: FakeProcess, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    monkeypatch.setattr(text_pool, "_HOLD_S", 60.0 if comes else 0.005)
+    process.go_on.set()
+    pool = TextPool(1, "info")
+    reading = asyncio.create_task(ask(pool, "read", 1, 1, READ))
+    waiting = asyncio.create_task(ask(pool, "long", 10 * MEGA, 0))
+    await reading
+    if not comes:
+        await waiting
+    await asyncio.sleep(0.01)
+    await ask(pool, "work", 1, 1)
+    assert process.told == (["read", "work"] if comes else ["read", "long", "work"])
+    waiting.cancel()
+    await pool.close()
+
+
+async def test_no_process_is_started_while_another_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[FakeProcess] = []
+    go_on = asyncio.Event()
+
+    def start(log_level: str, log_format: str) -> FakeProcess:
+        started.append(FakeProcess([], go_on))
+        return started[-1]
+
+    monkeypatch.setattr(text_pool, "TextProcess", start)
+    pool = TextPool(2, "info")
+    tasks = await begun(pool, ("a", 1, 0), ("b", 1, 1))
+    started[1].is_alive = False
+    go_on.set()
+    await asyncio.gather(*tasks)
+    await ask(pool, "c", 1, 2)
+    assert len(started) == 2
+    await pool.close()
+
+
+async def test_what_is_held_for_a_body_is_one_process(
     process: FakeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_pool, "_HOLD_S", 0.02)
-    pool = TextPool(1, "info")
-    first: Lease = await pool.lease(1, 0)
-    first.hold()
-    second = await pool.lease(1, 0)
-    assert not first.take_up()
-    second.hold()
-    assert second.take_up()
-    await asyncio.sleep(0.03)
-    second.give_back()
+    monkeypatch.setattr(text_pool, "_HOLD_S", 60.0)
+    process.go_on.set()
+    pool = TextPool(2, "info")
+    await ask(pool, "read", 1, 0, READ)
+    async with asyncio.timeout(1):
+        await ask(pool, "another", 1, 1)
     await pool.close()
 
 
@@ -701,7 +774,7 @@ async def test_a_lease_that_is_held_too_long_is_given_to_the_next_one(
 
 
 def taken(bodies: Bodies) -> tuple[int, int]:
-    return bodies.room.queue.held, bodies.room.memory.held
+    return bodies.queue.held, bodies.memory.held
 
 
 def take_all(bodies: Bodies, scope: ExitStack, take: Callable[[Incoming], None]) -> None:
@@ -723,7 +796,7 @@ async def test_one_clients_bodies_leave_memory_and_places_to_others(fleet: FakeF
                 take_all(bodies, scope, Incoming.enqueue)
             assert await outcome(bodies, "tokenize", body)
         assert taken(bodies) == (0, 0)
-        assert bodies.room.metrics.refused.labels("long_bodies")._value.get() == 2
+        assert bodies._metrics.refused.labels("long_bodies")._value.get() == 2
 
 
 async def test_a_body_that_finds_nothing_else_here_may_have_any_length(fleet: FakeFleet) -> None:
@@ -733,8 +806,8 @@ async def test_a_body_that_finds_nothing_else_here_may_have_any_length(fleet: Fa
             with pytest.raises(TooManyRequests) as refused:
                 other.add(b" ")
             assert refused.value.headers() == {"Retry-After": "1"}
-            one.leave()
-            one.leave()
+            one.drop()
+            one.drop()
             other.add(b" ")
         assert taken(bodies) == (0, 0)
 
@@ -789,41 +862,62 @@ ERRORS: list[ApiError] = [
 ]
 
 
+async def after_its_way(outcome: Outcome | ApiError) -> Outcome:
+    return await decode_outcome(encode_outcome(outcome)[HEADER.size :])
+
+
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_is_the_same_after_its_way(error: ApiError) -> None:
-    data = framed(pack_error(error, "chats"), 0)[HEADER.size :]
-    failed = decode_report(data)
-    again = unpack_error(failed)  # type: ignore[arg-type]
-    assert (type(again), again.args, vars(again)) == (type(error), error.args, vars(error))
-    assert failed.kind == "chats"  # type: ignore[union-attr]
+async def test_an_error_is_the_same_after_its_way(error: ApiError) -> None:
+    with pytest.raises(ApiError) as raised:
+        await after_its_way(error)
+    reading = await after_its_way(Reading(COMPLETIONS, refusal=error))
+    assert isinstance(reading, Reading)
+    for again in (raised.value, reading.refusal):
+        assert again is not None
+        assert (type(again), again.args, vars(again)) == (type(error), error.args, vars(error))
 
 
-def test_ids_are_little_endian_and_come_back_in_one_block() -> None:
+async def test_ids_are_little_endian_and_come_back_in_one_block() -> None:
     rng = seeded("ids")
     ids = [rng.randrange(2**32) for _ in range(1000)]
     for given in (ids, array("I", ids), tuple(ids)):
-        data = pack_ids(given)
-        assert data[:4] == ids[0].to_bytes(4, "little")
-        assert unpack_ids(memoryview(data)) == array("I", ids)
+        assert pack_ids(given)[:4] == ids[0].to_bytes(4, "little")
+        again = await after_its_way(PreparedPrompts((Prompt(given),)))
+        assert isinstance(again, PreparedPrompts)
+        assert again.prompts[0].token_ids == array("I", ids)
 
 
-def test_prompts_are_the_same_after_their_way() -> None:
+async def test_long_ids_come_back_in_many_turns_of_the_loop() -> None:
+    outcome = PreparedPrompts((Prompt(array("I", range(1_000_000))),))
+    task = asyncio.create_task(after_its_way(outcome))
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    again = task.result()
+    assert isinstance(again, PreparedPrompts)
+    assert again.prompts == outcome.prompts
+    assert turns > 10
+
+
+async def test_prompts_are_the_same_after_their_way() -> None:
     prompts = (Prompt([5, 6], "text"), Prompt([], None), Prompt(array("I", [7])))
-    repeated = {"store": msgspec.Raw(b"true"), "user": msgspec.Raw(b'"me"')}
+    repeated = {"store": b"true", "user": b'"me"'}
     given = PreparedPrompts(prompts, [[1], [2, 3]], (9, 8), "full", b'[{"a":1}]', repeated)
-    message, parts = pack_prepared(given)
-    frame = framed(message, sum(map(len, parts)))
-    message_bytes, after_bytes = HEADER.unpack(frame[: HEADER.size])
-    assert (len(frame) - HEADER.size, len(b"".join(parts))) == (message_bytes, after_bytes)
-    again = unpack_prepared(message, memoryview(b"".join(parts)))
+    frame = encode_outcome(given)
+    assert HEADER.unpack(frame[: HEADER.size]) == (len(frame) - HEADER.size,)
+    again = await after_its_way(given)
+    assert isinstance(again, PreparedPrompts)
     assert plain(again) == plain(given)
+    assert all(isinstance(prompt.token_ids, array) for prompt in again.prompts)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "Nothing"})])
-def test_what_is_no_message_is_not_taken_for_one(data: bytes) -> None:
-    for decode in (decode_task, decode_report):
-        with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
-            decode(data)
+async def test_what_is_no_message_is_not_taken_for_one(data: bytes) -> None:
+    with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
+        decode_task(data)
+    with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
+        await decode_outcome(data)
 
 
 # ---- threads -----------------------------------------------------------------------------------

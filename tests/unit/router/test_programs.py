@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -12,7 +13,8 @@ from penstock_router.errors import TimedOut, TooManyRequests
 from penstock_router.observe.metrics import Metrics
 from penstock_router.offload import request_templates
 from penstock_router.offload.request_templates import MAX_PROGRAMS, Programs
-from penstock_router.offload.text_pool import TextPool
+from penstock_router.offload.text_messages import Show
+from penstock_router.offload.text_pool import Parts, TextPool, TextProcess
 from penstock_router.routes.base import ROUTER
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -67,17 +69,26 @@ async def test_it_is_stopped_after_a_few_seconds_and_the_next_one_runs(
         endless.close()
 
 
-async def test_a_client_has_a_share_and_its_further_ones_wait_behind_another_clients() -> None:
-    pool = TextPool(1, "info")
+async def test_a_client_has_a_share_and_its_further_ones_wait_behind_another_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, numbers = TextPool(1, "info"), itertools.count()
     running = Programs(pool, Metrics())
     order: list[str] = []
     end = asyncio.Event()
 
+    async def do(process: TextProcess, task: Show, parts: Parts, files: object) -> bytes:
+        [[client], _] = parts
+        order.append(client.decode())
+        await end.wait()
+        return b""
+
+    monkeypatch.setattr(TextProcess, "do", do)
+
     async def run(client: str, arrived_s: float) -> None:
-        async with running.lease(client, arrived_s) as lease:
-            order.append(client)
-            await end.wait()
-            lease.give_back()
+        with running.scope(client) as behind_s:
+            arrival = arrived_s + behind_s, next(numbers)
+            await pool.run(arrival, Show(None), [[client.encode()], []])
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(MAX_PROGRAMS // 2):
@@ -92,16 +103,8 @@ async def test_a_client_has_a_share_and_its_further_ones_wait_behind_another_cli
     await pool.close()
 
 
-async def test_what_ends_a_wait_gives_the_share_back() -> None:
-    pool = TextPool(1, "info")
-    running = Programs(pool, Metrics())
-
-    async def run() -> None:
-        async with running.lease("a", 0.0) as lease:
-            lease.give_back()
-            raise TimeoutError
-
-    with pytest.raises(TimedOut):
-        await run()
+def test_what_takes_too_long_gives_the_share_back() -> None:
+    running = Programs(TextPool(1, "info"), Metrics())
+    with pytest.raises(TimedOut, match="ran for 5 s"), running.scope("a"):
+        raise TimeoutError
     assert not running._here.held
-    await pool.close()

@@ -13,7 +13,14 @@ from support.budget import budget, seeded
 
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_common.request_bounds import MAX_CHOICE_OPTIONS
-from penstock_router.apis.openai.requests import CHAT_FIELDS, parse_chat, parse_completion
+from penstock_router.apis.base import Api
+from penstock_router.apis.openai.requests import (
+    CHAT_FIELDS,
+    CHATS,
+    COMPLETIONS,
+    parse_chat,
+    parse_completion,
+)
 from penstock_router.apis.structured_output import (
     CONSTRAINT_FIELDS,
     FORMATS,
@@ -21,10 +28,11 @@ from penstock_router.apis.structured_output import (
     close,
     constraint_of_format,
 )
-from penstock_router.apis.tgi.requests import PARAMETERS, parse_generate
+from penstock_router.apis.tgi.requests import GENERATE, PARAMETERS, parse_generate
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import decode_object
-from penstock_router.offload.text_messages import pack_asked, unpack_asked
+from penstock_router.offload.body_kinds import Reading
+from penstock_router.offload.text_messages import HEADER, decode_outcome, encode_outcome
 from penstock_router.request import CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -449,17 +457,18 @@ def assert_documented(name: str, given: Any) -> None:
     assert jsonschema_rs.is_valid(CHAT_FIELDS[name].schema, given)
 
 
-def test_a_request_goes_to_another_process_without_its_constraint() -> None:
-    for asked in (
-        parse_completion({"prompt": "x", "guided_regex": "a"}),
-        parse_chat({"messages": MESSAGES, "guided_json": SCHEMA}),
-        tgi({"type": "json", "value": SCHEMA}),
-    ):
-        assert asked.constraint is not None
-        same = unpack_asked(pack_asked(asked), type(asked)).constraint
-        assert (same.kind, same.value) == (asked.constraint.kind, asked.constraint.value)
-        there = unpack_asked(pack_asked(asked.without_text()), type(asked))
-        assert (there.constraint, there.constraint_field) == (None, asked.constraint_field)
+async def test_a_request_goes_to_another_process_without_its_constraint() -> None:
+    asked: list[tuple[Api[Any], Any]] = [
+        (COMPLETIONS, parse_completion({"prompt": "x", "guided_regex": "a"})),
+        (CHATS, parse_chat({"messages": MESSAGES, "guided_json": SCHEMA})),
+        (GENERATE, tgi({"type": "json", "value": SCHEMA})),
+    ]
+    for api, request in asked:
+        assert request.constraint is not None
+        there = await decode_outcome(encode_outcome(Reading(api, request))[HEADER.size :])
+        assert isinstance(there, Reading)
+        found = there.asked
+        assert (found.constraint, found.constraint_field) == (None, request.constraint_field)
 
 
 VALUES: list[Any] = [

@@ -10,7 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
 
-from penstock_router.offload import body_kinds
+from penstock_router.apis import tokenize
+from penstock_router.offload import body_kinds, dispatch
+from penstock_router.offload.dispatch import SHORT_BYTES
 from penstock_router.text.tokenizer import MAX_TEXT_CHARS
 
 CHAT = [{"role": "user", "content": "café 😀"}]
@@ -118,7 +120,7 @@ async def test_a_text_that_would_take_too_much_is_refused(
 async def test_more_tokens_than_can_be_shown_are_refused(
     router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_kinds, "MAX_PLACES", 10)
+    monkeypatch.setattr(tokenize, "MAX_PLACES", 10)
     assert (await router.post("/tokenize", {"inputs": "😀" * 2})).status == 200
     refused = await router.post("/tokenize", {"inputs": "😀" * 20})
     assert refused.status == 422
@@ -126,23 +128,30 @@ async def test_more_tokens_than_can_be_shown_are_refused(
 
 
 @pytest.mark.parametrize(
-    "body", [{"inputs": "the fox " * 2}, {"prompt": "the fox " * 2, "return_token_strs": True}]
+    ("path", "body"),
+    [
+        ("/tokenize", {"inputs": "the fox"}),
+        ("/tokenize", {"prompt": "the fox", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5, 6, 7]}),
+        ("/v1/completions", {"prompt": "the fox", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1}),
+    ],
 )
-async def test_a_long_text_is_taken_apart_off_the_loop(
-    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+async def test_text_work_of_all_but_short_bodies_is_off_the_loop(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    threads: list[bool] = []
+    here: list[bool] = []
+    work = body_kinds.work
 
-    def noted(answer: object) -> bytes:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return msgspec.json.encode(answer)
+    def noted(*given: Any) -> Any:
+        here.append(threading.current_thread() is threading.main_thread())
+        return work(*given)
 
-    monkeypatch.setattr(body_kinds, "_encode", noted)
-    assert (await router.post("/tokenize", body)).status == 200
-    [(name, text), *rest] = body.items()
-    long = {name: text * 2000, **dict(rest)}
-    assert (await router.post("/tokenize", long)).status == 200
-    assert threads == [True, False]
+    monkeypatch.setattr(dispatch, "work", noted)
+    data = msgspec.json.encode(body)
+    for length in (SHORT_BYTES, SHORT_BYTES + 1):
+        assert (await router.post(path, data.ljust(length))).status == 200
+    assert here == [True, False]
 
 
 async def test_a_prompt_beyond_the_context_is_counted_all_the_same(router: MemoryRouter) -> None:

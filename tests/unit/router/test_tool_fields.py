@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.apis.openai.requests import CHAT_FIELDS, parse_chat
+from penstock_router.apis.openai.requests import CHAT_FIELDS, CHATS, parse_chat
 from penstock_router.apis.structured_output import MAX_NESTING
 from penstock_router.apis.tokenize import TOKENIZE_FIELDS, chat_to_tokenize, parse_with
 from penstock_router.apis.tools import (
@@ -27,7 +27,8 @@ from penstock_router.apis.tools import (
 )
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import Kind
-from penstock_router.offload.text_messages import pack_asked, unpack_asked
+from penstock_router.offload.body_kinds import Reading
+from penstock_router.offload.text_messages import HEADER, decode_outcome, encode_outcome
 from penstock_router.request import NO_TOOLS, ChatRequest, Tool, ToolChoice
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -385,12 +386,13 @@ def test_a_chat_is_counted_with_its_tools() -> None:
     assert chat_to_tokenize(parse({"messages": MESSAGES, "tools": TWO}).values).tools
 
 
-def test_a_request_goes_to_another_process_with_the_names_of_its_tools() -> None:
+async def test_a_request_goes_to_another_process_with_the_names_of_its_tools() -> None:
     asked = chat(tools=[function(parameters=PARAMETERS, strict=True)], tool_choice="required")
-    assert unpack_asked(pack_asked(asked), ChatRequest) == asked
-    there = unpack_asked(pack_asked(asked.without_text()), ChatRequest)
-    assert there.tools == (Tool("look"),)
-    assert there.tool_choice == ToolChoice("required")
+    there = await decode_outcome(encode_outcome(Reading(CHATS, asked))[HEADER.size :])
+    assert isinstance(there, Reading)
+    assert there.asked == asked.without_text()
+    assert there.asked.tools == (Tool("look"),)
+    assert there.asked.tool_choice == ToolChoice("required")
 
 
 # ---- Nonsense ----------------------------------------------------------------------------------

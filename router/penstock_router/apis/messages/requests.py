@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from penstock_router.apis.base import TIMEOUT, Api
+from penstock_router.apis.base import TIMEOUT, Api, BodyKind
 from penstock_router.apis.chat_messages import TEXT
 from penstock_router.apis.messages.answers import (
     ERRORS,
@@ -44,6 +44,7 @@ from penstock_router.json_fields import (
     table,
 )
 from penstock_router.request import ChatRequest
+from penstock_router.text.prompts import TextModel, chat_prompt
 
 _MAX_STOPS = 16
 
@@ -217,6 +218,10 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
+def _count(asked: ChatRequest, model: TextModel) -> TokenCount:
+    return {"input_tokens": len(chat_prompt(asked, model, INT32_MAX).token_ids)}
+
+
 MESSAGES_API = Api(
     name="messages",
     request_type=ChatRequest,
@@ -227,4 +232,11 @@ MESSAGES_API = Api(
     errors=ERRORS,
     answer=MessageAnswer,
     event=MessageEvent,
+)
+COUNT_TOKENS = BodyKind(
+    name="count_tokens",
+    request_type=ChatRequest,
+    parse=parse_count,
+    work=_count,
+    errors=ERRORS,
 )

@@ -28,6 +28,7 @@ from penstock_router.apis.logprobs import (
 from penstock_router.errors import ApiError
 from penstock_router.generation.choice import Delta, EndReason
 from penstock_router.generation.job import Job
+from penstock_router.json_fields import JsonObject
 from penstock_router.observe.request_record import Usage
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of
 
@@ -420,22 +421,10 @@ class ChatShape(_OpenAIShape):
         if reasoning := _text_of(PieceKind.REASONING, delta.pieces):
             message["reasoning_content"] = reasoning
         if calls := self._calls(delta.index, delta.pieces):
-            message["tool_calls"] = calls
+            # A whole answer has each call from its beginning.
+            message["tool_calls"] = cast(list[ToolCall], list(calls.values()))
             message["content"] = delta.text or None
         return message
-
-    def _calls(self, choice: int, pieces: Sequence[Piece]) -> list[ToolCall]:
-        calls: list[ToolCall] = []
-        # One pass over all pieces: an answer may make thousands of calls.
-        for piece in pieces:
-            if piece.kind is PieceKind.CALL:
-                id_ = call_id(self._response_id, choice, piece.call)
-                function: CalledFunction = {"name": piece.text, "arguments": ""}
-                calls.append({"id": id_, "type": "function", "function": function})
-            elif piece.kind is PieceKind.ARGUMENTS:
-                # Arguments belong to the latest call.
-                calls[-1]["function"]["arguments"] += piece.text
-        return calls
 
     def _choice(self, delta: Delta) -> ChatChoice:
         choice: ChatChoice = {
@@ -469,28 +458,28 @@ class ChatShape(_OpenAIShape):
             gained["reasoning_content"] = reasoning
         if content := content_of(delta.pieces):
             gained["content"] = content
-        if calls := self._gained_calls(delta.index, delta.pieces):
-            gained["tool_calls"] = calls
+        if calls := self._calls(delta.index, delta.pieces):
+            # Clients append the entries of an index from chunk to chunk.
+            shown = [{"index": index, **call} for index, call in calls.items()]
+            gained["tool_calls"] = cast(list[ToolCallDelta], shown)
         return gained
 
-    def _gained_calls(self, choice: int, pieces: Sequence[Piece]) -> list[ToolCallDelta]:
-        """One entry per call: clients append the entries of an index from chunk to chunk."""
-        calls: dict[int, ToolCallDelta] = {}
+    def _calls(self, choice: int, pieces: Sequence[Piece]) -> dict[int, JsonObject]:
+        """What the pieces add to each call, by its number."""
+        calls: dict[int, JsonObject] = {}
+        # One pass over all pieces: an answer may make thousands of calls.
         for piece in pieces:
             if piece.kind is PieceKind.CALL:
                 calls[piece.call] = {
-                    "index": piece.call,
                     "id": call_id(self._response_id, choice, piece.call),
                     "type": "function",
                     "function": {"name": piece.text, "arguments": ""},
                 }
             elif piece.kind is PieceKind.ARGUMENTS and piece.text:
                 # The call may have begun in an earlier chunk, maybe on an earlier connection.
-                known = calls.setdefault(
-                    piece.call, {"index": piece.call, "function": {"arguments": ""}}
-                )
+                known = calls.setdefault(piece.call, {"function": {"arguments": ""}})
                 known["function"]["arguments"] += piece.text
-        return list(calls.values())
+        return calls
 
     def _chunk_choice(self, delta: Delta) -> ChatChunkChoice:
         choice: ChatChunkChoice = {

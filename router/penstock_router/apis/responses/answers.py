@@ -191,6 +191,7 @@ class ResponseShape:
         self._streams = False
         self._number = 0
         given, default = job.options, job.model.info.default_sampling
+        repeated = {name: msgspec.Raw(value) for name, value in job.prepared.repeated.items()}
         own = {
             "id": envelope.response_id,
             "object": "response",
@@ -205,7 +206,7 @@ class ResponseShape:
             "top_p": _first_of(given.top_p, default.top_p),
             "usage": None,
         }
-        self.answer = cast(ResponseAnswer, {**job.prepared.repeated, **own})
+        self.answer = cast(ResponseAnswer, {**repeated, **own})
 
     # ---- whole ----
 

@@ -6,9 +6,12 @@ functions, which clients call themselves.
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from dataclasses import dataclass
 from typing import Any, cast
+
+import msgspec
 
 from penstock_client.types import Constraint
 from penstock_router.apis.base import ERRORS, Api
@@ -54,6 +57,7 @@ from penstock_router.json_fields import (
     table,
 )
 from penstock_router.request import MAX_SESSION_CHARS, ToolChoice
+from penstock_router.text.prompts import PreparedPrompts, TextModel, prepare_prompts
 
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
@@ -391,11 +395,20 @@ def _shown_tool(tool: JsonObject) -> JsonObject:
     return {"type": "function", **shown, "strict": bool(tool.get("strict"))}
 
 
+def _prepare(asked: ResponsesRequest, model: TextModel) -> PreparedPrompts:
+    return dataclasses.replace(
+        prepare_prompts(asked, model),
+        conversation=msgspec.json.encode(asked.items) if asked.store else b"",
+        repeated={name: msgspec.json.encode(value) for name, value in asked.repeated.items()},
+    )
+
+
 RESPONSES = Api(
     name="responses",
     request_type=ResponsesRequest,
     fields=RESPONSES_FIELDS,
     parse=parse_response,
+    work=_prepare,
     make_shape=ResponseShape,
     # Not derived from the request's id: a client that reuses one would overwrite what is stored.
     name_answer=lambda request_id, named_by_client: f"resp_{uuid.uuid4().hex}",

@@ -26,9 +26,7 @@ class Page:
     after: str | None
 
 
-def read_stored(
-    response: bytes | memoryview, messages: bytes | memoryview, page: Page | None
-) -> bytes:
+def read_stored(response: bytes, messages: bytes, page: Page | None) -> bytes:
     """A page of the conversation that the response answers. Without `page` the response itself,
     which the store lists as failed: if its JSON does not, the process that made it is gone. Raises
     `BadRequest`.

@@ -6,6 +6,7 @@ server could do more.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ from penstock_router.json_fields import (
     string,
     table,
 )
+from penstock_router.text.prompts import PreparedPrompts, TextModel, prepare_prompts
 
 MAX_BEST_OF = 16384
 MAX_STOPS = 4
@@ -341,6 +343,13 @@ def _check(parameters: JsonObject, best_of: int, *, samples: bool, stream: bool)
 # ---- The APIs ----------------------------------------------------------------------------------
 
 
+def _prepare(asked: GenerateRequest, model: TextModel) -> PreparedPrompts:
+    prepared = prepare_prompts(asked, model)
+    [inputs] = asked.prompts
+    assert isinstance(inputs, str)
+    return dataclasses.replace(prepared, full_text=inputs) if asked.full_text else prepared
+
+
 def _api(
     name: str,
     fields: Table,
@@ -353,6 +362,7 @@ def _api(
         request_type=GenerateRequest,
         fields=fields,
         parse=parse,
+        work=_prepare,
         make_shape=GenerateShape,
         name_answer=lambda request_id, named_by_client: request_id,
         errors=ERRORS,
