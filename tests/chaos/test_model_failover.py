@@ -6,23 +6,31 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.budget import budget, seeded
+from support.budget import budget, in_soak, seeded
 from support.processes import Shard, running
 from support.streams import mixed_request, run_whole
 
 from penstock_client import Fleet
 
+LATENT = ("deepseek_v3",)
+
 
 def _model_flags(name: str, folder: Path) -> tuple[str, ...]:
     if name == "built-in":
         return ("--runner", "model")
-    from model_maker import make_model
+    from model_maker import make_model, write_tokenizer
+    from models.tiny_families import make_family
 
-    make_model(folder / "model", name)
+    if name in LATENT:
+        make_family(folder / "model", name, n_routed_experts=32)
+        write_tokenizer(folder / "model")
+    else:
+        make_model(folder / "model", name)
     return ("--model", str(folder / "model"))
 
 
-@pytest.mark.parametrize("model", ["built-in", pytest.param("llama-3m", marks=pytest.mark.soak)])
+# Beside the built-in model a larger one, one with windows beside all keys, and one with latents.
+@pytest.mark.parametrize("model", ["built-in", *map(in_soak, ("llama-3m", "gemma2", *LATENT))])
 async def test_streams_of_a_real_model_outlive_its_engines_bit_for_bit(
     tmp_path: Path, model: str
 ) -> None:
