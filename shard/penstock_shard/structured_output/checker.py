@@ -161,7 +161,7 @@ class ConstraintChecker:
             verdict = await self._verdict_on(pending)
         except NotChecked:
             raise
-        except Exception as error:
+        except Exception as error:  # a defect costs the constraint it shows on
             logger.error("a check failed: %s", error, exc_info=error)
             raise CheckFailed("the shard failed to check a constraint") from None
         verdicts[pending.key] = verdict
