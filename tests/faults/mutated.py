@@ -6,7 +6,7 @@ from faults.mutation import Mutant, Target
 
 TARGETS = {
     "block manager": Target(
-        ("BlockManager", "BlockPool", "PrefixTree", "CacheGroup"),
+        ("BlockManager", "BlockPool", "PrefixTree"),
         ("test_kv_blocks", "test_cache_groups"),
     ),
     "fences": Target(
@@ -139,9 +139,21 @@ EQUIVALENT: dict[Mutant, str] = {
             ),
         ],
         UNUSED: [
-            ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (+1, 0)"),
-            ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (-2, 0)"),
-            ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (-1, 1)"),
+            (
+                "Scheduler.__init__",
+                "self._turned_away = (-1, 0, 0)",
+                "self._turned_away = (+1, 0, 0)",
+            ),
+            (
+                "Scheduler.__init__",
+                "self._turned_away = (-1, 0, 0)",
+                "self._turned_away = (-2, 0, 0)",
+            ),
+            (
+                "Scheduler.__init__",
+                "self._turned_away = (-1, 0, 0)",
+                "self._turned_away = (-1, 1, 0)",
+            ),
             ("PriorityPolicy._urgency", "token_s = 0.0", "token_s = None"),
             ("PriorityPolicy._urgency", "token_s = 0.0", "token_s = 1.0"),
             ("BlockPool.release", "self._free[block_id] = None", "self._free[block_id] = ''"),

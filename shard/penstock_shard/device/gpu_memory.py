@@ -1,7 +1,7 @@
 """A GPU's memory: used, peak and free. The only module that asks.
 
 torch counts the memory of its own tensors; the driver counts all, that of other processes too. On
-cpu these functions give 0 or do nothing: `runner.host_memory` knows the host's memory.
+cpu these functions give 0 or do nothing: `device.host_memory` knows the host's memory.
 """
 
 from __future__ import annotations
