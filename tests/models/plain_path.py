@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.attention.cache_layout import cache_layout
+from penstock_shard.attention.cache_groups import cache_layout
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import FinishReason, Request, SamplingParams

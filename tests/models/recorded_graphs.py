@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.attention.base import LayerSpec
-from penstock_shard.attention.cache_layout import cache_layout
+from penstock_shard.attention.cache_groups import cache_layout
 from penstock_shard.ipc.runner_info import pools_for
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graph, GraphedModel

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.attention.cache_layout import CacheLayout
+from penstock_shard.attention.cache_groups import CacheLayout
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.device.gpu_memory import PeakMemory, free_bytes
 from penstock_shard.distributed.collectives import Ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.attention.cache_layout import CacheLayout
+from penstock_shard.attention.cache_groups import CacheLayout
 
 # Part of the numerics fingerprint. Raise it when our Python code changes the logits of the same
 # weights; the kernels' source and the version of transformers are in the fingerprint already.

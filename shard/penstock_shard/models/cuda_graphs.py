@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.attention.cache_layout import CacheLayout
+from penstock_shard.attention.cache_groups import CacheLayout
 from penstock_shard.models.base import CausalModel, ForwardOutput
 from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batches
 

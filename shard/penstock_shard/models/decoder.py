@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.attention.cache_layout import CacheLayout, cache_layout
+from penstock_shard.attention.cache_groups import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.models.decoder_spec import DecoderSpec

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock_shard.attention.base import AttentionBackend, LayerCache, LayerSpec
-from penstock_shard.attention.cache_layout import CacheLayout
+from penstock_shard.attention.cache_groups import CacheLayout
 
 
 class PagedCaches:

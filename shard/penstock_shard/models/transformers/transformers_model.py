@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
-from penstock_shard.attention.cache_layout import CacheLayout, cache_layout
+from penstock_shard.attention.cache_groups import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.models.paged_caches import PagedCaches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock_shard.attention.base import LayerSpec
-from penstock_shard.attention.cache_layout import cache_layout
+from penstock_shard.attention.cache_groups import cache_layout
 from penstock_shard.ipc.runner_info import CacheGroup
 
 
