@@ -92,11 +92,12 @@ def survivors(target: Target, scratch: Path) -> list[Mutant]:
 
 def _lay_out(target: Target, scratch: Path) -> None:
     for name in PACKAGES:
-        package = ROOT / name / f"penstock_{name}"
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(package, scratch / "src" / package.name, ignore=ignored)
+        for package in (ROOT / name).glob("penstock_*/"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(package, scratch / "src" / package.name, ignore=ignored)
     shutil.copytree(ROOT / "tests", scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    modules = [f"src/{path.relative_to(path.parents[1])}" for path in modules_of(target)]
+    # Without the folder that holds the package.
+    modules = ["/".join(("src", *path.relative_to(ROOT).parts[1:])) for path in modules_of(target)]
     tests = [str(path.relative_to(ROOT)) for path in unit_tests_of(target)]
     config = (ROOT / "pyproject.toml").read_text() + _CONFIG.format(modules=modules, tests=tests)
     (scratch / "pyproject.toml").write_text(config)
