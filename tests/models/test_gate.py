@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_maker import make_config, make_model
 from models.driver import load
+from models.tiny_families import tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +31,6 @@ def plain_ops() -> TorchOps:
     [
         ("falcon", "FalconForCausalLM does not let its attention be replaced"),
         ("bloom", "BloomForCausalLM does not let its attention be replaced"),
-        ("llama4", "Llama4ForCausalLM attends within chunks"),
     ],
 )
 def test_families_that_would_be_silently_wrong_are_refused(
@@ -62,8 +62,6 @@ _SMALL = {
     ("model_type", "architecture", "reason"),
     [
         ("llava", "LlavaForConditionalGeneration", "of images and text of a type"),
-        ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "differ in head_dim"),
-        ("gemma4", "Gemma4ForConditionalGeneration", "differ in head_dim"),
         ("vit", "ViTForImageClassification", "no class that generates text"),
     ],
 )
@@ -77,6 +75,14 @@ def test_models_of_images_whose_text_is_not_served_are_refused_in_a_line_that_sa
     with pytest.raises(ModelError, match=f"^{architecture} .*{reason}.*; serve a ") as caught:
         load(tmp_path, load_format="dummy", max_model_len=64)
     assert "\n" not in str(caught.value)
+
+
+def test_layers_that_differ_in_what_no_attention_call_shows_are_refused() -> None:
+    config = tiny_config("llama", per_layer_config={1: {"intermediate_size": 64}})
+    with pytest.raises(
+        ModelError, match="has layers that differ in intermediate_size, which is not served; "
+    ):
+        unsupported.check_config(config, 128)
 
 
 def test_rope_that_depends_on_the_batch_is_refused_past_its_context() -> None:
