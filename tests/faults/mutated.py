@@ -57,6 +57,18 @@ EQUIVALENT: dict[Mutant, str] = {
                 "preemptions_before = self.preemptions_total",
                 "preemptions_before = None",
             ),
+            ("BlockManager.slide", "if first > blocks.first:", "if first >= blocks.first:"),
+            (
+                "BlockManager._empty_table",
+                "return _Table([_Blocks() for _ in self._groups], hashes)",
+                "return _Table([_Blocks() for _ in self._groups])",
+            ),
+            (
+                "BlockManager._find_chain",
+                "for index in range(count if parent is not None else 0):",
+                "for index in range(count if parent is not None or True else 0):",
+            ),
+            ("BlockManager._runs", "runs = [0]", "runs = [1]"),
             (
                 "BlockManager.cache_full_blocks",
                 "if count >= (table.num_cached + 1) * block_size:",
@@ -157,6 +169,21 @@ EQUIVALENT: dict[Mutant, str] = {
             ("PriorityPolicy._urgency", "token_s = 0.0", "token_s = None"),
             ("PriorityPolicy._urgency", "token_s = 0.0", "token_s = 1.0"),
             ("BlockPool.release", "self._free[block_id] = None", "self._free[block_id] = ''"),
+            (
+                "BlockManager._share",
+                "blocks.ids = [0] * blocks.first",
+                "blocks.ids = [1] * blocks.first",
+            ),
+            (
+                "PrefixTree.add",
+                "num_blocks = 0 if parent is None else self._num_groups",
+                "num_blocks = 0 if parent is None and False else self._num_groups",
+            ),
+            (
+                "PrefixTree.add",
+                "num_blocks = 0 if parent is None else self._num_groups",
+                "num_blocks = 1 if parent is None else self._num_groups",
+            ),
             ("Scheduler.lose", "parts[sequence] = None", "parts[sequence] = ''"),
             (
                 "Continuations._send_to",

@@ -402,5 +402,5 @@ class BlockManager:
                     counted[id(pool)][block_id] += 1
         for pool in self._pools:
             pool.check_integrity(counted[id(pool)])
-        if not any(pool.cached for pool in self._pools) and not self._tables:
-            assert not len(self._tree), f"{len(self._tree)} prefixes of no block"
+        tables = self._tables.values()
+        self._tree.check_integrity(table.prefix for table in tables if table.prefix is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 # Stands for a block where there is none.
@@ -74,3 +76,18 @@ class PrefixTree:
         """A user is gone."""
         prefix.num_users -= 1
         self.prune(prefix)
+
+    def check_integrity(self, users: Iterable[Prefix]) -> None:
+        """Recount users: those given, and longer prefixes.
+
+        Raises:
+            AssertionError: a prefix has fewer than were counted, or nothing needs it.
+        """
+        counted = Counter(map(id, users))
+        counted.update(id(each.parent) for each in self._by_digest.values() if each.parent)
+        for prefix in self._by_digest.values():
+            # One that was replaced may still be counted by its parent.
+            found = counted[id(prefix)]
+            assert prefix.num_users >= found, f"{prefix}: {found} users, {prefix.num_users} kept"
+            needed = prefix.num_users or any(each != NO_BLOCK for each in prefix.block_ids)
+            assert needed, f"{prefix}: is kept for nothing"

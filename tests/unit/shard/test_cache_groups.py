@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from support.budget import budget, seeded
-from support.engines import CACHE_GROUPS, make_engine, make_request, make_sequence
+from support.engines import CACHE_GROUPS, make_engine, make_request, make_sequence, runner_info
 
+from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.ipc.runner_info import CacheGroup, blocks_each, pools_for
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.sequence import Sequence
@@ -152,6 +155,97 @@ def test_what_is_free_is_told_of_the_scarcest_pool() -> None:
     # 7 of 12 blocks for the window, 20 of 40 for the others.
     assert (blocks.num_free, blocks.num_referenced) == (5, 7)
     assert blocks.lacking(make_sequence("other", range(320)), 320) == (0, 2)
+
+
+def test_a_runners_blocks_are_managed_as_it_says() -> None:
+    info = dataclasses.replace(
+        runner_info(num_blocks=9, cache_groups=(WINDOW, CacheGroup(pool=1))), weights_hash="other"
+    )
+    blocks = BlockManager.of(info, CHUNK_TOKENS)
+    assert (blocks.block_size, blocks.num_blocks, blocks.free_in(1)) == (16, 9, 9)
+    first = make_sequence("first", range(40))
+    compute(blocks, first, 40)
+    assert len(blocks.blocks_of(first, 1)) == 3
+    assert blocks._tables[first].hashes[0] == block_hash(root_hash("other", "", ""), range(16))
+    # 64 and 32 tokens, and a block more.
+    assert not blocks.grow(make_sequence("long", range(400)), 400)
+    assert blocks.acquire_prefix(make_sequence("again", range(40))) == 32
+    forgetful = BlockManager.of(info, CHUNK_TOKENS, enable_prefix_caching=False)
+    compute(forgetful, make_sequence("first", range(40)), 40)
+    assert forgetful.acquire_prefix(make_sequence("again", range(40))) == 0
+
+
+def test_a_sequence_has_blocks_for_so_many_tokens() -> None:
+    blocks = manager(20, WINDOW, CacheGroup(pool=1))
+    sequence = make_sequence(prompt=range(400))
+    assert blocks.num_tokens_held(sequence) == 0
+    assert blocks.grow(sequence, 300)
+    # Of the window 7 blocks, of the others 19.
+    assert blocks.num_tokens_held(sequence) == 7 * 16
+    blocks.slide(sequence, 128)
+    assert blocks.grow(sequence, 300)
+    assert blocks.num_tokens_held(sequence) == (4 + 7) * 16
+
+
+def test_what_others_hold_may_suffice_in_every_pool_or_not() -> None:
+    groups = (WINDOW, CacheGroup(pool=1))
+    blocks = BlockManager([8, 16], 16, groups=groups, max_chunk_tokens=CHUNK_TOKENS)
+    first, second = make_sequence("first", range(100)), make_sequence("second", range(48))
+    for sequence in (first, second):
+        compute(blocks, sequence, sequence.num_tokens)
+        blocks.slide(sequence, sequence.num_tokens)
+    # Of the window the first has 5 blocks and the second 3, of the others 7 and 3.
+    assert (blocks.free_in(0), blocks.free_in(1)) == (0, 6)
+    for num_tokens, others, suffices in (
+        (1, (), False),
+        (48, (second,), True),
+        (49, (second,), False),
+        (80, (first,), True),
+        (81, (first,), False),
+        (200, (first,), False),
+        (200, (first, second), True),
+        (256, (first, second), True),
+        (257, (first, second), False),
+    ):
+        wanted = make_sequence("wanted", range(num_tokens))
+        assert blocks.suffices(wanted, others) is suffices, (num_tokens, others)
+
+
+def test_a_name_is_kept_while_one_of_its_sequences_goes_on() -> None:
+    blocks = manager(12, CacheGroup())
+    start = range(32)
+    first, second = make_sequence("first", start), make_sequence("second", range(80))
+    # Both compute the same: the blocks of the first are the cached ones.
+    for sequence in (first, second):
+        compute(blocks, sequence, 32)
+    sharing = [make_sequence(name, range(33)) for name in ("third", "fourth")]
+    for sequence in sharing:
+        assert blocks.acquire_prefix(sequence) == 32
+        blocks.check_integrity()
+    for sequence in (first, *sharing):
+        blocks.forget(sequence)
+        blocks.check_integrity()
+    use_up(blocks, blocks.num_free)
+    blocks.check_integrity()
+    compute(blocks, second, 80)
+    blocks.forget(second)
+    use_up(blocks, blocks.num_blocks)
+    assert len(blocks._tree) == 0
+
+
+def test_a_block_under_a_wrong_name_and_a_name_of_nothing_are_noticed() -> None:
+    blocks = manager(8, CacheGroup())
+    sequence = make_sequence(prompt=range(40))
+    compute(blocks, sequence, 40)
+    cached = blocks._pools[0].cached
+    (block_id, entry), *_ = cached.items()
+    entry.prefix.block_ids[0] = block_id + 1
+    with pytest.raises(AssertionError, match="under prefixes that have others"):
+        blocks.check_integrity()
+    entry.prefix.block_ids[0] = block_id
+    blocks._tree.add(None, b"nobody's")
+    with pytest.raises(AssertionError, match="is kept for nothing"):
+        blocks.check_integrity()
 
 
 @pytest.mark.parametrize("groups", CACHE_GROUPS)
