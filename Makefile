@@ -15,6 +15,9 @@ ARGS ?=
 WORKERS ?= 2
 BESIDE = -n $(WORKERS) --dist loadfile
 
+# Each process of the tests imports hundreds of modules: they are compiled once, whatever is usual here.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
