@@ -13,7 +13,10 @@ ARGS ?=
 # Tests run in so many processes, those of a file in one, as they share what it sets up. More than two
 # would be too many for the systems that they start, which wait more than they compute.
 WORKERS ?= 2
-BESIDE = -n $(WORKERS) --dist loadfile
+BESIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Each process of the tests imports hundreds of modules: they are compiled once, whatever is usual here.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin

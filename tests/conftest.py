@@ -1,10 +1,24 @@
-"""Which tests run in the soak only."""
+"""Which tests run in the soak only, and which in one process; what the garbage collector sees."""
 
 from __future__ import annotations
 
+import gc
 import os
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
+
+# What is imported and collected stays: not looked through while it is made, nor in each collection
+# after that, which would take half a second.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -14,3 +28,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     at_size = [item for item in items if item.get_closest_marker("soak")]
     items[:] = [item for item in items if not item.get_closest_marker("soak")]
     config.hook.pytest_deselected(items=at_size)
+
+
+# What takes seconds to start is shared by the files of these folders, and by these files.
+_TOGETHER = ("tests/clients", "tests/comparison", "tests/console")
+_OF_THE_TOY = {
+    f"tests/integration/test_{name}.py"
+    for name in ("form_pages", "launch_command", "model_serving", "parallel_shard")
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Which tests run in one process: those of a file, or of files with the same fixtures."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFixtures(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            if file in _OF_THE_TOY:
+                return "toy"
+            folder = file.rpartition("/")[0]
+            return folder if folder in _TOGETHER else file
+
+    return ByFixtures(config, log)
