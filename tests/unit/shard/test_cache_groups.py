@@ -167,9 +167,11 @@ def test_a_runners_blocks_are_managed_as_it_says() -> None:
     compute(blocks, first, 40)
     assert len(blocks.blocks_of(first, 1)) == 3
     assert blocks._tables[first].hashes[0] == block_hash(root_hash("other", "", ""), range(16))
-    # 64 and 32 tokens, and a block more.
-    assert not blocks.grow(make_sequence("long", range(400)), 400)
     assert blocks.acquire_prefix(make_sequence("again", range(40))) == 32
+    long, alone = make_sequence("long", range(144)), BlockManager.of(info, CHUNK_TOKENS)
+    assert alone.grow(long, 144)
+    # 64 and 32 tokens, and a block more.
+    assert len(alone.blocks_of(long)) == 7
     forgetful = BlockManager.of(info, CHUNK_TOKENS, enable_prefix_caching=False)
     compute(forgetful, make_sequence("first", range(40)), 40)
     assert forgetful.acquire_prefix(make_sequence("again", range(40))) == 0
@@ -243,6 +245,14 @@ def test_a_block_under_a_wrong_name_and_a_name_of_nothing_are_noticed() -> None:
     with pytest.raises(AssertionError, match="under prefixes that have others"):
         blocks.check_integrity()
     entry.prefix.block_ids[0] = block_id
+    ended = blocks._tables[sequence].prefix
+    assert ended is not None
+    for prefix in (ended, entry.prefix):
+        prefix.num_users -= 1
+        with pytest.raises(AssertionError, match="1 users, 0 kept"):
+            blocks.check_integrity()
+        prefix.num_users += 1
+    blocks.check_integrity()
     blocks._tree.add(None, b"nobody's")
     with pytest.raises(AssertionError, match="is kept for nothing"):
         blocks.check_integrity()
