@@ -269,6 +269,9 @@ def test_every_field_of_what_a_shard_serves_reaches_the_client() -> None:
         batch_invariant=True,
         numerics_fingerprint="f",
         adapters=(Adapter("mine", "hash", "source", 8),),
+        kv_bytes_per_token=2**33,
+        kv_bytes_per_sequence=2**45,
+        kv_sequences=7,
     )
     config = ShardConfig(served_model_names=("served", "alias"), max_num_batched_tokens=512)
     message = shard_codec.info_response(messages.Ready(info, {}, "t", "r"), config, "i")
