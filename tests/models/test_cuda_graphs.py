@@ -48,7 +48,7 @@ from penstock_shard.models.cuda_graphs import (
     GraphShape,
 )
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.step_inputs import InputLayout
+from penstock_shard.models.step_inputs import InputLayout, StepInputs
 from penstock_shard.selfcheck.random_steps import RandomSteps
 
 Directory = Callable[[str], Path]
@@ -83,14 +83,14 @@ def test_rows_of_nobody_are_in_their_own_block_and_see_one_token() -> None:
     graphs.capture([], 16, pad_blocks=[33])
     layout = InputLayout(8, 8, 5, 0)
     arrays = layout.arrays(np.full(layout.num_bytes, 77, dtype=np.uint8))
-    before = arrays.block_table[0, :3].copy()
+    before = arrays.block_table[0][:3].copy()
     arrays.cu_queries[:4] = np.arange(4)
     graphs.pad(arrays, 3)
-    assert (arrays.kv_indices[0, 3:] == 33 * 16).all()
-    assert (arrays.block_table[0, 3:] == 33).all()
-    assert (arrays.seq_lens[0, 3:] == 1).all()
+    assert (arrays.kv_indices[0][3:] == 33 * 16).all()
+    assert (arrays.block_table[0][3:] == 33).all()
+    assert (arrays.seq_lens[0][3:] == 1).all()
     assert (arrays.cu_queries == np.arange(9)).all()
-    assert (arrays.block_table[0, :3] == before).all()
+    assert (arrays.block_table[0][:3] == before).all()
 
 
 def test_the_parts_of_a_steps_inputs_do_not_overlap() -> None:
@@ -100,14 +100,20 @@ def test_the_parts_of_a_steps_inputs_do_not_overlap() -> None:
         layout = InputLayout(tokens, rows, blocks, extra, rng.random() < 0.5, rng.randint(1, 3))
         buffer = np.zeros(layout.num_bytes, dtype=np.uint8)
         arrays = layout.arrays(buffer)
-        names = [field.name for field in dataclasses.fields(arrays)]
-        for number, name in enumerate(names, 1):
-            getattr(arrays, name)[...] = number
+        for number, part in enumerate(_parts(arrays), 1):
+            part[...] = number
         tensors = layout.tensors(torch.from_numpy(buffer))
-        for number, name in enumerate(names, 1):
-            assert bool((getattr(tensors, name) == number).all()), name
-            assert getattr(tensors, name).data_ptr() % 16 == buffer.ctypes.data % 16
-        assert tensors.block_table.shape[1:] == (layout.num_rows, layout.num_blocks)
+        for number, part in enumerate(_parts(tensors), 1):
+            assert bool((part == number).all()), number
+            assert part.data_ptr() % 16 == buffer.ctypes.data % 16
+        shapes = {tuple(table.shape) for table in tensors.block_table}
+        assert shapes == {(layout.num_rows, layout.num_blocks)}
+        assert len(tensors.block_table) == layout.num_groups
+
+
+def _parts(inputs: StepInputs[Any]) -> list[Any]:
+    fields = [getattr(inputs, field.name) for field in dataclasses.fields(inputs)]
+    return [part for each in fields for part in (each if isinstance(each, list) else [each])]
 
 
 @pytest.mark.parametrize("max_model_len", [50, 2048, 131_072])

@@ -187,7 +187,7 @@ class GraphedModel:
         self._make_graph: Callable[[], Graph] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         # For each cache group.
-        self._pad_blocks: NDArray[Any] = np.zeros(1, dtype=np.int64)
+        self._pad_blocks: Sequence[int] = ()
         self._block_size = 1
         self._captured: dict[GraphShape, _Captured] = {}
         # Captured shapes without adapters, and with them; the smallest first.
@@ -249,7 +249,7 @@ class GraphedModel:
             self._make_graph = self._make_pool()
             all_bytes = [self._layout(shape).num_bytes for shape in self.shapes(block_size)]
             self._memory = torch.zeros(max(all_bytes), dtype=torch.uint8, device=self.device)
-        self._block_size, self._pad_blocks = block_size, np.array(pad_blocks)
+        self._block_size, self._pad_blocks = block_size, pad_blocks
         for shape in shapes:
             self._captured[shape] = self._capture(shape, self._make_graph())
         self._shapes = ([], [])
@@ -281,11 +281,12 @@ class GraphedModel:
         """Turn all rows after the first `num_rows` into padding rows."""
         arrays.input_ids[num_rows:] = 0
         arrays.positions[num_rows:] = 0
-        arrays.kv_indices[:, num_rows:] = self._pad_blocks[:, None] * self._block_size
         arrays.adapters[num_rows:] = 0
         arrays.cu_queries[num_rows:] = np.arange(num_rows, len(arrays.cu_queries))
-        arrays.seq_lens[:, num_rows:] = 1
-        arrays.block_table[:, num_rows:] = self._pad_blocks[:, None, None]
+        for group, block_id in enumerate(self._pad_blocks):
+            arrays.kv_indices[group][num_rows:] = block_id * self._block_size
+            arrays.seq_lens[group][num_rows:] = 1
+            arrays.block_table[group][num_rows:] = block_id
 
     def forward(
         self,
@@ -339,7 +340,8 @@ class GraphedModel:
         nobody = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         arrays = layout.arrays(nobody.numpy())
         self.pad(arrays, 0)
-        arrays.cu_keys[:, :] = np.arange(count + 1)
+        for cu_keys in arrays.cu_keys:
+            cu_keys[:] = np.arange(count + 1)
         memory.copy_(nobody)
         inputs = layout.tensors(memory)
         # The host's bound for any step: no row has more tokens.

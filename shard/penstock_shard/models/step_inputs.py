@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -25,28 +25,26 @@ Numbers = TypeVar("Numbers")
 class StepInputs(Generic[Numbers]):
     """The inputs of one forward; see `AttentionBatch` for the names. `kv_indices` are where the
     tokens' keys and values go, counted over all blocks (its `slots`). `adapters` is empty where no
-    token has an adapter; `extra` are other numbers that share the copy.
-
-    Where `G` is said, there is one row for each cache group.
+    token has an adapter; `extra` are other numbers that share the copy. Some differ from cache
+    group to cache group.
     """
 
     input_ids: Numbers
     positions: Numbers
     adapters: Numbers
     extra: Numbers
-    # [G, T]
-    kv_indices: Numbers
     cu_queries: Numbers
-    # [G, B + 1], [G, B] and [G, B, blocks].
-    cu_keys: Numbers
-    seq_lens: Numbers
-    block_table: Numbers
+    # For each cache group.
+    kv_indices: Sequence[Numbers]
+    cu_keys: Sequence[Numbers]
+    seq_lens: Sequence[Numbers]
+    block_table: Sequence[Numbers]
 
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Where the inputs lie in a buffer, for given numbers of tokens, rows, blocks in a row's table
-    and extra numbers.
+    """Where the inputs lie in a buffer, for given numbers of tokens, rows, blocks in a row's table,
+    extra numbers and cache groups: first those of 8 bytes, then those of 4.
     """
 
     num_tokens: int
@@ -57,51 +55,75 @@ class InputLayout:
     num_groups: int = 1
 
     @cached_property
-    def _parts(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """For each part: its shape, and the bytes of each number."""
-        groups, rows, tokens = self.num_groups, self.num_rows, (self.num_tokens,)
-        adapters = (self.num_tokens if self.has_adapters else 0,)
-        by_group = ((groups, rows + 1), (groups, rows), (groups, rows, self.num_blocks))
-        return (
-            *((shape, 8) for shape in (tokens, tokens, adapters, (self.num_extra,))),
-            ((groups, self.num_tokens), 8),
-            *((shape, 4) for shape in ((rows + 1,), *by_group)),
+    def _wide(self) -> list[int]:
+        """The lengths of the parts of 8 bytes a number, each followed by that of a gap."""
+        tokens = self.num_tokens
+        adapters = tokens if self.has_adapters else 0
+        return _with_gaps(
+            [tokens, tokens, adapters, self.num_extra, *[tokens] * self.num_groups],
+            _ALIGNMENT // 8,
         )
 
     @cached_property
-    def _offsets(self) -> tuple[int, ...]:
-        """The byte at which each part begins, and at which the last one ends."""
-        offsets = [0]
-        for shape, size in self._parts:
-            end = offsets[-1] + math.prod(shape) * size
-            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-        return tuple(offsets)
+    def _narrow(self) -> list[int]:
+        """The same of 4 bytes a number."""
+        rows, groups = self.num_rows, self.num_groups
+        sums, lengths, tables = [rows + 1] * groups, [rows] * groups, [rows * self.num_blocks]
+        return _with_gaps([rows + 1, *sums, *lengths, *tables * groups], _ALIGNMENT // 4)
+
+    @cached_property
+    def _num_wide_bytes(self) -> int:
+        return 8 * sum(self._wide)
 
     @property
     def num_bytes(self) -> int:
-        return self._offsets[-1]
+        return self._num_wide_bytes + 4 * sum(self._narrow)
 
     def arrays(self, buffer: NDArray[np.uint8]) -> StepInputs[NDArray[Any]]:
         """The parts of a buffer in host memory."""
-        return StepInputs(
-            *(
-                buffer[offset : offset + math.prod(shape) * size]
-                .view(np.int64 if size == 8 else np.int32)
-                .reshape(shape)
-                for offset, (shape, size) in zip(self._offsets, self._parts, strict=False)
-            )
+        wide = buffer[: self._num_wide_bytes].view(np.int64)
+        narrow = buffer[self._num_wide_bytes :].view(np.int32)
+        return self._inputs(
+            _slices(wide, self._wide),
+            _slices(narrow, self._narrow),
+            lambda table: table.reshape(self.num_rows, self.num_blocks),
         )
 
     def tensors(self, buffer: Tensor) -> StepInputs[Tensor]:
         """The parts of a uint8 buffer on the device."""
-        return StepInputs(
-            *(
-                buffer[offset : offset + math.prod(shape) * size]
-                .view(torch.int64 if size == 8 else torch.int32)
-                .view(shape)
-                for offset, (shape, size) in zip(self._offsets, self._parts, strict=False)
-            )
+        wide = buffer[: self._num_wide_bytes].view(torch.int64)
+        narrow = buffer[self._num_wide_bytes :].view(torch.int32)
+        return self._inputs(
+            wide.split_with_sizes(self._wide)[::2],
+            narrow.split_with_sizes(self._narrow)[::2],
+            lambda table: table.view(self.num_rows, self.num_blocks),
         )
+
+    def _inputs(
+        self,
+        wide: Sequence[Numbers],
+        narrow: Sequence[Numbers],
+        shaped: Callable[[Numbers], Numbers],
+    ) -> StepInputs[Numbers]:
+        ids, positions, adapters, extra, *kv_indices = wide
+        cu_queries, *rest = narrow
+        count = self.num_groups
+        cu_keys, seq_lens = rest[:count], rest[count : 2 * count]
+        tables = [shaped(table) for table in rest[2 * count :]]
+        return StepInputs(
+            ids, positions, adapters, extra, cu_queries, kv_indices, cu_keys, seq_lens, tables
+        )
+
+
+def _with_gaps(lengths: Sequence[int], multiple: int) -> list[int]:
+    """Each length and what it lacks to a multiple."""
+    return [each for length in lengths for each in (length, -length % multiple)]
+
+
+def _slices(numbers: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
+    """The parts of these lengths, without the gap behind each."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return [numbers[start:end] for start, end in zip(ends[::2], ends[1::2], strict=False)]
 
 
 def attention_batches(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -157,7 +158,7 @@ class InputBuilder:
         wanted = _output_rows(columns, tokens.offsets)
         pending = _pending_tokens(columns, lengths, self._slots)
         adapters = _adapters(columns, tokens, self._slots)
-        rows = _AttentionRows(columns.slots, tokens.offsets, lengths)
+        rows = _AttentionRows(columns.slots, columns.counts, tokens.offsets, lengths)
         static = self._static(columns, tokens, wanted, lengths, bool(len(adapters)))
         if not tokens.is_decode:
             rows = self._cut(rows) if static is None else rows.of_tokens(tokens)
@@ -174,7 +175,8 @@ class InputBuilder:
         buffer = host_buffer(layout.num_bytes, self._device)
         arrays = layout.arrays(buffer.numpy())
         arrays.input_ids[: tokens.total] = _token_ids(batch, columns, tokens, self._slots)
-        self._fill(arrays, columns.slots[tokens.rows], tokens, rows)
+        own_slots = columns.slots if tokens.is_decode else columns.slots[tokens.rows]
+        self._fill(arrays, own_slots, tokens, rows)
         if len(adapters):
             arrays.adapters[: tokens.total] = adapters
         np.concatenate(extra, out=arrays.extra[: sum(sizes)])
@@ -229,7 +231,7 @@ class InputBuilder:
         num_rows, width = len(rows.slots), self._width(rows.lengths)
         has_adapters = bool(len(adapters))
         num_groups = len(self._groups)
-        return InputLayout(tokens.total, num_rows, width, num_extra, has_adapters, num_groups)
+        return _layout(tokens.total, num_rows, width, num_extra, has_adapters, num_groups)
 
     def _cut(self, rows: _AttentionRows) -> _AttentionRows:
         for group in self._groups:
@@ -256,44 +258,47 @@ class InputBuilder:
         arrays.cu_queries[: count + 1] = rows.offsets
         block_index, offset = np.divmod(tokens.positions, size)
         for i, (group, table) in enumerate(zip(self._groups, self._slots.tables, strict=True)):
-            blocks = table.blocks
+            blocks, seen = table.blocks, _seen(group, rows.lengths)
             own = blocks[own_slots, block_index].astype(np.int64)
-            arrays.kv_indices[i, :total] = own * size + offset
-            unseen = _num_unseen(group, rows.lengths)
-            arrays.seq_lens[i, :count] = rows.lengths - unseen
-            _fill_table(arrays.block_table[i, :count], blocks, rows.slots, unseen // size)
-        if count < arrays.seq_lens.shape[1]:
+            arrays.kv_indices[i][:total] = own * size + offset
+            arrays.seq_lens[i][:count] = seen
+            first_blocks = None if group.chunk is None else (rows.lengths - seen) // size
+            _fill_table(arrays.block_table[i][:count], blocks, rows.slots, first_blocks)
+        if count < len(arrays.seq_lens[0]):
             assert self._graphs is not None
             self._graphs.pad(arrays, count)
-        arrays.cu_keys[:, 0] = 0
-        np.cumsum(arrays.seq_lens, axis=1, out=arrays.cu_keys[:, 1:])
+        for seq_lens, cu_keys in zip(arrays.seq_lens, arrays.cu_keys, strict=True):
+            cu_keys[0] = 0
+            seq_lens.cumsum(out=cu_keys[1:])
 
     def _attention(
         self, inputs: StepInputs[Tensor], rows: _AttentionRows
     ) -> tuple[AttentionBatch, ...]:
-        counts, lengths = np.diff(rows.offsets), rows.lengths
-        seq_lens = [(lengths - _num_unseen(group, lengths)).tolist() for group in self._groups]
-        return attention_batches(
-            inputs, counts.tolist(), seq_lens, _num_decodes(counts), self._block_size
-        )
+        seq_lens = [_seen(group, rows.lengths).tolist() for group in self._groups]
+        counts, num_decodes = rows.counts.tolist(), _num_decodes(rows.counts)
+        return attention_batches(inputs, counts, seq_lens, num_decodes, self._block_size)
 
 
-def _num_unseen(group: CacheGroup, lengths: Integers) -> Integers:
-    """How many of each row's keys its attention is not told of: those of earlier chunks. All of a
+# Steps of decodes have the same layout again and again, and making one takes some microseconds.
+_layout = lru_cache(maxsize=256)(InputLayout)
+
+
+def _seen(group: CacheGroup, lengths: Integers) -> Integers:
+    """How many of each row's keys its attention is told of: not those of earlier chunks. All of a
     row's tokens are of one chunk.
     """
-    if group.chunk is None:
-        return np.zeros_like(lengths)
-    return (lengths - 1) // group.chunk * group.chunk
+    return lengths if group.chunk is None else (lengths - 1) % group.chunk + 1
 
 
 def _fill_table(
-    table: Array, blocks: NDArray[np.int32], slots: Integers, first_blocks: Integers
+    table: Array, blocks: NDArray[np.int32], slots: Integers, first_blocks: Integers | None
 ) -> None:
-    """Fill table [rows, width] with the blocks of the rows' slots, each from its first on."""
+    """Fill table [rows, width] with the blocks of the rows' slots; each from its first on, if that
+    is given.
+    """
     width = min(table.shape[1], blocks.shape[1])
     table[:, width:] = 0
-    if not first_blocks.any():
+    if first_blocks is None:
         table[:, :width] = blocks[slots, :width]
         return
     columns = first_blocks[:, None] + np.arange(width)
@@ -334,22 +339,23 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionRows:
-    """The attention rows: each one's slot, the index of its first token, and its number of keys,
-    its last token's own included.
+    """The attention rows: each one's slot, its number of tokens and the index of the first, and its
+    number of keys, its last token's own included.
     """
 
     slots: Integers
+    counts: Integers
     offsets: Integers
     lengths: Integers
 
     def of_tokens(self, tokens: _Tokens) -> _AttentionRows:
         """One row for each token."""
-        slots = self.slots[tokens.rows]
-        return _AttentionRows(slots, np.arange(tokens.total + 1), tokens.positions + 1)
+        slots, offsets = self.slots[tokens.rows], np.arange(tokens.total + 1)
+        return _AttentionRows(slots, np.ones_like(slots), offsets, tokens.positions + 1)
 
     def cut(self, chunk: int) -> _AttentionRows:
         """Rows of no more than one chunk: those that reach into others become several."""
-        starts = self.lengths - np.diff(self.offsets)
+        starts = self.lengths - self.counts
         first = starts // chunk
         counts = (self.lengths - 1) // chunk - first + 1
         if counts.max() == 1:
@@ -358,7 +364,8 @@ class _AttentionRows:
         ends = (_runs(first, counts) + 1) * chunk
         lengths = np.minimum(ends, self.lengths[rows])
         sizes = lengths - np.maximum(ends - chunk, starts[rows])
-        return _AttentionRows(self.slots[rows], np.append(0, np.cumsum(sizes)), lengths)
+        offsets = np.append(0, np.cumsum(sizes))
+        return _AttentionRows(self.slots[rows], sizes, offsets, lengths)
 
 
 @dataclass(frozen=True, slots=True)
