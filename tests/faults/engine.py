@@ -31,7 +31,7 @@ FAULTS = [
     Fault(
         "A block is given back while the next token still sees it",
         "BlockManager.slide",
-        becomes("self._first_seen(group, start)", "self._first_seen(group, start + 16)"),
+        becomes("self._first_visible(group, start)", "self._first_visible(group, start + 16)"),
         caught_by="test_tokens_depend_on_nothing_but_the_request",
     ),
     Fault(

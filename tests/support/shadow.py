@@ -152,7 +152,7 @@ class ShadowRunner:
         contents, start = _contents(step, row), step.batch.starts[row]
         end = min(start + step.batch.counts[row], len(contents))
         for group, table in enumerate(step.tables[row]):
-            for position in range(self.info.cache_groups[group].first_seen(start), end):
+            for position in range(self.info.cache_groups[group].first_visible(start), end):
                 memory, place = self._memory_of(group, table, position)
                 found, expected = memory[place], (*contents[position], group)
                 assert found == expected, (

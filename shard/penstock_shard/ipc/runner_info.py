@@ -45,7 +45,7 @@ class CacheGroup:
         """The most keys that a query sees; None without a bound."""
         return self.window if self.chunk is None else self.chunk
 
-    def first_seen(self, position: int) -> int:
+    def first_visible(self, position: int) -> int:
         """The first position that a query at this one sees."""
         if self.chunk is not None:
             return position // self.chunk * self.chunk

@@ -171,21 +171,21 @@ class BlockManager:
         table = self._table(sequence)
         for group in self._sliding:
             blocks = table.groups[group]
-            first = self._first_seen(group, start)
+            first = self._first_visible(group, start)
             if first > blocks.first:
                 self._pool_of[group].release(blocks.ids[blocks.first : first])
                 blocks.first = first
 
-    def lacking(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
+    def shortage(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
         """The scarcest pool, and how many free blocks it lacks for `grow`: none if that is not
         positive.
         """
         table = self._table(sequence)
-        lacking = [-pool.num_free for pool in self._pools]
+        shortages = [-pool.num_free for pool in self._pools]
         for group, blocks in enumerate(table.groups):
-            lacking[self._groups[group].pool] += self._missing(group, blocks, num_tokens)
-        most = max(lacking)
-        return lacking.index(most), most
+            shortages[self._groups[group].pool] += self._missing(group, blocks, num_tokens)
+        most = max(shortages)
+        return shortages.index(most), most
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give the sequence blocks for `num_tokens`; False, and no change, if too few are free.
@@ -193,7 +193,7 @@ class BlockManager:
         In a group with a window or chunks it gets no more than a step needs that begins where it
         slid to last, and the rest as it slides on.
         """
-        if self.lacking(sequence, num_tokens)[1] > 0:
+        if self.shortage(sequence, num_tokens)[1] > 0:
             return False
         for group, blocks in enumerate(self._tables[sequence].groups):
             missing = self._missing(group, blocks, num_tokens)
@@ -281,9 +281,9 @@ class BlockManager:
         count = min(self.blocks_for(num_tokens), blocks.first + self._most[group])
         return max(0, count - len(blocks.ids))
 
-    def _first_seen(self, group: int, start: int) -> int:
+    def _first_visible(self, group: int, start: int) -> int:
         """The first block that the token at `start` sees."""
-        return self._groups[group].first_seen(start) // self.block_size
+        return self._groups[group].first_visible(start) // self.block_size
 
     def _take(self, pool: BlockPool) -> int:
         block_id, cached = pool.take()
@@ -330,7 +330,7 @@ class BlockManager:
         runs = [(group, self._runs(group, found)) for group in self._sliding]
         count = len(found)
         while any(
-            count - run[count] > self._first_seen(group, count * self.block_size)
+            count - run[count] > self._first_visible(group, count * self.block_size)
             for group, run in runs
         ):
             count -= 1
@@ -345,7 +345,7 @@ class BlockManager:
     def _share(self, sequence: Sequence, table: _Table, group: int, found: list[Prefix]) -> None:
         """Refer to the blocks of a found prefix that the next token sees."""
         blocks, pool = table.groups[group], self._pool_of[group]
-        blocks.first = self._first_seen(group, len(found) * self.block_size)
+        blocks.first = self._first_visible(group, len(found) * self.block_size)
         # What is not seen is not looked at, but counts in the order of tokens.
         blocks.ids = [0] * blocks.first
         for prefix in found[blocks.first :]:

@@ -424,7 +424,7 @@ class Scheduler:
             return False
         found = 0 if sequence.needs_whole_prompt else self._blocks.acquire_prefix(sequence)
         if not self._blocks.grow(sequence, sequence.num_tokens):
-            pool, missing = self._blocks.lacking(sequence, sequence.num_tokens)
+            pool, missing = self._blocks.shortage(sequence, sequence.num_tokens)
             self._blocks.release(sequence)
             self._turned_away = (sequence.arrival, pool, self._blocks.free_in(pool) + missing)
             return False

@@ -258,11 +258,11 @@ class InputBuilder:
         arrays.cu_queries[: count + 1] = rows.offsets
         block_index, offset = np.divmod(tokens.positions, size)
         for i, (group, table) in enumerate(zip(self._groups, self._slots.tables, strict=True)):
-            blocks, seen = table.blocks, _seen(group, rows.lengths)
+            blocks, visible = table.blocks, _num_visible(group, rows.lengths)
             own = blocks[own_slots, block_index].astype(np.int64)
             arrays.kv_indices[i][:total] = own * size + offset
-            arrays.seq_lens[i][:count] = seen
-            first_blocks = None if group.chunk is None else (rows.lengths - seen) // size
+            arrays.seq_lens[i][:count] = visible
+            first_blocks = None if group.chunk is None else (rows.lengths - visible) // size
             _fill_table(arrays.block_table[i][:count], blocks, rows.slots, first_blocks)
         if count < len(arrays.seq_lens[0]):
             assert self._graphs is not None
@@ -274,7 +274,7 @@ class InputBuilder:
     def _attention(
         self, inputs: StepInputs[Tensor], rows: _AttentionRows
     ) -> tuple[AttentionBatch, ...]:
-        seq_lens = [_seen(group, rows.lengths).tolist() for group in self._groups]
+        seq_lens = [_num_visible(group, rows.lengths).tolist() for group in self._groups]
         counts, num_decodes = rows.counts.tolist(), _num_decodes(rows.counts)
         return attention_batches(inputs, counts, seq_lens, num_decodes, self._block_size)
 
@@ -283,7 +283,7 @@ class InputBuilder:
 _layout = lru_cache(maxsize=256)(InputLayout)
 
 
-def _seen(group: CacheGroup, lengths: Integers) -> Integers:
+def _num_visible(group: CacheGroup, lengths: Integers) -> Integers:
     """How many of each row's keys its attention is told of: not those of earlier chunks. All of a
     row's tokens are of one chunk.
     """

@@ -154,7 +154,7 @@ def test_what_is_free_is_told_of_the_scarcest_pool() -> None:
     assert blocks.grow(sequence, 320)
     # 7 of 12 blocks for the window, 20 of 40 for the others.
     assert (blocks.num_free, blocks.num_referenced) == (5, 7)
-    assert blocks.lacking(make_sequence("other", range(320)), 320) == (0, 2)
+    assert blocks.shortage(make_sequence("other", range(320)), 320) == (0, 2)
 
 
 def test_a_runners_blocks_are_managed_as_it_says() -> None:
