@@ -23,9 +23,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
-def _make_environment(folder: Path) -> Path:
-    """Its Python, with pip."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=110)
+def _make_environment(folder: Path, *flags: str) -> Path:
+    """Its Python, with pip unless flags say otherwise."""
+    subprocess.run([sys.executable, "-m", "venv", *flags, str(folder)], check=True, timeout=110)
     return folder / "bin" / "python"
 
 
@@ -72,11 +72,12 @@ def _is_up(serving: subprocess.Popen[bytes], port: int) -> bool:
 def test_what_is_installed_from_the_wheel_serves_outside_of_a_clone(
     wheel: Path, tmp_path: Path
 ) -> None:
-    python = _make_environment(tmp_path / "venv")
+    python = _make_environment(tmp_path / "venv", "--without-pip")
     # What the wheel needs is this environment's; penstock itself is not: its .pth counts only here.
     (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site_packages / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    install = [*pip, "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*install, str(wheel)], check=True, timeout=110)
     where = "import penstock_router as r, penstock_shard as s; print(r.__file__, s.__file__)"
     found = subprocess.run(
