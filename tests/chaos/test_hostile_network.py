@@ -94,6 +94,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     )
     made = Site(router, shard, tls_router, tls_shard)
     with running(shard, tls_shard, router, tls_router):
+        for each in (router, tls_router):
+            # What checks constraints starts once a shard can serve.
+            body = {"prompt": "x", "max_tokens": 1, "guided_regex": "[a-z]"}
+            bearer = {"Authorization": f"Bearer {_KEY}"}
+            assert each.ask("/v1/completions", body, bearer)[0] == 200
         yield made
 
 
