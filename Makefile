@@ -10,9 +10,9 @@ PORT ?= 8000
 FAKE ?=
 MODEL ?=
 ARGS ?=
-# Tests run in so many processes, those of a file in one, as they share what it sets up. More than two
-# would be too many for the systems that they start, which wait more than they compute.
-WORKERS ?= 2
+# Tests run in so many processes, those of a file in one, as they share what it sets up. On two cores
+# three leave a tenth of the time unused, and two a quarter: what they start waits for much.
+WORKERS ?= 3
 BESIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Each process of the tests imports hundreds of modules: they are compiled once, whatever is usual here.
