@@ -201,7 +201,7 @@ def test_addresses_of_a_device_are_not_taken_for_those_of_files(
         raise AssertionError("files are looked for")
 
     monkeypatch.setattr(checkpoint_module, "_mapped_files", never)
-    checkpoint_module.give_back_pages([torch.empty(4, device="meta")])
+    checkpoint_module.give_back_pages([torch.empty(2**20, device="meta")])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from penstock_shard.checkpoint.text_names import text_names
 from penstock_shard.checkpoint.weight_files import weight_files
 from penstock_shard.errors import ModelError
 
+# Looking up where files are mapped takes a millisecond: not worth it below this size, as all small
+# tensors of a model together are little.
+_SMALL_BYTES = 1 << 16
 # Rows compared at once.
 _ROWS = 1024
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -123,8 +126,9 @@ class LazyTensor:
 def give_back_pages(tensors: Sequence[Tensor]) -> None:
     """Drop the pages of tensors that lie in a mapped file: they are read again when touched.
 
-    Does nothing to tensors in other memory, nor on systems other than Linux.
+    Does nothing to small tensors, nor to those in other memory, nor on systems other than Linux.
     """
+    tensors = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
     # Addresses of GPU tensors mean nothing here, and could fall into a file the driver maps.
     tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     if sys.platform != "linux" or not tensors:
