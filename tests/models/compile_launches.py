@@ -24,7 +24,7 @@ from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.triton import TritonBackend
 from penstock_shard.kernels.triton_draw import draw_by_id, draw_unsettled
 from penstock_shard.kernels.triton_quantize import round_rows
-from penstock_shard.ops.base import HeadNorm, Rope, WeightKind
+from penstock_shard.ops.base import HeadNorm, Rope, RoutingRule, WeightKind
 from penstock_shard.ops.triton_ops import TritonOps
 
 _HOST = torch.device("cpu")
@@ -133,7 +133,7 @@ def _of_products(ops: TritonOps, how: str) -> Iterator[Launch]:
             yield f"{rows} rows, {how}", partial(matrix.linear, x)
     experts = ops.pack_experts([[torch.zeros(256, 512)]] * 4, 4)
     for tokens in (5, 300):
-        routing = ops.route(torch.zeros(tokens, 4), 2, normalised=True)
+        routing = ops.route(torch.zeros(tokens, 4), RoutingRule(2))
         x = torch.zeros(2 * tokens, 512, dtype=ops.dtype)
         given = torch.zeros(2 * tokens, 256, dtype=ops.dtype)
         offsets = routing.offsets

@@ -29,8 +29,9 @@ from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.cuda_graphs import GraphedModel
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.decoder_spec import decoder_spec, rope_tables
+from penstock_shard.models.decoder_families import decoder_spec
 from penstock_shard.models.decoder_weights import read_weights
+from penstock_shard.models.rope_tables import rope_tables
 from penstock_shard.ops.base import Ops
 from penstock_shard.ops.torch_ops import TorchOps
 from penstock_shard.selfcheck.random_steps import Row, random_steps
@@ -191,8 +192,9 @@ def test_each_backend_that_serves_a_layer_gives_attention_by_its_definition(case
 def decoder(directory: Path, ops: Ops) -> Decoder:
     config = load_config(directory, trust_remote_code=False)
     spec = decoder_spec(config)
-    weights = read_weights(spec, Checkpoint(directory), ops, lambda line: None)
-    return Decoder(spec, weights, rope_tables(config, spec, 128, CUDA), ops)
+    ropes = rope_tables(config, spec, 128, CUDA)
+    weights = read_weights(spec, Checkpoint(directory), ropes, ops, lambda line: None)
+    return Decoder(spec, weights, ops)
 
 
 def logits_of(model: Decoder) -> Tensor:

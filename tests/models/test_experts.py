@@ -22,7 +22,7 @@ from penstock_shard.errors import ModelError
 from penstock_shard.kernels.cpu import load_kernels
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.feed_forward import Dense, FeedForwardScratch, Sparse
-from penstock_shard.ops.base import Experts, Ops
+from penstock_shard.ops.base import Experts, Ops, RoutingRule
 from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.ops.experts import ExpertList
 from penstock_shard.ops.torch_ops import TorchOps, packs_half
@@ -54,7 +54,7 @@ def test_a_model_whose_experts_look_at_their_rows_is_not_recorded() -> None:
     experts = ops.pack_experts(([torch.ones(8, 8)] for _ in range(2)), 2)
     router = ops.pack([torch.ones(2, 8)])
     assert not experts.capturable
-    assert not Sparse(ops, "silu", router, experts, experts, 1, normalised=True).capturable
+    assert not Sparse(ops, "silu", RoutingRule(1), router, experts, experts).capturable
     listed = ExpertList(ops.pack([torch.ones(8, 8)]) for _ in range(2))
     assert not listed.capturable
 
@@ -128,7 +128,8 @@ def sparse_of(
         ops.pack_experts(([weight] for weight in stack), len(stack)) for stack in (gate_up, down)
     ]
     matrix = ops.pack([router], exact=True)
-    return Sparse(ops, "silu", matrix, packed[0], packed[1], top_k, normalised)
+    rule = RoutingRule(top_k, is_normalised=normalised)
+    return Sparse(ops, "silu", rule, matrix, packed[0], packed[1])
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -172,9 +173,9 @@ def test_the_same_logit_chooses_the_same_experts_in_any_batch() -> None:
     ops = all_ops()["cpu"]
     for count in (4, 8, 60, 128):
         tied = torch.tensor([[rng.choice([0.0, 1.0]) for _ in range(count)] for _ in range(64)])
-        whole = ops.route(tied, 4, normalised=True)
+        whole = ops.route(tied, RoutingRule(4))
         for token in range(64):
-            alone = ops.route(tied[token : token + 1], 4, normalised=True)
+            alone = ops.route(tied[token : token + 1], RoutingRule(4))
             assert torch.equal(alone.weights[0], whole.weights[token])
             assert torch.equal(experts_of(alone, 0), experts_of(whole, token))
 

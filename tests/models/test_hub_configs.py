@@ -20,7 +20,9 @@ from penstock_shard.checkpoint.text_config import text_config
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.decoder_spec import NotOurs, decoder_spec
+from penstock_shard.models.decoder_families import decoder_spec
+from penstock_shard.models.decoder_spec import NotOurs
+from penstock_shard.models.self_attention import HeadAttention
 from penstock_shard.models.transformers import unsupported
 
 _LLAMA = {
@@ -471,7 +473,7 @@ def test_the_text_of_models_of_images_goes_to_our_decoder_too(name: str, tmp_pat
     assert {layer.window for layer in spec.layers} == ({1024, None} if spec.tied else {None})
     assert spec.qkv_bias == name.startswith("Qwen2.5")
     if spec.experts is not None:
-        assert (spec.experts.num_experts, spec.experts.normalised) == (128, True)
+        assert (spec.experts.num_experts, spec.experts.rule.is_normalised) == (128, True)
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Phi-3-mini-4k", "gemma-3-1b"])
@@ -572,7 +574,8 @@ def test_yarn_may_go_as_far_as_it_stretches(tmp_path: Path) -> None:
     runner = load(directory, max_model_len=1024)
     assert runner.info.max_model_len == 1024
     assert isinstance(runner.model, Decoder)
-    assert {len(layer.rope.cos) for layer in runner.model._layers} == {1024}
+    parts = [layer.weights.attention for layer in runner.model._layers]
+    assert {len(part.rope.cos) for part in parts if isinstance(part, HeadAttention)} == {1024}
     with pytest.raises(ModelError, match="1025: the model has 1024 positions"):
         load(directory, max_model_len=1025)
     with pytest.raises(ModelError, match="257: the model has 256 positions"):

@@ -28,8 +28,9 @@ from penstock_shard.model_loader.choose_ops import choose_ops
 from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.decoder_spec import decoder_spec, rope_tables
+from penstock_shard.models.decoder_families import decoder_spec
 from penstock_shard.models.decoder_weights import read_weights
+from penstock_shard.models.rope_tables import rope_tables
 from penstock_shard.ops.base import Ops
 from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.ops.quantized import round_in_torch
@@ -66,8 +67,9 @@ def triton_ops(*, exact: bool = False) -> TritonOps:
 def make_decoder(directory: Path, ops: Ops) -> Decoder:
     config = load_config(directory, trust_remote_code=False)
     spec = decoder_spec(config)
-    weights = read_weights(spec, Checkpoint(directory), ops, lambda line: None)
-    return Decoder(spec, weights, rope_tables(config, spec, 64, CPU), ops)
+    ropes = rope_tables(config, spec, 64, CPU)
+    weights = read_weights(spec, Checkpoint(directory), ropes, ops, lambda line: None)
+    return Decoder(spec, weights, ops)
 
 
 def generated(model: Decoder, prompt: int) -> tuple[list[list[int]], Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock_shard.attention.base import LayerSpec, make_paged_pair
 from penstock_shard.attention.sdpa import SdpaBackend
-from penstock_shard.ops.base import HeadNorm, Rope
+from penstock_shard.ops.base import HeadNorm, Rope, RoutingRule
 from penstock_shard.ops.experts import route
 from penstock_shard.ops.torch_ops import TorchOps
 
@@ -137,7 +137,7 @@ def test_values_beyond_an_eight_bit_cache_are_cut() -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_rows_of_experts_are_summed_in_order(dtype: torch.dtype) -> None:
     ours, plain = both(dtype)
-    routing = route(noise(1, 5, 4), 3, normalised=True)
+    routing = route(noise(1, 5, 4), RoutingRule(3))
     rows = noise(2, 15, 40, dtype=dtype)
     close(ours.combine(rows, routing), plain.combine(rows, routing), dtype)
     # float32 sums in the same order; on a device they may be fused.

@@ -60,6 +60,10 @@ class Checkpoint:
         """Whether transformers can read the model from the files by itself."""
         return self.names.root in ("model.", "") and not self.names.leaves_out
 
+    def for_transformers(self) -> Checkpoint:
+        """What the code of transformers for the model's type can load."""
+        return self
+
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
         """The tensors, in the file's mapped memory; copy them before the context ends."""

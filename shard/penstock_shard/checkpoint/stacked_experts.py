@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen3-VL-MoE, read as if each expert were stored by itself, as in Qwen3-MoE.
+"""Checkpoints of Llama 4, Mistral 4 and Qwen3-VL-MoE, read as if each expert were stored by itself.
 
 A layer has them as two tensors: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. Where tools have
 written [E, 2 I, H] and [E, H, I], they are read as such.
@@ -16,6 +16,12 @@ from transformers import PreTrainedConfig
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError
 
+# Text types whose checkpoints have such stacks, and what configurations call an expert's size.
+_SIZES = {
+    "llama4_text": "intermediate_size",
+    "mistral4": "moe_intermediate_size",
+    "qwen3_vl_moe_text": "moe_intermediate_size",
+}
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
@@ -30,21 +36,32 @@ class _Part:
     is_transposed: bool
 
 
+def has_stacks(config: PreTrainedConfig) -> bool:
+    return config.get_text_config().model_type in _SIZES
+
+
 class StackedExperts(Checkpoint):
     """A checkpoint whose stacks of experts appear as the matrices they hold."""
 
     is_plain = False
 
-    def __init__(self, model_dir: Path, text: PreTrainedConfig) -> None:
+    def __init__(self, model_dir: Path, config: PreTrainedConfig) -> None:
         """Raises ModelError, naming a tensor, for a stack that the configuration does not fit."""
         super().__init__(model_dir)
+        self._model_dir = model_dir
         self._parts: dict[str, _Part] = {}
-        wide = int(text.moe_intermediate_size)
+        text = config.get_text_config()
+        # Qwen3-VL-MoE's text is computed by the code of Qwen3-MoE, which has no such stacks.
+        self._is_theirs = text.model_type != "qwen3_vl_moe_text"
+        wide = int(getattr(text, _SIZES[text.model_type]))
         for name in list(self.shapes):
             if name.endswith(GATE_UP):
                 self._divide(name, {"gate_proj": wide, "up_proj": wide}, int(text.hidden_size))
             elif name.endswith(DOWN):
                 self._divide(name, {"down_proj": int(text.hidden_size)}, wide)
+
+    def for_transformers(self) -> Checkpoint:
+        return Checkpoint(self._model_dir) if self._is_theirs else self
 
     def _divide(self, stack: str, outputs: dict[str, int], inputs: int) -> None:
         """List each expert's matrices in place of the stack."""

@@ -23,8 +23,8 @@ from penstock_shard.models.decoder_weights import TensorSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # How weights are divided, by the last part of the module's name. Mixtral's experts call the gate
-# w1, up w3 and down w2.
-_BY_HEADS = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
+# w1, up w3 and down w2; latent attention makes queries by q_b, keys and values by kv_b.
+_BY_HEADS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"}
 _BY_ROWS = {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
 _BY_COLUMNS = {"o_proj", "down_proj", "w2"}
 
@@ -71,8 +71,11 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
     )
     experts = spec.experts
     if experts is not None:
-        width = experts.intermediate_size // size
-        experts = dataclasses.replace(experts, intermediate_size=width)
+        experts = dataclasses.replace(
+            experts,
+            intermediate_size=experts.intermediate_size // size,
+            shared_size=experts.shared_size // size,
+        )
     return dataclasses.replace(
         spec,
         intermediate_size=spec.intermediate_size // size,
@@ -114,7 +117,7 @@ def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
         if side == "columns":
             shares[module] = Share((rows, columns), columns=even_part(columns, rank, size))
         elif side == "heads":
-            shares[module] = Share((rows, columns), _heads(leaf, spec.layers[0], rank, size))
+            shares[module] = Share((rows, columns), _heads(leaf, rows, spec.layers[0], rank, size))
         else:
             count = 2 if leaf == "gate_up_proj" else 1
             part = even_part(rows // count, rank, size)
@@ -124,15 +127,17 @@ def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
     return shares
 
 
-def _heads(leaf: str, layer: LayerSpec, rank: int, size: int) -> tuple[slice, ...]:
+def _heads(leaf: str, rows: int, layer: LayerSpec, rank: int, size: int) -> tuple[slice, ...]:
     """The rows of a rank's heads; KV heads may be shared with neighbouring ranks."""
+    if leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
+        return (even_part(rows, rank, size),)
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    query = even_part(queries, rank, size)
     first = rank * layer.num_kv_heads // size * layer.head_dim
     key = slice(first, first + max(1, layer.num_kv_heads // size) * layer.head_dim)
     if leaf == "qkv_proj":
+        query = even_part(queries, rank, size)
         return query, _moved(key, queries), _moved(key, queries + keys)
-    return (query,) if leaf == "q_proj" else (key,)
+    return (key,)
 
 
 def even_part(length: int, rank: int, size: int) -> slice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
-from penstock_shard.models.feed_forward import Dense, FeedForward, FeedForwardScratch, Linear
+from penstock_shard.models.feed_forward import Dense, FeedForward, FeedForwardScratch
+from penstock_shard.models.linear import Linear
 from penstock_shard.ops.base import Matrix
 
 
@@ -49,6 +51,9 @@ class ReducedFeedForward:
         self, hidden: Tensor, scratch: FeedForwardScratch, adapters: TokenAdapters | None = None
     ) -> Tensor:
         return self.ranks.add_up(self.part(hidden, scratch, adapters))
+
+    def change(self, change: Callable[[Linear], Linear]) -> ReducedFeedForward:
+        return dataclasses.replace(self, part=self.part.change(change))
 
 
 def gathered(part: Tensor, ranks: Ranks, out_features: int) -> Tensor:

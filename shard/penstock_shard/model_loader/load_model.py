@@ -24,7 +24,7 @@ from penstock_shard.checkpoint.quantization_config import (
     scheme_of,
 )
 from penstock_shard.checkpoint.safetensors import Checkpoint
-from penstock_shard.checkpoint.stacked_experts import StackedExperts, refuse_stacks
+from penstock_shard.checkpoint.stacked_experts import StackedExperts, has_stacks, refuse_stacks
 from penstock_shard.checkpoint.text_config import text_config
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.distributed.divide_decoder import SlicedTensors, local_spec, rank_shares
@@ -36,23 +36,19 @@ from penstock_shard.lora.lora import Shares
 from penstock_shard.model_loader.choose_attention import AttentionOptions, choose_backend
 from penstock_shard.model_loader.transformers_loader import LoadOptions, load_module
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.decoder_spec import (
-    DecoderSpec,
-    NotOurs,
-    check_tensors,
-    decoder_spec,
-    rope_tables,
-    tensor_shapes,
-)
+from penstock_shard.models.decoder_families import decoder_spec
+from penstock_shard.models.decoder_spec import DecoderSpec, NotOurs, check_tensors, tensor_shapes
 from penstock_shard.models.decoder_weights import (
     DecoderWeights,
     RandomTensors,
     TensorSource,
     read_weights,
 )
+from penstock_shard.models.latent_heads import LatentHeads
+from penstock_shard.models.rope_tables import rope_tables
 from penstock_shard.models.transformers import unsupported
 from penstock_shard.models.transformers.fused_linears import fuse_linears, probing
-from penstock_shard.models.transformers.latent_attention import LatentHeads, latent_heads
+from penstock_shard.models.transformers.latent_attention import latent_heads
 from penstock_shard.models.transformers.packed_weights import pack_weights
 from penstock_shard.models.transformers.transformers_model import ATTENTION_NAME, TransformersModel
 from penstock_shard.ops.base import Ops, Rope
@@ -128,15 +124,14 @@ def _open(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Check
 
 
 def _checkpoint(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Checkpoint:
-    scheme, stacks = scheme_of(files.config), files.config.model_type == "qwen3_vl_moe"
+    scheme, stacks = scheme_of(files.config), has_stacks(files.config)
     if scheme is not None:
         progress(scheme.computed_in(ops.weights))
         quantized = QuantizedCheckpoint(files.path, scheme, ops.device)
         if stacks:
             refuse_stacks(quantized)
         return quantized
-    text = files.config.get_text_config()
-    checkpoint = StackedExperts(files.path, text) if stacks else Checkpoint(files.path)
+    checkpoint = StackedExperts(files.path, files.config) if stacks else Checkpoint(files.path)
     checkpoint.check_dtypes()
     return checkpoint
 
@@ -169,6 +164,9 @@ class _Loading:
         """The spec of the whole model. Raises NotOurs if our decoder does not compute it."""
         files, checkpoint = self.files, self.checkpoint
         spec = decoder_spec(files.config, trust_remote_code=files.trust_remote_code)
+        if spec.latent is not None and self.ops.device.type != "cpu":
+            # Our attention kernels for GPUs have no room for heads as long as latents.
+            raise NotOurs("latent attention on a GPU")
         if checkpoint is None:
             return spec
         if isinstance(checkpoint, QuantizedCheckpoint):
@@ -186,14 +184,16 @@ class _Loading:
             shares = rank_shares(whole, ranks.rank, ranks.size)
             source = SlicedTensors(source, whole, ranks.rank, ranks.size)
         self._choose_backend(spec.layers)
-        weights = self._weights(spec, source)
+        weights = self._weights(spec, source, ropes)
         if ranks is not None:
             weights = parallel_weights(weights, ranks, whole.vocab_size)
-        return ModelPart(Decoder(spec, weights, ropes, ops), shares)
+        return ModelPart(Decoder(spec, weights, ops), shares)
 
-    def _weights(self, spec: DecoderSpec, source: TensorSource) -> DecoderWeights:
+    def _weights(
+        self, spec: DecoderSpec, source: TensorSource, ropes: dict[str, Rope]
+    ) -> DecoderWeights:
         try:
-            return read_weights(spec, source, self.ops, self.progress)
+            return read_weights(spec, source, ropes, self.ops, self.progress)
         except torch.OutOfMemoryError as error:
             raise ModelError(
                 f"{self.files.path}: the weights do not fit into memory: {error}"
@@ -226,7 +226,8 @@ class _Loading:
 
     def _options(self) -> LoadOptions:
         """How transformers is to load the module."""
-        files, checkpoint, ops = self.files, self.checkpoint, self.ops
+        files, ops = self.files, self.ops
+        checkpoint = None if self.checkpoint is None else self.checkpoint.for_transformers()
         dtype = ops.dtype
         if ops.device.type == "cpu" and not ops.keeps_tensors:
             # Packing converts weights anyway: loaded in the file's dtype they stay in its mapping.

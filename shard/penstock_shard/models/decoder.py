@@ -21,8 +21,10 @@ from penstock_shard.models.base import ForwardOutput
 from penstock_shard.models.decoder_spec import DecoderSpec
 from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
 from penstock_shard.models.feed_forward import FeedForwardScratch
+from penstock_shard.models.linear import Linear
 from penstock_shard.models.paged_caches import PagedCaches
-from penstock_shard.ops.base import Ops, Rope
+from penstock_shard.models.self_attention import AttentionScratch
+from penstock_shard.ops.base import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,6 @@ class _Layer:
 
     spec: LayerSpec
     weights: LayerWeights
-    rope: Rope
     # Its cache group.
     group: int
 
@@ -41,19 +42,15 @@ class _Scratch:
     """Memory for intermediate results, [T, ...], reused by every layer."""
 
     hidden: Tensor | None
-    qkv: Tensor | None
-    query: Tensor | None
     update: Tensor | None
+    attention: AttentionScratch
     feed_forward: FeedForwardScratch
 
 
 class Decoder:
     """A `CausalModel`; see `penstock_shard.models.base`."""
 
-    def __init__(
-        self, spec: DecoderSpec, weights: DecoderWeights, ropes: dict[str, Rope], ops: Ops
-    ) -> None:
-        """`ropes` has a table for each of the spec's rope types."""
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops) -> None:
         self.device = ops.device
         self._spec = spec
         self._ops = ops
@@ -63,7 +60,6 @@ class Decoder:
             _Layer(
                 layer,
                 weights.layers[layer.index],
-                ropes[spec.rope_types[layer.index]],
                 self._caches.layout.group_of[layer.index],
             )
             for layer in spec.layers
@@ -81,21 +77,16 @@ class Decoder:
         return self._spec.hidden_size
 
     @property
-    def fused_tensors(self) -> bool:
-        """Whether the checkpoint has query, key and value in one tensor, and gate and up too."""
-        return self._spec.fused_tensors
-
-    @property
     def capturable(self) -> bool:
         """Whether pure decode steps may run in a CUDA graph, as far as the feed-forward parts are
         concerned; attention backends say it for themselves.
         """
         return all(layer.weights.feed_forward.capturable for layer in self._layers)
 
-    def change_weights(self, change: Callable[[int, LayerWeights], LayerWeights]) -> None:
-        """Replace each layer's weights by change(layer index, weights)."""
+    def change(self, change: Callable[[Linear], Linear]) -> None:
+        """Replace each linear layer, but the head, by what `change` makes of it."""
         self._layers = tuple(
-            dataclasses.replace(layer, weights=change(layer.spec.index, layer.weights))
+            dataclasses.replace(layer, weights=layer.weights.change(change))
             for layer in self._layers
         )
         self._running = self._layers
@@ -131,8 +122,7 @@ class Decoder:
 
     def _kind(self, index: int) -> tuple[str, bool]:
         """How layers differ besides their window: rope type, and dense or experts."""
-        experts = self._spec.experts
-        return self._spec.rope_types[index], experts is not None and index in experts.layers
+        return self._spec.rope_types[index], self._spec.has_experts(index)
 
     def forward(
         self,
@@ -174,26 +164,10 @@ class Decoder:
         """Adds `update` to the residual stream. Returns the layer's attention [T, Hq * D], before
         its output matrix.
         """
-        ops, weights, spec = self._ops, layer.weights, layer.spec
         scratch = self._scratch_for(len(stream))
-        cache = self._caches.of(spec)
-        hidden = self._norm(stream, update, weights.input_norm, scratch.hidden)
-        query = ops.rope_and_cache(
-            weights.qkv(hidden, scratch.qkv, adapters),
-            spec,
-            cache,
-            positions,
-            batch.slots,
-            layer.rope,
-            weights.head_norm,
-            scratch.query,
-        )
-        if layer.rope.temperature is not None:
-            query.mul_(layer.rope.temperature[positions].view(-1, 1, 1))
-        attended = ops.backend.attend(
-            cache, query, batch, scale=spec.scale, window=spec.window, softcap=spec.softcap
-        )
-        return attended.view(len(stream), -1)
+        hidden = self._norm(stream, update, layer.weights.input_norm, scratch.hidden)
+        cache = self._caches.of(layer.spec)
+        return layer.weights.attention(hidden, positions, batch, cache, scratch.attention, adapters)
 
     def _feed_forward(
         self,
@@ -246,14 +220,12 @@ class Decoder:
         return scratch
 
     def _make_scratch(self, num_tokens: int) -> _Scratch:
-        make, weights = self._ops.scratch, self._layers[0].weights
-        spec = self._layers[0].spec
+        make, first = self._ops.scratch, self._layers[0].weights
         update = make(num_tokens, self._spec.hidden_size)
         return _Scratch(
             hidden=make(num_tokens, self._spec.hidden_size),
-            qkv=make(num_tokens, weights.qkv.matrix.out_features),
-            query=make(num_tokens, spec.num_heads, spec.head_dim),
             update=update,
+            attention=first.attention.make_scratch(num_tokens),
             feed_forward=FeedForwardScratch(
                 gate_up=make(num_tokens, 2 * self._spec.intermediate_size),
                 active=make(num_tokens, self._spec.intermediate_size),

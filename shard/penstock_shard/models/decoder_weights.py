@@ -6,8 +6,9 @@ never in memory twice.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,16 +16,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock_shard.attention.base import LayerSpec
 from penstock_shard.errors import cannot_hold
 from penstock_shard.models.decoder_spec import (
+    NO_ROTATION,
     DecoderSpec,
     ExpertsSpec,
+    LatentSpec,
     norm_names,
     tensor_shapes,
 )
 from penstock_shard.models.embedding_table import Embedding
-from penstock_shard.models.feed_forward import Dense, FeedForward, Linear, Sparse
-from penstock_shard.ops.base import Experts, HeadNorm, Matrix, Ops
+from penstock_shard.models.feed_forward import Dense, FeedForward, Sparse
+from penstock_shard.models.latent_heads import LatentHeads
+from penstock_shard.models.linear import Linear
+from penstock_shard.models.self_attention import Attention, HeadAttention, LatentAttention
+from penstock_shard.ops.base import Experts, HeadNorm, Matrix, Ops, Rope
 
 _REPORT_S = 3.0
 
@@ -64,13 +71,21 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: Linear
-    head_norm: HeadNorm | None
+    attention: Attention
     output: Linear
     output_norm: Tensor | None
     mlp_norm: Tensor
     feed_forward: FeedForward
     mlp_output_norm: Tensor | None
+
+    def change(self, change: Callable[[Linear], Linear]) -> LayerWeights:
+        """The same with each of its linear layers changed."""
+        return dataclasses.replace(
+            self,
+            attention=self.attention.change(change),
+            output=change(self.output),
+            feed_forward=self.feed_forward.change(change),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +101,18 @@ class DecoderWeights:
 
 
 def read_weights(
-    spec: DecoderSpec, source: TensorSource, ops: Ops, progress: Callable[[str], None]
+    spec: DecoderSpec,
+    source: TensorSource,
+    ropes: Mapping[str, Rope],
+    ops: Ops,
+    progress: Callable[[str], None],
 ) -> DecoderWeights:
-    """Read and pack all weights; `progress` gets a line every few seconds.
+    """Read and pack all weights; `ropes` has a table for each of the spec's rope types, `progress`
+    gets a line every few seconds.
 
     Raises ModelError, naming the tensor, for a value that the kind of weights cannot hold.
     """
-    return _Reader(spec, source, ops, progress).read()
+    return _Reader(spec, source, ropes, ops, progress).read()
 
 
 class _Reader:
@@ -100,15 +120,17 @@ class _Reader:
         self,
         spec: DecoderSpec,
         source: TensorSource,
+        ropes: Mapping[str, Rope],
         ops: Ops,
         progress: Callable[[str], None],
     ) -> None:
         self._spec = spec
         self._source = source
+        self._ropes = ropes
         self._ops = ops
         self._progress = progress
-        shapes = tensor_shapes(spec)
-        self._sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+        self._shapes = tensor_shapes(spec)
+        self._sizes = {name: torch.Size(shape).numel() for name, shape in self._shapes.items()}
         self._done = 0
         self._reported_s = time.monotonic()
         self._nbytes = 0
@@ -119,63 +141,136 @@ class _Reader:
         head = Linear(self._matrix([head_name], exact=self._ops.dense_head), None)
         shares = self._spec.tied and head.matrix.has_rows
         embedding = head.matrix if shares else self._embedding("model.embed_tokens.weight")
-        layers = tuple(self._layer(layer.index) for layer in self._spec.layers)
+        layers = tuple(self._layer(layer) for layer in self._spec.layers)
         norm = self._vector(["model.norm.weight"], torch.float32)
         return DecoderWeights(embedding, layers, norm, head, self._nbytes)
 
-    def _layer(self, index: int) -> LayerWeights:
-        spec, prefix = self._spec, f"model.layers.{index}."
+    def _layer(self, layer: LayerSpec) -> LayerWeights:
+        spec, prefix = self._spec, f"model.layers.{layer.index}."
         norms = [
             self._vector([f"{prefix}{name}.weight"], torch.float32) for name in norm_names(spec)
         ]
         before, after = (norms[::2], norms[1::2]) if spec.output_norms else (norms, [None, None])
-        attention = f"{prefix}self_attn."
-        qkv = ["qkv_proj"] if spec.fused_tensors else ["q_proj", "k_proj", "v_proj"]
         return LayerWeights(
             input_norm=before[0],
-            qkv=self._linear([attention + name for name in qkv], spec.qkv_bias),
-            head_norm=self._head_norm(attention) if spec.head_norms else None,
-            output=self._linear([attention + "o_proj"], spec.output_bias),
+            attention=self._attention(layer, f"{prefix}self_attn."),
+            output=self._linear([f"{prefix}self_attn.o_proj"], spec.output_bias),
             output_norm=after[0],
             mlp_norm=before[1],
-            feed_forward=self._feed_forward(index),
+            feed_forward=self._feed_forward(layer.index, prefix),
             mlp_output_norm=after[1],
         )
 
-    def _feed_forward(self, index: int) -> FeedForward:
-        spec, prefix = self._spec, f"model.layers.{index}."
+    def _attention(self, layer: LayerSpec, prefix: str) -> Attention:
+        spec, rope = self._spec, self._ropes[self._spec.rope_types[layer.index]]
+        if spec.latent is not None:
+            return self._latent_attention(spec.latent, layer, rope, prefix)
+        qkv = ["qkv_proj"] if spec.fused_tensors else ["q_proj", "k_proj", "v_proj"]
+        rotates = spec.rope_types[layer.index] != NO_ROTATION
+        return HeadAttention(
+            self._ops,
+            layer,
+            rope,
+            qkv=self._linear([prefix + name for name in qkv], spec.qkv_bias),
+            norm=self._head_norm(layer, prefix, rotates=rotates),
+            order=self._order(layer, rope) if spec.interleaved and rotates else None,
+        )
+
+    def _order(self, layer: LayerSpec, rope: Rope) -> Tensor:
+        """The columns of queries, keys and values: of what is rotated of each query and key head
+        first the even ones, then the odd ones.
+        """
+        rotated = torch.arange(2 * rope.cos.shape[1])
+        rest = torch.arange(len(rotated), layer.head_dim)
+        head = torch.cat((rotated[0::2], rotated[1::2], rest))
+        starts = torch.arange(layer.num_heads + layer.num_kv_heads) * layer.head_dim
+        heads = (starts.unsqueeze(1) + head).flatten()
+        values = len(heads) + torch.arange(layer.num_kv_heads * layer.head_dim_v)
+        return torch.cat((heads, values)).to(self._ops.device)
+
+    def _latent_attention(
+        self, latent: LatentSpec, layer: LayerSpec, rope: Rope, prefix: str
+    ) -> LatentAttention:
+        has_rank = latent.query_rank is not None
+        down = ["q_a_proj", "kv_a_proj_with_mqa"][not has_rank :]
+        query = "q_b_proj" if has_rank else "q_proj"
+        query_norm = None
+        if has_rank:
+            query_norm = self._vector([f"{prefix}q_a_layernorm.weight"], torch.float32)
+        return LatentAttention(
+            self._ops,
+            layer,
+            latent,
+            rope,
+            self._spec.interleaved,
+            down=self._linear([prefix + name for name in down], latent.has_bias),
+            query=self._linear([prefix + query], False),
+            query_norm=query_norm,
+            latent_norm=self._vector([f"{prefix}kv_a_layernorm.weight"], torch.float32),
+            heads=self._latent_heads(f"{prefix}kv_b_proj.weight", layer.num_heads, latent),
+        )
+
+    def _latent_heads(self, name: str, num_heads: int, latent: LatentSpec) -> LatentHeads:
+        with self._source.read([name]) as (weight,):
+            try:
+                heads = LatentHeads.of(weight, num_heads, latent.plain, self._ops)
+            except ValueError as error:
+                raise cannot_hold(name, error, self._ops.weights) from error
+        self._count([name], heads.keys.nbytes + heads.values.nbytes)
+        return heads
+
+    def _feed_forward(self, index: int, prefix: str) -> FeedForward:
+        spec = self._spec
         if spec.experts is not None and index in spec.experts.layers:
             return self._sparse(spec.experts, prefix)
+        return self._dense(prefix + spec.feed_forward)
+
+    def _dense(self, module: str) -> Dense:
+        spec = self._spec
         gate_up = ["gate_up_proj"] if spec.fused_tensors else ["gate_proj", "up_proj"]
         return Dense(
             self._ops,
             spec.activation,
-            gate_up=self._linear([f"{prefix}mlp.{name}" for name in gate_up], spec.mlp_bias),
-            down=self._linear([f"{prefix}mlp.down_proj"], spec.mlp_bias),
+            gate_up=self._linear([f"{module}.{name}" for name in gate_up], spec.mlp_bias),
+            down=self._linear([f"{module}.down_proj"], spec.mlp_bias),
         )
 
     def _sparse(self, experts: ExpertsSpec, prefix: str) -> Sparse:
-        names = experts.names
+        names, bias = experts.names, None
+        if names.bias is not None:
+            bias = self._vector([prefix + names.bias], torch.float32)
         return Sparse(
             self._ops,
             self._spec.activation,
+            experts.rule,
             router=self._matrix([prefix + names.router], exact=True),
+            bias=bias,
             gate_up=self._experts(prefix, experts.num_experts, (names.gate, names.up)),
             down=self._experts(prefix, experts.num_experts, (names.down,)),
-            top_k=experts.top_k,
-            normalised=experts.normalised,
+            shared=None if names.shared is None else self._dense(prefix + names.shared),
+            scales_inputs=experts.scales_inputs,
         )
 
-    def _head_norm(self, prefix: str) -> HeadNorm:
-        query, key = (
-            self._vector([f"{prefix}{name}_norm.weight"], torch.float32) for name in ("q", "k")
-        )
-        return HeadNorm(query, key, self._spec.norm_eps, self._spec.norm_offset)
+    def _head_norm(self, layer: LayerSpec, prefix: str, *, rotates: bool) -> HeadNorm | None:
+        spec = self._spec
+        if spec.head_norms == "learned":
+            query, key = (
+                self._vector([f"{prefix}{name}_norm.weight"], torch.float32) for name in ("q", "k")
+            )
+            return HeadNorm(query, key, spec.norm_eps, spec.norm_offset)
+        if spec.head_norms is None or not rotates:
+            return None
+        # Norms without weights are the same before a rotation and after it.
+        ones = torch.ones(layer.head_dim, device=self._ops.device)
+        return HeadNorm(ones, ones, spec.norm_eps, 0.0)
 
     def _linear(self, names: Sequence[str], has_bias: bool) -> Linear:
-        matrix = self._matrix([f"{name}.weight" for name in names])
+        weights = [f"{name}.weight" for name in names]
+        matrix = self._matrix(weights)
         biases = [f"{name}.bias" for name in names]
-        return Linear(matrix, self._vector(biases, self._ops.dtype) if has_bias else None)
+        bias = self._vector(biases, self._ops.dtype) if has_bias else None
+        rows = [self._shapes[weight][0] for weight in weights]
+        return Linear(matrix, bias, tuple(zip(names, rows, strict=True)))
 
     def _experts(self, prefix: str, count: int, patterns: Sequence[str]) -> Experts:
         """Packs the tensors of these names for every expert; those of one expert become one matrix,

@@ -5,37 +5,17 @@ Both are called alike. Written on the ops interface.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from penstock_shard.lora.lora import Delta, TokenAdapters
-from penstock_shard.ops.base import Activation, Experts, Matrix, Ops
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A linear layer: a matrix, its bias, and what adapters add to the product, if it takes any."""
-
-    matrix: Matrix
-    bias: Tensor | None
-    delta: Delta | None = None
-    # With tensor parallelism over columns: the all-reduce that sums the products of all ranks.
-    add_up: Callable[[Tensor], Tensor] | None = None
-
-    def __call__(
-        self, x: Tensor, out: Tensor | None = None, adapters: TokenAdapters | None = None
-    ) -> Tensor:
-        # The bias is added once, to the sum, and not by every rank.
-        product = self.matrix.linear(x, self.bias if self.add_up is None else None, out)
-        if adapters is not None and self.delta is not None:
-            self.delta.add(x, product, adapters)
-        if self.add_up is None:
-            return product
-        product = self.add_up(product)
-        return product if self.bias is None else product.add_(self.bias)
+from penstock_shard.lora.lora import TokenAdapters
+from penstock_shard.models.linear import Linear
+from penstock_shard.ops.base import Activation, Experts, Matrix, Ops, Routing, RoutingRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +26,9 @@ class FeedForwardScratch:
     active: Tensor | None
     # For the output of the feed-forward part.
     update: Tensor | None
+
+
+NO_SCRATCH = FeedForwardScratch(None, None, None)
 
 
 class FeedForward(Protocol):
@@ -61,6 +44,9 @@ class FeedForward(Protocol):
         scratch: FeedForwardScratch,
         adapters: TokenAdapters | None = None,
     ) -> Tensor: ...
+
+    def change(self, change: Callable[[Linear], Linear]) -> FeedForward:
+        """The same with each of its linear layers changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +72,13 @@ class Dense:
         active = self.ops.gated_activation(gate_up, self.activation, scratch.active)
         return self.down(active, scratch.update, adapters)
 
+    def change(self, change: Callable[[Linear], Linear]) -> Dense:
+        return dataclasses.replace(self, gate_up=change(self.gate_up), down=change(self.down))
+
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Mixture of experts: each token goes to its `top_k` best.
+    """Mixture of experts: each token goes to its best, and to the shared ones if there are any.
 
     The products of all experts are two calls, on tokens sorted by expert, so that a step reads each
     weight once. The router's weight keeps the precision of activations.
@@ -97,12 +86,15 @@ class Sparse:
 
     ops: Ops
     activation: Activation
+    rule: RoutingRule
     router: Matrix
     gate_up: Experts
     down: Experts
-    top_k: int
-    # Whether a token's weights are scaled to sum to 1.
-    normalised: bool
+    # Added to the scores that experts are chosen by, float32 [E].
+    bias: Tensor | None = None
+    shared: Dense | None = None
+    # Whether an expert's input is multiplied by its weight, and not its output.
+    scales_inputs: bool = False
 
     @property
     def capturable(self) -> bool:
@@ -114,11 +106,30 @@ class Sparse:
         scratch: FeedForwardScratch,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:
-        # No adapters here: `check_fit` refuses those with matrices for experts.
+        # No adapters for what is routed: `check_fit` refuses those with matrices for experts.
         ops = self.ops
-        logits = self.router.linear(hidden)
-        routing = ops.route(logits, self.top_k, normalised=self.normalised)
-        gate_up = self.gate_up.grouped(hidden[routing.tokens], routing.offsets)
+        routing = ops.route(self.router.linear(hidden), self.rule, self.bias)
+        rows = hidden[routing.tokens]
+        if self.scales_inputs:
+            rows, routing = _scaled(rows, routing)
+        gate_up = self.gate_up.grouped(rows, routing.offsets)
         active = ops.gated_activation(gate_up, self.activation)
-        rows = self.down.grouped(active, routing.offsets)
-        return ops.combine(rows, routing, scratch.update)
+        update = ops.combine(self.down.grouped(active, routing.offsets), routing, scratch.update)
+        if self.shared is None:
+            return update
+        return update.add_(self.shared(hidden, NO_SCRATCH, adapters))
+
+    def change(self, change: Callable[[Linear], Linear]) -> Sparse:
+        return (
+            self
+            if self.shared is None
+            else dataclasses.replace(self, shared=self.shared.change(change))
+        )
+
+
+def _scaled(rows: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    """Each row times its weight; and the routing with weights of 1."""
+    weights = torch.empty(len(rows), device=rows.device)
+    weights[routing.rows.flatten()] = routing.weights.flatten()
+    even = dataclasses.replace(routing, weights=torch.ones_like(routing.weights))
+    return (rows * weights.unsqueeze(1)).to(rows.dtype), even

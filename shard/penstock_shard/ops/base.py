@@ -66,6 +66,22 @@ class Experts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How a token's experts and their weights follow from its logits."""
+
+    # Experts of a token.
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    # Whether a token's weights are divided by their sum; and what all are multiplied by then.
+    is_normalised: bool = True
+    scale: float = 1.0
+    # Experts lie in so many groups of one size. A token's are in the best `top_groups` of them, by
+    # the sum of a group's two highest scores.
+    groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """The k experts of each of a step's T tokens, as R = T * k rows sorted by expert."""
 
@@ -139,9 +155,9 @@ class Ops(Protocol):
         once the expert before is packed.
         """
 
-    def route(self, logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
-        """logits [T, E] -> the `top_k` experts of each token, weighted by their softmax
-        probabilities in float32; `normalised` scales a token's weights to sum to 1.
+    def route(self, logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+        """logits [T, E] -> the experts of each token, weighted by their scores in float32. `bias`
+        float32 [E] is added to the scores that experts are chosen by.
         """
 
     def combine(self, rows: Tensor, routing: Routing, out: Tensor | None = None) -> Tensor:

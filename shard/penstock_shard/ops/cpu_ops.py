@@ -18,6 +18,7 @@ from penstock_shard.ops.base import (
     Matrix,
     Rope,
     Routing,
+    RoutingRule,
     WeightKind,
 )
 from penstock_shard.ops.experts import ExpertList, combine, route
@@ -84,8 +85,8 @@ class CpuOps:
     def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
         return ExpertList(self.pack(parts) for parts in experts)
 
-    def route(self, logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
-        return route(logits, top_k, normalised=normalised)
+    def route(self, logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+        return route(logits, rule, bias)
 
     def combine(self, rows: Tensor, routing: Routing, out: Tensor | None = None) -> Tensor:
         return combine(rows, routing)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.ops.base import Matrix, Routing
+from penstock_shard.ops.base import Matrix, Routing, RoutingRule
 
 
 class ExpertList:
@@ -71,12 +71,14 @@ def stack_experts(
     return stack
 
 
-def route(logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
     """See `Ops.route`. Nothing here waits for the device."""
-    num_experts = logits.shape[1]
-    weights, chosen = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
-    if normalised:
+    num_experts, top_k = logits.shape[1], rule.top_k
+    weights, chosen = _choose(logits.float(), rule, bias)
+    if rule.is_normalised:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if rule.scale != 1.0:
+        weights = weights * rule.scale
     experts, order = chosen.view(-1).sort(stable=True)
     bounds = torch.arange(num_experts + 1, device=logits.device)
     rows = torch.empty_like(order)
@@ -87,6 +89,33 @@ def route(logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
         rows=rows.view(-1, top_k),
         weights=weights,
     )
+
+
+def _choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scores and indices of each token's experts, [T, k] each."""
+    if rule.scores == "softmax":
+        scores = torch.softmax(logits, dim=-1)
+        if rule.groups == 1:
+            best, chosen = scores.topk(rule.top_k, dim=-1)
+            return best, chosen
+        ranked = scores
+    else:
+        scores = torch.sigmoid(logits)
+        # Large logits differ where their sigmoids are all 1.
+        ranked = logits if bias is None else scores + bias
+    if rule.groups > 1:
+        ranked = _within_groups(ranked, rule)
+    chosen = ranked.topk(rule.top_k, dim=-1).indices
+    return scores.gather(1, chosen), chosen
+
+
+def _within_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
+    """Scores [T, E] without those outside of each token's best groups (DeepSeek-V3, 2024)."""
+    grouped = ranked.view(len(ranked), rule.groups, -1)
+    best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(rule.top_groups, dim=-1).indices
+    outside = torch.ones(len(ranked), rule.groups, dtype=torch.bool, device=ranked.device)
+    outside.scatter_(1, best, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def combine(rows: Tensor, routing: Routing) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock_shard.attention.base import LayerSpec, make_paged_pair
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.errors import device_failures, first_line
-from penstock_shard.ops.base import Experts, HeadNorm, Ops, Rope, WeightKind
+from penstock_shard.ops.base import Experts, HeadNorm, Ops, Rope, RoutingRule, WeightKind
 from penstock_shard.ops.quantized import multiplies_fp8, round_in_torch
 from penstock_shard.ops.torch_ops import TorchOps
 
@@ -128,7 +128,7 @@ def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Te
         parts = ([noise.wide(_COLUMNS, _DEPTH)] for _ in range(_EXPERTS))
         experts = ops.pack_experts(parts, _EXPERTS)
     for tokens in _ROUTED:
-        routing = ops.route(noise.wide(tokens, _EXPERTS), 2, normalised=True)
+        routing = ops.route(noise.wide(tokens, _EXPERTS), RoutingRule(2))
         if experts is not None:
             product = experts.grouped(noise.rows(2 * tokens, _DEPTH), routing.offsets)
             yield f"product of experts of {2 * tokens} rows", product

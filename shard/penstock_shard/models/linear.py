@@ -1,0 +1,36 @@
+"""A linear layer: a product, its bias, what adapters add, and the sum over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock_shard.lora.lora import Delta, TokenAdapters
+from penstock_shard.ops.base import Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer: a matrix, its bias, and what adapters add to the product, if it takes any."""
+
+    matrix: Matrix
+    bias: Tensor | None
+    # The checkpoint's modules that it consists of, one below the other: names and rows.
+    modules: tuple[tuple[str, int], ...] = ()
+    delta: Delta | None = None
+    # With tensor parallelism over columns: the all-reduce that sums the products of all ranks.
+    add_up: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(
+        self, x: Tensor, out: Tensor | None = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
+        # The bias is added once, to the sum, and not by every rank.
+        product = self.matrix.linear(x, self.bias if self.add_up is None else None, out)
+        if adapters is not None and self.delta is not None:
+            self.delta.add(x, product, adapters)
+        if self.add_up is None:
+            return product
+        product = self.add_up(product)
+        return product if self.bias is None else product.add_(self.bias)

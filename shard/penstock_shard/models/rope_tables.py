@@ -1,0 +1,65 @@
+"""Tables of rotary position embedding, from the rotary modules of transformers, which know all ways
+to scale frequencies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from penstock_shard.models.decoder_families import rotary_class
+from penstock_shard.models.decoder_spec import NO_ROTATION, DecoderSpec
+from penstock_shard.ops.base import Rope
+
+
+def rope_tables(
+    config: PreTrainedConfig, spec: DecoderSpec, max_positions: int, device: torch.device
+) -> dict[str, Rope]:
+    """A table for each of `spec.rope_types`."""
+    rotary: Any = rotary_class(config)(config)
+    positions = torch.arange(max_positions).unsqueeze(0)
+    temperature = _temperature(config, positions[0])
+    tables = {}
+    for name in set(spec.rope_types):
+        if name == NO_ROTATION:
+            cos, sin = torch.ones(max_positions, 1), torch.zeros(max_positions, 1)
+        else:
+            cos, sin = _angles(rotary, positions, name)
+        # In Llama 4 only layers that rotate nothing have one.
+        has_none = NO_ROTATION in spec.rope_types and name != NO_ROTATION
+        tables[name] = Rope(
+            cos.contiguous().to(device),
+            sin.contiguous().to(device),
+            None if temperature is None or has_none else temperature.to(device),
+        )
+    return tables
+
+
+def _angles(rotary: Any, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions [1, P] for one rope type, [P, rotary_dim / 2] each."""
+    layer_type = {"layer_type": name} if name else {}
+    made = rotary(torch.empty(0, dtype=torch.float32), positions, **layer_type)
+    if isinstance(made, Tensor):
+        # Llama 4's are complex numbers.
+        return made[0].real, made[0].imag
+    # The second half repeats the first.
+    cos, sin = (part[0].chunk(2, dim=-1)[0] for part in made)
+    return cos, sin
+
+
+def _temperature(config: PreTrainedConfig, positions: Tensor) -> Tensor | None:
+    """By how much each position's queries attend more sharply (Llama 4, Ministral 3, Mistral 4):
+    more with each stretch of positions that is behind it.
+    """
+    rope = config.rope_parameters or {}
+    beta = rope.get("llama_4_scaling_beta")
+    if beta is not None:
+        contexts = torch.floor(positions / rope["original_max_position_embeddings"])
+        return 1 + float(beta) * (1 + contexts).log()
+    if getattr(config, "attn_temperature_tuning", False):
+        stretches = torch.floor((positions.float() + 1.0) / config.floor_scale)
+        return torch.log1p(stretches) * float(config.attn_scale) + 1.0
+    return None
