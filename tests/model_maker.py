@@ -159,6 +159,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v2": ("deepseek_v2", _DEEPSEEK),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**_DEEPSEEK, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    ),
     "phi": ("phi", _SMALL),
     "olmo": ("olmo", _SMALL),
     "opt": ("opt", _OPT),
@@ -181,8 +185,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_SMALL,
             "head_dim": 8,
             "attention_chunk_size": 16,
+            "floor_scale": 8,
             "num_local_experts": 2,
             "intermediate_size_mlp": 64,
+            # The first layer is dense; the last rotates nothing and sees all keys.
+            "moe_layers": [1, 2],
+            "no_rope_layers": [1, 1, 0],
         },
     ),
     # Real shapes: slow to make, for benchmarks and tests at size.

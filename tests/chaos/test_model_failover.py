@@ -12,25 +12,22 @@ from support.streams import mixed_request, run_whole
 
 from penstock_client import Fleet
 
-LATENT = ("deepseek_v3",)
-
 
 def _model_flags(name: str, folder: Path) -> tuple[str, ...]:
     if name == "built-in":
         return ("--runner", "model")
-    from model_maker import make_model, write_tokenizer
-    from models.tiny_families import make_family
+    from model_maker import make_model
 
-    if name in LATENT:
-        make_family(folder / "model", name, n_routed_experts=32)
-        write_tokenizer(folder / "model")
-    else:
-        make_model(folder / "model", name)
+    make_model(folder / "model", name)
     return ("--model", str(folder / "model"))
 
 
-# Beside the built-in model a larger one, one with windows beside all keys, and one with latents.
-@pytest.mark.parametrize("model", ["built-in", *map(in_soak, ("llama-3m", "gemma2", *LATENT))])
+# Beside the built-in model a larger one, one with windows beside all keys, one with chunks, and one
+# with latents.
+_OTHERS = ("llama-3m", "gemma2", "llama4", "deepseek_v3")
+
+
+@pytest.mark.parametrize("model", ["built-in", *map(in_soak, _OTHERS)])
 async def test_streams_of_a_real_model_outlive_its_engines_bit_for_bit(
     tmp_path: Path, model: str
 ) -> None:

@@ -34,9 +34,11 @@ DECODERS = (
     "gemma3",
     "mixtral",
     "qwen3_moe",
+    "deepseek_v3",
+    "llama4",
 )
-EXPERTS = ("mixtral", "qwen3_moe")
-REFUSED = ("falcon", "bloom", "llama4")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "llama4")
+REFUSED = ("falcon", "bloom")
 # Not those of real shapes, which have a hyphen.
 SERVED = [name for name in FAMILIES if name not in REFUSED and "-" not in name]
 
@@ -75,6 +77,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in each second layer": (
         "qwen3_moe",
         {"mlp_only_layers": [], "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    "latents of keys and values alone": ("deepseek_v3", {"q_lora_rank": None}),
+    "latents with biases, halves rotated": (
+        "deepseek_v3",
+        {"attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
+    ),
+    "heads that are not normed": ("llama4", {"use_qk_norm": False, "attention_bias": True}),
+    "several experts, of which each has its own input": (
+        "llama4",
+        {"num_local_experts": 4, "num_experts_per_tok": 3},
     ),
     "experts in no layer": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
     **{f"{name} rope": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
@@ -157,6 +169,10 @@ def test_each_family_goes_its_way(family: str, model_dir: Directory) -> None:
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 of 4 experts"),
         ("mixtral", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
         ("qwen3_moe", {"n_group": 2}, "n_group"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func softmax"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts in n_group 3, topk_group 2"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "8 experts in n_group 4, topk_group 2"),
+        ("deepseek_v3", {"index_topk": 8}, "index_topk"),
     ],
 )
 def test_a_configuration_that_says_more_is_left_to_transformers(

@@ -34,7 +34,6 @@ _STOP = frozenset({1})
 _VOCABULARY = 1536
 # Of tiny families, widths that torch computes alike to the last element, as those of real models.
 _WIDTHS = {
-    "deepseek_v3": {"n_routed_experts": 32},
     "gemma4_text": {"hidden_size_per_layer_input": 32},
 }
 
@@ -185,8 +184,10 @@ def _tie_logits(directory: Path, target: Path) -> Path:
         ("llama", {"quantization": "int8"}),
         ("gemma2", {}),
         ("gpt2", {}),
-        # Latents; keys of two sizes, in pools of their own, some of which other layers read.
+        # Latents, and experts in groups; chunks.
         ("deepseek_v3", {}),
+        ("llama4", {}),
+        # Keys of two sizes, in pools of their own, some of which other layers read.
         ("gemma4_text", {}),
     ],
 )

@@ -59,6 +59,12 @@ CASES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "fused tensors": ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], {}),
     "norms of outputs": ("gemma2", ALL, {}),
     "beside experts": ("qwen3_moe", ATTENTION, {}),
+    "latents": (
+        "deepseek_v3",
+        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+        {},
+    ),
+    "pairs side by side": ("llama4", ALL, {}),
     "transformers: olmo": ("olmo", ALL, {}),
     "transformers: stablelm": ("stablelm", ALL, {"use_rslora": True}),
     "transformers: phi": ("phi", ["q_proj", "dense", "fc1", "fc2"], {}),
@@ -66,7 +72,7 @@ CASES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 }
 # Those that differ most: the others in the soak.
 SOME = ["all of llama", "ranks of their own", "fused tensors", "beside experts"]
-SOME += ["transformers: stablelm"]
+SOME += ["latents", "transformers: stablelm"]
 
 
 def make_peft(model_dir: Path, out: Path, targets: list[str], seed: int, **config: Any) -> Path:

@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from penstock_shard.checkpoint.safetensors import Checkpoint
+from penstock_shard.checkpoint.stacked_experts import StackedExperts, has_stacks
 from penstock_shard.config import ShardConfig
 from penstock_shard.distributed import divide_module
 from penstock_shard.distributed.collectives import RankRendezvous, Ranks
@@ -61,7 +62,7 @@ from penstock_shard.selfcheck.random_steps import random_steps
 BLOCK, NUM_BLOCKS = 16, 32
 # Of a logit, in standard deviations of all.
 TOLERANCE = 1e-5
-OURS = ["llama", "qwen2", "gemma2", "qwen3_moe", "mixtral"]
+OURS = ["llama", "qwen2", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3", "llama4"]
 # Heads that are gathered; experts as transformers keeps them.
 THEIRS = ["olmo2", "deepseek_v2"]
 MORE = ["phi3", "granite", "cohere2", "gpt_neox", "starcoder2", "qwen2_moe", "olmoe"]
@@ -433,9 +434,11 @@ def test_a_number_for_each_head_is_divided_like_the_heads() -> None:
 def test_parts_together_are_the_whole(
     family: str, size: int, model_dir: Callable[[str], Path]
 ) -> None:
-    spec = decoder_spec(load_config(model_dir(family), trust_remote_code=False))
+    directory = model_dir(family)
+    config = load_config(directory, trust_remote_code=False)
+    spec = decoder_spec(config)
     part = local_spec(spec, size)
-    whole = Checkpoint(model_dir(family))
+    whole = StackedExperts(directory, config) if has_stacks(config) else Checkpoint(directory)
     sources = [SlicedTensors(whole, spec, rank, size) for rank in range(size)]
     for name, shape in tensor_shapes(part).items():
         if name in (HEAD, EMBEDDING):

@@ -100,7 +100,7 @@ def _choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> tuple[Ten
             return best, chosen
         ranked = scores
     else:
-        scores = torch.sigmoid(logits)
+        scores = _sigmoid(logits)
         # Large logits differ where their sigmoids are all 1.
         ranked = logits if bias is None else scores + bias
     if rule.groups > 1:
@@ -109,9 +109,14 @@ def _choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> tuple[Ten
     return scores.gather(1, chosen), chosen
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    """By a softmax over x and 0: torch computes rows alike wherever they are, but not elements."""
+    return torch.softmax(torch.stack((x, torch.zeros_like(x)), dim=-1), dim=-1)[..., 0]
+
+
 def _within_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
     """Scores [T, E] without those outside of each token's best groups (DeepSeek-V3, 2024)."""
-    grouped = ranked.view(len(ranked), rule.groups, -1)
+    grouped = ranked.unflatten(1, (rule.groups, ranked.shape[1] // rule.groups))
     best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(rule.top_groups, dim=-1).indices
     outside = torch.ones(len(ranked), rule.groups, dtype=torch.bool, device=ranked.device)
     outside.scatter_(1, best, False)
