@@ -116,7 +116,8 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 def _within_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
     """Scores [T, E] without those outside of each token's best groups (DeepSeek-V3, 2024)."""
-    grouped = ranked.unflatten(1, (rule.groups, ranked.shape[1] // rule.groups))
+    size = ranked.shape[1] // rule.groups
+    grouped = ranked.view(-1, rule.groups, size)
     best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(rule.top_groups, dim=-1).indices
     outside = torch.ones(len(ranked), rule.groups, dtype=torch.bool, device=ranked.device)
     outside.scatter_(1, best, False)
