@@ -114,6 +114,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    # Heads of two sizes, values that are keys, and experts beside a dense part.
+    "gemma4": (
+        "gemma4_text",
+        {
+            **{name: value for name, value in _GEMMA.items() if name != "query_pre_attn_scalar"},
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -288,9 +305,10 @@ def _randomise_constants(module: Any) -> None:
     import torch
 
     with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        # Also those that are no parameters, but are saved, such as biases of routers.
+        for constant in module.state_dict().values():
+            if constant.dim() == 1 and constant.is_floating_point():
+                constant.add_(torch.randn_like(constant) * 0.1)
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -35,7 +35,7 @@ OUTCOMES: dict[str, str] = {
     "gemma3n_text": THEIRS,
     "gemma4": THEIRS,
     "gemma4_text": THEIRS,
-    "gemma4_unified": THEIRS,
+    "gemma4_unified": OURS,
     "glm4": THEIRS,
     "glm46v": THEIRS,
     "glm4_moe": OURS,

@@ -36,8 +36,9 @@ DECODERS = (
     "qwen3_moe",
     "deepseek_v3",
     "llama4",
+    "gemma4",
 )
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "llama4")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "llama4", "gemma4")
 REFUSED = ("falcon", "bloom")
 # Not those of real shapes, which have a hyphen.
 SERVED = [name for name in FAMILIES if name not in REFUSED and "-" not in name]
@@ -87,6 +88,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "several experts, of which each has its own input": (
         "llama4",
         {"num_local_experts": 4, "num_experts_per_tok": 3},
+    ),
+    "a dense part without experts": (
+        "gemma4",
+        {"enable_moe_block": False, "attention_k_eq_v": False},
     ),
     "experts in no layer": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
     **{f"{name} rope": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
@@ -165,6 +170,8 @@ def test_each_family_goes_its_way(family: str, model_dir: Directory) -> None:
         ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer type linear_attention"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("gpt2", {}, "model type gpt2"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 of 4 experts"),
         ("mixtral", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),

@@ -18,7 +18,7 @@ from models.driver import load
 from models.runners import make_runner
 from models.tiny_families import make_family
 from safetensors.torch import load_file, save_file
-from support.budget import budget, seeded
+from support.budget import budget, in_soak, seeded
 from support.engines import packed
 
 from penstock_shard.engine.create_engine import create_scheduler
@@ -187,8 +187,9 @@ def _tie_logits(directory: Path, target: Path) -> Path:
         # Latents, and experts in groups; chunks.
         ("deepseek_v3", {}),
         ("llama4", {}),
-        # Keys of two sizes, in pools of their own, some of which other layers read.
-        ("gemma4_text", {}),
+        # Keys of two sizes, in pools of their own; and some that other layers read.
+        ("gemma4", {}),
+        in_soak("gemma4_text", {}),
     ],
 )
 def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(

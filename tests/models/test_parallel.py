@@ -61,8 +61,8 @@ from penstock_shard.selfcheck.random_steps import random_steps
 
 BLOCK, NUM_BLOCKS = 16, 32
 # Of a logit, in standard deviations of all.
-TOLERANCE = 1e-5
-OURS = ["llama", "qwen2", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3", "llama4"]
+TOLERANCE = 2e-5
+OURS = ["llama", "qwen2", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3", "llama4", "gemma4"]
 # Heads that are gathered; experts as transformers keeps them.
 THEIRS = ["olmo2", "deepseek_v2"]
 MORE = ["phi3", "granite", "cohere2", "gpt_neox", "starcoder2", "qwen2_moe", "olmoe"]

@@ -276,6 +276,8 @@ def _draw(module: PreTrainedModel) -> None:
     for name, buffer in module.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0, 0.1)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
         elif name.endswith("tid2eid"):
             buffer.random_(0, _SIZES["n_routed_experts"])
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Llama 4, Mistral 4 and Qwen3-VL-MoE, read as if each expert were stored by itself.
+"""Checkpoints with stacks of experts, read as if each expert were stored by itself.
 
 A layer has them as two tensors: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. Where tools have
 written [E, 2 I, H] and [E, H, I], they are read as such.
@@ -18,6 +18,7 @@ from penstock_shard.errors import ModelError
 
 # Text types whose checkpoints have such stacks, and what configurations call an expert's size.
 _SIZES = {
+    "gemma4_text": "moe_intermediate_size",
     "llama4_text": "intermediate_size",
     "mistral4": "moe_intermediate_size",
     "qwen3_vl_moe_text": "moe_intermediate_size",
@@ -53,7 +54,7 @@ class StackedExperts(Checkpoint):
         text = config.get_text_config()
         # Qwen3-VL-MoE's text is computed by the code of Qwen3-MoE, which has no such stacks.
         self._is_theirs = text.model_type != "qwen3_vl_moe_text"
-        wide = int(getattr(text, _SIZES[text.model_type]))
+        wide = int(getattr(text, _SIZES[text.model_type]) or 0)
         for name in list(self.shapes):
             if name.endswith(GATE_UP):
                 self._divide(name, {"gate_proj": wide, "up_proj": wide}, int(text.hidden_size))

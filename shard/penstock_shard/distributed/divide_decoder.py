@@ -65,10 +65,9 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
 
     With fewer KV heads than ranks, several ranks have the same KV head.
     """
-    first = spec.layers[0]
-    check_divisible(
-        size, {"num_attention_heads": first.num_heads, **_inner_sizes(spec)}, first.num_kv_heads
-    )
+    sizes = {"num_attention_heads": spec.layers[0].num_heads, **_inner_sizes(spec)}
+    for num_kv_heads in {layer.num_kv_heads for layer in spec.layers}:
+        check_divisible(size, sizes, num_kv_heads)
     experts = spec.experts
     if experts is not None:
         experts = dataclasses.replace(
@@ -91,7 +90,7 @@ def _inner_sizes(spec: DecoderSpec) -> dict[str, int]:
     if spec.experts is None:
         return {"intermediate_size": spec.intermediate_size}
     sizes = {"moe_intermediate_size": spec.experts.intermediate_size}
-    if len(spec.experts.layers) < len(spec.layers):
+    if len(spec.experts.layers) < len(spec.layers) or spec.experts.beside_dense:
         sizes["intermediate_size"] = spec.intermediate_size
     return sizes
 
@@ -117,7 +116,8 @@ def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
         if side == "columns":
             shares[module] = Share((rows, columns), columns=even_part(columns, rank, size))
         elif side == "heads":
-            shares[module] = Share((rows, columns), _heads(leaf, rows, spec.layers[0], rank, size))
+            layer = spec.layers[int(module.split(".")[2])]
+            shares[module] = Share((rows, columns), _heads(leaf, rows, layer, rank, size))
         else:
             count = 2 if leaf == "gate_up_proj" else 1
             part = even_part(rows // count, rank, size)

@@ -11,7 +11,12 @@ from torch import Tensor
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
-from penstock_shard.models.feed_forward import Dense, FeedForward, FeedForwardScratch
+from penstock_shard.models.feed_forward import (
+    Dense,
+    DenseAndSparse,
+    FeedForward,
+    FeedForwardScratch,
+)
 from penstock_shard.models.linear import Linear
 from penstock_shard.ops.base import Matrix
 
@@ -80,6 +85,11 @@ def _parallel_layer(layer: LayerWeights, ranks: Ranks) -> LayerWeights:
 def _parallel_feed_forward(whole: FeedForward, ranks: Ranks) -> FeedForward:
     if isinstance(whole, Dense):
         return dataclasses.replace(whole, down=_reduced(whole.down, ranks))
+    if isinstance(whole, DenseAndSparse):
+        dense = dataclasses.replace(whole.dense, down=_reduced(whole.dense.down, ranks))
+        return dataclasses.replace(
+            whole, dense=dense, sparse=ReducedFeedForward(whole.sparse, ranks)
+        )
     # Each rank has a part of every expert. A token's experts are weighted and summed first, so that
     # one sum over ranks is enough.
     return ReducedFeedForward(whole, ranks)

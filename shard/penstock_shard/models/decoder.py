@@ -33,8 +33,9 @@ class _Layer:
 
     spec: LayerSpec
     weights: LayerWeights
-    # Its cache group.
+    # Its cache group, and the group's pool: layers of one pool have heads of one size.
     group: int
+    pool: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class _Scratch:
 
     hidden: Tensor | None
     update: Tensor | None
-    attention: AttentionScratch
+    # By pool.
+    attention: tuple[AttentionScratch, ...]
     feed_forward: FeedForwardScratch
 
 
@@ -56,17 +58,16 @@ class Decoder:
         self._ops = ops
         self._weights = weights
         self._caches = PagedCaches(cache_layout(spec.layers))
-        self._layers = tuple(
-            _Layer(
-                layer,
-                weights.layers[layer.index],
-                self._caches.layout.group_of[layer.index],
-            )
-            for layer in spec.layers
-        )
+        self._layers = tuple(self._with_weights(layer) for layer in spec.layers)
         # The layers that forward runs: all, or fewer within `shortened`.
         self._running = self._layers
         self._scratch: dict[int, _Scratch] = {}
+
+    def _with_weights(self, layer: LayerSpec) -> _Layer:
+        layout = self._caches.layout
+        group = layout.group_of[layer.index]
+        weights = self._weights.layers[layer.index]
+        return _Layer(layer, weights, group, layout.groups[group].pool)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -105,10 +106,7 @@ class Decoder:
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        kinds = {
-            (layer.spec.window, layer.spec.chunk, *self._kind(layer.spec.index)): layer
-            for layer in reversed(self._layers)
-        }
+        kinds = {self._kind(layer.spec): layer for layer in reversed(self._layers)}
         running = sorted(kinds.values(), key=lambda layer: layer.spec.index)
         if running[-1] is not self._layers[-1]:
             # `forward` computes fewer tokens in the last layer that runs, so a layer must follow
@@ -120,9 +118,12 @@ class Decoder:
         finally:
             self._running = self._layers
 
-    def _kind(self, index: int) -> tuple[str, bool]:
-        """How layers differ besides their window: rope type, and dense or experts."""
-        return self._spec.rope_types[index], self._spec.has_experts(index)
+    def _kind(self, layer: LayerSpec) -> tuple[object, ...]:
+        """All that layers may differ in, but for their weights."""
+        spec, index = self._spec, layer.index
+        own = dataclasses.replace(layer, index=0, reads=None)
+        has = (index in spec.keys_as_values, layer.reads is not None, spec.has_experts(index))
+        return (own, spec.rope_types[index], *has)
 
     def forward(
         self,
@@ -167,7 +168,9 @@ class Decoder:
         scratch = self._scratch_for(len(stream))
         hidden = self._norm(stream, update, layer.weights.input_norm, scratch.hidden)
         cache = self._caches.of(layer.spec)
-        return layer.weights.attention(hidden, positions, batch, cache, scratch.attention, adapters)
+        return layer.weights.attention(
+            hidden, positions, batch, cache, scratch.attention[layer.pool], adapters
+        )
 
     def _feed_forward(
         self,
@@ -188,6 +191,9 @@ class Decoder:
         update = weights.feed_forward(hidden, scratch.feed_forward, adapters)
         if weights.mlp_output_norm is not None:
             update = self._norm(update, None, weights.mlp_output_norm, update)
+        if weights.scalar != 1.0:
+            stream.mul_(weights.scalar)
+            update.mul_(weights.scalar)
         return update
 
     def _final_norm(self, stream: Tensor, update: Tensor | None) -> Tensor:
@@ -220,12 +226,13 @@ class Decoder:
         return scratch
 
     def _make_scratch(self, num_tokens: int) -> _Scratch:
-        make, first = self._ops.scratch, self._layers[0].weights
+        make = self._ops.scratch
+        firsts = [self._layers[planes[0][0].index] for planes in self._caches.layout.planes]
         update = make(num_tokens, self._spec.hidden_size)
         return _Scratch(
             hidden=make(num_tokens, self._spec.hidden_size),
             update=update,
-            attention=first.attention.make_scratch(num_tokens),
+            attention=tuple(first.weights.attention.make_scratch(num_tokens) for first in firsts),
             feed_forward=FeedForwardScratch(
                 gate_up=make(num_tokens, 2 * self._spec.intermediate_size),
                 active=make(num_tokens, self._spec.intermediate_size),

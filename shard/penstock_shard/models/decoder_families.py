@@ -24,11 +24,12 @@ from penstock_shard.models.decoder_spec import (
     LatentSpec,
     NotOurs,
 )
+from penstock_shard.models.transformers.layer_config import config_of_layer, source_of_keys
 from penstock_shard.ops.base import Activation, RoutingRule
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Rope types whose angles depend on the position alone.
-_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
 _ROPE_VALUES = {
     "rope_type",
     "type",
@@ -114,6 +115,9 @@ class _Family:
     fused_tensors: bool = False
     # Norm weights are stored minus 1, each block's output is normed too, embeddings are scaled.
     gemma: bool = False
+    # As Gemma 4: norm weights as they are, scores that are not scaled, normed values, and what else
+    # `_GEMMA4_READS` has.
+    gemma4: bool = False
     feed_forward: str = "mlp"
     # For families whose layers may have experts.
     experts: ExpertNames | None = None
@@ -133,6 +137,31 @@ _GEMMA_READS = frozenset(
         "query_pre_attn_scalar",
         "final_logit_softcapping",
     }
+)
+_GEMMA4_READS = frozenset(
+    {
+        "attention_bias",
+        "hidden_activation",
+        "layer_types",
+        "sliding_window",
+        "final_logit_softcapping",
+        "per_layer_config",
+        "attention_k_eq_v",
+        "num_kv_shared_layers",
+        # Of what sees images.
+        "use_bidirectional_attention",
+        # Of the embeddings of layers, which are refused where there are some.
+        "vocab_size_per_layer_input",
+        "enable_moe_block",
+        "top_k_experts",
+        "moe_intermediate_size",
+    }
+)
+_GEMMA4_NAMES = ExpertNames(
+    router="router.proj.weight",
+    gate="experts.{}.gate_proj.weight",
+    up="experts.{}.up_proj.weight",
+    down="experts.{}.down_proj.weight",
 )
 _EXPERT_READS = frozenset(
     {
@@ -245,6 +274,27 @@ _FAMILIES = {
         head_norms="learned",
         gemma=True,
     ),
+    "gemma4_text": _Family(
+        "gemma4",
+        "Gemma4",
+        _EXPERT_READS | _GEMMA4_READS,
+        rope_reads=frozenset({"partial_rotary_factor"}),
+        rotary_prefix="Gemma4Text",
+        head_norms="learned",
+        gemma=True,
+        gemma4=True,
+        experts=_GEMMA4_NAMES,
+    ),
+    "gemma4_unified_text": _Family(
+        "gemma4_unified",
+        "Gemma4Unified",
+        _GEMMA4_READS,
+        rope_reads=frozenset({"partial_rotary_factor"}),
+        rotary_prefix="Gemma4UnifiedText",
+        head_norms="learned",
+        gemma=True,
+        gemma4=True,
+    ),
     "mixtral": _Family(
         "mixtral", "Mixtral", _EXPERT_READS | {"sliding_window"}, experts=_MIXTRAL_NAMES
     ),
@@ -306,6 +356,8 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     _refuse_unknown(config, family)
     if trust_remote_code and getattr(config, "auto_map", None):
         raise NotOurs("auto_map in the configuration")
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise NotOurs("use_bidirectional_attention in the configuration")
     # Some Gemmas also state the older name, hidden_act, with another value.
     activation = config.hidden_activation if family.gemma else config.hidden_act
     if activation not in _ACTIVATIONS:
@@ -323,9 +375,11 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         interleaved=bool(getattr(config, "rope_interleave", family.interleaved)),
         activation=_ACTIVATIONS[activation],
         norm_eps=float(config.rms_norm_eps),
-        norm_offset=1.0 if family.gemma else 0.0,
+        norm_offset=1.0 if family.gemma and not family.gemma4 else 0.0,
         output_norms=family.gemma,
         head_norms=family.head_norms if getattr(config, "use_qk_norm", True) else None,
+        value_norms=family.gemma4,
+        keys_as_values=_keys_as_values(config),
         qkv_bias=family.qkv_bias or biases,
         output_bias=biases and config.model_type != "glm4_moe",
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
@@ -333,6 +387,7 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         tied=bool(config.tie_word_embeddings),
         fused_tensors=family.fused_tensors,
+        layer_scalars=family.gemma4,
         experts=_experts(config, family),
         latent=_latent(config) if family.latent else None,
         feed_forward=family.feed_forward,
@@ -344,7 +399,7 @@ def _experts(config: PreTrainedConfig, family: _Family) -> ExpertsSpec | None:
     """None if no layer has experts. Where the configuration does not say, as in Mixtral: they are
     as wide as `intermediate_size`.
     """
-    if family.experts is None:
+    if family.experts is None or not getattr(config, "enable_moe_block", True):
         return None
     # The name depends on the release of transformers.
     count = int(getattr(config, "num_local_experts", None) or config.num_experts)
@@ -361,6 +416,7 @@ def _experts(config: PreTrainedConfig, family: _Family) -> ExpertsSpec | None:
         names=family.experts,
         shared_size=shared * wide,
         scales_inputs=config.model_type == "llama4_text",
+        beside_dense=family.gemma4,
     )
 
 
@@ -379,7 +435,7 @@ def _layers_with_experts(config: PreTrainedConfig) -> frozenset[int]:
 
 
 def _routing_rule(config: PreTrainedConfig, family: _Family, count: int) -> RoutingRule:
-    top_k = int(config.num_experts_per_tok)
+    top_k = int(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
     if not 1 <= top_k <= count:
         raise NotOurs(f"num_experts_per_tok {top_k} of {count} experts")
     groups = int(getattr(config, "n_group", None) or 1)
@@ -440,22 +496,38 @@ def _layers(config: PreTrainedConfig, family: _Family) -> Iterator[LayerSpec]:
     count = int(config.num_hidden_layers)
     types = getattr(config, "layer_types", None) or _default_types(config, count)
     _check_pattern(config, types)
-    if family.latent:
-        heads = _latent_heads(config, family, num_heads)
-    else:
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
-        query_size = config.query_pre_attn_scalar if family.gemma else head_dim
-        heads = LayerSpec(
-            index=0,
-            num_heads=num_heads,
-            num_kv_heads=int(config.num_key_value_heads),
-            head_dim=head_dim,
-            head_dim_v=head_dim,
-            scale=float(query_size**-0.5),
-            softcap=getattr(config, "attn_logit_softcapping", None),
-        )
     for index in range(count):
-        yield _of_type(config, types[index], dataclasses.replace(heads, index=index))
+        if family.latent:
+            heads = _latent_heads(config, family, num_heads)
+        else:
+            heads = _heads(config_of_layer(config, index), family, num_heads)
+        reads = source_of_keys(config, index)
+        heads = dataclasses.replace(heads, index=index, reads=reads)
+        yield _of_type(config, types[index], heads)
+
+
+def _heads(config: PreTrainedConfig, family: _Family, num_heads: int) -> LayerSpec:
+    """A layer with keys and values of heads, by its own configuration."""
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    query_size = head_dim
+    if family.gemma:
+        query_size = 1 if family.gemma4 else config.query_pre_attn_scalar
+    return LayerSpec(
+        index=0,
+        num_heads=num_heads,
+        num_kv_heads=int(config.num_key_value_heads),
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        scale=float(query_size**-0.5),
+        softcap=getattr(config, "attn_logit_softcapping", None),
+    )
+
+
+def _keys_as_values(config: PreTrainedConfig) -> frozenset[int]:
+    if not getattr(config, "attention_k_eq_v", False):
+        return frozenset()
+    types = config.layer_types
+    return frozenset(index for index, each in enumerate(types) if each != "sliding_attention")
 
 
 def _latent_heads(config: PreTrainedConfig, family: _Family, num_heads: int) -> LayerSpec:

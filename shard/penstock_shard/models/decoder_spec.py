@@ -14,6 +14,8 @@ from penstock_shard.ops.base import Activation, RoutingRule
 
 # The rotary table of layers that rotate nothing.
 NO_ROTATION = "none"
+# Norms before and after experts that are beside a dense part.
+EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 
 Shape = tuple[int, ...]
 
@@ -47,6 +49,8 @@ class ExpertsSpec:
     shared_size: int = 0
     # Whether an expert's input is multiplied by its weight, and not its output.
     scales_inputs: bool = False
+    # The dense part is there too, and each has norms of its own.
+    beside_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,10 @@ class DecoderSpec:
     output_norms: bool
     # How queries and keys are normed: by learned weights, or, in layers that rotate, by none.
     head_norms: Literal["learned", "plain"] | None
+    # Values are normed by no weights.
+    value_norms: bool
+    # Layers whose values are what the matrix of keys makes, before its norm and rotation.
+    keys_as_values: frozenset[int]
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -97,6 +105,8 @@ class DecoderSpec:
     logit_softcap: float | None
     tied: bool
     fused_tensors: bool
+    # What each layer adds to is multiplied by a number of its own.
+    layer_scalars: bool = False
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
     # The module of a layer's feed-forward part.
@@ -136,9 +146,12 @@ def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Sh
         yield from _latent_shapes(spec.latent, layer.num_heads, spec.hidden_size)
         width = layer.num_heads * spec.latent.value
     yield from _linear_shapes("self_attn.o_proj", spec.hidden_size, width, spec.output_bias)
-    if spec.experts is not None and layer.index in spec.experts.layers:
-        yield from _expert_shapes(spec, spec.experts)
-    else:
+    if spec.layer_scalars:
+        yield "layer_scalar", (1,)
+    experts = spec.experts if spec.has_experts(layer.index) else None
+    if experts is not None:
+        yield from _expert_shapes(spec, experts)
+    if experts is None or experts.beside_dense:
         yield from _dense_shapes(spec, spec.feed_forward, spec.intermediate_size)
 
 
@@ -146,13 +159,23 @@ def _head_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Sha
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     if spec.head_norms == "learned":
         yield "self_attn.q_norm.weight", (layer.head_dim,)
+    if spec.head_norms == "learned" and layer.reads is None:
         yield "self_attn.k_norm.weight", (layer.head_dim,)
-    if spec.fused_tensors:
-        qkv = {"qkv_proj": queries + 2 * keys}
-    else:
-        qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    for name, rows in qkv.items():
+    rows_of = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
+    for name in dict.fromkeys(attention_modules(spec, layer)):
+        rows = rows_of[name]
         yield from _linear_shapes(f"self_attn.{name}", rows, spec.hidden_size, spec.qkv_bias)
+
+
+def attention_modules(spec: DecoderSpec, layer: LayerSpec) -> tuple[str, ...]:
+    """The modules that make queries, keys and values of heads, in this order."""
+    if layer.reads is not None:
+        return ("q_proj",)
+    if spec.fused_tensors:
+        return ("qkv_proj",)
+    if layer.index in spec.keys_as_values:
+        return ("q_proj", "k_proj", "k_proj")
+    return ("q_proj", "k_proj", "v_proj")
 
 
 def _latent_shapes(latent: LatentSpec, num_heads: int, hidden: int) -> Iterator[tuple[str, Shape]]:
@@ -191,6 +214,11 @@ def _expert_shapes(spec: DecoderSpec, experts: ExpertsSpec) -> Iterator[tuple[st
         yield names.down.format(expert), (hidden, wide)
     if names.shared is not None:
         yield from _dense_shapes(spec, names.shared, experts.shared_size)
+    if experts.beside_dense:
+        yield "router.scale", (hidden,)
+        yield "router.per_expert_scale", (experts.num_experts,)
+        for name in ("post_feedforward_layernorm_1", *EXPERT_NORMS):
+            yield f"{name}.weight", (hidden,)
 
 
 def _linear_shapes(

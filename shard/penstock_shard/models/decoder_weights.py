@@ -19,18 +19,25 @@ from torch import Tensor
 from penstock_shard.attention.base import LayerSpec
 from penstock_shard.errors import cannot_hold
 from penstock_shard.models.decoder_spec import (
+    EXPERT_NORMS,
     NO_ROTATION,
     DecoderSpec,
     ExpertsSpec,
     LatentSpec,
+    attention_modules,
     norm_names,
     tensor_shapes,
 )
 from penstock_shard.models.embedding_table import Embedding
-from penstock_shard.models.feed_forward import Dense, FeedForward, Sparse
+from penstock_shard.models.feed_forward import Dense, DenseAndSparse, FeedForward, Sparse
 from penstock_shard.models.latent_heads import LatentHeads
 from penstock_shard.models.linear import Linear
-from penstock_shard.models.self_attention import Attention, HeadAttention, LatentAttention
+from penstock_shard.models.self_attention import (
+    Attention,
+    HeadAttention,
+    LatentAttention,
+    ReadingAttention,
+)
 from penstock_shard.ops.base import Experts, HeadNorm, Matrix, Ops, Rope
 
 _REPORT_S = 3.0
@@ -77,6 +84,8 @@ class LayerWeights:
     mlp_norm: Tensor
     feed_forward: FeedForward
     mlp_output_norm: Tensor | None
+    # What the residual stream is multiplied by after the layer.
+    scalar: float
 
     def change(self, change: Callable[[Linear], Linear]) -> LayerWeights:
         """The same with each of its linear layers changed."""
@@ -151,30 +160,63 @@ class _Reader:
             self._vector([f"{prefix}{name}.weight"], torch.float32) for name in norm_names(spec)
         ]
         before, after = (norms[::2], norms[1::2]) if spec.output_norms else (norms, [None, None])
+        mlp_norm, scalar = before[1], 1.0
+        if spec.layer_scalars:
+            scalar = float(self._vector([f"{prefix}layer_scalar"], torch.float32))
+        experts = spec.experts if spec.has_experts(layer.index) else None
+        if experts is None:
+            feed_forward: FeedForward = self._dense(prefix + spec.feed_forward)
+        elif experts.beside_dense:
+            feed_forward = self._dense_and_sparse(experts, prefix, mlp_norm)
+            mlp_norm = torch.ones_like(mlp_norm)
+        else:
+            feed_forward = self._sparse(experts, prefix)
         return LayerWeights(
             input_norm=before[0],
             attention=self._attention(layer, f"{prefix}self_attn."),
             output=self._linear([f"{prefix}self_attn.o_proj"], spec.output_bias),
             output_norm=after[0],
-            mlp_norm=before[1],
-            feed_forward=self._feed_forward(layer.index, prefix),
+            mlp_norm=mlp_norm,
+            feed_forward=feed_forward,
             mlp_output_norm=after[1],
+            scalar=scalar,
         )
 
     def _attention(self, layer: LayerSpec, prefix: str) -> Attention:
         spec, rope = self._spec, self._ropes[self._spec.rope_types[layer.index]]
         if spec.latent is not None:
             return self._latent_attention(spec.latent, layer, rope, prefix)
-        qkv = ["qkv_proj"] if spec.fused_tensors else ["q_proj", "k_proj", "v_proj"]
+        names = [prefix + name for name in attention_modules(spec, layer)]
+        if layer.reads is not None:
+            return self._reading_attention(layer, rope, prefix, names)
         rotates = spec.rope_types[layer.index] != NO_ROTATION
         return HeadAttention(
             self._ops,
             layer,
             rope,
-            qkv=self._linear([prefix + name for name in qkv], spec.qkv_bias),
+            qkv=self._linear(names, spec.qkv_bias),
             norm=self._head_norm(layer, prefix, rotates=rotates),
             order=self._order(layer, rope) if spec.interleaved and rotates else None,
+            value_norm=self._ones(layer.head_dim_v) if spec.value_norms else None,
+            norm_eps=spec.norm_eps,
         )
+
+    def _reading_attention(
+        self, layer: LayerSpec, rope: Rope, prefix: str, names: Sequence[str]
+    ) -> ReadingAttention:
+        spec = self._spec
+        return ReadingAttention(
+            self._ops,
+            layer,
+            rope,
+            query=self._linear(names, spec.qkv_bias),
+            query_norm=self._vector([f"{prefix}q_norm.weight"], torch.float32),
+            norm_eps=spec.norm_eps,
+            norm_offset=spec.norm_offset,
+        )
+
+    def _ones(self, count: int) -> Tensor:
+        return torch.ones(count, device=self._ops.device)
 
     def _order(self, layer: LayerSpec, rope: Rope) -> Tensor:
         """The columns of queries, keys and values: of what is rotated of each query and key head
@@ -219,12 +261,6 @@ class _Reader:
         self._count([name], heads.keys.nbytes + heads.values.nbytes)
         return heads
 
-    def _feed_forward(self, index: int, prefix: str) -> FeedForward:
-        spec = self._spec
-        if spec.experts is not None and index in spec.experts.layers:
-            return self._sparse(spec.experts, prefix)
-        return self._dense(prefix + spec.feed_forward)
-
     def _dense(self, module: str) -> Dense:
         spec = self._spec
         gate_up = ["gate_up_proj"] if spec.fused_tensors else ["gate_proj", "up_proj"]
@@ -235,7 +271,41 @@ class _Reader:
             down=self._linear([f"{module}.down_proj"], spec.mlp_bias),
         )
 
-    def _sparse(self, experts: ExpertsSpec, prefix: str) -> Sparse:
+    def _dense_and_sparse(
+        self, experts: ExpertsSpec, prefix: str, input_weight: Tensor
+    ) -> DenseAndSparse:
+        norms = [
+            self._vector([f"{prefix}{name}.weight"], torch.float32)
+            for name in ("post_feedforward_layernorm_1", *EXPERT_NORMS)
+        ]
+        own = self._vector([f"{prefix}router.scale"], torch.float32)
+        sparse = self._sparse(
+            experts,
+            prefix,
+            router_scale=own * self._spec.hidden_size**-0.5,
+            scales=self._vector([f"{prefix}router.per_expert_scale"], torch.float32).tolist(),
+        )
+        return DenseAndSparse(
+            self._ops,
+            self._dense(prefix + self._spec.feed_forward),
+            dataclasses.replace(sparse, input_weight=norms[1].to(self._ops.dtype)),
+            input_weight=input_weight.to(self._ops.dtype),
+            dense_norm=norms[0],
+            sparse_norm=norms[2],
+            norm_eps=self._spec.norm_eps,
+        )
+
+    def _sparse(
+        self,
+        experts: ExpertsSpec,
+        prefix: str,
+        *,
+        router_scale: Tensor | None = None,
+        scales: Sequence[float] | None = None,
+    ) -> Sparse:
+        """`router_scale` [H] multiplies the router's inputs, `scales` each expert's output: both
+        are made part of the matrices.
+        """
         names, bias = experts.names, None
         if names.bias is not None:
             bias = self._vector([prefix + names.bias], torch.float32)
@@ -243,10 +313,10 @@ class _Reader:
             self._ops,
             self._spec.activation,
             experts.rule,
-            router=self._matrix([prefix + names.router], exact=True),
+            router=self._matrix([prefix + names.router], exact=True, scale=router_scale),
             bias=bias,
             gate_up=self._experts(prefix, experts.num_experts, (names.gate, names.up)),
-            down=self._experts(prefix, experts.num_experts, (names.down,)),
+            down=self._experts(prefix, experts.num_experts, (names.down,), scales),
             shared=None if names.shared is None else self._dense(prefix + names.shared),
             scales_inputs=experts.scales_inputs,
         )
@@ -261,7 +331,7 @@ class _Reader:
         if spec.head_norms is None or not rotates:
             return None
         # Norms without weights are the same before a rotation and after it.
-        ones = torch.ones(layer.head_dim, device=self._ops.device)
+        ones = self._ones(layer.head_dim)
         return HeadNorm(ones, ones, spec.norm_eps, 0.0)
 
     def _linear(self, names: Sequence[str], has_bias: bool) -> Linear:
@@ -272,9 +342,15 @@ class _Reader:
         rows = [self._shapes[weight][0] for weight in weights]
         return Linear(matrix, bias, tuple(zip(names, rows, strict=True)))
 
-    def _experts(self, prefix: str, count: int, patterns: Sequence[str]) -> Experts:
-        """Packs the tensors of these names for every expert; those of one expert become one matrix,
-        one below the other.
+    def _experts(
+        self,
+        prefix: str,
+        count: int,
+        patterns: Sequence[str],
+        scales: Sequence[float] | None = None,
+    ) -> Experts:
+        """Packs the tensors of these names for every expert, times its scale; those of one expert
+        become one matrix, one below the other.
         """
         reading: Sequence[str] = ()
 
@@ -283,7 +359,7 @@ class _Reader:
             for expert in range(count):
                 reading = [prefix + pattern.format(expert) for pattern in patterns]
                 with self._source.read(reading) as tensors:
-                    yield tensors
+                    yield tensors if scales is None else [part * scales[expert] for part in tensors]
                 self._count(reading, 0)
 
         try:
@@ -293,8 +369,13 @@ class _Reader:
         self._nbytes += experts.nbytes
         return experts
 
-    def _matrix(self, names: Sequence[str], *, exact: bool = False) -> Matrix:
+    def _matrix(
+        self, names: Sequence[str], *, exact: bool = False, scale: Tensor | None = None
+    ) -> Matrix:
+        """`scale` [K] multiplies the matrix's inputs."""
         with self._source.read(names) as parts:
+            if scale is not None:
+                parts = [part.to(scale.device) * scale for part in parts]
             try:
                 matrix = self._ops.pack(parts, exact=exact)
             except ValueError as error:

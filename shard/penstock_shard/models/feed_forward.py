@@ -95,6 +95,8 @@ class Sparse:
     shared: Dense | None = None
     # Whether an expert's input is multiplied by its weight, and not its output.
     scales_inputs: bool = False
+    # What the inputs of experts, but not the router's, are multiplied by, [H].
+    input_weight: Tensor | None = None
 
     @property
     def capturable(self) -> bool:
@@ -110,6 +112,8 @@ class Sparse:
         ops = self.ops
         routing = ops.route(self.router.linear(hidden), self.rule, self.bias)
         rows = hidden[routing.tokens]
+        if self.input_weight is not None:
+            rows = rows * self.input_weight
         if self.scales_inputs:
             rows, routing = _scaled(rows, routing)
         gate_up = self.gate_up.grouped(rows, routing.offsets)
@@ -125,6 +129,40 @@ class Sparse:
             if self.shared is None
             else dataclasses.replace(self, shared=self.shared.change(change))
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAndSparse:
+    """The sum of a dense part and of experts, each normed (Gemma 4). Their inputs are one norm
+    without weights, times weights of each.
+    """
+
+    ops: Ops
+    dense: Dense
+    sparse: FeedForward
+    # What the dense part's input is multiplied by, [H]; and the norms of both outputs, float32 [H].
+    input_weight: Tensor
+    dense_norm: Tensor
+    sparse_norm: Tensor
+    norm_eps: float
+
+    @property
+    def capturable(self) -> bool:
+        return self.sparse.capturable
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        scratch: FeedForwardScratch,
+        adapters: TokenAdapters | None = None,
+    ) -> Tensor:
+        sparse = self.sparse(hidden, NO_SCRATCH)
+        dense = self.dense(hidden * self.input_weight, scratch, adapters)
+        dense = self.ops.add_rms_norm(dense, None, self.dense_norm, self.norm_eps, 0.0)
+        return dense.add_(self.ops.add_rms_norm(sparse, None, self.sparse_norm, self.norm_eps, 0.0))
+
+    def change(self, change: Callable[[Linear], Linear]) -> DenseAndSparse:
+        return dataclasses.replace(self, dense=self.dense.change(change))
 
 
 def _scaled(rows: Tensor, routing: Routing) -> tuple[Tensor, Routing]:

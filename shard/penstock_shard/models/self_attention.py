@@ -63,6 +63,9 @@ class HeadAttention:
     # Where pairs that are rotated lie side by side: the columns of qkv in the order that the ops
     # rotate them in. Scores are sums over a head, so they are the same in any order.
     order: Tensor | None = None
+    # Ones, float32 [Dv], if values are normed.
+    value_norm: Tensor | None = None
+    norm_eps: float = 0.0
 
     def __call__(
         self,
@@ -75,6 +78,8 @@ class HeadAttention:
     ) -> Tensor:
         spec, rope = self.spec, self.rope
         qkv = self.qkv(hidden, scratch.qkv, adapters)
+        if self.value_norm is not None:
+            self._norm_values(qkv, self.value_norm)
         query = self.ops.rope_and_cache(
             qkv if self.order is None else qkv[:, self.order],
             spec,
@@ -92,6 +97,12 @@ class HeadAttention:
         )
         return attended.view(len(hidden), -1)
 
+    def _norm_values(self, qkv: Tensor, weight: Tensor) -> None:
+        values = qkv[:, -self.spec.num_kv_heads * self.spec.head_dim_v :]
+        heads = values.reshape(-1, self.spec.head_dim_v).contiguous()
+        normed = self.ops.add_rms_norm(heads, None, weight, self.norm_eps, 0.0)
+        values.copy_(normed.view(values.shape))
+
     def make_scratch(self, num_tokens: int) -> AttentionScratch:
         make, spec = self.ops.scratch, self.spec
         return AttentionScratch(
@@ -101,6 +112,45 @@ class HeadAttention:
 
     def change(self, change: Callable[[Linear], Linear]) -> HeadAttention:
         return dataclasses.replace(self, qkv=change(self.qkv))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingAttention:
+    """Heads with queries alone: the keys and values are another layer's."""
+
+    ops: Ops
+    spec: LayerSpec
+    rope: Rope
+    query: Linear
+    # float32 [D]
+    query_norm: Tensor
+    norm_eps: float
+    norm_offset: float
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        cache: LayerCache,
+        scratch: AttentionScratch,
+        adapters: TokenAdapters | None = None,
+    ) -> Tensor:
+        spec = self.spec
+        heads = self.query(hidden, None, adapters).view(-1, spec.head_dim)
+        heads = self.ops.add_rms_norm(heads, None, self.query_norm, self.norm_eps, self.norm_offset)
+        query = heads.view(len(hidden), spec.num_heads, spec.head_dim)
+        query = _rotate(query, *_angles(self.rope, positions), interleaved=False)
+        attended = self.ops.backend.attend(
+            cache, query, batch, scale=spec.scale, window=spec.window, softcap=spec.softcap
+        )
+        return attended.view(len(hidden), -1)
+
+    def make_scratch(self, num_tokens: int) -> AttentionScratch:
+        return AttentionScratch(None, None)
+
+    def change(self, change: Callable[[Linear], Linear]) -> ReadingAttention:
+        return dataclasses.replace(self, query=change(self.query))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +184,15 @@ class LatentAttention:
         source, latent, shared = torch.split(self.down(hidden, None, adapters), sizes, dim=-1)
         source = hidden if self.query_norm is None else self._norm(source, self.query_norm)
         query = self.query(source, None, adapters).view(len(hidden), self.spec.num_heads, -1)
-        cos, sin = (part[positions].unsqueeze(1) for part in (self.rope.cos, self.rope.sin))
+        cos, sin = _angles(self.rope, positions)
         plain, turned = query[..., : self.latent.plain], query[..., self.latent.plain :]
-        query = torch.cat((plain, self._rotate(turned, cos, sin)), dim=-1)
+        query = torch.cat((plain, _rotate(turned, cos, sin, interleaved=self.interleaved)), dim=-1)
         if self.rope.temperature is not None:
             query.mul_(self.rope.temperature[positions].view(-1, 1, 1))
         latent = self._norm(latent, self.latent_norm).unsqueeze(1)
-        key = torch.cat((latent, self._rotate(shared.unsqueeze(1), cos, sin)), dim=-1)
+        key = torch.cat(
+            (latent, _rotate(shared.unsqueeze(1), cos, sin, interleaved=self.interleaved)), dim=-1
+        )
         backend = self.ops.backend
         backend.write(cache, key, latent, batch.slots)
         query = self.heads.absorb(query)
@@ -150,19 +202,22 @@ class LatentAttention:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.ops.add_rms_norm(x.contiguous(), None, weight, self.latent.norm_eps, 0.0)
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, H, P] rotated; cos, sin [T, 1, P / 2]. One operation an element at a time: a fused
-        one rounds once less, and torch does not always use it.
-        """
-        if self.interleaved:
-            first, second = x[..., 0::2], x[..., 1::2]
-        else:
-            first, second = x.chunk(2, dim=-1)
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        return torch.cat(turned, dim=-1).to(x.dtype)
-
     def make_scratch(self, num_tokens: int) -> AttentionScratch:
         return AttentionScratch(None, None)
 
     def change(self, change: Callable[[Linear], Linear]) -> LatentAttention:
         return dataclasses.replace(self, down=change(self.down), query=change(self.query))
+
+
+def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions [T], each [T, 1, P / 2]."""
+    return rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """x [T, H, P] rotated; cos, sin [T, 1, P / 2]. One operation an element at a time: a fused one
+    rounds once less, and torch does not always use it.
+    """
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)

@@ -59,6 +59,14 @@ def temperature_of(text: PreTrainedConfig, index: int) -> Temperature | None:
     return Temperature(float(text.floor_scale), float(text.attn_scale))
 
 
+def config_of_layer(text: PreTrainedConfig, index: int) -> PreTrainedConfig:
+    """The layer's own configuration where layers differ, else the one of all."""
+    if getattr(text, "per_layer_attributes", None):
+        own: PreTrainedConfig = text.per_layer_config[index]
+        return own
+    return text
+
+
 def each_layer(text: PreTrainedConfig) -> Sequence[PreTrainedConfig]:
     """The configuration of each layer where layers differ, else the one of all."""
     if getattr(text, "per_layer_attributes", None):
