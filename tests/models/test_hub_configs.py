@@ -21,9 +21,10 @@ from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_families import decoder_spec
-from penstock_shard.models.decoder_spec import NotOurs
+from penstock_shard.models.decoder_spec import NO_ROTATION, DecoderSpec, NotOurs
 from penstock_shard.models.self_attention import HeadAttention
 from penstock_shard.models.transformers import unsupported
+from penstock_shard.ops.base import RoutingRule
 
 _LLAMA = {
     "attention_bias": False,
@@ -421,6 +422,146 @@ COMPOSITES: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
     },
 }
+# Mixtures of experts whose attention is of another kind, or whose routers are.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+    "GLM-4.5-Air": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338],
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.54.0",
+        "use_cache": True,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
+    "Llama-4-Scout": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": {
+            "_attn_implementation_autoset": True,
+            "attention_bias": False,
+            "attention_chunk_size": 8192,
+            "attention_dropout": 0.0,
+            "bos_token_id": 200000,
+            "eos_token_id": [200001, 200007, 200008],
+            "for_llm_compression": False,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "initializer_range": 0.02,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "max_position_embeddings": 10485760,
+            "model_type": "llama4_text",
+            "no_rope_layers": [],
+            "num_attention_heads": 40,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "num_local_experts": 16,
+            "output_router_logits": False,
+            "pad_token_id": 200018,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 1.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "router_aux_loss_coef": 0.001,
+            "router_jitter_noise": 0.0,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "use_qk_norm": True,
+            "vocab_size": 202048,
+        },
+    },
+}
 _SMALL = {
     "vocab_size": 384,
     "hidden_size": 32,
@@ -474,6 +615,31 @@ def test_the_text_of_models_of_images_goes_to_our_decoder_too(name: str, tmp_pat
     assert spec.qkv_bias == name.startswith("Qwen2.5")
     if spec.experts is not None:
         assert (spec.experts.num_experts, spec.experts.rule.is_normalised) == (128, True)
+
+
+def test_mixtures_with_latents_chunks_or_other_routers_go_to_our_decoder(tmp_path: Path) -> None:
+    def spec_of(name: str) -> DecoderSpec:
+        read = load_config(write(tmp_path, MIXTURES[name]), trust_remote_code=False)
+        unsupported.check_config(read, 8192)
+        return decoder_spec(text_config(read, has_head=True))
+
+    deepseek, glm, llama = map(spec_of, MIXTURES)
+    first = deepseek.layers[0]
+    assert (first.head_dim, first.head_dim_v, first.num_kv_heads) == (576, 512, 1)
+    # 192 ** -0.5, times the square of 0.1 * log(40) + 1.
+    assert first.scale == pytest.approx(0.135234, rel=1e-4)
+    assert deepseek.experts is not None
+    assert deepseek.experts.layers == set(range(3, 61))
+    assert deepseek.experts.rule == RoutingRule(8, "sigmoid", True, 2.5, 8, 4)
+    assert (deepseek.experts.shared_size, deepseek.extra_layers) == (2048, 1)
+    assert glm.experts is not None
+    assert (glm.head_norms, glm.qkv_bias, glm.output_bias) == (None, True, False)
+    assert glm.experts.rule == RoutingRule(8, "sigmoid", True, 1.0)
+    assert [layer.chunk for layer in llama.layers[:4]] == [8192, 8192, 8192, None]
+    assert llama.rope_types[:4] == ("", "", "", NO_ROTATION)
+    assert llama.experts is not None
+    assert (llama.experts.scales_inputs, llama.experts.num_experts) == (True, 16)
+    assert (llama.experts.intermediate_size, llama.experts.shared_size) == (8192, 8192)
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Phi-3-mini-4k", "gemma-3-1b"])

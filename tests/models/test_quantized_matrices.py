@@ -517,7 +517,12 @@ def fp8_matrices(runner: ModelRunner) -> list[Fp8Matrix]:
     found = []
     for layer in model._weights.layers:
         mlp = layer.feed_forward
-        found += [layer.qkv.matrix, layer.output.matrix, mlp.gate_up.matrix, mlp.down.matrix]
+        found += [
+            layer.attention.qkv.matrix,
+            layer.output.matrix,
+            mlp.gate_up.matrix,
+            mlp.down.matrix,
+        ]
     return [matrix for matrix in found if isinstance(matrix, Fp8Matrix)]
 
 
