@@ -53,6 +53,15 @@ def test_a_long_sequence_takes_little_more_where_layers_see_windows(family: Fami
     assert of_windows * 4096 == of_all * (64 + 64 + 16)
 
 
+def test_chunks_that_our_decoder_does_not_compute_are_refused_with_its_reason(
+    family: Family,
+) -> None:
+    directory = family("llama4_text", hidden_act="gelu")
+    line = "llama4_text: attention in chunks is served by our decoder alone, .*: activation gelu"
+    with pytest.raises(ModelError, match=line):
+        load(directory)
+
+
 def test_beyond_what_indexers_leave_whole_a_context_is_refused(family: Family) -> None:
     directory = family("deepseek_v32", index_topk=64, max_position_embeddings=512)
     assert load(directory).info.max_model_len == 64

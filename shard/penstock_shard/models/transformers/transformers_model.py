@@ -27,9 +27,7 @@ from penstock_shard.models.latent_heads import LatentHeads
 from penstock_shard.models.paged_caches import PagedCaches
 from penstock_shard.models.transformers.latent_attention import keep_latents
 from penstock_shard.models.transformers.layer_config import (
-    attention_chunk,
     source_of_keys,
-    temperature_of,
 )
 from penstock_shard.models.transformers.sparse_indexers import (
     most_unselected_tokens,
@@ -137,9 +135,6 @@ class TransformersModel:
         # Of the forward in progress, for what adapters add to products.
         self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
-        text = module.config.get_text_config()
-        found = {spec.index: temperature_of(text, spec.index) for spec in self._layers}
-        self._temperatures = {index: each for index, each in found.items() if each is not None}
         self._caches = PagedCaches(cache_layout(self._layers))
 
     @property
@@ -221,8 +216,6 @@ class TransformersModel:
             if spec.reads is None:
                 backend.write(cache, call.key, call.value, batch.slots)
             query, heads = call.query, self.latent.get(spec.index)
-            if temperature := self._temperatures.get(spec.index):
-                query = (query * temperature.scales(positions)).to(query.dtype)
             if heads is not None:
                 query = heads.absorb(query)
             attended = backend.attend(
@@ -236,7 +229,7 @@ class TransformersModel:
             )
             return attended if heads is None else heads.expand(attended)
 
-        with _attention(attend, self._mask), self._threads(), self._untempered():
+        with _attention(attend, self._mask), self._threads():
             if hidden_rows is None:
                 logits = self._call(input_ids, positions, logit_rows)
                 return ForwardOutput(logits, logits.new_empty(0, self.hidden_size))
@@ -268,22 +261,6 @@ class TransformersModel:
         finally:
             if handle is not None:
                 handle.remove()
-
-    @contextmanager
-    def _untempered(self) -> Iterator[None]:
-        """Leave the temperature of queries to `forward`, which knows each token's position."""
-        modules = [each for each in self.module.modules() if self._is_tempered(each)]
-        for module in modules:
-            module.attn_temperature_tuning = False
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.attn_temperature_tuning = True
-
-    def _is_tempered(self, module: nn.Module) -> bool:
-        has_switch = hasattr(module, "attn_temperature_tuning") and hasattr(module, "layer_idx")
-        return has_switch and module.layer_idx in self._temperatures
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
@@ -336,7 +313,6 @@ def _spec_of(call: AttentionCall, text: PreTrainedConfig, latent: LatentHeads | 
         window=call.window,
         softcap=call.softcap,
         has_sinks=call.sinks is not None,
-        chunk=attention_chunk(text, call.layer_index),
         values_in_keys=latent is not None,
         reads=source_of_keys(text, call.layer_index),
     )

@@ -132,6 +132,15 @@ def _original_context(rope: dict[str, Any], text: PreTrainedConfig) -> int:
     return int(original or text.max_position_embeddings)
 
 
+def check_chunks(text: PreTrainedConfig, reason: Exception) -> None:
+    """Raises ModelError for attention in chunks; `reason`: why our decoder does not compute it."""
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        raise ModelError(
+            f"{text.model_type}: attention in chunks is served by our decoder alone, which does not "
+            f"compute this model: {reason}"
+        )
+
+
 def check_class(module: PreTrainedModel) -> None:
     """Raises ModelError for a class whose attention cannot be replaced."""
     if not module._can_set_attn_implementation():
