@@ -136,8 +136,8 @@ def check_chunks(text: PreTrainedConfig, reason: Exception) -> None:
     """Raises ModelError for attention in chunks; `reason`: why our decoder does not compute it."""
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         raise ModelError(
-            f"{text.model_type}: attention in chunks is served by our decoder alone, which does not "
-            f"compute this model: {reason}"
+            f"{text.model_type}: attention in chunks is served by our decoder alone, which does "
+            f"not compute this model: {reason}"
         )
 
 
