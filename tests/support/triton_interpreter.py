@@ -22,6 +22,7 @@ def use_interpreter() -> bool:
     _multiply_row_by_row(interpreter)
     _patch_once_a_launch(interpreter)
     _overflow_in_silence(interpreter)
+    _remember_types(interpreter)
     return True
 
 
@@ -84,3 +85,27 @@ def _overflow_in_silence(interpreter: Any) -> None:
             run(self, *args, **kwargs)
 
     executor.__call__ = call
+
+
+def _remember_types(interpreter: Any) -> None:
+    """It lists all types to find numpy's for one, and writes out the type of each shape's tuple: a
+    fifth of its time.
+    """
+    language = interpreter.tl.core
+    find = interpreter._get_np_dtype
+    found: dict[str, Any] = {}
+
+    def numpy_type(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        return found[name] if name in found else found.setdefault(name, find(dtype))
+
+    def set_types(self: Any, types: Any, fields: Any = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def name(self: Any) -> str:
+        pairs = zip(self.fields, self.types, strict=True)
+        return "[" + ",".join(f"{field}:{kind}" for field, kind in pairs) + "]"
+
+    interpreter._get_np_dtype = numpy_type
+    language.tuple_type.__init__ = set_types
+    language.tuple_type.name = property(name)
