@@ -120,16 +120,16 @@ def measure_peaks() -> Iterator[Callable[..., list[int]]]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as loader:
-        told, said = loader.stdin, loader.stdout
-        assert told is not None
-        assert said is not None
+        lines, peaks = loader.stdin, loader.stdout
+        assert lines is not None
+        assert peaks is not None
 
         def measure(*directories: Path) -> list[int]:
-            print(*directories, file=told, flush=True)
-            return [int(said.readline()) for _ in directories[1:]]
+            print(*directories, file=lines, flush=True)
+            return [int(peaks.readline()) for _ in directories[1:]]
 
         yield measure
-        told.close()
+        lines.close()
         assert loader.wait(10) == 0
 
 
