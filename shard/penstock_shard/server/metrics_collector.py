@@ -12,6 +12,8 @@ from prometheus_client.registry import Collector
 from penstock_common.metric_aliases import translate
 from penstock_common.version import VERSION
 from penstock_shard.config import ShardConfig
+from penstock_shard.ipc.messages import Load
+from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.server.metrics_port import serve_in_threads
 from penstock_shard.server.supervisor import EngineSupervisor
 
@@ -46,7 +48,6 @@ class ShardCollector(Collector):
 def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metric]:
     """The engine's state now."""
     load = engine.load
-    num_blocks = 0 if engine.ready is None else engine.ready.info.num_blocks
     yield _gauge("serving", "1 while requests are served.", engine.serving)
     yield _gauge("draining", "1 while no new requests are accepted.", engine.draining)
     yield _gauge("running", "Sequences being computed.", load.running)
@@ -54,16 +55,28 @@ def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metr
     queued_tokens = engine.queued_tokens + load.prefill_tokens_left
     text = "Tokens left to compute before the sequences that wait or prefill can decode."
     yield _gauge("queued_tokens", text, queued_tokens)
-    yield _gauge("kv_blocks", "KV blocks in total.", num_blocks)
-    yield _gauge("kv_used_blocks", "KV blocks held by sequences.", load.referenced_blocks)
-    ratio = load.referenced_blocks / max(1, num_blocks)
-    yield _gauge("kv_used_ratio", "Share of all KV blocks that sequences hold.", ratio)
+    yield from _kv_cache(load, None if engine.ready is None else engine.ready.info)
     yield CounterMetricFamily(
         "penstock_shard_preemptions",
         "Preemptions: sequences stopped, to be computed again.",
         value=load.preemptions_total,
     )
     yield _info(engine, config)
+
+
+def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
+    """How full it is, and what it has room for."""
+    num_blocks = 0 if info is None else info.num_blocks
+    yield _gauge("kv_blocks", "KV blocks in total.", num_blocks)
+    yield _gauge("kv_used_blocks", "KV blocks held by sequences.", load.referenced_blocks)
+    ratio = load.referenced_blocks / max(1, num_blocks)
+    yield _gauge("kv_used_ratio", "Share of all KV blocks that sequences hold.", ratio)
+    text = "Bytes of keys and values of a token in all layers; 0 where not known."
+    yield _gauge("kv_bytes_per_token", text, 0 if info is None else info.kv_bytes_per_token)
+    text = "Bytes of keys and values of a sequence as long as the context; 0 where not known."
+    yield _gauge("kv_bytes_per_sequence", text, 0 if info is None else info.kv_bytes_per_sequence)
+    text = "Sequences as long as the context that the KV cache has room for; 0 where not known."
+    yield _gauge("kv_sequences", text, 0 if info is None else info.kv_sequences)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

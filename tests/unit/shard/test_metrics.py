@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import struct
 import threading
@@ -10,7 +11,7 @@ import urllib.request
 
 import pytest
 from prometheus_client import CollectorRegistry
-from support.engines import make_engine, make_request
+from support.engines import make_engine, make_request, runner_info
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
@@ -188,3 +189,24 @@ def test_how_the_engine_stands_is_asked_for_when_somebody_looks() -> None:
     assert registry.get_sample_value("penstock_shard_preemptions_total") == 2
     (info,) = (f for f in registry.collect() if f.name == "penstock_shard_info")
     assert info.samples[0].labels["model"] == "named"
+
+
+def test_what_a_token_and_a_sequence_take_is_as_the_runner_says() -> None:
+    supervisor = EngineSupervisor(ShardConfig())
+    registry = CollectorRegistry()
+    registry.register(ShardCollector(supervisor, ShardConfig()))
+    names = ("kv_bytes_per_token", "kv_bytes_per_sequence", "kv_sequences")
+
+    def sizes() -> list[float | None]:
+        return [registry.get_sample_value(f"penstock_shard_{name}") for name in names]
+
+    assert sizes() == [0, 0, 0]
+    info = dataclasses.replace(
+        runner_info(num_blocks=40),
+        kv_bytes_per_token=288,
+        kv_bytes_per_sequence=2**40,
+        kv_sequences=3,
+    )
+    supervisor._ready = messages.Ready(info, {}, "", "")
+    assert sizes() == [288, 2**40, 3]
+    assert registry.get_sample_value("penstock_shard_kv_blocks") == 40
