@@ -226,6 +226,13 @@ class ShardConfig(ObservingConfig):
         "tokens in a KV block (default: what the attention backend wants)",
         metavar="TOKENS",
     )
+    state_spacing: int = _count(
+        512,
+        "where layers have a state in place of keys, keep it for others every so many tokens of a "
+        "prompt, a multiple of the block size; also kept are the states at the last full block of "
+        "each prompt, and where prompts part",
+        metavar="TOKENS",
+    )
     kv_blocks: int | None = _count(None, "number of KV blocks (default: from free memory)")
     kv_memory_bytes: int | None = _count(
         None,

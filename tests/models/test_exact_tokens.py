@@ -35,6 +35,7 @@ _VOCABULARY = 1536
 # Of tiny families, widths that torch computes alike to the last element, as those of real models.
 _WIDTHS = {
     "gemma4_text": {"hidden_size_per_layer_input": 32},
+    "qwen3_next": {},
 }
 
 
@@ -189,6 +190,8 @@ def _tie_logits(directory: Path, target: Path) -> Path:
         ("llama4", {}),
         # Keys of two sizes, in pools of their own; and some that other layers read.
         ("gemma4", {}),
+        # Experts, and states in three of four layers.
+        ("qwen3_next", {"state_spacing": 32}),
         in_soak("gemma4_text", {}),
     ],
 )

@@ -32,7 +32,7 @@ def test_groups_of_one_size_share_the_planes_of_a_pool() -> None:
     for plane in layout.planes[0]:
         groups = [layout.group_of[layer.index] for layer in plane]
         assert len(groups) == len(set(groups))
-    assert layout.elements_per_token(0) == 3 * 2 * 2 * 64
+    assert layout.block_bytes(0, 16, 2) == 3 * 2 * 2 * 64 * 16 * 2
 
 
 def test_layers_of_another_size_have_a_pool_of_their_own() -> None:
@@ -57,5 +57,5 @@ def test_a_layer_that_reads_anothers_keys_has_its_group_and_no_memory() -> None:
 def test_latents_are_one_row_a_token() -> None:
     latent = LayerSpec(0, 128, 1, 576, 512, 1.0, values_in_keys=True)
     heads = LayerSpec(0, 128, 128, 192, 128, 1.0)
-    assert cache_layout([latent]).elements_per_token(0) == 576
+    assert cache_layout([latent]).block_bytes(0, 16, 2) == 576 * 16 * 2
     assert 4 * latent.elements_per_token <= heads.elements_per_token

@@ -20,6 +20,25 @@ LayerCache: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What a layer keeps of a sequence in place of keys and values, whatever its length, float32:
+    the inputs of a short convolution, [taps - 1, channels]; and a matrix of each head, [heads, dim,
+    dim_v], of none where `heads` is 0.
+    """
+
+    channels: int
+    taps: int
+    heads: int = 0
+    dim: int = 0
+    dim_v: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        convolved = (self.taps - 1) * self.channels
+        return 4 * (convolved + self.heads * self.dim * self.dim_v)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The parameters of one attention layer, as its attention call passes them."""
 
@@ -40,6 +59,8 @@ class LayerSpec:
     values_in_keys: bool = False
     # The layer whose keys and values this one reads, in place of any of its own.
     reads: int | None = None
+    # What the layer keeps if it does not attend: the other fields have no meaning then.
+    state: StateSpec | None = None
 
     @property
     def elements_per_token(self) -> int:

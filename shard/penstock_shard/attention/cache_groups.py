@@ -2,7 +2,9 @@
 
 Layers that see the same keys form a group: one block table of a sequence serves all of them. Groups
 whose layers need equal memory for a token share a pool of blocks, so that none is set aside for one
-kind. A pool is made of planes, each the memory of one layer; a block is its part of all planes, and
+kind. Layers with a state in place of keys form a group too, in whose pool a block is one state.
+
+A pool is made of planes, each the memory of one layer; a block is its part of all planes, and
 belongs to one group at a time, whose layers have a plane each.
 """
 
@@ -11,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock_shard.attention.base import LayerSpec
+from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.ipc.runner_info import CacheGroup
 
 # Most groups with layers of one shape, as a step's host work grows with their number. With fewer,
 # some have less layers than others, and leave planes of their blocks unused.
 _MOST_GROUPS = 8
 # How a layer's keys and values lie in memory, and which of them a query sees.
-_Shape = tuple[int, int, int, bool]
+_Shape = tuple[int, int, int, bool] | StateSpec
 _Sight = tuple[int | None, int | None]
 
 
@@ -32,9 +34,14 @@ class CacheLayout:
     group_of: dict[int, int]
     planes: tuple[tuple[tuple[LayerSpec, ...], ...], ...]
 
-    def elements_per_token(self, pool: int) -> int:
-        """Elements of one token in a block of this pool."""
-        return sum(plane[0].elements_per_token for plane in self.planes[pool])
+    def block_bytes(self, pool: int, block_size: int, itemsize: int) -> int:
+        """Bytes of a block of this pool, whose elements take so many bytes."""
+        return sum(
+            block_size * first.elements_per_token * itemsize
+            if first.state is None
+            else first.state.nbytes
+            for first, *_ in self.planes[pool]
+        )
 
 
 def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
@@ -42,13 +49,7 @@ def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
     shapes: dict[_Shape, dict[_Sight, list[LayerSpec]]] = {}
     for layer in layers:
         if layer.reads is None:
-            shape = (
-                layer.num_kv_heads,
-                layer.head_dim,
-                layer.head_dim_v,
-                layer.values_in_keys,
-            )
-            kinds = shapes.setdefault(shape, {})
+            kinds = shapes.setdefault(_shape_of(layer), {})
             kinds.setdefault((layer.window, layer.chunk), []).append(layer)
     groups: list[CacheGroup] = []
     group_of: dict[int, int] = {}
@@ -63,7 +64,8 @@ def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
         ]
         for part in parts:
             group_of.update((layer.index, len(groups)) for layer in part)
-            groups.append(CacheGroup(part[0].window, part[0].chunk, pool))
+            has_state = part[0].state is not None
+            groups.append(CacheGroup(part[0].window, part[0].chunk, pool, has_state))
         planes.append(
             tuple(
                 tuple(part[plane] for part in parts if plane < len(part)) for plane in range(size)
@@ -73,3 +75,9 @@ def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
         if layer.reads is not None:
             group_of[layer.index] = group_of[layer.reads]
     return CacheLayout(tuple(groups), group_of, tuple(planes))
+
+
+def _shape_of(layer: LayerSpec) -> _Shape:
+    if layer.state is not None:
+        return layer.state
+    return layer.num_kv_heads, layer.head_dim, layer.head_dim_v, layer.values_in_keys

@@ -21,6 +21,7 @@ _SIZES = {
     "gemma4_text": "moe_intermediate_size",
     "llama4_text": "intermediate_size",
     "mistral4": "moe_intermediate_size",
+    "qwen3_5_moe_text": "moe_intermediate_size",
     "qwen3_vl_moe_text": "moe_intermediate_size",
 }
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"

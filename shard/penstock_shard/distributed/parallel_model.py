@@ -85,6 +85,9 @@ class MirroredModel:
         self._followers.tell(Call("free", []))
         self.model.free()
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert not copies, "models with states are not divided"
+
     @contextmanager
     def shortened(self) -> Iterator[None]:
         self._followers.tell(Call("shorten", []))

@@ -39,6 +39,8 @@ class CacheGroup:
     window: int | None = None
     chunk: int | None = None
     pool: int = 0
+    # Layers have a state in place of keys: a sequence has one block, which is its state.
+    has_state: bool = False
 
     @property
     def reach(self) -> int | None:
@@ -53,16 +55,18 @@ class CacheGroup:
 
     def most_blocks(self, max_chunk_tokens: int, block_size: int) -> int:
         """The most blocks that a sequence needs at once if a step computes so many tokens of it."""
+        if self.has_state:
+            return 1
         if self.reach is None:
             return 2**31
         return -(-(self.reach + max_chunk_tokens) // block_size) + 1
 
 
 def pools_for(num_blocks: int, groups: Sequence[CacheGroup]) -> list[int]:
-    """The sizes of pools in which each group has so many blocks."""
+    """The sizes of pools in which each group has so many blocks; of states, none."""
     pools = [0] * (1 + max(group.pool for group in groups))
     for group in groups:
-        pools[group.pool] += num_blocks
+        pools[group.pool] += 0 if group.has_state else num_blocks
     return pools
 
 
@@ -71,7 +75,7 @@ def blocks_each(pools: Sequence[int], groups: Sequence[CacheGroup]) -> int:
     the scarcest pool has.
     """
     one = pools_for(1, groups)
-    return min(size // count for size, count in zip(pools, one, strict=True))
+    return min(size // count for size, count in zip(pools, one, strict=True) if count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,8 @@ class RunnerInfo:
     adapters: tuple[Adapter, ...] = ()
     # What layers keep of a sequence's tokens.
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    # Where layers have states, these are kept for others every so many tokens.
+    state_spacing: int = 512
     # Bytes of keys and values: of a token in all layers, and of a sequence of `max_model_len`; and
     # how many such sequences there is room for. 0 where that is not known.
     kv_bytes_per_token: int = 0

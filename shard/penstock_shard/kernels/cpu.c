@@ -497,7 +497,7 @@ void penstock_add_rms_norm(const float *x, float *residual, const float *weight,
     leave(arithmetic);
 }
 
-enum { SILU, GELU_TANH };
+enum { SILU, GELU_TANH, SIGMOID };
 
 struct gate {
     const float *gate_up;
@@ -506,14 +506,15 @@ struct gate {
 };
 
 /* x / (1 + e^-u): SiLU for u = x; for this u GELU with its tanh, since (1 + tanh y) / 2 is
- * 1 / (1 + e^-2y), which does not cancel. */
+ * 1 / (1 + e^-2y), which does not cancel. Sigmoid has 1 in place of x. */
 INLINE v16 activated(v16 x, int64_t kind) {
     v16 u = x;
     if (kind == GELU_TANH) {
         v16 cube = v_mul(v_mul(x, x), x);
         u = v_mul(v_all(1.59576912f), v_fma(v_all(0.044715f), cube, x)); /* 2 sqrt(2 / pi) */
     }
-    return v_div(x, v_add(v_all(1.0f), v_exp(v_sub(v_all(0.0f), u))));
+    v16 top = kind == SIGMOID ? v_all(1.0f) : x;
+    return v_div(top, v_add(v_all(1.0f), v_exp(v_sub(v_all(0.0f), u))));
 }
 
 static void gate_task(const void *args, int64_t row, int thread) {
@@ -954,3 +955,5 @@ int64_t penstock_attention(const float *query, int64_t rows, int64_t heads,
     leave(arithmetic);
     return status;
 }
+
+#include "recurrent.h"

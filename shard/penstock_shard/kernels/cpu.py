@@ -21,12 +21,14 @@ from torch import Tensor
 from penstock_shard.kernels.build_cpu import KernelBuildError, libraries, wanted_levels
 
 WeightKind = Literal["float32", "float16", "int8"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 
 WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "int8")
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "sigmoid")
 # Block sizes are multiples of this: 16 keys form a tile.
 KEY_TILE = 16
+# The most inputs that a short convolution looks at.
+MOST_TAPS = 16
 
 # Outputs of a packed weight are padded to a multiple of this; see cpu.c.
 _GROUP = 64
@@ -175,6 +177,9 @@ class CpuKernels:
         )
         self._write_cache = _declare(library, "write_cache", "ppppi", ctypes.c_int64)
         self._attention = _declare(library, "attention", "piippppiififpp", ctypes.c_int64)
+        self._short_conv = _declare(library, "short_conv", "piippiipipppiip", ctypes.c_int64)
+        self._delta_rule = _declare(library, "delta_rule", "piiiiipippipppiip", ctypes.c_int64)
+        self._decay = _declare(library, "decay", "piiippp", None)
 
     def set_threads(self, count: int) -> None:
         """Set the number of compute threads, the caller's included. Results do not depend on it."""
@@ -412,6 +417,119 @@ class CpuKernels:
         )
         _check(status)
         return out
+
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        step: Steps,
+        *,
+        silu: bool,
+    ) -> Tensor:
+        """x [T, C] -> each channel's convolution with its last K inputs, and SiLU of it, [T, C].
+
+        weight [K, C], bias [C]; state [slots, K - 1, C] has the inputs before, and is updated.
+        """
+        rows, channels = x.shape
+        out = torch.empty_like(x)
+        shape = (len(state), len(weight) - 1, channels)
+        if not (_plain(x) and _plain(weight) and _plain(state)) or state.shape != shape:
+            raise ValueError(f"short_conv: x {_say(x)}, state {_say(state)}, {len(weight)} taps")
+        if weight.shape[1] != channels or len(weight) > MOST_TAPS:
+            raise ValueError(f"short_conv: x {_say(x)}, weight {_say(weight)}")
+        status = self._short_conv(
+            x.data_ptr(),
+            rows,
+            channels,
+            weight.data_ptr(),
+            _pointer(bias),
+            len(weight),
+            int(silu),
+            state.data_ptr(),
+            len(state),
+            *step.arguments,
+            out.data_ptr(),
+        )
+        _check(status)
+        return out
+
+    def delta_rule(
+        self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, step: Steps
+    ) -> Tensor:
+        """qkv [T, 2 Hk D + H Dv] -> outputs of the delta rule [T, H, Dv]; see recurrent.h.
+
+        decay [T, H] or, for each channel, [T, H, D]; beta [T, H]; state [slots, H, D, Dv], which is
+        updated.
+        """
+        rows, width = qkv.shape
+        slots, heads, dim, dim_v = state.shape
+        key_heads = (width - heads * dim_v) // (2 * dim)
+        out = torch.empty(rows, heads, dim_v)
+        by_channel = decay.dim() == 3
+        if (
+            not all(map(_plain, (qkv, decay, beta, state)))
+            or width != 2 * key_heads * dim + heads * dim_v
+            or heads % key_heads
+            or decay.shape != ((rows, heads, dim) if by_channel else (rows, heads))
+            or beta.shape != (rows, heads)
+        ):
+            raise ValueError(
+                f"delta_rule: qkv {_say(qkv)}, decay {_say(decay)}, beta {_say(beta)}, "
+                f"state {_say(state)}"
+            )
+        status = self._delta_rule(
+            qkv.data_ptr(),
+            rows,
+            heads,
+            key_heads,
+            dim,
+            dim_v,
+            decay.data_ptr(),
+            int(by_channel),
+            beta.data_ptr(),
+            state.data_ptr(),
+            slots,
+            *step.arguments,
+            out.data_ptr(),
+        )
+        _check(status)
+        return out
+
+    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+        """x [T, H] or [T, H, D] -> exp(-rate * softplus(x + bias)); rate [H], bias of x's shape
+        without T.
+        """
+        out, heads = torch.empty_like(x), x.shape[1]
+        if not all(map(_plain, (x, rate, bias))) or bias.shape != x.shape[1:] or len(rate) != heads:
+            raise ValueError(f"decay: x {_say(x)}, rate {_say(rate)}, bias {_say(bias)}")
+        dim = x.shape[2] if x.dim() == 3 else 1
+        self._decay(
+            x.data_ptr(), len(x), heads, dim, rate.data_ptr(), bias.data_ptr(), out.data_ptr()
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A step's tokens by sequence, for layers with a state: cu_queries int32 [B + 1], seq_lens
+    int32 [B], and block_table int32 [B, M], whose first column has the slot of each state.
+    """
+
+    cu_queries: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        return (
+            self.cu_queries.data_ptr(),
+            self.seq_lens.data_ptr(),
+            self.block_table.data_ptr(),
+            len(self.seq_lens),
+            self.block_table.stride(0),
+        )
 
 
 _loaded: dict[str, CpuKernels] = {}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, blocks_each
 from penstock_shard.kv_cache.block_pool import BlockPool, CachedBlock
+from penstock_shard.kv_cache.kept_states import Boundaries, StateCopies
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 from penstock_shard.sequence import Sequence
 
@@ -36,7 +37,9 @@ class _Table:
 
     groups: list[_Blocks]
     # Chained hashes of the full blocks of its tokens, as far as they were needed.
-    hashes: list[bytes] = field(default_factory=list)
+    hashes: list[bytes]
+    # Where its states are kept.
+    boundaries: Boundaries
     # How many of its full blocks are cached, or were found there; and the prefix of these.
     num_cached: int = 0
     prefix: Prefix | None = None
@@ -54,9 +57,11 @@ class BlockManager:
         max_chunk_tokens: int = 2**31,
         weights_hash: str = "",
         enable_prefix_caching: bool = True,
+        state_spacing: int = 512,
     ) -> None:
         """`pools` are numbers of blocks of `block_size` tokens, and no step computes more than
-        `max_chunk_tokens` of a sequence.
+        `max_chunk_tokens` of a sequence. States are kept every `state_spacing` tokens at least, a
+        multiple of `block_size`.
         """
         self.block_size = block_size
         self._groups = tuple(groups)
@@ -68,6 +73,10 @@ class BlockManager:
         self._most = [group.most_blocks(max_chunk_tokens, block_size) for group in groups]
         # Groups that give blocks back while a sequence runs.
         self._sliding = [i for i, group in enumerate(groups) if group.reach is not None]
+        # Groups whose block of a sequence is its state.
+        self._states = [i for i, group in enumerate(groups) if group.has_state]
+        self._state_spacing = state_spacing
+        self._copies = StateCopies()
         self._tree = PrefixTree(len(self._groups))
         self._insertions = 0
         self._tables: dict[Sequence, _Table] = {}
@@ -86,6 +95,7 @@ class BlockManager:
             max_chunk_tokens=max_chunk_tokens,
             weights_hash=info.weights_hash,
             enable_prefix_caching=enable_prefix_caching,
+            state_spacing=info.state_spacing,
         )
 
     # ---- counts ----
@@ -111,8 +121,8 @@ class BlockManager:
 
     @property
     def slides(self) -> bool:
-        """Whether sequences give blocks back while they run; see `slide`."""
-        return bool(self._sliding)
+        """Whether sequences give blocks back while they run, or keep states; see `slide`."""
+        return bool(self._sliding or self._states)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
@@ -134,7 +144,9 @@ class BlockManager:
         table = self._tables.get(sequence)
         if table is None:
             return 0
-        return min(len(blocks.ids) for blocks in table.groups) * self.block_size
+        groups = zip(self._groups, table.groups, strict=True)
+        held = min(len(blocks.ids) for group, blocks in groups if not group.has_state)
+        return held * self.block_size
 
     def take_new(self, sequences: abc.Collection[Sequence]) -> list[list[abc.Sequence[int]]]:
         """For each group: the blocks that each sequence got since this was last asked of it."""
@@ -155,7 +167,10 @@ class BlockManager:
             return 0
         table = self._table(sequence)
         found = self._find_chain(sequence, table)
-        del found[self._longest(found) :]
+        longest = self._longest(found)
+        if self._states:
+            self._mark(sequence, table, len(found))
+        del found[longest:]
         if found:
             table.num_cached = len(found)
             table.prefix = found[-1]
@@ -166,7 +181,7 @@ class BlockManager:
 
     def slide(self, sequence: Sequence, start: int) -> None:
         """Give back the blocks that no token from `start` on sees. Launched steps may still read
-        them: whoever gets them writes them in a later step.
+        them: whoever gets them writes them in a later step. And keep its state where that is due.
         """
         table = self._table(sequence)
         for group in self._sliding:
@@ -175,6 +190,8 @@ class BlockManager:
             if first > blocks.first:
                 self._pool_of[group].release(blocks.ids[blocks.first : first])
                 blocks.first = first
+        if self._states and table.boundaries.has(start):
+            self._keep_states(sequence, table, start)
 
     def shortage(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
         """The scarcest pool, and how many free blocks it lacks for `grow`: none if that is not
@@ -199,9 +216,25 @@ class BlockManager:
             missing = self._missing(group, blocks, num_tokens)
             if missing > 0:
                 new = [self._take(self._pool_of[group]) for _ in range(missing)]
-                blocks.ids += new
+                if self._groups[group].has_state:
+                    self._begin_state(group, blocks, new[0])
+                else:
+                    blocks.ids += new
                 self._new_of(sequence)[group] += new
         return True
+
+    def chunk_limit(self, sequence: Sequence, limit: int) -> int:
+        """How many of `limit` more tokens of a sequence a step may compute: its state must be there
+        where it is kept.
+        """
+        if not self._states or not self._enable_prefix_caching:
+            return limit
+        start = sequence.num_computed
+        return min(limit, self._table(sequence).boundaries.next_after(start) - start)
+
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """The copies of states that the next step begins with: from which block to which."""
+        return self._copies.take()
 
     def suffices(self, sequence: Sequence, others: abc.Iterable[Sequence]) -> bool:
         """Whether a sequence without blocks had enough for all its tokens, none of them cached, if
@@ -260,7 +293,8 @@ class BlockManager:
     # ---- tables ----
 
     def _empty_table(self, hashes: list[bytes]) -> _Table:
-        return _Table([_Blocks() for _ in self._groups], hashes)
+        groups = [_Blocks() for _ in self._groups]
+        return _Table(groups, hashes, Boundaries(self._state_spacing))
 
     def _table(self, sequence: Sequence) -> _Table:
         table = self._tables.get(sequence)
@@ -278,6 +312,10 @@ class BlockManager:
         """How many blocks it lacks for `num_tokens`; at most so many that it has no more than
         `_most`.
         """
+        if self._groups[group].has_state:
+            # A state that is kept for others is not written.
+            has_own = blocks.ids and blocks.ids[0] not in self._pool_of[group].cached
+            return 0 if has_own else 1
         count = min(self.blocks_for(num_tokens), blocks.first + self._most[group])
         return max(0, count - len(blocks.ids))
 
@@ -313,7 +351,8 @@ class BlockManager:
         """
         count = (sequence.num_tokens - 1) // self.block_size
         self._hash_full_blocks(sequence, table, count)
-        whole = [group for group in range(len(self._groups)) if group not in self._sliding]
+        some = {*self._sliding, *self._states}
+        whole = [group for group in range(len(self._groups)) if group not in some]
         found: list[Prefix] = []
         parent = self._tree.find(None, self._root(sequence))
         for index in range(count if parent is not None else 0):
@@ -329,9 +368,12 @@ class BlockManager:
         # For each group and each number of prefixes, how many of the last have a block.
         runs = [(group, self._runs(group, found)) for group in self._sliding]
         count = len(found)
-        while any(
-            count - run[count] > self._first_visible(group, count * self.block_size)
-            for group, run in runs
+        while count and (
+            any(found[count - 1].block_ids[group] == NO_BLOCK for group in self._states)
+            or any(
+                count - run[count] > self._first_visible(group, count * self.block_size)
+                for group, run in runs
+            )
         ):
             count -= 1
         return count
@@ -345,6 +387,10 @@ class BlockManager:
     def _share(self, sequence: Sequence, table: _Table, group: int, found: list[Prefix]) -> None:
         """Refer to the blocks of a found prefix that the next token sees."""
         blocks, pool = table.groups[group], self._pool_of[group]
+        if self._groups[group].has_state:
+            blocks.ids = [found[-1].block_ids[group]]
+            pool.refer(blocks.ids[0])
+            return
         blocks.first = self._first_visible(group, len(found) * self.block_size)
         # What is not seen is not looked at, but counts in the order of tokens.
         blocks.ids = [0] * blocks.first
@@ -377,17 +423,57 @@ class BlockManager:
         for group, blocks in enumerate(table.groups):
             # Two sequences may compute the same block at once: the first stays cached. And a block
             # may have been given back before its last token was known.
-            if prefix.block_ids[group] == NO_BLOCK and index >= blocks.first:
-                block_id = prefix.block_ids[group] = blocks.ids[index]
-                self._insertions += 1
-                cached = CachedBlock(prefix, group, self._insertions)
-                self._pool_of[group].cached[block_id] = cached
+            is_there = index >= blocks.first and not self._groups[group].has_state
+            if prefix.block_ids[group] == NO_BLOCK and is_there:
+                self._name(prefix, group, blocks.ids[index])
         return prefix
+
+    def _name(self, prefix: Prefix, group: int, block_id: int) -> None:
+        """The block is cached under the prefix."""
+        prefix.block_ids[group] = block_id
+        self._insertions += 1
+        self._pool_of[group].cached[block_id] = CachedBlock(prefix, group, self._insertions)
 
     def _forget_name(self, cached: CachedBlock) -> None:
         """The block is no longer cached."""
         cached.prefix.block_ids[cached.group] = NO_BLOCK
         self._tree.prune(cached.prefix)
+
+    # ---- states ----
+
+    def _mark(self, sequence: Sequence, table: _Table, num_known: int) -> None:
+        """Have its state kept at its last full block, and where it parts from what is known."""
+        last = (sequence.num_tokens - 1) // self.block_size
+        others = {num_known * self.block_size, last * self.block_size}
+        table.boundaries = Boundaries(self._state_spacing, others)
+
+    def _begin_state(self, group: int, blocks: _Blocks, own: int) -> None:
+        """Give a sequence the block `own` for its state: a copy of the kept one that it found, if
+        any.
+        """
+        if blocks.ids:
+            self._copies.pairs.append((blocks.ids[0], own))
+            self._pool_of[group].release(blocks.ids)
+        blocks.ids = [own]
+
+    def _keep_states(self, sequence: Sequence, table: _Table, start: int) -> None:
+        """Keep the state of its first `start` tokens, all of which are computed by launched steps,
+        if there is a free block for it.
+        """
+        count = start // self.block_size
+        if not self._enable_prefix_caching or len(sequence.token_ids) < start:
+            return
+        if table.num_cached < count:
+            self._cache_blocks(sequence, table, count)
+        for group in self._states:
+            pool, blocks, prefix = self._pool_of[group], table.groups[group], table.prefix
+            if prefix is None or table.num_cached != count or not pool.num_free:
+                continue
+            if prefix.block_ids[group] == NO_BLOCK and blocks.ids:
+                kept = self._take(pool)
+                self._copies.pairs.append((blocks.ids[0], kept))
+                self._name(prefix, group, kept)
+                pool.release([kept])
 
     def check_integrity(self) -> None:
         """Recount everything from the block tables.

@@ -17,7 +17,10 @@ _CPU_SHARE = 0.5
 _MOST_BLOCKS = 2**20
 # Pools hold equally many sequences of this many times what the widest window holds. With more, long
 # sequences would find blocks for their windows where short ones find none; with fewer, the reverse.
+# A state is as a window of nothing but the step's own tokens.
 _REFERENCE_WINDOWS = 4
+# For each such sequence there is room for so many states that are kept for others, beside its own.
+_KEPT_STATES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +72,30 @@ class KVShape:
                 too_long = middle
         return fits * self.block_size
 
-    def divide(self, num_bytes: int) -> list[int]:
-        """Blocks of each pool in so many bytes, which hold one sequence of full length."""
-        pools = self.blocks_for(self.max_model_len)
-        reaches = [group.reach for group in self.groups if group.reach is not None]
+    def reference(self) -> list[int]:
+        """The blocks of each pool of a sequence as pools are divided for."""
+        reaches = [group.reach or 0 for group in self.groups if group.most_blocks(1, 1) < 2**31]
         length = self.max_model_len
         if reaches:
             length = min(length, _REFERENCE_WINDOWS * (max(reaches) + self.max_chunk_tokens))
-        reference = self.blocks_for(length)
+        counts = self.blocks_for(length)
+        for group in self.groups:
+            counts[group.pool] += _KEPT_STATES if group.has_state else 0
+        return counts
+
+    def divide(self, num_bytes: int) -> list[int]:
+        """Blocks of each pool in so many bytes, which hold one sequence of full length."""
+        pools, reference = self.blocks_for(self.max_model_len), self.reference()
         left, each = num_bytes - self.bytes_of(pools), self.bytes_of(reference)
         return [count + left * more // each for count, more in zip(pools, reference, strict=True)]
+
+    def bytes_with(self, num_blocks: int) -> int:
+        """Bytes of so many blocks of each group, and of the states that go with them."""
+        blocks, reference = pools_for(1, self.groups), self.reference()
+        states = [0 if count else more for count, more in zip(blocks, reference, strict=True)]
+        most = max(reference[pool] // count for pool, count in enumerate(blocks) if count)
+        each = -(-num_blocks // most)
+        return num_blocks * self.bytes_of(blocks) + each * self.bytes_of(states)
 
 
 def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> list[int]:
@@ -92,7 +109,7 @@ def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: b
     one = shape.bytes_per_sequence
     block = shape.bytes_of(pools_for(1, shape.groups))
     if config.kv_blocks is not None:
-        budget, flag = config.kv_blocks * block, "--kv-blocks"
+        budget, flag = shape.bytes_with(config.kv_blocks), "--kv-blocks"
     elif config.kv_memory_bytes is not None:
         budget, flag = config.kv_memory_bytes, "--kv-memory"
     else:

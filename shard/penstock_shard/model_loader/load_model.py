@@ -111,7 +111,7 @@ def load_model(
         ropes = rope_tables(files.config, spec, files.max_model_len, ops.device)
     except (NotOurs, *_ODD_VALUES) as reason:
         _check_not_exact(ops, reason)
-        unsupported.check_chunks(files.config, reason)
+        unsupported.check_layer_types(files.config, reason)
         progress(f"running the code of transformers ({reason})")
         return loading.transformers_model()
     return loading.decoder(spec, ropes)

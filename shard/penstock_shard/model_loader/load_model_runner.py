@@ -120,6 +120,7 @@ def _info(
         kv_bytes_per_sequence=prepared.kv_shape.bytes_per_sequence,
         kv_sequences=prepared.kv_shape.sequences_in(prepared.pools),
         cache_groups=model.cache_layout.groups,
+        state_spacing=config.state_spacing,
         dtype=ops.weights,
         kv_dtype=dtype_name(loaded.kv_dtype),
         device=str(model.device),

@@ -73,7 +73,7 @@ class MemoryPreparation:
         return KVShape(
             block_size=self.block_size,
             block_bytes=tuple(
-                self.block_size * layout.elements_per_token(pool) * itemsize
+                layout.block_bytes(pool, self.block_size, itemsize)
                 for pool in range(len(layout.planes))
             ),
             max_model_len=self.loaded.max_model_len,

@@ -74,6 +74,11 @@ def _block_size(config: ShardConfig, loaded: LoadedModel) -> int:
             f"--block-size {block_size}: attention backend {backend.name} needs a multiple "
             f"of {backend.block_multiple}"
         )
+    if config.state_spacing % block_size:
+        raise ModelError(
+            f"--state-spacing {config.state_spacing}: states are kept at the ends of blocks, so it "
+            f"must be a multiple of --block-size {block_size}"
+        )
     for group in loaded.model.cache_layout.groups:
         if group.chunk is not None and group.chunk % block_size:
             raise ModelError(

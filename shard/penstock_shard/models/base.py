@@ -51,6 +51,9 @@ class CausalModel(Protocol):
     def free(self) -> None:
         """Drop the KV cache."""
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy states of all layers that have one, in this order: from which block to which."""
+
     def forward(
         self,
         input_ids: Tensor,

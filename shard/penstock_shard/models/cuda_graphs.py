@@ -213,6 +213,9 @@ class GraphedModel:
         self.drop()
         self._model.free()
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._model.copy_states(copies)
+
     @contextmanager
     def shortened(self) -> Iterator[None]:
         with self._model.shortened():

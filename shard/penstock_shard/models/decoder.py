@@ -82,7 +82,10 @@ class Decoder:
         """Whether pure decode steps may run in a CUDA graph, as far as the feed-forward parts are
         concerned; attention backends say it for themselves.
         """
-        return all(layer.weights.feed_forward.capturable for layer in self._layers)
+        return all(
+            layer.spec.state is None and layer.weights.feed_forward.capturable
+            for layer in self._layers
+        )
 
     def change(self, change: Callable[[Linear], Linear]) -> None:
         """Replace each linear layer, but the head, by what `change` makes of it."""
@@ -103,6 +106,9 @@ class Decoder:
 
     def free(self) -> None:
         self._caches.free()
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._caches.copy_states(copies)
 
     @contextmanager
     def shortened(self) -> Iterator[None]:

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from penstock_shard.attention.base import LayerSpec
+from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.models.decoder_spec import (
     NO_ROTATION,
     DecoderSpec,
+    DeltaSpec,
     ExpertNames,
     ExpertsSpec,
     LatentSpec,
@@ -118,6 +119,8 @@ class _Family:
     # As Gemma 4: norm weights as they are, scores that are not scaled, normed values, and what else
     # `_GEMMA4_READS` has.
     gemma4: bool = False
+    # As Qwen3-Next: norm weights are stored minus 1, attention has a gate, other layers a state.
+    delta: bool = False
     feed_forward: str = "mlp"
     # For families whose layers may have experts.
     experts: ExpertNames | None = None
@@ -125,6 +128,8 @@ class _Family:
 
 # Values that configurations of DeepSeek V3 state and transformers does not read.
 _DEEPSEEK_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+# The same of Qwen3.5.
+_QWEN35_VALUES = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 _LAYER_WINDOWS = frozenset(
     {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
 )
@@ -244,6 +249,29 @@ _LLAMA4_READS = frozenset(
         "attention_bias",
     }
 )
+# Experts as Qwen3-Next has them.
+_GATED_NAMES = dataclasses.replace(
+    _QWEN_NAMES, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate.weight"
+)
+_DELTA_READS = frozenset(
+    {
+        "attention_bias",
+        "layer_types",
+        "full_attention_interval",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        # What transformers takes for granted.
+        *_QWEN35_VALUES,
+        # Of predicting further tokens, whose weights have names of their own.
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+    }
+)
+# Where all three of a token's positions are equal, as in text, they are one.
+_DELTA_ROPE_READS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 _QWEN_EXPERT_READS = frozenset(
     {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"}
 )
@@ -304,6 +332,34 @@ _FAMILIES = {
         _EXPERT_READS | _QWEN_EXPERT_READS | _LAYER_WINDOWS | {"attention_bias"},
         head_norms="learned",
         experts=_QWEN_NAMES,
+    ),
+    "qwen3_next": _Family(
+        "qwen3_next",
+        "Qwen3Next",
+        _EXPERT_READS | _QWEN_EXPERT_READS | _DELTA_READS | {"shared_expert_intermediate_size"},
+        rope_reads=_DELTA_ROPE_READS,
+        head_norms="learned",
+        delta=True,
+        experts=_GATED_NAMES,
+    ),
+    "qwen3_5_text": _Family(
+        "qwen3_5",
+        "Qwen3_5",
+        _DELTA_READS,
+        rope_reads=_DELTA_ROPE_READS,
+        rotary_prefix="Qwen3_5Text",
+        head_norms="learned",
+        delta=True,
+    ),
+    "qwen3_5_moe_text": _Family(
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        _EXPERT_READS | _DELTA_READS | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+        rope_reads=_DELTA_ROPE_READS,
+        rotary_prefix="Qwen3_5MoeText",
+        head_norms="learned",
+        delta=True,
+        experts=_GATED_NAMES,
     ),
     "glm4_moe": _Family(
         "glm4_moe",
@@ -367,15 +423,13 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     return DecoderSpec(
         vocab_size=int(config.vocab_size),
         hidden_size=int(config.hidden_size),
-        intermediate_size=int(
-            getattr(config, "intermediate_size_mlp", None) or config.intermediate_size
-        ),
+        intermediate_size=_dense_size(config),
         layers=layers,
         rope_types=_rope_types(config, len(layers)),
         interleaved=bool(getattr(config, "rope_interleave", family.interleaved)),
         activation=_ACTIVATIONS[activation],
         norm_eps=float(config.rms_norm_eps),
-        norm_offset=1.0 if family.gemma and not family.gemma4 else 0.0,
+        norm_offset=1.0 if family.delta or (family.gemma and not family.gemma4) else 0.0,
         output_norms=family.gemma,
         head_norms=family.head_norms if getattr(config, "use_qk_norm", True) else None,
         value_norms=family.gemma4,
@@ -390,9 +444,23 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         layer_scalars=family.gemma4,
         experts=_experts(config, family),
         latent=_latent(config) if family.latent else None,
+        delta=_delta(config) if family.delta else None,
+        gates_heads=family.delta,
         feed_forward=family.feed_forward,
-        extra_layers=int(getattr(config, "num_nextn_predict_layers", None) or 0),
+        unread=_unread(config, len(layers)),
     )
+
+
+def _dense_size(config: PreTrainedConfig) -> int:
+    """Of layers without experts; 0 if there are none."""
+    size = getattr(config, "intermediate_size_mlp", None)
+    return int(size or getattr(config, "intermediate_size", None) or 0)
+
+
+def _unread(config: PreTrainedConfig, count: int) -> tuple[str, ...]:
+    """How names of tensors begin that predict further tokens."""
+    extra = int(getattr(config, "num_nextn_predict_layers", None) or 0)
+    return ("mtp.", *(f"model.layers.{count + index}." for index in range(extra)))
 
 
 def _experts(config: PreTrainedConfig, family: _Family) -> ExpertsSpec | None:
@@ -407,14 +475,14 @@ def _experts(config: PreTrainedConfig, family: _Family) -> ExpertsSpec | None:
     if not layers:
         return None
     wide = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
-    shared = int(getattr(config, "n_shared_experts", 1)) if family.experts.shared else 0
+    shared = wide * int(getattr(config, "n_shared_experts", 1)) if family.experts.shared else 0
     return ExpertsSpec(
         layers=layers,
         num_experts=count,
         intermediate_size=wide,
         rule=_routing_rule(config, family, count),
         names=family.experts,
-        shared_size=shared * wide,
+        shared_size=int(getattr(config, "shared_expert_intermediate_size", shared)),
         scales_inputs=config.model_type == "llama4_text",
         beside_dense=family.gemma4,
     )
@@ -457,6 +525,23 @@ def _routing_rule(config: PreTrainedConfig, family: _Family, count: int) -> Rout
     )
 
 
+def _delta(config: PreTrainedConfig) -> DeltaSpec:
+    is_fused = config.model_type == "qwen3_next"
+    return DeltaSpec(int(config.linear_num_key_heads), is_fused)
+
+
+def _state(config: PreTrainedConfig) -> StateSpec:
+    heads, dim = int(config.linear_num_value_heads), int(config.linear_key_head_dim)
+    dim_v = int(config.linear_value_head_dim)
+    return StateSpec(
+        channels=2 * int(config.linear_num_key_heads) * dim + heads * dim_v,
+        taps=int(config.linear_conv_kernel_dim),
+        heads=heads,
+        dim=dim,
+        dim_v=dim_v,
+    )
+
+
 def _latent(config: PreTrainedConfig) -> LatentSpec:
     return LatentSpec(
         query_rank=None if config.q_lora_rank is None else int(config.q_lora_rank),
@@ -475,7 +560,7 @@ def _refuse_unknown(config: PreTrainedConfig, family: _Family) -> None:
     for name, value in config.to_dict().items():
         if name not in known and value not in (None, False, ""):
             raise NotOurs(f"{name} in the configuration")
-        if value not in (None, _DEEPSEEK_VALUES.get(name, value)):
+        if value not in (None, (_DEEPSEEK_VALUES | _QWEN35_VALUES).get(name, value)):
             raise NotOurs(f"{name} {value}")
     architectures = getattr(config, "architectures", None) or [f"{family.prefix}ForCausalLM"]
     if architectures != [f"{family.prefix}ForCausalLM"]:
@@ -548,6 +633,8 @@ def _of_type(config: PreTrainedConfig, layer_type: str, layer: LayerSpec) -> Lay
     """The layer with the keys that layers of its type see."""
     if layer_type == "sliding_attention":
         return dataclasses.replace(layer, window=int(config.sliding_window))
+    if layer_type == "linear_attention":
+        return dataclasses.replace(layer, state=_state(config))
     if layer_type == "chunked_attention":
         return dataclasses.replace(layer, chunk=int(config.attention_chunk_size))
     if layer_type != "full_attention":
@@ -574,6 +661,14 @@ def _rope_types(config: PreTrainedConfig, count: int) -> tuple[str, ...]:
         return tuple(config.layer_types)
     rotates = getattr(config, "no_rope_layers", None) or [True] * count
     return tuple("" if rotates[index] else NO_ROTATION for index in range(count))
+
+
+def own_layer_types(text: PreTrainedConfig) -> set[str]:
+    """Types of layers that no other code than our decoder serves for such a model."""
+    family = _FAMILIES.get(text.model_type)
+    if text.model_type == "llama4_text":
+        return {"chunked_attention"}
+    return {"linear_attention"} if family is not None and family.delta else set()
 
 
 def rotary_class(config: PreTrainedConfig) -> Any:

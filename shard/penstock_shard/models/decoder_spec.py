@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock_shard.attention.base import LayerSpec
+from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.ops.base import Activation, RoutingRule
 
 # The rotary table of layers that rotate nothing.
@@ -32,8 +32,9 @@ class ExpertNames:
     down: str
     # What is added to an expert's score when experts are chosen.
     bias: str | None = None
-    # The module of the experts that each token goes to, which are stored as one.
+    # The module of the experts that each token goes to, which are stored as one; and what gates it.
     shared: str | None = None
+    shared_gate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,16 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Layers of the gated delta rule; heads and their sizes are in each layer's `state`."""
+
+    key_heads: int
+    # Queries, keys, values and gates lie side by side for each key head, and so do what corrections
+    # and decays follow from.
+    is_fused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A decoder of the Llama family. Sizes are in elements; bools say which biases and norms there
     are.
@@ -109,10 +120,14 @@ class DecoderSpec:
     layer_scalars: bool = False
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
+    # Of layers with a state.
+    delta: DeltaSpec | None = None
+    # Queries of attention come with gates of its output.
+    gates_heads: bool = False
     # The module of a layer's feed-forward part.
     feed_forward: str = "mlp"
-    # Layers after the last that predict further tokens: not read.
-    extra_layers: int = 0
+    # How names of tensors begin that are not read.
+    unread: tuple[str, ...] = ()
 
     def has_experts(self, index: int) -> bool:
         return self.experts is not None and index in self.experts.layers
@@ -139,13 +154,17 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, Shape]:
 def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]:
     for name in norm_names(spec):
         yield f"{name}.weight", (spec.hidden_size,)
-    if spec.latent is None:
+    width = layer.num_heads * layer.head_dim_v
+    if layer.state is not None and spec.delta is not None:
+        yield from _delta_shapes(spec.delta, layer.state, spec.hidden_size)
+        width = layer.state.heads * layer.state.dim_v
+    elif spec.latent is None:
         yield from _head_shapes(spec, layer)
-        width = layer.num_heads * layer.head_dim_v
     else:
         yield from _latent_shapes(spec.latent, layer.num_heads, spec.hidden_size)
         width = layer.num_heads * spec.latent.value
-    yield from _linear_shapes("self_attn.o_proj", spec.hidden_size, width, spec.output_bias)
+    output = output_module(layer)
+    yield from _linear_shapes(output, spec.hidden_size, width, spec.output_bias)
     if spec.layer_scalars:
         yield "layer_scalar", (1,)
     experts = spec.experts if spec.has_experts(layer.index) else None
@@ -157,6 +176,7 @@ def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Sh
 
 def _head_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]:
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    queries *= 2 if spec.gates_heads else 1
     if spec.head_norms == "learned":
         yield "self_attn.q_norm.weight", (layer.head_dim,)
     if spec.head_norms == "learned" and layer.reads is None:
@@ -165,6 +185,33 @@ def _head_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Sha
     for name in dict.fromkeys(attention_modules(spec, layer)):
         rows = rows_of[name]
         yield from _linear_shapes(f"self_attn.{name}", rows, spec.hidden_size, spec.qkv_bias)
+
+
+def output_module(layer: LayerSpec) -> str:
+    """The module of a layer's output matrix."""
+    return "self_attn.o_proj" if layer.state is None else "linear_attn.out_proj"
+
+
+def delta_modules(delta: DeltaSpec, state: StateSpec) -> dict[str, int]:
+    """The modules that make the inputs of the delta rule, and their rows."""
+    values = state.heads * state.dim_v
+    if delta.is_fused:
+        return {"in_proj_qkvz": state.channels + values, "in_proj_ba": 2 * state.heads}
+    return {
+        "in_proj_qkv": state.channels,
+        "in_proj_z": values,
+        "in_proj_b": state.heads,
+        "in_proj_a": state.heads,
+    }
+
+
+def _delta_shapes(delta: DeltaSpec, state: StateSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    for name, rows in delta_modules(delta, state).items():
+        yield f"linear_attn.{name}.weight", (rows, hidden)
+    yield "linear_attn.conv1d.weight", (state.channels, 1, state.taps)
+    yield "linear_attn.dt_bias", (state.heads,)
+    yield "linear_attn.A_log", (state.heads,)
+    yield "linear_attn.norm.weight", (state.dim_v,)
 
 
 def attention_modules(spec: DecoderSpec, layer: LayerSpec) -> tuple[str, ...]:
@@ -214,6 +261,8 @@ def _expert_shapes(spec: DecoderSpec, experts: ExpertsSpec) -> Iterator[tuple[st
         yield names.down.format(expert), (hidden, wide)
     if names.shared is not None:
         yield from _dense_shapes(spec, names.shared, experts.shared_size)
+    if names.shared_gate is not None:
+        yield names.shared_gate, (1, hidden)
     if experts.beside_dense:
         yield "router.scale", (hidden,)
         yield "router.per_expert_scale", (experts.num_experts,)
@@ -250,10 +299,10 @@ def check_tensors(spec: DecoderSpec, found: dict[str, Shape]) -> None:
         if found.get(name) != shape:
             raise NotOurs(f"no tensor {name} of shape {list(shape)} in the weights")
     embedding = wanted["model.embed_tokens.weight"]
-    first = len(spec.layers)
-    extra = tuple(f"model.layers.{first + index}." for index in range(spec.extra_layers))
     for name, shape in found.items():
         is_tied_head = spec.tied and name == "lm_head.weight" and shape == embedding
-        is_needless = is_tied_head or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
+        is_needless = (
+            is_tied_head or name.endswith("rotary_emb.inv_freq") or name.startswith(spec.unread)
+        )
         if name not in wanted and not is_needless:
             raise NotOurs(f"tensor {name} in the weights")

@@ -16,20 +16,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock_shard.attention.base import LayerSpec
+from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.errors import cannot_hold
 from penstock_shard.models.decoder_spec import (
     EXPERT_NORMS,
     NO_ROTATION,
     DecoderSpec,
+    DeltaSpec,
     ExpertsSpec,
     LatentSpec,
     attention_modules,
+    delta_modules,
     norm_names,
+    output_module,
     tensor_shapes,
 )
 from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.models.feed_forward import Dense, DenseAndSparse, FeedForward, Sparse
+from penstock_shard.models.gated_delta_net import GatedDeltaNet
 from penstock_shard.models.latent_heads import LatentHeads
 from penstock_shard.models.linear import Linear
 from penstock_shard.models.self_attention import (
@@ -173,8 +177,8 @@ class _Reader:
             feed_forward = self._sparse(experts, prefix)
         return LayerWeights(
             input_norm=before[0],
-            attention=self._attention(layer, f"{prefix}self_attn."),
-            output=self._linear([f"{prefix}self_attn.o_proj"], spec.output_bias),
+            attention=self._attention(layer, prefix),
+            output=self._linear([prefix + output_module(layer)], spec.output_bias),
             output_norm=after[0],
             mlp_norm=mlp_norm,
             feed_forward=feed_forward,
@@ -183,23 +187,65 @@ class _Reader:
         )
 
     def _attention(self, layer: LayerSpec, prefix: str) -> Attention:
-        spec, rope = self._spec, self._ropes[self._spec.rope_types[layer.index]]
+        spec = self._spec
+        if layer.state is not None and spec.delta is not None:
+            return self._delta_net(spec.delta, layer, layer.state, f"{prefix}linear_attn.")
+        rope, prefix = self._ropes[spec.rope_types[layer.index]], f"{prefix}self_attn."
         if spec.latent is not None:
             return self._latent_attention(spec.latent, layer, rope, prefix)
         names = [prefix + name for name in attention_modules(spec, layer)]
         if layer.reads is not None:
             return self._reading_attention(layer, rope, prefix, names)
         rotates = spec.rope_types[layer.index] != NO_ROTATION
+        order, gate = self._gated_columns(layer) if spec.gates_heads else (None, None)
         return HeadAttention(
             self._ops,
             layer,
             rope,
             qkv=self._linear(names, spec.qkv_bias),
             norm=self._head_norm(layer, prefix, rotates=rotates),
-            order=self._order(layer, rope) if spec.interleaved and rotates else None,
+            order=self._order(layer, rope) if spec.interleaved and rotates else order,
+            gate=gate,
             value_norm=self._ones(layer.head_dim_v) if spec.value_norms else None,
             norm_eps=spec.norm_eps,
         )
+
+    def _gated_columns(self, layer: LayerSpec) -> tuple[Tensor, Tensor]:
+        """The columns of queries, keys and values, and those of gates, each behind its query."""
+        queries = torch.arange(2 * layer.num_heads * layer.head_dim).view(layer.num_heads, 2, -1)
+        keys_and_values = layer.num_kv_heads * (layer.head_dim + layer.head_dim_v)
+        rest = queries.numel() + torch.arange(keys_and_values)
+        order = torch.cat((queries[:, 0].flatten(), rest))
+        return order.to(self._ops.device), queries[:, 1].flatten().to(self._ops.device)
+
+    def _delta_net(
+        self, delta: DeltaSpec, layer: LayerSpec, state: StateSpec, prefix: str
+    ) -> GatedDeltaNet:
+        def vector(name: str) -> Tensor:
+            return self._vector([prefix + name], torch.float32)
+
+        modules = [prefix + name for name in delta_modules(delta, state)]
+        return GatedDeltaNet(
+            self._ops,
+            layer,
+            inputs=self._linear(modules, False),
+            columns=self._delta_columns(delta, state) if delta.is_fused else None,
+            conv=vector("conv1d.weight").squeeze(1).T.contiguous(),
+            rate=vector("A_log").exp(),
+            bias=vector("dt_bias"),
+            norm=vector("norm.weight"),
+            norm_eps=self._spec.norm_eps,
+        )
+
+    def _delta_columns(self, delta: DeltaSpec, state: StateSpec) -> Tensor:
+        """Where queries, keys, values, gates, corrections and decays are, of each key head's."""
+        group = state.heads // delta.key_heads
+        values = group * state.dim_v
+        sizes = [state.dim, state.dim, values, values]
+        heads = torch.arange(delta.key_heads * sum(sizes)).view(delta.key_heads, -1)
+        last = heads.numel() + torch.arange(2 * state.heads).view(delta.key_heads, -1)
+        parts = (*torch.split(heads, sizes, dim=1), *torch.split(last, group, dim=1))
+        return torch.cat([part.flatten() for part in parts]).to(self._ops.device)
 
     def _reading_attention(
         self, layer: LayerSpec, rope: Rope, prefix: str, names: Sequence[str]
@@ -318,6 +364,9 @@ class _Reader:
             gate_up=self._experts(prefix, experts.num_experts, (names.gate, names.up)),
             down=self._experts(prefix, experts.num_experts, (names.down,), scales),
             shared=None if names.shared is None else self._dense(prefix + names.shared),
+            shared_gate=None
+            if names.shared_gate is None
+            else self._matrix([prefix + names.shared_gate], exact=True),
             scales_inputs=experts.scales_inputs,
         )
 

@@ -93,6 +93,8 @@ class Sparse:
     # Added to the scores that experts are chosen by, float32 [E].
     bias: Tensor | None = None
     shared: Dense | None = None
+    # Gates what the shared ones give, [1, H].
+    shared_gate: Matrix | None = None
     # Whether an expert's input is multiplied by its weight, and not its output.
     scales_inputs: bool = False
     # What the inputs of experts, but not the router's, are multiplied by, [H].
@@ -121,7 +123,12 @@ class Sparse:
         update = ops.combine(self.down.grouped(active, routing.offsets), routing, scratch.update)
         if self.shared is None:
             return update
-        return update.add_(self.shared(hidden, NO_SCRATCH, adapters))
+        shared = self.shared(hidden, NO_SCRATCH, adapters)
+        if self.shared_gate is not None:
+            gate = self.shared_gate.linear(hidden)
+            both = torch.cat((gate, torch.ones_like(gate)), dim=-1)
+            shared = shared * ops.gated_activation(both, "sigmoid")
+        return update.add_(shared)
 
     def change(self, change: Callable[[Linear], Linear]) -> Sparse:
         return (

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from penstock_shard.attention.base import AttentionBackend, LayerCache, LayerSpec
+from penstock_shard.attention.base import AttentionBackend, LayerCache, LayerSpec, StateSpec
 from penstock_shard.attention.cache_groups import CacheLayout
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """The states of one layer, float32: of sequence `block_table[row, 0]` the last inputs of its
+    convolution [n, taps - 1, channels], the oldest first; and its matrices [n, heads, dim, dim_v].
+    """
+
+    inputs: Tensor
+    matrices: Tensor
+
+    @classmethod
+    def of(cls, spec: StateSpec, count: int, device: torch.device) -> StateCache:
+        """Not cleared: a sequence's first token begins its state."""
+        shape = (count, spec.heads, spec.dim, spec.dim_v)
+        return cls(
+            torch.empty(count, spec.taps - 1, spec.channels, device=device),
+            torch.empty(shape, device=device),
+        )
 
 
 class PagedCaches:
@@ -37,12 +58,24 @@ class PagedCaches:
             for plane in planes:
                 if needed.isdisjoint(layer.index for layer in plane):
                     continue
-                cache = backend.make_cache(plane[0], num_blocks, block_size, dtype, device)
+                state = plane[0].state
+                if state is not None:
+                    cache = StateCache.of(state, num_blocks, device)
+                else:
+                    cache = backend.make_cache(plane[0], num_blocks, block_size, dtype, device)
                 self._caches.update((layer.index, cache) for layer in plane)
 
     def free(self) -> None:
         """Drop all caches."""
         self._caches = {}
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy states of all layers that have one, in this order: from which block to which."""
+        states = [cache for cache in self._caches.values() if isinstance(cache, StateCache)]
+        for source, target in copies:
+            for state in states:
+                state.inputs[target] = state.inputs[source]
+                state.matrices[target] = state.matrices[source]
 
     def of(self, layer: LayerSpec) -> LayerCache:
         """Where a layer's keys and values are."""

@@ -30,6 +30,9 @@ class AttentionScratch:
     query: Tensor | None
 
 
+NO_ATTENTION_SCRATCH = AttentionScratch(None, None)
+
+
 class Attention(Protocol):
     """Normed hidden states [T, H] -> what their tokens attend to, [T, Hq * Dv]; their keys and
     values are written to the layer's cache.
@@ -63,6 +66,8 @@ class HeadAttention:
     # Where pairs that are rotated lie side by side: the columns of qkv in the order that the ops
     # rotate them in. Scores are sums over a head, so they are the same in any order.
     order: Tensor | None = None
+    # Where the output has a gate: its columns of qkv, which `order` leaves out.
+    gate: Tensor | None = None
     # Ones, float32 [Dv], if values are normed.
     value_norm: Tensor | None = None
     norm_eps: float = 0.0
@@ -80,8 +85,9 @@ class HeadAttention:
         qkv = self.qkv(hidden, scratch.qkv, adapters)
         if self.value_norm is not None:
             self._norm_values(qkv, self.value_norm)
+        heads = qkv if self.order is None else qkv[:, self.order]
         query = self.ops.rope_and_cache(
-            qkv if self.order is None else qkv[:, self.order],
+            heads,
             spec,
             cache,
             positions,
@@ -95,7 +101,11 @@ class HeadAttention:
         attended = self.ops.backend.attend(
             cache, query, batch, scale=spec.scale, window=spec.window, softcap=spec.softcap
         )
-        return attended.view(len(hidden), -1)
+        attended = attended.view(len(hidden), -1)
+        if self.gate is None:
+            return attended
+        gated = torch.cat((qkv[:, self.gate], attended), dim=-1)
+        return self.ops.gated_activation(gated, "sigmoid")
 
     def _norm_values(self, qkv: Tensor, weight: Tensor) -> None:
         values = qkv[:, -self.spec.num_kv_heads * self.spec.head_dim_v :]
@@ -147,7 +157,7 @@ class ReadingAttention:
         return attended.view(len(hidden), -1)
 
     def make_scratch(self, num_tokens: int) -> AttentionScratch:
-        return AttentionScratch(None, None)
+        return NO_ATTENTION_SCRATCH
 
     def change(self, change: Callable[[Linear], Linear]) -> ReadingAttention:
         return dataclasses.replace(self, query=change(self.query))
@@ -203,7 +213,7 @@ class LatentAttention:
         return self.ops.add_rms_norm(x.contiguous(), None, weight, self.latent.norm_eps, 0.0)
 
     def make_scratch(self, num_tokens: int) -> AttentionScratch:
-        return AttentionScratch(None, None)
+        return NO_ATTENTION_SCRATCH
 
     def change(self, change: Callable[[Linear], Linear]) -> LatentAttention:
         return dataclasses.replace(self, down=change(self.down), query=change(self.query))

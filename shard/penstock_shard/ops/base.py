@@ -14,9 +14,14 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock_shard.attention.base import AttentionBackend, LayerCache, LayerSpec
+from penstock_shard.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    LayerCache,
+    LayerSpec,
+)
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 WeightKind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]
 
 
@@ -202,4 +207,35 @@ class Ops(Protocol):
     ) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) * D] -> normed and rotated queries [T, Hq, D]. Keys, normed and
         rotated too, and values are written to the cache at slots int64 [T]. positions int64 [T].
+        """
+
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        *,
+        silu: bool,
+    ) -> Tensor:
+        """x [T, C] -> each channel's weighted sum of its last K inputs, or SiLU of it, [T, C].
+
+        weight float32 [K, C], bias float32 [C]; state float32 [n, K - 1, C] has the inputs before,
+        the oldest first, of each sequence at `block_table[row, 0]`, and is updated.
+        """
+
+    def delta_rule(
+        self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        """qkv [T, 2 Hk D + H Dv] -> [T, H, Dv]: what queries find in the states that their tokens
+        update, with queries and keys of length 1.
+
+        decay float32 [T, H], or [T, H, D] for each channel of keys; beta float32 [T, H], how much
+        is corrected; state float32 [n, H, D, Dv], indexed as in `short_conv`, is updated.
+        """
+
+    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+        """x [T, H] or [T, H, D] -> e^(-rate softplus(x + bias)), float32; rate [H], bias of the
+        shape of x without T, float32.
         """

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock_shard.attention.base import AttentionBackend, LayerSpec
+from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 from penstock_shard.attention.cpu import CpuBackend
-from penstock_shard.kernels.cpu import CpuKernels, KvCache, PackedWeight
+from penstock_shard.kernels.cpu import CpuKernels, KvCache, PackedWeight, Steps
 from penstock_shard.ops.base import (
     Activation,
     Experts,
@@ -138,3 +138,27 @@ class CpuOps:
             weight_offset=0.0 if norm is None else norm.offset,
             out=out,
         )
+
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        *,
+        silu: bool,
+    ) -> Tensor:
+        return self._kernels.short_conv(x, weight, bias, state, _steps(batch), silu=silu)
+
+    def delta_rule(
+        self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        return self._kernels.delta_rule(qkv, decay, beta, state, _steps(batch))
+
+    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+        return self._kernels.decay(x, rate, bias)
+
+
+def _steps(batch: AttentionBatch) -> Steps:
+    return Steps(batch.cu_queries, batch.seq_lens_tensor, batch.block_table)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.attention.base import AttentionBackend, LayerCache, LayerSpec
+from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.ops import recurrent
 from penstock_shard.ops.base import (
     Activation,
     Experts,
@@ -173,6 +174,8 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         if kind == "silu":
             return functional.silu(gate).mul_(up)
+        if kind == "sigmoid":
+            return torch.sigmoid(gate).mul_(up)
         return functional.gelu(gate, approximate="tanh").mul_(up)
 
     def rope_and_cache(
@@ -196,6 +199,26 @@ class TorchOps:
         sin = rope.sin[positions].unsqueeze(1)
         self.backend.write(cache, _rotate(key, cos, sin), value, slots)
         return _rotate(query, cos, sin)
+
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        *,
+        silu: bool,
+    ) -> Tensor:
+        return recurrent.short_conv(x, weight, bias, state, batch, silu=silu)
+
+    def delta_rule(
+        self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        return recurrent.delta_rule(qkv, decay, beta, state, batch)
+
+    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+        return recurrent.decay(x, rate, bias)
 
 
 def _fits_fp8(parts: Sequence[Tensor]) -> bool:

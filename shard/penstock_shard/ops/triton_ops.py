@@ -95,6 +95,8 @@ class TritonOps(TorchOps):
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
     ) -> Tensor:
+        if kind == "sigmoid":
+            return super().gated_activation(gate_up, kind, out)
         return triton_layers.gated_activation(gate_up, gelu=kind == "gelu_tanh", out=out)
 
     def rope_and_cache(

@@ -60,6 +60,7 @@ class Rows:
         self,
         new_blocks: abc.Sequence[abc.Sequence[abc.Sequence[int]]],
         admitted: abc.Iterable[Sequence],
+        state_copies: abc.Sequence[tuple[int, int]] = (),
     ) -> Batch:
         """The rows as a runner gets them, with the blocks that are new of each (see `Batch`), and
         with the sequences that were given a slot for this step.
@@ -73,6 +74,7 @@ class Rows:
             self.drafts,
             new_blocks,
             [admission_of(sequence) for sequence in admitted],
+            state_copies,
         )
 
 

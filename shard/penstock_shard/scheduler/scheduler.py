@@ -401,6 +401,7 @@ class Scheduler:
         return budget.chunk_limit(sequence, is_long=self._is_long(sequence), probes=probes)
 
     def _prompt_row(self, sequence: Sequence, limit: int, budget: StepBudget) -> Row:
+        limit = self._blocks.chunk_limit(sequence, limit)
         row = self._row(sequence, min(sequence.num_uncomputed, limit))
         budget.take_chunk(row, is_long=self._is_long(sequence))
         self._blocks.cache_full_blocks((sequence,))
@@ -505,7 +506,8 @@ class Scheduler:
             sequence.num_steps_in_flight += 1
             sequence.num_pending += samples
         admitted, self._admitted = self._admitted, []
-        return rows.batch(self._blocks.take_new(rows.sequences), admitted)
+        new_blocks, copies = self._blocks.take_new(rows.sequences), self._blocks.take_state_copies()
+        return rows.batch(new_blocks, admitted, copies)
 
 
 def _num_left(prefilling: Iterable[Sequence], rows: Iterable[Row]) -> int:

@@ -76,6 +76,8 @@ class _Watched:
 
     def __init__(self, steps: RandomSteps, length: int, chunk: int) -> None:
         self._steps = steps
+        # Where a token can be computed once only, as its state has changed afterwards.
+        self._has_states = any(group.has_state for group in steps.model.cache_layout.groups)
         self._length = length
         self._chunk = chunk
         self._sequence = steps.sequence(length)
@@ -116,9 +118,9 @@ class _Watched:
         yield "the whole sequence", self._cut([])
         yield f"chunks of {_CHUNK} tokens", self._cut(range(_CHUNK, length, _CHUNK))
         yield "decodes after a chunk", self._cut(decoded)
-        yield "a chunk among decodes and chunks", [self._mixed()]
+        yield "a chunk among decodes and chunks", self._after_its_start(self._mixed())
         for rows in _ROWS:
-            yield f"{rows} rows", [self._among(rows)]
+            yield f"{rows} rows", self._after_its_start(self._among(rows))
 
     def _piece(self, start: int, end: int) -> Row:
         return (self._sequence, start, end - start)
@@ -127,6 +129,21 @@ class _Watched:
         """The sequence in pieces that start at 0 and at these ascending positions."""
         bounds = [0, *(start for start in starts if start < self._length), self._length]
         return [[self._piece(*piece)] for piece in itertools.pairwise(bounds)]
+
+    def _after_its_start(self, rows: list[Row]) -> _Way:
+        """The step of these rows; with states, after one of the sequence's earlier tokens, and in a
+        step for each row of the sequence.
+        """
+        if not self._has_states:
+            return [rows]
+        own = sorted(row[1] for row in rows if row[0] is self._sequence)
+        others = [row for row in rows if row[0] is not self._sequence]
+        steps = [[self._piece(0, own[0])]] if own[0] else []
+        for place, start in enumerate(own):
+            (count,) = {row[2] for row in rows if row[:2] == (self._sequence, start)}
+            cut = len(others) * place // len(own)
+            steps.append([*others[:cut], (self._sequence, start, count), *others[cut:]])
+        return steps
 
     def _mixed(self) -> list[Row]:
         start, count = self._length // 3, max(1, self._length // 2)

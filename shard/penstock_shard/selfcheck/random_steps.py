@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from penstock_shard.ipc.request import Request, SamplingParams
-from penstock_shard.ipc.runner_info import pools_for
+from penstock_shard.ipc.runner_info import CacheGroup, pools_for
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.worker.base import Admission, Batch
 from penstock_shard.worker.input_batch import InputBuilder
 
 _GREEDY = SamplingParams(temperature=0.0)
+# Sequences at once where layers have a state.
+_MOST_STATES = 48
 
 
 @dataclass(slots=True)
@@ -59,16 +61,16 @@ class RandomSteps:
         self._groups = model.cache_layout.groups
         self._inputs = InputBuilder(block_size, model.device, self._groups, graphs=graphs)
         self._random = random.Random(1)
-        self._free = [list(range(size)) for size in pools_for(num_blocks, self._groups)]
+        self._free = [list(range(size)) for size in _pools(num_blocks, self._groups)]
         # So that an error in reading block tables changes results.
         for blocks in self._free:
             self._random.shuffle(blocks)
 
     def sequence(self, length: int) -> RandomSequence:
         """A sequence of random tokens, none of them computed."""
-        needed = -(-length // self._block_size)
         block_ids = []
         for group in self._groups:
+            needed = 1 if group.has_state else -(-length // self._block_size)
             free = self._free[group.pool]
             assert len(free) >= needed, f"{length} tokens need {needed} blocks, of {len(free)} left"
             block_ids.append(free[:needed])
@@ -110,12 +112,21 @@ def random_steps(
     """`RandomSteps` with a cache of `num_blocks` of each cache group, which lasts as long as the
     context. Raises torch's error if memory runs out.
     """
-    pools = pools_for(num_blocks, model.cache_layout.groups)
+    pools = _pools(num_blocks, model.cache_layout.groups)
     model.allocate(pools, block_size, kv_dtype)
     try:
         yield RandomSteps(model, vocab_size, block_size, num_blocks)
     finally:
         model.free()
+
+
+def _pools(num_blocks: int, groups: abc.Sequence[CacheGroup]) -> list[int]:
+    """With as many states as there may be sequences."""
+    pools = pools_for(num_blocks, groups)
+    for group in groups:
+        if group.has_state:
+            pools[group.pool] = min(num_blocks, _MOST_STATES)
+    return pools
 
 
 def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:

@@ -52,6 +52,9 @@ class Batch:
     the sequence. So the row gives 1 to `count` tokens, and no other step may be launched for its
     slot until it is collected.
 
+    Where layers have states, the step begins with `state_copies`, in this order: from which block
+    to which.
+
     Decode rows (`count` 1, sampling) come first, then rows with drafts, then other chunks. A slot
     is given to another sequence (`admitted`) only after every step with a row of it was collected.
     """
@@ -64,6 +67,7 @@ class Batch:
     drafts: abc.Sequence[abc.Sequence[int]] = ()
     new_blocks: abc.Sequence[abc.Sequence[abc.Sequence[int]]] = ()
     admitted: abc.Sequence[Admission] = ()
+    state_copies: abc.Sequence[tuple[int, int]] = ()
 
     @property
     def num_rows(self) -> int:

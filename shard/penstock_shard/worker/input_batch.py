@@ -259,8 +259,9 @@ class InputBuilder:
         block_index, offset = np.divmod(tokens.positions, size)
         for i, (group, table) in enumerate(zip(self._groups, self._slots.tables, strict=True)):
             blocks, visible = table.blocks, _num_visible(group, rows.lengths)
-            own = blocks[own_slots, block_index].astype(np.int64)
-            arrays.kv_indices[i][:total] = own * size + offset
+            if not group.has_state:
+                own = blocks[own_slots, block_index].astype(np.int64)
+                arrays.kv_indices[i][:total] = own * size + offset
             arrays.seq_lens[i][:count] = visible
             first_blocks = None if group.chunk is None else (rows.lengths - visible) // size
             _fill_table(arrays.block_table[i][:count], blocks, rows.slots, first_blocks)

@@ -156,6 +156,8 @@ class ModelRunner:
             empty_caches(self.model.device)
 
     def _launch(self, step: _Step, batch: Batch) -> None:
+        if batch.state_copies:
+            self.model.copy_states(batch.state_copies)
         inputs = self._inputs.build(batch)
         for admission in batch.admitted:
             self._sampler.admit(admission)

@@ -179,6 +179,9 @@ class TransformersModel:
     def free(self) -> None:
         self._caches.free()
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._caches.copy_states(copies)
+
     @contextmanager
     def shortened(self) -> Iterator[None]:
         stacks = list(layer_stacks(self.module, len(self._layers)))

@@ -24,11 +24,12 @@ from transformers import (
 from penstock_shard.attention.base import LayerSpec
 from penstock_shard.checkpoint.text_config import has_text_model
 from penstock_shard.errors import ModelError
+from penstock_shard.models.decoder_families import own_layer_types
 from penstock_shard.models.transformers import sparse_indexers
 from penstock_shard.models.transformers.layer_config import each_layer
 from penstock_shard.models.transformers.sparse_indexers import most_unselected_tokens
 
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What layers may differ in: their attention calls show it.
 _LAYER_ATTRIBUTES = {"head_dim", "num_key_value_heads"}
 # Rope types whose angles change for the whole batch once a position passes the original context.
@@ -60,9 +61,9 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
             f"{name} has layers that differ in {', '.join(sorted(differing))}, which is not "
             "served; serve a model whose layers are alike in it"
         )
-    served = _LAYER_TYPES
+    served = _LAYER_TYPES | own_layer_types(text)
     if most_unselected_tokens(text) is not None:
-        served = _LAYER_TYPES | sparse_indexers.LAYER_TYPES
+        served |= sparse_indexers.LAYER_TYPES
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - served)
     if odd:
         raise ModelError(f"{name} has layers of type {', '.join(odd)}, which are not served")
@@ -132,12 +133,13 @@ def _original_context(rope: dict[str, Any], text: PreTrainedConfig) -> int:
     return int(original or text.max_position_embeddings)
 
 
-def check_chunks(text: PreTrainedConfig, reason: Exception) -> None:
-    """Raises ModelError for attention in chunks; `reason`: why our decoder does not compute it."""
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+def check_layer_types(text: PreTrainedConfig, reason: Exception) -> None:
+    """Raises ModelError for layers that our decoder alone serves; `reason`: why it does not."""
+    odd = sorted(own_layer_types(text) & set(getattr(text, "layer_types", None) or ()))
+    if odd:
         raise ModelError(
-            f"{text.model_type}: attention in chunks is served by our decoder alone, which does "
-            f"not compute this model: {reason}"
+            f"{text.model_type}: layers of type {', '.join(odd)} are served by our decoder alone, "
+            f"which does not compute this model: {reason}"
         )
 
 
