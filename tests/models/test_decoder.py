@@ -85,6 +85,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
     ),
     "heads that are not normed": ("llama4", {"use_qk_norm": False, "attention_bias": True}),
+    "heads that all rotate": ("llama4", {"no_rope_layers": [1, 1, 1]}),
+    "stacks of experts that are square": ("llama4", {"intermediate_size": 16}),
+    "stacks of experts whose halves are square": ("llama4", {"intermediate_size": 32}),
     "several experts, of which each has its own input": (
         "llama4",
         {"num_local_experts": 4, "num_experts_per_tok": 3},
@@ -180,6 +183,10 @@ def test_each_family_goes_its_way(family: str, model_dir: Directory) -> None:
         ("deepseek_v3", {"n_group": 3}, "8 experts in n_group 3, topk_group 2"),
         ("deepseek_v3", {"num_experts_per_tok": 5}, "8 experts in n_group 4, topk_group 2"),
         ("deepseek_v3", {"index_topk": 8}, "index_topk"),
+        ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "8 experts in n_group 8, topk_group 4"),
+        ("llama4", {"rope_interleave": False}, "rope_interleave"),
+        ("llama4", {"rope_parameters": ROPES["yarn"]}, "rope type yarn before norms of heads"),
+        ("mistral", {"sliding_window": 0}, "sliding_window 0"),
     ],
 )
 def test_a_configuration_that_says_more_is_left_to_transformers(

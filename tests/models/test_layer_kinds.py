@@ -43,6 +43,18 @@ def test_layers_that_read_the_keys_of_others_keep_none(family: Family) -> None:
     assert info.cache_groups == (CacheGroup(window=8), CacheGroup(pool=1))
 
 
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma3n_text"])
+def test_layers_of_a_type_need_not_alternate_with_those_of_another(
+    family: Family, model_type: str
+) -> None:
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    changes = {"activation_sparsity_pattern": [0.5] * 6} if model_type == "gemma3n_text" else {}
+    directory = family(
+        model_type, layer_types=types, num_hidden_layers=6, num_kv_shared_layers=3, **changes
+    )
+    assert {group.window for group in load(directory).info.cache_groups} == {8, None}
+
+
 def test_a_long_sequence_takes_little_more_where_layers_see_windows(family: Family) -> None:
     def per_sequence(window: int) -> int:
         directory = family("mistral", sliding_window=window, max_position_embeddings=4096)
@@ -57,7 +69,7 @@ def test_chunks_that_our_decoder_does_not_compute_are_refused_with_its_reason(
     family: Family,
 ) -> None:
     directory = family("llama4_text", hidden_act="gelu")
-    line = "chunked_attention are served by our decoder alone, which does not .*: activation gelu"
+    line = "llama4_text is served by our decoder alone, which does not .*: activation gelu"
     with pytest.raises(ModelError, match=line):
         load(directory)
 

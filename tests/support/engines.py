@@ -31,7 +31,11 @@ CACHE_GROUPS = (
     (CacheGroup(), CacheGroup(window=40, pool=1)),
     (CacheGroup(chunk=32), CacheGroup(chunk=32), CacheGroup()),
     (CacheGroup(window=17), CacheGroup(chunk=16, pool=1), CacheGroup(pool=2), CacheGroup(pool=2)),
+    (CacheGroup(has_state=True), CacheGroup(pool=1)),
+    (CacheGroup(window=20), CacheGroup(pool=1, has_state=True)),
 )
+# Tokens between states that are kept.
+STATE_SPACING = 32
 EOS_ID = 999
 
 
@@ -51,7 +55,7 @@ def runner_info(
         eos_token_ids=(EOS_ID,),
         default_sampling={},
         block_size=block_size,
-        pools=tuple(pools_for(num_blocks, cache_groups)),
+        pools=pools_of(num_blocks, cache_groups),
         dtype="none",
         kv_dtype="none",
         device="none",
@@ -60,12 +64,22 @@ def runner_info(
         embedding=EmbeddingDefaults(Pooling.LAST, normalize=True, size=EMBEDDING_SIZE),
         max_steps_ahead=max_steps_ahead,
         cache_groups=cache_groups,
+        state_spacing=STATE_SPACING,
     )
+
+
+def pools_of(num_blocks: int, groups: abc.Sequence[CacheGroup]) -> tuple[int, ...]:
+    """Of each group so many blocks, or half as many states."""
+    pools = pools_for(num_blocks, groups)
+    for group in groups:
+        if group.has_state:
+            pools[group.pool] = num_blocks // 2
+    return tuple(pools)
 
 
 def with_blocks(info: RunnerInfo, num_blocks: int) -> RunnerInfo:
     """The same with so many blocks of each cache group."""
-    return dataclasses.replace(info, pools=tuple(pools_for(num_blocks, info.cache_groups)))
+    return dataclasses.replace(info, pools=pools_of(num_blocks, info.cache_groups))
 
 
 @dataclass
@@ -129,6 +143,7 @@ def make_engine(
         max_chunk_tokens=max_num_batched_tokens,
         weights_hash="fake",
         enable_prefix_caching=prefix_caching,
+        state_spacing=STATE_SPACING,
     )
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens)
     scheduler = create_scheduler(limits, blocks, drafter)

@@ -48,9 +48,10 @@ Fails = Callable[[ShadowStep], bool]
 
 class ShadowRunner:
     """Around another runner. A row writes its tokens into its blocks, then must find there all
-    tokens that it sees: whoever shares, frees or reuses a block wrongly is caught. So is whoever
-    gives a slot to another while a launched step has a row of it, or has a row of none. Drafts are
-    written like all else, and are wrong or right.
+    tokens that it sees; and where layers have states, it must find the sum of all tokens before it.
+    So whoever shares, frees or reuses a block wrongly is caught, and whoever gives a slot to
+    another while a launched step has a row of it, or has a row of none. Drafts are written like all
+    else, and are wrong or right.
 
     Where `fails` says so, memory does not hold a step: it and all that were launched write what
     nobody may read.
@@ -67,6 +68,8 @@ class ShadowRunner:
         self._memory: list[list[_Content]] = [
             [None] * (num_blocks * self.info.block_size) for num_blocks in self.info.pools
         ]
+        # By pool and block: all tokens that a state sums up, as a number.
+        self._states: dict[tuple[int, int], int | None] = {}
         self._launched: deque[ShadowStep] = deque()
         # By slot.
         self.held: dict[int, _Held] = {}
@@ -102,6 +105,9 @@ class ShadowRunner:
             self._lose(step)
         # Only now: what is void is never computed.
         self._runner.launch(step.batch)
+        self._copy_states(step.batch.state_copies)
+        for row in range(step.batch.num_rows):
+            self._go_on(step, row)
         for row in range(step.batch.num_rows):
             self._write(step, row)
         for row in range(step.batch.num_rows):
@@ -128,8 +134,35 @@ class ShadowRunner:
             start = step.batch.starts[row]
             for position in range(start, start + step.batch.counts[row]):
                 for group, table in enumerate(tables):
-                    self._put(group, table, position, None)
+                    if not self.info.cache_groups[group].has_state:
+                        self._put(group, table, position, None)
+            for group in self._state_groups:
+                self._states[self.info.cache_groups[group].pool, tables[group][0]] = None
         raise StepOutOfMemory("256 MiB were asked for")
+
+    @property
+    def _state_groups(self) -> list[int]:
+        return [i for i, group in enumerate(self.info.cache_groups) if group.has_state]
+
+    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        for source, target in copies:
+            for pool in {self.info.cache_groups[group].pool for group in self._state_groups}:
+                self._states[pool, target] = self._states.get((pool, source))
+
+    def _go_on(self, step: ShadowStep, row: int) -> None:
+        """The row's states must be of all tokens before it, and are then of its own too."""
+        contents, start = _contents(step, row), step.batch.starts[row]
+        for group in self._state_groups:
+            place = self.info.cache_groups[group].pool, step.tables[row][group][0]
+            if start and start < len(contents):
+                found, expected = self._states.get(place), contents[start][1]
+                assert found == expected, (
+                    f"request {step.names[row]}, position {start}: state {place[1]} is of other "
+                    "tokens than those before it"
+                )
+            end = start + step.batch.counts[row]
+            last = contents[end - 1] if end <= len(contents) else None
+            self._states[place] = None if last is None else hash((last[1], last[0]))
 
     def _memory_of(self, group: int, table: list[int], position: int) -> tuple[list[_Content], int]:
         size, pool = self.info.block_size, self.info.cache_groups[group].pool
@@ -145,13 +178,16 @@ class ShadowRunner:
             # Of one that ended with an error no token came.
             known = position < len(contents)
             for group, table in enumerate(step.tables[row]):
-                content = (*contents[position], group) if known else None
-                self._put(group, table, position, content)
+                if not self.info.cache_groups[group].has_state:
+                    content = (*contents[position], group) if known else None
+                    self._put(group, table, position, content)
 
     def _check(self, step: ShadowStep, row: int) -> None:
         contents, start = _contents(step, row), step.batch.starts[row]
         end = min(start + step.batch.counts[row], len(contents))
         for group, table in enumerate(step.tables[row]):
+            if self.info.cache_groups[group].has_state:
+                continue
             for position in range(self.info.cache_groups[group].first_visible(start), end):
                 memory, place = self._memory_of(group, table, position)
                 found, expected = memory[place], (*contents[position], group)

@@ -54,6 +54,7 @@ class StackedExperts(Checkpoint):
         self._parts: dict[str, _Part] = {}
         text = config.get_text_config()
         # Qwen3-VL-MoE's text is computed by the code of Qwen3-MoE, which has no such stacks.
+        self._is_transposed = text.model_type == "llama4_text"
         self._is_theirs = text.model_type != "qwen3_vl_moe_text"
         wide = int(getattr(text, _SIZES[text.model_type]) or 0)
         for name in list(self.shapes):
@@ -70,8 +71,8 @@ class StackedExperts(Checkpoint):
         count, *shape = self.shapes.pop(stack)
         stored, dtype = self.stored.pop(stack), self.dtypes.pop(stack)
         matrix = [sum(outputs.values()), inputs]
-        # As transformers reads them: as they are where that fits.
-        is_transposed = shape != matrix
+        # As transformers reads them: Llama 4's are, of others those that fit no other way.
+        is_transposed = shape != matrix or (self._is_transposed and shape == matrix[::-1])
         if is_transposed and shape != matrix[::-1]:
             raise ModelError(
                 f"{stack}: has the shape {[count, *shape]}; the configuration says "

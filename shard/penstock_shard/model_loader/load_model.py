@@ -55,7 +55,7 @@ from penstock_shard.ops.base import Ops, Rope
 
 # Raised by configuration values that our decoder cannot interpret: transformers' code then either
 # knows them or reports them.
-_ODD_VALUES = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
+_ODD_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 # Flags with which transformers modules keep their weights as ordinary tensors.
 _PLAINEST = "--attention-backend sdpa --dtype float32"
 _BEST = AttentionOptions()
@@ -111,7 +111,7 @@ def load_model(
         ropes = rope_tables(files.config, spec, files.max_model_len, ops.device)
     except (NotOurs, *_ODD_VALUES) as reason:
         _check_not_exact(ops, reason)
-        unsupported.check_layer_types(files.config, reason)
+        unsupported.check_ours_alone(files.config, reason)
         progress(f"running the code of transformers ({reason})")
         return loading.transformers_model()
     return loading.decoder(spec, ropes)

@@ -80,6 +80,11 @@ def _block_size(config: ShardConfig, loaded: LoadedModel) -> int:
             f"must be a multiple of --block-size {block_size}"
         )
     for group in loaded.model.cache_layout.groups:
+        if group.has_state and config.speculative_tokens:
+            raise ModelError(
+                f"--speculative-tokens {config.speculative_tokens}: layers of this model have "
+                "states, which cannot go back behind a rejected draft; use 0"
+            )
         if group.chunk is not None and group.chunk % block_size:
             raise ModelError(
                 f"--block-size {block_size}: the model attends within chunks of {group.chunk} "

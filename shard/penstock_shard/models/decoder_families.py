@@ -96,6 +96,19 @@ _INDIFFERENT = {
 }
 
 
+# Values that say something where they are false or 0.
+_SAYING_SO = {
+    "decoder_sparse_step",
+    "enable_moe_block",
+    "n_shared_experts",
+    "rope_interleave",
+    "routed_scaling_factor",
+    "shared_expert_intermediate_size",
+    "top_k_experts",
+    "use_qk_norm",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     """How the models of one type differ from Llama."""
@@ -476,13 +489,17 @@ def _experts(config: PreTrainedConfig, family: _Family) -> ExpertsSpec | None:
         return None
     wide = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
     shared = wide * int(getattr(config, "n_shared_experts", 1)) if family.experts.shared else 0
+    shared = int(getattr(config, "shared_expert_intermediate_size", shared))
+    names = family.experts
+    if not shared:
+        names = dataclasses.replace(names, shared=None, shared_gate=None)
     return ExpertsSpec(
         layers=layers,
         num_experts=count,
         intermediate_size=wide,
         rule=_routing_rule(config, family, count),
-        names=family.experts,
-        shared_size=int(getattr(config, "shared_expert_intermediate_size", shared)),
+        names=names,
+        shared_size=shared,
         scales_inputs=config.model_type == "llama4_text",
         beside_dense=family.gemma4,
     )
@@ -503,12 +520,15 @@ def _layers_with_experts(config: PreTrainedConfig) -> frozenset[int]:
 
 
 def _routing_rule(config: PreTrainedConfig, family: _Family, count: int) -> RoutingRule:
-    top_k = int(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
+    # The name is a family's own.
+    top_k = int(config.top_k_experts if family.gemma4 else config.num_experts_per_tok)
     if not 1 <= top_k <= count:
         raise NotOurs(f"num_experts_per_tok {top_k} of {count} experts")
     groups = int(getattr(config, "n_group", None) or 1)
     best = int(getattr(config, "topk_group", None) or 1)
-    if groups > 1 and (count % groups or not 1 <= best <= groups or top_k > count // groups * best):
+    each = count // groups
+    fits = not count % groups and each > 1 and 1 <= best <= groups and top_k <= each * best
+    if groups > 1 and not fits:
         raise NotOurs(f"{count} experts in n_group {groups}, topk_group {best}")
     is_sigmoid = config.model_type in ("deepseek_v3", "glm4_moe", "llama4_text")
     # Llama 4 multiplies by each expert's own score.
@@ -558,7 +578,8 @@ def _latent(config: PreTrainedConfig) -> LatentSpec:
 def _refuse_unknown(config: PreTrainedConfig, family: _Family) -> None:
     known = _READ | _INDIFFERENT | family.reads
     for name, value in config.to_dict().items():
-        if name not in known and value not in (None, False, ""):
+        says_nothing = value is None or (name not in _SAYING_SO and value in (False, ""))
+        if name not in known and not says_nothing:
             raise NotOurs(f"{name} in the configuration")
         if value not in (None, (_DEEPSEEK_VALUES | _QWEN35_VALUES).get(name, value)):
             raise NotOurs(f"{name} {value}")
@@ -569,6 +590,9 @@ def _refuse_unknown(config: PreTrainedConfig, family: _Family) -> None:
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:
         rope_type = rope.get("rope_type", "default")
+        if rope_type == "yarn" and family.head_norms == "plain":
+            # Its angles are longer than 1, which a norm after the rotation takes back.
+            raise NotOurs("rope type yarn before norms of heads")
         if rope_type not in _ROPE_TYPES:
             raise NotOurs(f"rope type {rope_type}")
         unknown = sorted(set(rope) - _ROPE_VALUES - family.rope_reads)
@@ -588,7 +612,7 @@ def _layers(config: PreTrainedConfig, family: _Family) -> Iterator[LayerSpec]:
             heads = _heads(config_of_layer(config, index), family, num_heads)
         reads = source_of_keys(config, index)
         heads = dataclasses.replace(heads, index=index, reads=reads)
-        yield _of_type(config, types[index], heads)
+        yield _of_type(config, family, types[index], heads)
 
 
 def _heads(config: PreTrainedConfig, family: _Family, num_heads: int) -> LayerSpec:
@@ -629,11 +653,15 @@ def _latent_heads(config: PreTrainedConfig, family: _Family, num_heads: int) -> 
     )
 
 
-def _of_type(config: PreTrainedConfig, layer_type: str, layer: LayerSpec) -> LayerSpec:
+def _of_type(
+    config: PreTrainedConfig, family: _Family, layer_type: str, layer: LayerSpec
+) -> LayerSpec:
     """The layer with the keys that layers of its type see."""
+    if layer_type == "sliding_attention" and int(config.sliding_window) < 1:
+        raise NotOurs(f"sliding_window {config.sliding_window}")
     if layer_type == "sliding_attention":
         return dataclasses.replace(layer, window=int(config.sliding_window))
-    if layer_type == "linear_attention":
+    if layer_type == "linear_attention" and family.delta:
         return dataclasses.replace(layer, state=_state(config))
     if layer_type == "chunked_attention":
         return dataclasses.replace(layer, chunk=int(config.attention_chunk_size))

@@ -69,8 +69,10 @@ class RandomTensors:
         yield [self._make(name) for name in names]
 
     def _make(self, name: str) -> Tensor:
-        if name.endswith("norm.weight"):
-            return torch.full(self._shapes[name], self._norm, device=self._device)
+        if len(self._shapes[name]) == 1 and not name.endswith("bias"):
+            # The norm of a state's outputs is stored as it is, whatever other norms are.
+            value = 1.0 if name.endswith("linear_attn.norm.weight") else self._norm
+            return torch.full(self._shapes[name], value, device=self._device)
         made = torch.empty(self._shapes[name], device=self._device)
         return made.normal_(std=0.02, generator=self._generator)
 
@@ -408,7 +410,9 @@ class _Reader:
             for expert in range(count):
                 reading = [prefix + pattern.format(expert) for pattern in patterns]
                 with self._source.read(reading) as tensors:
-                    yield tensors if scales is None else [part * scales[expert] for part in tensors]
+                    if scales is not None:
+                        tensors = [part.float() * scales[expert] for part in tensors]
+                    yield tensors
                 self._count(reading, 0)
 
         try:

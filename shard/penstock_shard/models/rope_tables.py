@@ -11,31 +11,39 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from penstock_shard.models.decoder_families import rotary_class
-from penstock_shard.models.decoder_spec import NO_ROTATION, DecoderSpec
+from penstock_shard.models.decoder_spec import NO_ROTATION, DecoderSpec, NotOurs
 from penstock_shard.ops.base import Rope
 
 
 def rope_tables(
     config: PreTrainedConfig, spec: DecoderSpec, max_positions: int, device: torch.device
 ) -> dict[str, Rope]:
-    """A table for each of `spec.rope_types`."""
+    """A table for each of `spec.rope_types`. Raises NotOurs for one that heads have no room for."""
     rotary: Any = rotary_class(config)(config)
     positions = torch.arange(max_positions).unsqueeze(0)
-    temperature = _temperature(config, positions[0])
     tables = {}
     for name in set(spec.rope_types):
         if name == NO_ROTATION:
             cos, sin = torch.ones(max_positions, 1), torch.zeros(max_positions, 1)
         else:
             cos, sin = _angles(rotary, positions, name)
-        # In Llama 4 only layers that rotate nothing have one.
-        has_none = NO_ROTATION in spec.rope_types and name != NO_ROTATION
+            _check_width(spec, name, 2 * cos.shape[1])
+        temperature = _temperature(config, positions[0], rotates=name != NO_ROTATION)
         tables[name] = Rope(
             cos.contiguous().to(device),
             sin.contiguous().to(device),
-            None if temperature is None or has_none else temperature.to(device),
+            None if temperature is None else temperature.to(device),
         )
     return tables
+
+
+def _check_width(spec: DecoderSpec, name: str, width: int) -> None:
+    """Raises NotOurs for angles of more elements than heads have, or of other ones than latents."""
+    for layer in spec.layers:
+        room = layer.head_dim if spec.latent is None else spec.latent.rotated
+        has_angles = spec.rope_types[layer.index] == name and layer.state is None
+        if has_angles and (width > room or (spec.latent is not None and width < room)):
+            raise NotOurs(f"rotation of {width} elements of {room}")
 
 
 def _angles(rotary: Any, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -50,16 +58,16 @@ def _angles(rotary: Any, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def _temperature(config: PreTrainedConfig, positions: Tensor) -> Tensor | None:
-    """By how much each position's queries attend more sharply (Llama 4, Ministral 3, Mistral 4):
-    more with each stretch of positions that is behind it.
+def _temperature(config: PreTrainedConfig, positions: Tensor, *, rotates: bool) -> Tensor | None:
+    """By how much each position's queries attend more sharply: more with each stretch of positions
+    that is behind it. In Ministral 3 and Mistral 4; in Llama 4 where nothing is rotated.
     """
     rope = config.rope_parameters or {}
     beta = rope.get("llama_4_scaling_beta")
     if beta is not None:
         contexts = torch.floor(positions / rope["original_max_position_embeddings"])
         return 1 + float(beta) * (1 + contexts).log()
-    if getattr(config, "attn_temperature_tuning", False):
+    if getattr(config, "attn_temperature_tuning", False) and not rotates:
         stretches = torch.floor((positions.float() + 1.0) / config.floor_scale)
         return torch.log1p(stretches) * float(config.attn_scale) + 1.0
     return None

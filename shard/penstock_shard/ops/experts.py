@@ -76,7 +76,9 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
     num_experts, top_k = logits.shape[1], rule.top_k
     weights, chosen = _choose(logits.float(), rule, bias)
     if rule.is_normalised:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        total = weights.sum(dim=-1, keepdim=True)
+        # Sigmoids may all be 0.
+        weights = weights / (total if rule.scores == "softmax" else total + 1e-20)
     if rule.scale != 1.0:
         weights = weights * rule.scale
     experts, order = chosen.view(-1).sort(stable=True)

@@ -185,20 +185,30 @@ class TransformersModel:
     @contextmanager
     def shortened(self) -> Iterator[None]:
         stacks = list(layer_stacks(self.module, len(self._layers)))
+        text = self.module.config.get_text_config()
+        types = getattr(text, "layer_types", None)
         for parent, name, stack in stacks:
-            setattr(parent, name, self._one_of_each_kind(stack))
+            kept = self._one_of_each_kind(stack)
+            setattr(parent, name, nn.ModuleList(stack[index] for index in kept))
+            if types:
+                # Some ask for the type of a layer by its place in the stack.
+                text.layer_types = [types[index] for index in kept]
         try:
             yield
         finally:
             for parent, name, stack in stacks:
                 setattr(parent, name, stack)
+            if types:
+                text.layer_types = types
 
-    def _one_of_each_kind(self, stack: nn.ModuleList) -> nn.ModuleList:
-        kinds: dict[tuple[LayerSpec, str], nn.Module] = {}
+    def _one_of_each_kind(self, stack: nn.ModuleList) -> list[int]:
+        """Indices of layers, and of those whose keys they read."""
+        kinds: dict[tuple[LayerSpec, str], LayerSpec] = {}
         specs = sorted(self._layers, key=lambda spec: spec.index)
         for spec, layer in zip(specs, stack, strict=True):
-            kinds.setdefault((dataclasses.replace(spec, index=0), repr(layer)), layer)
-        return nn.ModuleList(kinds.values())
+            kinds.setdefault((dataclasses.replace(spec, index=0), repr(layer)), spec)
+        kept = {spec.index for spec in kinds.values()}
+        return sorted(kept | {spec.reads for spec in kinds.values() if spec.reads is not None})
 
     def forward(
         self,

@@ -133,13 +133,14 @@ def _original_context(rope: dict[str, Any], text: PreTrainedConfig) -> int:
     return int(original or text.max_position_embeddings)
 
 
-def check_layer_types(text: PreTrainedConfig, reason: Exception) -> None:
-    """Raises ModelError for layers that our decoder alone serves; `reason`: why it does not."""
-    odd = sorted(own_layer_types(text) & set(getattr(text, "layer_types", None) or ()))
-    if odd:
+def check_ours_alone(text: PreTrainedConfig, reason: Exception) -> None:
+    """Raises ModelError for a type of model that our decoder alone serves; `reason`: why it does
+    not compute this one.
+    """
+    if own_layer_types(text):
         raise ModelError(
-            f"{text.model_type}: layers of type {', '.join(odd)} are served by our decoder alone, "
-            f"which does not compute this model: {reason}"
+            f"{text.model_type} is served by our decoder alone, which does not compute this model: "
+            f"{reason}"
         )
 
 
