@@ -50,6 +50,24 @@ FAULTS = [
         caught_by="test_a_prefix_is_found_where_its_last_blocks_are_though_its_first_are_gone",
     ),
     Fault(
+        "A state is published under the tokens of the step that goes on from it",
+        "BlockManager._keep_states",
+        becomes("count = start // self.block_size", "count = start // self.block_size + 1"),
+        caught_by="test_kept_states_stay_in_their_bound_under_random_conversations",
+    ),
+    Fault(
+        "Who begins at a kept state goes on with whatever its own block held",
+        "BlockManager._begin_state",
+        left_out("self._copies.pairs.append((blocks.ids[0], own))"),
+        caught_by="test_a_prompt_begins_at_the_state_of_an_earlier_ones_last_full_block",
+    ),
+    Fault(
+        "A state begins anew with each chunk",
+        "_sequences",
+        becomes("count == length", "True"),
+        caught_by="test_plain_torch_computes_what_the_kernels_compute",
+    ),
+    Fault(
         "The oldest request is preempted instead of the latest",
         "PriorityPolicy.choose_victim",
         becomes("max(running, key=preemption_key)", "min(running, key=preemption_key)"),

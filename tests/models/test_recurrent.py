@@ -1,0 +1,165 @@
+"""Short convolutions and the delta rule: the kernels against plain torch and against transformers,
+and the same bits however a prompt is cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.budget import budget, seeded
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from penstock_shard.attention.base import AttentionBatch
+from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.kernels.cpu import load_kernels
+from penstock_shard.ops.base import Ops
+from penstock_shard.ops.cpu_ops import CpuOps
+from penstock_shard.ops.torch_ops import TorchOps
+
+SLOTS = 12
+
+
+@dataclass
+class Layer:
+    """Random weights and inputs of a layer, for sequences of these lengths."""
+
+    lengths: Sequence[int]
+    key_heads: int
+    heads: int
+    dim: int
+    dim_v: int
+    taps: int
+    by_channel: bool
+
+    def __post_init__(self) -> None:
+        total, self.channels = sum(self.lengths), 2 * self.key_heads * self.dim
+        self.channels += self.heads * self.dim_v
+        self.x = torch.randn(total, self.channels)
+        self.weight, self.bias = torch.randn(self.taps, self.channels), torch.randn(self.channels)
+        shape = (self.heads, self.dim) if self.by_channel else (self.heads,)
+        self.decay_input, self.decay_bias = torch.randn(total, *shape), torch.randn(shape)
+        self.rate, self.beta = torch.rand(self.heads) * 2, torch.rand(total, self.heads)
+
+    def run(self, ops: Ops, cuts: Sequence[int]) -> list[Tensor]:
+        """The output of each sequence, all at once in steps of so many tokens each."""
+        inputs = torch.full((SLOTS, self.taps - 1, self.channels), 9.0)
+        matrices = torch.full((SLOTS, self.heads, self.dim, self.dim_v), 7.0)
+        starts = list(itertools.accumulate(self.lengths, initial=0))
+        done = [0] * len(self.lengths)
+        outputs: list[list[Tensor]] = [[] for _ in self.lengths]
+        for step in range(max(self.lengths)):
+            counts = [
+                min(cuts[(step + i) % len(cuts)], length - done[i])
+                for i, length in enumerate(self.lengths)
+            ]
+            rows = [i for i, count in enumerate(counts) if count]
+            if not rows:
+                break
+            places = [starts[i] + done[i] + t for i in rows for t in range(counts[i])]
+            for i in rows:
+                done[i] += counts[i]
+            batch = batch_of([counts[i] for i in rows], [done[i] for i in rows], rows)
+            mixed = ops.short_conv(self.x[places], self.weight, self.bias, inputs, batch, silu=True)
+            decay = ops.decay(self.decay_input[places], self.rate, self.decay_bias)
+            found = ops.delta_rule(mixed, decay, self.beta[places], matrices, batch)
+            for i, part in zip(rows, found.split([counts[i] for i in rows]), strict=True):
+                outputs[i].append(part)
+        return [torch.cat(each) for each in outputs]
+
+    def expected(self) -> list[Tensor]:
+        """By transformers, sequence by sequence."""
+        outputs, start = [], 0
+        for length in self.lengths:
+            own = slice(start, start + length)
+            padded = torch.cat((torch.zeros(self.taps - 1, self.channels), self.x[own]))
+            summed = sum(self.weight[j] * padded[j : j + length] for j in range(self.taps))
+            mixed = functional.silu(summed + self.bias)
+            keys = self.key_heads * self.dim
+            query, key, value = mixed.split([keys, keys, self.heads * self.dim_v], dim=-1)
+            decay = -self.rate * functional.softplus(self.decay_input[own] + self.decay_bias)
+            attended, _ = torch_recurrent_gated_delta_rule(
+                query.view(1, length, -1, self.dim),
+                key.view(1, length, -1, self.dim),
+                value.view(1, length, -1, self.dim_v),
+                g=decay[None],
+                beta=self.beta[own][None],
+                use_qk_l2norm_in_kernel=True,
+            )
+            outputs.append(attended[0])
+            start += length
+        return outputs
+
+
+def batch_of(counts: list[int], lengths: list[int], rows: list[int]) -> AttentionBatch:
+    cu_queries = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    # The first column has the slots; the second is not looked at.
+    table = torch.tensor([[SLOTS - 1 - row, 99] for row in rows], dtype=torch.int32)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    none = torch.empty(0, dtype=torch.int64)
+    return AttentionBatch(counts, lengths, 0, 16, none, cu_queries, cu_queries, seq_lens, table)
+
+
+def plain_ops() -> TorchOps:
+    return TorchOps(torch.device("cpu"), torch.float32, "float32", SdpaBackend())
+
+
+def cpu_ops() -> CpuOps:
+    return CpuOps(load_kernels(), "float32")
+
+
+def random_layer(name: str, *, by_channel: bool = False) -> Layer:
+    rng = seeded(name)
+    torch.manual_seed(rng.randrange(1 << 30))
+    key_heads = rng.randint(1, 3)
+    return Layer(
+        [rng.randint(1, 60) for _ in range(rng.randint(1, 6))],
+        key_heads,
+        key_heads * rng.randint(1, 3),
+        rng.randint(2, 40),
+        rng.randint(2, 40),
+        rng.randint(2, 5),
+        by_channel,
+    )
+
+
+def test_the_kernels_compute_what_transformers_computes() -> None:
+    for _ in range(budget(5, 200)):
+        layer = random_layer("delta rule against transformers")
+        for found, expected in zip(layer.run(cpu_ops(), [64]), layer.expected(), strict=True):
+            assert torch.allclose(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_plain_torch_computes_what_the_kernels_compute(by_channel: bool) -> None:
+    for _ in range(budget(3, 50)):
+        layer = random_layer("delta rule in torch", by_channel=by_channel)
+        pairs = zip(layer.run(plain_ops(), [7, 13]), layer.run(cpu_ops(), [64]), strict=True)
+        assert all(torch.allclose(one, other, atol=1e-5, rtol=1e-4) for one, other in pairs)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_bits_do_not_depend_on_cuts_others_or_threads(by_channel: bool) -> None:
+    ops = cpu_ops()
+    for _ in range(budget(5, 200)):
+        layer = random_layer("bits of the delta rule", by_channel=by_channel)
+        ops.set_threads(1)
+        whole = layer.run(ops, [64])
+        for threads, cuts in ((1, [1]), (2, [16, 3]), (3, [5, 1, 17])):
+            ops.set_threads(threads)
+            found = layer.run(ops, cuts)
+            assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
+    ops.set_threads(1)
+
+
+def test_a_slot_that_does_not_exist_is_refused() -> None:
+    layer = random_layer("slots")
+    state = torch.zeros(2, layer.taps - 1, layer.channels)
+    batch = batch_of([1], [1], [0])
+    with pytest.raises(IndexError, match="a slot is outside the cache"):
+        cpu_ops().short_conv(layer.x[:1], layer.weight, None, state, batch, silu=False)
