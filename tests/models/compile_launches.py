@@ -34,8 +34,8 @@ _HEADS, _KV_HEADS, _DIM, _HIDDEN = 32, 8, 128, 4096
 # Capability".
 _SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 _HAS_FP8 = 89
-# Layers as in Llama 3, in Gemma 2, with many heads on one, and with latents as in DeepSeek V3, whole
-# and as one of eight ranks has it.
+# Layers as in Llama 3, as in Gemma 2, with many heads on one, and with latents as in DeepSeek V3,
+# whole and as one of eight ranks has it.
 _LLAMA = LayerSpec(0, _HEADS, _KV_HEADS, _DIM, _DIM, 0.1)
 _HEADS_BESIDE = (LayerSpec(0, 16, 8, 256, 256, 0.1), LayerSpec(0, 71, 1, 64, 64, 0.1))
 _LATENTS = tuple(LayerSpec(0, n, 1, 576, 512, 0.1, values_in_keys=True) for n in (128, 16))
