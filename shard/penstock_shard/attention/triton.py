@@ -153,9 +153,9 @@ def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling
 
 @functools.cache
 def _latent_tiling(group: int, padded: int, itemsize: int, shared: int, least: int) -> _Tiling:
-    """Sums of up to 512 elements a row leave registers for few rows, `least` if heads fill no more:
-    64 where they and two tiles of keys fit into `shared` bytes. Cards on which they do not are
-    those that keep such rows in registers all along.
+    """Sums of up to 512 values a row fill the registers with few rows: `least`, or as many as there
+    are heads up to a bound. That is 64 where so many and two tiles of keys fit into `shared` bytes,
+    else 32: cards with less take queries from registers, where they need room too.
     """
     if itemsize == 4:
         most, keys, num_stages = 16, 16, 2
