@@ -115,6 +115,7 @@ CASES = (
             ("latents past 256 with all", 2, 40, 32, {"lengths": (300, 12), **_ALL_AT_ONCE}),
             ("latents of 576", 4, 576, 512, {"lengths": (40, 3)}),
             ("latents in an fp16 cache", 5, 40, 32, {"kv_dtype": F16}),
+            ("latents in an fp8 cache", 5, 40, 32, {"kv_dtype": F8}),
             ("latents in bf16", 5, 48, 32, {"dtype": BF16}),
         )
     ),

@@ -34,8 +34,11 @@ _HEADS, _KV_HEADS, _DIM, _HIDDEN = 32, 8, 128, 4096
 # Capability".
 _SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 _HAS_FP8 = 89
-# Query heads, KV heads and their size: of Llama 3, of Gemma 2, and many on one.
-_ATTENTION = ((_HEADS, _KV_HEADS, _DIM), (16, 8, 256), (71, 1, 64))
+# Layers as in Llama 3, as in Gemma 2, with many heads on one, and with latents as in DeepSeek V3,
+# whole and as one of eight ranks has it.
+_LLAMA = LayerSpec(0, _HEADS, _KV_HEADS, _DIM, _DIM, 0.1)
+_HEADS_BESIDE = (LayerSpec(0, 16, 8, 256, 256, 0.1), LayerSpec(0, 71, 1, 64, 64, 0.1))
+_LATENTS = tuple(LayerSpec(0, n, 1, 576, 512, 0.1, values_in_keys=True) for n in (128, 16))
 _DTYPES: dict[WeightKind, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 # What would be launched, in words and as a call.
@@ -108,8 +111,8 @@ def _launches(kinds: dict[WeightKind, torch.dtype], *, has_fp8: bool) -> Iterato
         fp8_too = has_fp8 and dtype is torch.bfloat16
         for cache_dtype in [dtype, torch.float8_e4m3fn] if fp8_too else [dtype]:
             yield from _of_attention(ops, backend, cache_dtype, f"{how}, cached as {cache_dtype}")
-        for heads in _ATTENTION[1:]:
-            yield _of_heads(backend, dtype, heads, [1, 20], None, f"{how}, {heads}")
+        for spec in _HEADS_BESIDE:
+            yield _of_heads(backend, dtype, spec, [1, 20], None, how)
         yield f"drawing by id, {how}", partial(_draw_by_id, dtype)
     if has_fp8:
         yield "rounding", lambda: round_rows(torch.zeros(3, _HIDDEN, dtype=torch.bfloat16))
@@ -145,8 +148,11 @@ def _of_attention(
     ops: TritonOps, backend: TritonBackend, cache_dtype: torch.dtype, how: str
 ) -> Iterator[Launch]:
     for counts, window in (([1, 1, 1], None), ([1, 20], None), ([1, 1, 1], 100), ([1, 20], 100)):
-        yield _of_heads(backend, ops.dtype, _ATTENTION[0], counts, window, how, cache_dtype)
-    spec = LayerSpec(0, _HEADS, _KV_HEADS, _DIM, _DIM, 1.0)
+        yield _of_heads(backend, ops.dtype, _LLAMA, counts, window, how, cache_dtype)
+    for latents in _LATENTS:
+        for counts in ([1, 1, 1], [20]):
+            yield _of_heads(backend, ops.dtype, latents, counts, None, how, cache_dtype)
+    spec = _LLAMA
     cache = backend.make_cache(spec, 4, 16, cache_dtype, _HOST)
     places = torch.zeros(3, dtype=torch.int64)
     qkv = torch.zeros(3, (_HEADS + 2 * _KV_HEADS) * _DIM, dtype=ops.dtype)
@@ -164,26 +170,24 @@ def _of_attention(
 def _of_heads(
     backend: TritonBackend,
     dtype: torch.dtype,
-    heads: tuple[int, int, int],
+    spec: LayerSpec,
     counts: list[int],
     window: int | None,
     how: str,
     cache_dtype: torch.dtype | None = None,
 ) -> Launch:
     """With sinks where a row has several tokens, and a cap beside a window."""
-    num_heads, kv_heads, dim = heads
-    spec = LayerSpec(0, num_heads, kv_heads, dim, dim, 1.0)
     attend = partial(
         backend.attend,
         backend.make_cache(spec, 4, 16, cache_dtype or dtype, _HOST),
-        torch.zeros(sum(counts), num_heads, dim, dtype=dtype),
+        torch.zeros(sum(counts), spec.num_heads, spec.head_dim, dtype=dtype),
         _batch(counts),
-        scale=0.1,
+        scale=spec.scale,
         window=window,
         softcap=None if window is None else 50.0,
-        sinks=torch.zeros(num_heads, dtype=dtype) if max(counts) > 1 else None,
+        sinks=torch.zeros(spec.num_heads, dtype=dtype) if max(counts) > 1 else None,
     )
-    return f"attention of {counts}, window {window}, {how}", attend
+    return f"attention of {counts}, {spec.num_heads} heads, window {window}, {how}", attend
 
 
 def _batch(counts: list[int]) -> AttentionBatch:

@@ -30,6 +30,8 @@ _INTERPRETED = {
         "sinks in fp16",
         "window and softcap in bf16",
         "fp8 cache under bf16",
+        "latents of 576",
+        "latents in bf16",
         "one token",
     },
     "triton, exact": {"all in fp32", "one token each in bf16"},
@@ -64,7 +66,7 @@ def serves(name: str, case: Case) -> bool:
     if name == "cpu":
         return case.dtype == F32
     if name.startswith("triton"):
-        return max(sizes) <= 256 and not case.latent
+        return case.latent or max(sizes) <= 256
     half = case.dtype in (F16, BF16) and not case.sinks and not case.latent and max(sizes) <= 256
     half = half and all(size % 8 == 0 for size in sizes)
     if name == "flash_attn 3":
@@ -119,18 +121,27 @@ def test_decodes_and_chunks_take_calls_of_their_own(name: str, expected: set[str
     assert set(library_stand_ins.calls) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("sdpa", "cpu")])
-def test_decodes_that_are_captured_read_no_length_on_the_host(name: str) -> None:
+_LATENTS = Case("latents", kv_heads=1, head_dim=24, head_dim_v=16, latent=True, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *((name, Case("heads", dtype=BF16)) for name in BACKENDS if name not in ("sdpa", "cpu")),
+        ("triton", _LATENTS),
+    ],
+    ids=str,
+)
+def test_decodes_that_are_captured_read_no_length_on_the_host(name: str, case: Case) -> None:
     """As in a CUDA graph: what the host knows is that of the step that was captured."""
     backend = make_backend(name)
     assert backend.capturable
-    case = Case("captured", dtype=BF16)
     block_size = case.blocks_for(backend)
     cache = backend.make_cache(case.spec, 6, block_size, BF16, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for part in cache:
         part.copy_(torch.randn(part.shape, generator=generator))
-    query = torch.randn(2, 4, 16, generator=generator).to(BF16)
+    query = torch.randn(2, 4, case.head_dim, generator=generator).to(BF16)
     tables = torch.tensor([[0, 5], [3, 2]])
     lengths = [block_size + 5, 9]
     honest = make_batch([1, 1], lengths, tables, block_size)

@@ -32,8 +32,14 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader import choose_attention
-from penstock_shard.model_loader.choose_attention import AttentionOptions, choose_backend
+from penstock_shard.model_loader.choose_attention import (
+    AttentionOptions,
+    choose_backend,
+    serves_latents,
+)
+from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.load_model_runner import load_model_runner
+from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.ops.torch_ops import TorchOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -42,6 +48,7 @@ PLAIN = LayerSpec(0, 4, 2, 16, 16, 0.25)
 WINDOW = LayerSpec(1, 4, 2, 16, 16, 0.25, window=33)
 SOFTCAP = LayerSpec(2, 4, 2, 16, 16, 0.25, softcap=6.0)
 SINKS = LayerSpec(3, 4, 2, 16, 16, 0.25, has_sinks=True)
+LATENTS = LayerSpec(4, 4, 1, 24, 16, 0.25, values_in_keys=True)
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
@@ -174,6 +181,8 @@ class Wrong(SdpaBackend):
         if self.fault == "heads":
             # Queries that share a KV head are those beside each other.
             query = query.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        if self.fault == "rotated":
+            query = torch.cat((query[..., : cache[1].shape[3]], 0 * query[..., :8]), dim=-1)
         if self.fault == "table":
             batch.block_table.copy_(batch.block_table.sort(dim=1, descending=True).values)
         output = super().attend(cache, query, batch, **options)
@@ -216,7 +225,7 @@ def test_a_right_backend_passes_without_a_line(
     dtype: torch.dtype, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose_attention, "READS_ANY_CACHE", {"wrong"})
-    layers = [PLAIN, WINDOW, SOFTCAP, SINKS]
+    layers = [PLAIN, WINDOW, SOFTCAP, SINKS, LATENTS]
     found = choice(layers, Wrong(), monkeypatch=monkeypatch, dtype=dtype, kv_dtype=kv_dtype)
     assert found == ("wrong", [])
 
@@ -232,6 +241,7 @@ def test_a_right_backend_passes_without_a_line(
         ("sinks", SINKS),
         ("scale", PLAIN),
         ("heads", PLAIN),
+        ("rotated", LATENTS),
         ("table", PLAIN),
         ("nan", PLAIN),
         ("last row", PLAIN),
@@ -321,6 +331,43 @@ def test_another_dtype_of_the_cache_or_size_of_blocks_passes_a_library_over(
         assert name == "sdpa"
         assert reason in lines[0]
     assert choice([PLAIN], flash, monkeypatch=monkeypatch, dtype=BF16) == ("flash_attn", [])
+
+
+@pytest.mark.parametrize(
+    ("named", "served"),
+    [("auto", True), ("triton", True), ("sdpa", True), ("flash_attn", False)],
+)
+def test_on_a_gpu_all_but_libraries_serve_latents(
+    named: str, served: bool, ampere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if named == "triton":
+        pytest.importorskip("triton")
+    install(monkeypatch, library_stand_ins.flash_attn_2())
+    ops = make_ops(BF16)
+    ops.device = CUDA
+    assert serves_latents(ops, AttentionOptions(named)) is served
+
+
+def test_latents_are_kept_unless_a_library_that_reads_none_is_asked_for(
+    model_dir: Callable[[str], Path], ampere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, library_stand_ins.flash_attn_2())
+    directory, lines = model_dir("deepseek_v3"), list[str]()
+    # As long as queries and keys of heads: flash-attn 2 asks for that.
+    config = load_config(directory, trust_remote_code=False)
+    config.v_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    files = ModelFiles(directory, config, 64, dummy=True)
+
+    def heads(backend: str) -> set[tuple[int, int, int]]:
+        wish = AttentionOptions(backend)
+        layers = load_model(files, make_ops(BF16), lines.append, wish).model.layers
+        return {(spec.num_kv_heads, spec.head_dim, spec.head_dim_v) for spec in layers}
+
+    assert heads("auto") == heads("sdpa") == {(1, 24, 16)}
+    assert lines == []
+    assert heads("flash_attn") == {(4, 24, 24)}
+    reason = "latent attention with --attention-backend flash_attn"
+    assert lines[0] == f"running the code of transformers ({reason})"
 
 
 @pytest.mark.parametrize("window", [1, 2, 31, 300, 9000])

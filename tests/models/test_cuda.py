@@ -52,7 +52,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "opt"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt_oss", "opt", "deepseek_v2", "deepseek_v3"]
+)
 def test_greedy_output_on_cuda_equals_generate(
     family: str, model_dir: Callable[[str], Path]
 ) -> None:
@@ -101,7 +103,7 @@ def greedy(runner: ModelRunner, drafter: Drafter | None = None) -> dict[str, lis
     return outputs
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "deepseek_v3"])
 def test_tokens_with_graphs_are_those_without(family: str, model_dir: Directory) -> None:
     graphed = on_device(model_dir(family))
     assert isinstance(graphed.model, GraphedModel)
@@ -138,7 +140,7 @@ def test_tokens_of_an_adapter_are_those_on_cpu(model_dir: Directory, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
 def test_exact_bits_are_the_same_alone_and_in_a_batch(
     family: str, dtype: str, model_dir: Directory
 ) -> None:
@@ -209,7 +211,7 @@ def logits_of(model: Decoder) -> Tensor:
         return torch.cat(parts)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mixtral", "deepseek_v3"])
 def test_logits_of_triton_ops_are_those_of_plain_torch(family: str, model_dir: Directory) -> None:
     pytest.importorskip("triton")
     from penstock_shard.attention.triton import TritonBackend

@@ -15,7 +15,7 @@ from models.attention_cases import make_batch
 from support.budget import budget, seeded
 from torch import Tensor
 
-from penstock_shard.attention.base import LayerSpec
+from penstock_shard.attention.base import LayerSpec, make_paged_pair
 from penstock_shard.attention.sdpa import SdpaBackend
 
 pytest.importorskip("triton")
@@ -27,6 +27,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from penstock_shard.attention import triton as backend_module
 from penstock_shard.attention.triton import (
     TritonBackend,
+    _latent_tiling,
     _rows_tiling,
     _split_for,
     _split_tiling,
@@ -38,8 +39,11 @@ PAGE = 16
 # The interpreter takes seconds for each.
 LAYERS = (
     LayerSpec(0, 3, 1, 16, 12, 0.25, window=60, softcap=2.0, has_sinks=True),
+    LayerSpec(0, 4, 1, 24, 16, 0.25, values_in_keys=True),
     LayerSpec(0, 4, 2, 16, 16, 0.25),
-)[: budget(1, 2)]
+    # Shared by two programs.
+    LayerSpec(0, 20, 1, 24, 16, 0.25, values_in_keys=True),
+)[: budget(2, 4)]
 WINDOWS = (700, None)[: budget(1, 2)]
 
 
@@ -57,10 +61,9 @@ class Sequences:
         width = -(-max(lengths) // PAGE)
         blocks = torch.randperm(len(lengths) * width, generator=generator)
         self.tables = blocks.view(len(lengths), width)
-        self.cache = (
-            noise(len(blocks), PAGE, spec.num_kv_heads, spec.head_dim),
-            noise(len(blocks), PAGE, spec.num_kv_heads, spec.head_dim_v),
-        )
+        self.cache = make_paged_pair(spec, len(blocks), PAGE, dtype, torch.device("cpu"))
+        for part in self.cache:
+            part.copy_(noise(*part.shape))
         self.sinks = noise(spec.num_heads) if spec.has_sinks else None
 
     def attend(
@@ -85,7 +88,7 @@ class Sequences:
         return list(attended.split(counts))
 
 
-@pytest.mark.parametrize("spec", LAYERS, ids=lambda spec: f"window {spec.window}")
+@pytest.mark.parametrize("spec", LAYERS, ids=lambda spec: f"{spec.num_heads} of {spec.head_dim}")
 def test_a_query_has_the_same_bits_in_any_step(spec: LayerSpec) -> None:
     rng = seeded("steps")
     sequences = Sequences(spec, [300, 290, 20], torch.float32)
@@ -101,6 +104,21 @@ def test_a_query_has_the_same_bits_in_any_step(spec: LayerSpec) -> None:
     assert torch.equal(whole, torch.cat([beside, after]))
     decoded = sequences.attend(backend, [(2, 15, 1), (0, cut, 1), (1, 289, 1), (2, 0, 3)])[1]
     assert torch.equal(whole[cut - first : cut - first + 1], decoded)
+
+
+@pytest.mark.parametrize("heads", [3, 70])
+def test_latents_give_what_plain_torch_gives_in_any_batch(heads: int) -> None:
+    """70 heads are shared by two programs."""
+    rng = seeded("latents")
+    spec = LayerSpec(0, heads, 1, 24, 16, 0.25, values_in_keys=True)
+    lengths = [rng.randint(1, 90) for _ in range(budget(4, 9))]
+    sequences = Sequences(spec, lengths, torch.float16)
+    counts = [rng.choice([1, rng.randint(1, min(9, length))]) for length in lengths]
+    rows = [(i, lengths[i] - counts[i], counts[i]) for i in range(len(lengths))]
+    rows.sort(key=lambda row: row[2])
+    found, wanted = (sequences.attend(each, rows) for each in (TritonBackend(), SdpaBackend()))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=3e-3, rtol=3e-3)
 
 
 def test_little_scratch_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +193,40 @@ def test_where_programs_have_less_memory_tiles_are_smaller_and_right(
         torch.testing.assert_close(got[0], want[0], atol=2e-3, rtol=2e-3)
 
 
+def test_latents_have_tiles_of_as_many_rows_as_registers_hold() -> None:
+    tiles = {
+        (heads, least, card): _latent_tiling(heads, 576, 2, kilobytes << 10, least)
+        for heads in (4, 16, 128)
+        for least in (16, 64)
+        for card, kilobytes in (("H100", 227), ("L4", 99))
+    }
+    sizes = {sort: (tile.heads, tile.queries) for sort, tile in tiles.items()}
+    assert sizes == {
+        (4, 16, "H100"): (4, 4),
+        (4, 16, "L4"): (4, 4),
+        (4, 64, "H100"): (4, 16),
+        (4, 64, "L4"): (4, 8),
+        (16, 16, "H100"): (16, 1),
+        (16, 16, "L4"): (16, 1),
+        (16, 64, "H100"): (16, 4),
+        (16, 64, "L4"): (16, 2),
+        (128, 16, "H100"): (64, 1),
+        (128, 16, "L4"): (32, 1),
+        (128, 64, "H100"): (64, 1),
+        (128, 64, "L4"): (32, 1),
+    }
+
+
 def test_heads_and_numbers_that_are_not_served_are_refused() -> None:
     backend = TritonBackend()
     refusal = backend.refusal(LayerSpec(0, 1, 1, 320, 16, 1.0), torch.bfloat16)
     assert refusal == "serves heads of at most 256, not 320"
+    for latent, rotated in ((640, 64), (512, 0), (512, 128)):
+        spec = LayerSpec(0, 1, 1, latent + rotated, latent, 1.0, values_in_keys=True)
+        assert backend.refusal(spec, torch.bfloat16) == (
+            "serves latents of at most 512 beside 1 to 64 rotated elements, "
+            f"not {latent}, {rotated}"
+        )
     refusal = backend.refusal(LayerSpec(0, 1, 1, 16, 16, 1.0), torch.float64)
     assert refusal == "serves float32, float16 and bfloat16, not float64"
 

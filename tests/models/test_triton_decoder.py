@@ -22,16 +22,18 @@ from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.config import ShardConfig
 from penstock_shard.device import triton_support
 from penstock_shard.errors import ModelError
+from penstock_shard.model_loader import choose_attention, fingerprint
 from penstock_shard.model_loader import choose_ops as choose
-from penstock_shard.model_loader import fingerprint
+from penstock_shard.model_loader.choose_attention import AttentionOptions
 from penstock_shard.model_loader.choose_ops import choose_ops
 from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_families import decoder_spec
 from penstock_shard.models.decoder_weights import read_weights
+from penstock_shard.models.latent_heads import LatentHeads
 from penstock_shard.models.rope_tables import rope_tables
-from penstock_shard.ops.base import Ops
+from penstock_shard.ops.base import Ops, WeightKind
 from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.ops.quantized import round_in_torch
 from penstock_shard.ops.torch_ops import TorchOps
@@ -57,7 +59,9 @@ F32 = torch.float32
 VOCABULARY = 384
 # A family, and tokens of a prompt: past the window of those that have one. The interpreter takes
 # seconds for each.
-PROMPTS = (("gemma2", 26), ("mixtral", 5), ("llama", 5), ("qwen3", 5))[: budget(1, 4)]
+PROMPTS = (("gemma2", 26), ("deepseek_v3", 5), ("mixtral", 5), ("llama", 5), ("qwen3", 5))[
+    : budget(2, 5)
+]
 
 
 def triton_ops(*, exact: bool = False) -> TritonOps:
@@ -94,7 +98,7 @@ def test_tokens_are_those_of_plain_torch(family: str, prompt: int, model_dir: Di
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gemma2"][: budget(1, 2)])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "gemma2"][: budget(1, 3)])
 def test_exact_ops_give_the_same_bits_in_any_step(family: str, model_dir: Directory) -> None:
     model = make_decoder(model_dir(family), triton_ops(exact=True))
     with model.shortened(), random_steps(model, VOCABULARY, 16, 10, F32) as steps:
@@ -299,6 +303,37 @@ def test_code_of_transformers_is_refused_where_its_products_would_not_be_exact(
     load_model(files, triton_ops(), lambda line: None)
     # Packed, they are the cpu kernels' own, which are exact.
     load_model(files, chosen(directory, exact=True), lambda line: None)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
+def test_latents_are_kept_where_attention_is_triton(
+    family: str, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In our decoder, and in the code of transformers."""
+    # The check at load takes seconds in the interpreter.
+    monkeypatch.setattr(choose_attention, "_tried", lambda *arguments: None)
+    directory = model_dir(family)
+    files = ModelFiles(directory, load_config(directory, trust_remote_code=False), 64)
+    ops = triton_ops()
+    loaded = load_model(files, ops, lambda line: None, AttentionOptions("triton"))
+    assert isinstance(loaded.model, Decoder) == (family == "deepseek_v3")
+    assert isinstance(ops.backend, TritonBackend)
+    assert {spec.values_in_keys for spec in loaded.model.layers} == {True}
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8", "int4"])
+def test_heads_of_latents_are_multiplied_in_one_launch(weights: WeightKind) -> None:
+    """So a step of decodes can be recorded, and nothing of them is rounded to fewer bits."""
+    ops = TritonOps(CPU, torch.bfloat16, weights, TritonBackend())
+    weight = torch.randn(4 * (16 + 8), 32).to(torch.bfloat16)
+    heads = LatentHeads.of(weight, 4, 16, ops)
+    assert heads.keys.capturable
+    assert heads.values.capturable
+    query = torch.randn(3, 4, 16 + 8).to(torch.bfloat16)
+    want = torch.einsum(
+        "thn,hnr->thr", query[..., :16].float(), weight.view(4, 24, 32)[:, :16].float()
+    )
+    torch.testing.assert_close(heads.absorb(query)[..., :32].float(), want, atol=5e-2, rtol=2e-2)
 
 
 def test_the_fingerprint_names_triton_and_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

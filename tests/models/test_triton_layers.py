@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton compiles for a device here", allow_module_level=True)
 
-from penstock_shard.kernels.triton_layers import write_cache
+from penstock_shard.attention.triton import TritonBackend
 from penstock_shard.ops.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_a_token_without_a_slot_is_written_nowhere() -> None:
     rope = Rope(torch.ones(4, 4), torch.zeros(4, 4))
     slots = torch.tensor([-1, 5])
     ours.rope_and_cache(noise(1, 2, 32), layer, cache, torch.tensor([0, 1]), slots, rope)
-    write_cache(cache, noise(2, 1, 1, 8), noise(3, 1, 1, 8), torch.tensor([-1]))
+    TritonBackend().write(cache, noise(2, 1, 1, 8), noise(3, 1, 1, 8), torch.tensor([-1]))
     for part in cache:
         assert part.flatten(0, 1).abs().sum(dim=(1, 2)).nonzero().flatten().tolist() == [5]
 
@@ -127,7 +127,7 @@ def test_values_beyond_an_eight_bit_cache_are_cut() -> None:
     slots = torch.tensor([3])
     ours.rope_and_cache(qkv, layer, one, torch.tensor([0]), slots, rope)
     key, value = qkv.view(3, 1, 8)[1:].split(1)
-    write_cache(other, key, value, slots)
+    TritonBackend().write(other, key, value, slots)
     for part in range(2):
         found = one[part][0, 3, 0].float()
         assert torch.equal(found, other[part][0, 3, 0].float())

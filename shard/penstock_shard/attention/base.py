@@ -217,14 +217,26 @@ def make_paged_pair(
     return keys, make(*shape, spec.head_dim_v, dtype=dtype, device=device)
 
 
+def has_values_in_keys(cache: tuple[Tensor, Tensor]) -> bool:
+    """Whether a pair is that of a layer with `values_in_keys`."""
+    return cache[0].data_ptr() == cache[1].data_ptr()
+
+
+def parts_to_write(
+    cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """The parts of a pair, each with the rows for it: of values that are in keys the keys alone."""
+    parts = [(cache[0], key), (cache[1], value)]
+    return parts[:1] if has_values_in_keys(cache) else parts
+
+
 def write_paged_pair(
     cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
 ) -> None:
     """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype; values beyond
     the range of an 8-bit float are clamped to it.
     """
-    shared = cache[0].data_ptr() == cache[1].data_ptr()
-    for part, rows in [(cache[0], key)] if shared else zip(cache, (key, value), strict=True):
+    for part, rows in parts_to_write(cache, key, value):
         places = part.view(-1, *part.shape[2:])
         if part.dtype.itemsize > 1:
             places.index_copy_(0, slots, rows.to(part.dtype))

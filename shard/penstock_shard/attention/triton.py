@@ -15,7 +15,13 @@ import torch
 import triton
 from torch import Tensor
 
-from penstock_shard.attention.base import AttentionBatch, LayerSpec, PairBackend
+from penstock_shard.attention.base import (
+    AttentionBatch,
+    LayerSpec,
+    PairBackend,
+    has_values_in_keys,
+    parts_to_write,
+)
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.kernels.triton_attention import (
     MOST_SPLITS,
@@ -25,7 +31,7 @@ from penstock_shard.kernels.triton_attention import (
     split_kernel,
 )
 from penstock_shard.kernels.triton_device import shared_bytes
-from penstock_shard.kernels.triton_layers import write_cache
+from penstock_shard.kernels.triton_layers import write_heads
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Most memory for partial results of splits, until they are combined.
@@ -36,7 +42,8 @@ _KEYS_PER_PROGRAM = 3
 
 class TritonBackend(PairBackend):
     """See the module's docstring; supports everything a layer can ask for, with heads of at most
-    256. `exact`: a query's bits depend on its own keys alone, whichever step it is part of.
+    256, or latents of at most 512. `exact`: a query's bits depend on its own keys alone, whichever
+    step it is part of.
     """
 
     name = "triton"
@@ -51,14 +58,15 @@ class TritonBackend(PairBackend):
         if dtype not in _DTYPES:
             return f"serves float32, float16 and bfloat16, not {dtype_name(dtype)}"
         if spec.values_in_keys:
-            return "reads keys and values from caches of their own"
+            return _latent_refusal(spec.head_dim_v, spec.head_dim - spec.head_dim_v)
         size = max(spec.head_dim, spec.head_dim_v)
         return f"serves heads of at most 256, not {size}" if size > 256 else None
 
     def write(
         self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
     ) -> None:
-        write_cache(cache, key, value, slots)
+        for part, heads in parts_to_write(cache, key, value):
+            write_heads(part, heads, slots)
 
     def attend(
         self,
@@ -82,6 +90,12 @@ class TritonBackend(PairBackend):
         return call.output
 
 
+def _latent_refusal(latent: int, rotated: int) -> str | None:
+    if latent <= 512 and 0 < rotated <= 64:
+        return None
+    return f"serves latents of at most 512 beside 1 to 64 rotated elements, not {latent}, {rotated}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Mask:
     """How scores of queries and keys become weights."""
@@ -95,8 +109,9 @@ class _Mask:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """Queries and keys of a tile, and launch options of its program."""
+    """Query heads of one KV head, queries and keys of a tile, and launch options of its program."""
 
+    heads: int
     queries: int
     keys: int
     num_warps: int
@@ -111,12 +126,12 @@ def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tilin
     """
     rows = max(16, group)
     if itemsize == 4:
-        return _Tiling(rows // group, 16, 8, 2)
+        return _Tiling(group, rows // group, 16, 8, 2)
     keys = 64 if padded <= 128 else 32
     # Queries, two tiles each of keys and values, and the weights between them.
     while keys > 16 and ((rows + 4 * keys) * padded + rows * keys) * itemsize > shared:
         keys //= 2
-    return _Tiling(rows // group, keys, 4 if rows < 64 else 8, 5)
+    return _Tiling(group, rows // group, keys, 4 if rows < 64 else 8, 5)
 
 
 @functools.cache
@@ -126,19 +141,36 @@ def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling
     """
     if itemsize == 4:
         rows = max(32, group)
-        return _Tiling(rows // group, 32 if padded <= 128 else 16, 8, 1)
+        return _Tiling(group, rows // group, 32 if padded <= 128 else 16, 8, 1)
     rows, keys = max(128, group), 64
     # Queries, and two tiles each of keys and values.
     if (rows + 4 * keys) * padded * itemsize > shared:
         keys = 32
     if (rows + 4 * keys) * padded * itemsize > shared:
         rows = max(64, group)
-    return _Tiling(rows // group, keys, 8 if rows >= 128 else 4, 3 if padded <= 128 else 2)
+    return _Tiling(group, rows // group, keys, 8 if rows >= 128 else 4, 3 if padded <= 128 else 2)
+
+
+@functools.cache
+def _latent_tiling(group: int, padded: int, itemsize: int, shared: int, least: int) -> _Tiling:
+    """Sums of up to 512 values a row fill the registers with few rows: `least`, or as many as there
+    are heads up to a bound. That is 64 where so many and two tiles of keys fit into `shared` bytes,
+    else 32: cards with less take queries from registers, where they need room too.
+    """
+    if itemsize == 4:
+        most, keys, num_stages = 16, 16, 2
+    else:
+        keys, num_stages = 32, 3
+        most = 64 if (64 + 2 * keys) * padded * itemsize <= shared else 32
+    heads = min(group, most)
+    rows = min(most, max(least, heads))
+    num_warps = 8 if rows > 16 or itemsize == 4 else 4
+    return _Tiling(heads, rows // heads, keys, num_warps, num_stages)
 
 
 def _split_for(num_pairs: int, num_keys: int) -> int:
-    """Keys in the smallest split, for `num_pairs` pairs of a query and a KV head with up to
-    `num_keys` keys each.
+    """Keys in the smallest split, for `num_pairs` pairs of a query and a part of its heads with up
+    to `num_keys` keys each.
 
     Programs are launched for as many splits as the block table has room for, and most find no keys,
     because their row is shorter. An H200 should get through some 400 programs without keys in a
@@ -161,35 +193,45 @@ class _Call:
         self._query = query
         self._batch = batch
         self._mask = mask
-        _, page, kv_heads, dim = cache[0].shape
+        _, page, self._kv_heads, dim = cache[0].shape
         self._heads, self._dim_v = query.shape[1], cache[1].shape[3]
-        self._group = triton.next_power_of_2(self._heads // kv_heads)
-        self._padded = max(16, triton.next_power_of_2(dim))
+        latent = self._dim_v if has_values_in_keys(cache) else 0
+        group = triton.next_power_of_2(self._heads // self._kv_heads)
+        padded = max(16, triton.next_power_of_2(dim - latent))
         self._padded_v = max(16, triton.next_power_of_2(self._dim_v))
         self._shape: dict[str, Any] = {
             "WINDOW": mask.window or 0,
             "SOFTCAP": mask.softcap is not None,
             "PAGE": page,
             "HEADS": self._heads,
-            "KV_HEADS": kv_heads,
-            "GROUP": self._group,
+            "KV_HEADS": self._kv_heads,
             "DIM": dim,
             "DIM_V": self._dim_v,
-            "PADDED": self._padded,
+            "LATENT": latent,
+            "PADDED": padded,
             "PADDED_V": self._padded_v,
         }
         self.output = query.new_empty(len(query), self._heads, self._dim_v)
+        sizes = query.element_size(), shared_bytes(query.device)
+        if latent:
+            row = padded + self._padded_v
+            self._split_tiling = _latent_tiling(group, row, *sizes, 16)
+            self._rows_tiling = _latent_tiling(group, row, *sizes, 64)
+        else:
+            row = max(padded, self._padded_v)
+            self._split_tiling = _split_tiling(group, row, *sizes)
+            self._rows_tiling = _rows_tiling(group, row, *sizes)
 
     def split_for(self, num_tokens: int) -> int:
         """Keys in the smallest split for `num_tokens` decodes, where results need not be exact."""
         num_keys = min(self._most_keys, self._mask.window or self._most_keys)
-        return _split_for(num_tokens * self._shape["KV_HEADS"], num_keys)
+        return _split_for(num_tokens * self._parts(self._split_tiling), num_keys)
 
     def by_splits(self, num_tokens: int, smallest: int) -> None:
         """Compute the first `num_tokens` tokens by splits, as many at once as scratch has room for;
         the smallest splits have `smallest` keys.
         """
-        tiling = _split_tiling(*self._tiled_by())
+        tiling = self._split_tiling
         num_splits = self._num_splits(tiling.queries, smallest)
         token_bytes = self._heads * num_splits * (self._dim_v + 2) * 4
         at_once = max(1, _SCRATCH_BYTES // token_bytes)
@@ -199,10 +241,10 @@ class _Call:
 
     def by_rows(self) -> None:
         """Compute all rows after the decodes, each tile of queries by one program."""
-        batch, tiling = self._batch, _rows_tiling(*self._tiled_by())
+        batch, tiling = self._batch, self._rows_tiling
         decodes, rows = batch.num_decodes, len(batch.query_lens)
         num_tiles = (len(self._query) - decodes) // tiling.queries + 2 * (rows - decodes)
-        rows_kernel[(num_tiles * self._shape["KV_HEADS"],)](
+        rows_kernel[(num_tiles * self._parts(tiling),)](
             self.output,
             *self._inputs(),
             self._sinks(),
@@ -225,7 +267,7 @@ class _Call:
         shape = (high - low, self._heads, num_splits)
         empty = functools.partial(torch.empty, dtype=torch.float32, device=self._query.device)
         parts = (empty((*shape, self._dim_v)), empty(shape), empty(shape))
-        split_kernel[((last + 1 - first) * self._shape["KV_HEADS"], num_splits)](
+        split_kernel[((last + 1 - first) * self._parts(tiling), num_splits)](
             *self._inputs(),
             *parts,
             self._mask.scale,
@@ -254,13 +296,16 @@ class _Call:
             HEADS=self._heads,
             DIM_V=self._dim_v,
             PADDED_V=self._padded_v,
-            num_warps=1 if self._padded_v <= 128 else 2,
+            num_warps=max(1, self._padded_v // 128),
         )
 
-    def _tiled_by(self) -> tuple[int, int, int, int]:
-        padded = max(self._padded, self._padded_v)
-        shared = shared_bytes(self._query.device)
-        return self._group, padded, self._query.element_size(), shared
+    def _shares(self, tiling: _Tiling) -> int:
+        """How many programs share the query heads of one KV head."""
+        return int(triton.cdiv(self._heads // self._kv_heads, tiling.heads))
+
+    def _parts(self, tiling: _Tiling) -> int:
+        """How many programs share the query heads."""
+        return self._kv_heads * self._shares(tiling)
 
     def _inputs(self) -> tuple[Tensor, ...]:
         batch = self._batch
@@ -279,6 +324,8 @@ class _Call:
     def _launch(self, tiling: _Tiling) -> dict[str, Any]:
         return {
             **self._shape,
+            "SHARES": self._shares(tiling),
+            "GROUP": tiling.heads,
             "QUERIES": tiling.queries,
             "BLOCK_N": tiling.keys,
             "num_warps": tiling.num_warps,

@@ -6,7 +6,10 @@ Two algorithms. By splits (flash-decoding, Dao et al., 2023): a program takes a 
 sequence and one KV head, and one split of the keys; a second kernel combines the splits in order.
 By rows (flash attention 2, Dao, 2023): a program takes many queries and loops over all their keys.
 The query heads that share a KV head lie beside each other in a tile, so that keys and values are
-read once for all of them.
+read once for all of them; where they are more than a tile holds, several programs share them.
+
+Where values are the first elements of keys, as with latents, a tile of keys is loaded in two parts:
+those elements, which are used twice, and the rest. A score is the sum of two products.
 
 By splits, a query's bits depend on its own keys alone, provided that all launches use the same size
 of the smallest splits: where splits and tiles of keys begin follows from the query's position,
@@ -112,36 +115,61 @@ def _queries_of(cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES: tl.c
 
 
 @triton.jit
+def _load_queries(
+    query_ptr, places, exists, DIM: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr
+):
+    """Load SIZE of the DIM elements of queries, as [queries, PADDED]; zeros where none exists."""
+    dims = tl.arange(0, PADDED)
+    return tl.load(
+        query_ptr + places[:, None] * DIM + dims[None, :],
+        mask=exists[:, None] & (dims < SIZE)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
 def _load_part(
-    part_ptr, slots, in_range, head, dims, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED:
-    tl.constexpr
+    part_ptr, slots, in_range, head, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    PADDED: tl.constexpr
 ):  # fmt: skip
-    """Load keys or values [tokens, PADDED] from slots of a cache; zeros where not in range."""
+    """Load SIZE of the DIM elements of keys or values, as [tokens, PADDED], from slots of a cache;
+    zeros where not in range.
+    """
+    dims = tl.arange(0, PADDED)
     pointers = part_ptr + (slots * (HEADS * DIM) + head * DIM)[:, None] + dims[None, :]
-    if PADDED == DIM:
+    if PADDED == SIZE:
         return tl.load(pointers, mask=in_range[:, None], other=0.0)
-    return tl.load(pointers, mask=in_range[:, None] & (dims < DIM)[None, :], other=0.0)
+    return tl.load(pointers, mask=in_range[:, None] & (dims < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
 def _add_keys(
-    query, highest, total, weighted, start, limit, positions, keys_ptr, values_ptr, table_ptr,
-    kv_head, scale, softcap, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr
+    query, latent, highest, total, weighted, start, limit, positions, keys_ptr, values_ptr,
+    table_ptr, kv_head, scale, softcap, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr,
+    PADDED_V: tl.constexpr
 ):  # fmt: skip
     """Online softmax over one more tile of keys: updates each row's highest score (times log2 e),
     sum of weights, and weighted sum of values. Keys from `limit` on are not read. For a row that
     sees no key of the tile, all three keep their bits.
+
+    The first LATENT elements of keys are the values too: `latent` has those of queries, `query` the
+    others. `values_ptr` is not read then.
     """
     index = start + tl.arange(0, BLOCK_N)
     in_range = index < limit
     blocks = tl.load(table_ptr + index // PAGE, mask=in_range, other=0)
     slots = blocks.to(tl.int64) * PAGE + index % PAGE
     keys = _load_part(
-        keys_ptr, slots, in_range, kv_head, tl.arange(0, PADDED), KV_HEADS, DIM, PADDED
+        keys_ptr + LATENT, slots, in_range, kv_head, KV_HEADS, DIM, DIM - LATENT, PADDED
     ).to(query.dtype)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if LATENT > 0:
+        values = _load_part(keys_ptr, slots, in_range, kv_head, KV_HEADS, DIM, LATENT, PADDED_V).to(
+            query.dtype
+        )
+        scores = tl.dot(latent, tl.trans(values), scores, input_precision="ieee")
     if SOFTCAP:
         scores = _tanh(scores * (scale / softcap)) * (softcap * _LOG2_E)
     else:
@@ -157,22 +185,29 @@ def _add_keys(
     weights = tl.exp2(scores - base[:, None])
     shrunk = tl.exp2(highest - base)
     total = total * shrunk + tl.sum(weights, 1)
-    values = _load_part(
-        values_ptr, slots, in_range, kv_head, tl.arange(0, PADDED_V), KV_HEADS, DIM_V, PADDED_V
-    ).to(query.dtype)
+    if LATENT == 0:
+        values = _load_part(
+            values_ptr, slots, in_range, kv_head, KV_HEADS, DIM_V, DIM_V, PADDED_V
+        ).to(query.dtype)
     weighted = weighted * shrunk[:, None]
     weighted = tl.dot(weights.to(query.dtype), values, weighted, input_precision="ieee")
     return raised, total, weighted
 
 
 @triton.jit
-def _tile_rows(token, position, count, QUERIES: tl.constexpr, GROUP: tl.constexpr):
+def _tile_rows(
+    token, position, count, part, HEADS: tl.constexpr, SHARES: tl.constexpr, QUERIES: tl.constexpr,
+    GROUP: tl.constexpr
+):  # fmt: skip
     """For each row of a tile of QUERIES x GROUP (the heads of a query beside each other): its
-    token, its position, its head within the group, and whether there is such a query.
+    token, its position, its head, and whether there is such a query. `part` counts KV heads and
+    within them the SHARES of their heads; HEADS is how many queries have for each KV head.
     """
     row = tl.arange(0, QUERIES * GROUP)
     inner = row // GROUP
-    return token + inner, position + inner, row % GROUP, inner < count
+    in_group = part % SHARES * GROUP + row % GROUP
+    exists = (inner < count) & (in_group < HEADS)
+    return token + inner, position + inner, part // SHARES * HEADS + in_group, exists
 
 
 @triton.jit(
@@ -183,9 +218,9 @@ def split_kernel(
     query_ptr, keys_ptr, values_ptr, table_ptr, cu_queries_ptr, seq_lens_ptr, part_weighted_ptr,
     part_highest_ptr, part_total_ptr, scale, softcap, table_stride, decodes, rows, first_tile, low,
     high, num_splits, smallest, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, QUERIES: tl.constexpr,
-    BLOCK_N: tl.constexpr
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr,
+    PADDED_V: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Attention of a tile's queries over one split of the keys, written to scratch
     [tokens, HEADS, num_splits, ...].
@@ -193,8 +228,8 @@ def split_kernel(
     Only for tokens [low, high). A split lies in scratch at its number modulo num_splits, which is
     large enough for all splits that one tile sees.
     """
-    tile = first_tile + tl.program_id(0) // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
+    tile = first_tile + tl.program_id(0) // (KV_HEADS * SHARES)
+    part = tl.program_id(0) % (KV_HEADS * SHARES)
     row, token, position, count = _queries_of(
         cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES
     )
@@ -205,16 +240,15 @@ def split_kernel(
     split = first_key // size + tl.program_id(1)
     if (count <= 0) | (split * size > last):
         return
-    tokens, positions, in_group, exists = _tile_rows(token, position, count, QUERIES, GROUP)
-    heads = kv_head * (HEADS // KV_HEADS) + in_group
-    exists = exists & (in_group < HEADS // KV_HEADS) & (tokens >= low) & (tokens < high)
-    dims = tl.arange(0, PADDED)
-    places = tokens.to(tl.int64) * HEADS + heads
-    query = tl.load(
-        query_ptr + places[:, None] * DIM + dims[None, :],
-        mask=exists[:, None] & (dims < DIM)[None, :],
-        other=0.0,
+    tokens, positions, heads, exists = _tile_rows(
+        token, position, count, part, HEADS // KV_HEADS, SHARES, QUERIES, GROUP
     )
+    exists = exists & (tokens >= low) & (tokens < high)
+    places = tokens.to(tl.int64) * HEADS + heads
+    query = _load_queries(query_ptr + LATENT, places, exists, DIM, DIM - LATENT, PADDED)
+    latent = query
+    if LATENT > 0:
+        latent = _load_queries(query_ptr, places, exists, DIM, LATENT, PADDED_V)
     highest = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * GROUP], tl.float32)
     weighted = tl.zeros([QUERIES * GROUP, PADDED_V], tl.float32)
@@ -223,9 +257,9 @@ def split_kernel(
     end = tl.minimum(split * size + size, last + 1)
     for start in range(begin, end, BLOCK_N):
         highest, total, weighted = _add_keys(
-            query, highest, total, weighted, start, end, positions, keys_ptr, values_ptr,
-            table_ptr, kv_head, scale, softcap, True, WINDOW, SOFTCAP, BLOCK_N, PAGE, KV_HEADS,
-            DIM, DIM_V, PADDED, PADDED_V
+            query, latent, highest, total, weighted, start, end, positions, keys_ptr, values_ptr,
+            table_ptr, part // SHARES, scale, softcap, True, WINDOW, SOFTCAP, BLOCK_N, PAGE,
+            KV_HEADS, DIM, DIM_V, LATENT, PADDED, PADDED_V
         )  # fmt: skip
     dims = tl.arange(0, PADDED_V)
     parts = (places - low.to(tl.int64) * HEADS) * num_splits + split % num_splits
@@ -336,49 +370,49 @@ def rows_kernel(
     output_ptr, query_ptr, keys_ptr, values_ptr, table_ptr, cu_queries_ptr, seq_lens_ptr, sinks_ptr,
     scale, softcap, table_stride, decodes, rows, SINKS: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr,
-    PADDED_V: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr
+    SHARES: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    LATENT: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Attention of a tile's queries over all their keys: first keys that all queries see, unmasked,
     then the rest with a mask.
     """
     # The last tiles of a long sequence take longest, so they start first.
-    tile = decodes + (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
+    tile = decodes + (tl.num_programs(0) - 1 - tl.program_id(0)) // (KV_HEADS * SHARES)
+    part = tl.program_id(0) % (KV_HEADS * SHARES)
     row, token, position, count = _queries_of(
         cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES
     )
     if count <= 0:
         return
-    tokens, positions, in_group, exists = _tile_rows(token, position, count, QUERIES, GROUP)
-    heads = kv_head * (HEADS // KV_HEADS) + in_group
-    exists = exists & (in_group < HEADS // KV_HEADS)
-    dims = tl.arange(0, PADDED)
-    places = tokens.to(tl.int64) * HEADS + heads
-    query = tl.load(
-        query_ptr + places[:, None] * DIM + dims[None, :],
-        mask=exists[:, None] & (dims < DIM)[None, :],
-        other=0.0,
+    tokens, positions, heads, exists = _tile_rows(
+        token, position, count, part, HEADS // KV_HEADS, SHARES, QUERIES, GROUP
     )
+    places = tokens.to(tl.int64) * HEADS + heads
+    query = _load_queries(query_ptr + LATENT, places, exists, DIM, DIM - LATENT, PADDED)
+    latent = query
+    if LATENT > 0:
+        latent = _load_queries(query_ptr, places, exists, DIM, LATENT, PADDED_V)
     highest = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * GROUP], tl.float32)
     weighted = tl.zeros([QUERIES * GROUP, PADDED_V], tl.float32)
     table_ptr += row.to(tl.int64) * table_stride
     limit = position + count
     begin = _first_key(position, WINDOW) // BLOCK_N * BLOCK_N
-    # Without a window all queries see all keys up to the first query's.
-    middle = begin if WINDOW > 0 else (position + 1) // BLOCK_N * BLOCK_N
+    # Without a window all queries see all keys up to the first query's. With latents a second loop
+    # would take registers that sums need.
+    middle = begin if (WINDOW > 0) | (LATENT > 0) else (position + 1) // BLOCK_N * BLOCK_N
     for start in range(begin, middle, BLOCK_N):
         highest, total, weighted = _add_keys(
-            query, highest, total, weighted, start, limit, positions, keys_ptr, values_ptr,
-            table_ptr, kv_head, scale, softcap, False, WINDOW, SOFTCAP, BLOCK_N, PAGE, KV_HEADS,
-            DIM, DIM_V, PADDED, PADDED_V
+            query, latent, highest, total, weighted, start, limit, positions, keys_ptr, values_ptr,
+            table_ptr, part // SHARES, scale, softcap, False, WINDOW, SOFTCAP, BLOCK_N, PAGE,
+            KV_HEADS, DIM, DIM_V, LATENT, PADDED, PADDED_V
         )  # fmt: skip
     for start in range(middle, limit, BLOCK_N):
         highest, total, weighted = _add_keys(
-            query, highest, total, weighted, start, limit, positions, keys_ptr, values_ptr,
-            table_ptr, kv_head, scale, softcap, True, WINDOW, SOFTCAP, BLOCK_N, PAGE, KV_HEADS,
-            DIM, DIM_V, PADDED, PADDED_V
+            query, latent, highest, total, weighted, start, limit, positions, keys_ptr, values_ptr,
+            table_ptr, part // SHARES, scale, softcap, True, WINDOW, SOFTCAP, BLOCK_N, PAGE,
+            KV_HEADS, DIM, DIM_V, LATENT, PADDED, PADDED_V
         )  # fmt: skip
     if SINKS:
         sinks = tl.load(sinks_ptr + heads, mask=exists, other=0.0).to(tl.float32) * _LOG2_E

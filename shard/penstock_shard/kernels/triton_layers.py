@@ -318,22 +318,21 @@ def _write_kernel(
     )
 
 
-def write_cache(cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Write key [T, Hkv, D] and value [T, Hkv, Dv] to a pair at slots int64 [T]; slots below 0 are
-    skipped, and values beyond the range of an 8-bit cache are clamped.
+def write_heads(part: Tensor, heads: Tensor, slots: Tensor) -> None:
+    """Write heads [T, Hkv, D] to the keys or the values of a cache at slots int64 [T]; slots below
+    0 are skipped, and values beyond the range of an 8-bit cache are clamped.
     """
-    for part, heads in zip(cache, (key, value), strict=True):
-        size = part.shape[2] * part.shape[3]
-        if len(heads):
-            _write_kernel[(len(heads),)](
-                part,
-                heads.contiguous(),
-                slots,
-                SIZE=size,
-                PADDED=triton.next_power_of_2(size),
-                CUT=_is_fp8(part),
-                num_warps=_warps(size),
-            )
+    size = part.shape[2] * part.shape[3]
+    if len(heads):
+        _write_kernel[(len(heads),)](
+            part,
+            heads.contiguous(),
+            slots,
+            SIZE=size,
+            PADDED=triton.next_power_of_2(size),
+            CUT=_is_fp8(part),
+            num_warps=_warps(size),
+        )
 
 
 @triton.jit

@@ -49,6 +49,14 @@ class AttentionOptions:
     block_size: int | None = None
 
 
+def serves_latents(ops: Ops, wish: AttentionOptions) -> bool:
+    """Whether a backend that the flags allow takes values from keys, as layers of latents have
+    them.
+    """
+    layer = LayerSpec(0, 1, 1, 24, 16, 1.0, values_in_keys=True)
+    return any(backend.refusal(layer, ops.dtype) is None for backend in _backends(ops, wish, []))
+
+
 def choose_backend(
     ops: Ops, layers: Sequence[LayerSpec], wish: AttentionOptions, progress: Callable[[str], None]
 ) -> AttentionBackend:

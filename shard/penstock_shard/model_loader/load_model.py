@@ -33,7 +33,11 @@ from penstock_shard.distributed.division_check import check_division, logits_of_
 from penstock_shard.distributed.parallel_linear import parallel_weights
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Shares
-from penstock_shard.model_loader.choose_attention import AttentionOptions, choose_backend
+from penstock_shard.model_loader.choose_attention import (
+    AttentionOptions,
+    choose_backend,
+    serves_latents,
+)
 from penstock_shard.model_loader.transformers_loader import LoadOptions, load_module
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.decoder_families import decoder_spec
@@ -165,9 +169,8 @@ class _Loading:
         """The spec of the whole model. Raises NotOurs if our decoder does not compute it."""
         files, checkpoint = self.files, self.checkpoint
         spec = decoder_spec(files.config, trust_remote_code=files.trust_remote_code)
-        if spec.latent is not None and self.ops.device.type != "cpu":
-            # Our attention kernels for GPUs have no room for heads as long as latents.
-            raise NotOurs("latent attention on a GPU")
+        if spec.latent is not None and not serves_latents(self.ops, self.wish):
+            raise NotOurs(f"latent attention with --attention-backend {self.wish.backend}")
         if checkpoint is None:
             return spec
         if isinstance(checkpoint, QuantizedCheckpoint):
@@ -214,8 +217,7 @@ class _Loading:
             check = partial(check_division, module, logits, ops, ranks.size)
             module.to(ops.device)
         module.set_attn_implementation(ATTENTION_NAME)
-        # Our attention kernels for GPUs have no room for heads as long as latents.
-        latent = latent_heads(module, ops) if ops.device.type == "cpu" else {}
+        latent = latent_heads(module, ops) if serves_latents(ops, self.wish) else {}
         if ops.keeps_tensors:
             fuse_linears(module, ops)
         else:

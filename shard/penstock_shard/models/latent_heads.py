@@ -31,8 +31,8 @@ class LatentHeads:
         heads = weight.view(num_heads, -1, weight.shape[1])
         keys, values = heads[:, :query_size].transpose(1, 2), heads[:, query_size:]
         return cls(
-            ops.pack_experts(([head] for head in keys), num_heads),
-            ops.pack_experts(([head] for head in values), num_heads),
+            ops.pack_experts(([head] for head in keys), num_heads, exact=ops.dense_head),
+            ops.pack_experts(([head] for head in values), num_heads, exact=ops.dense_head),
         )
 
     def absorb(self, query: Tensor) -> Tensor:

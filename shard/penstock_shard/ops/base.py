@@ -145,7 +145,9 @@ class Ops(Protocol):
 
     @property
     def dense_head(self) -> bool:
-        """Whether the head is packed `exact`, since rounding it changes results the most."""
+        """Whether the head is packed `exact`, since rounding it changes results the most; and the
+        small matrices of heads that attend to latents, which are multiplied in one launch then.
+        """
 
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         """Weights [N_i, K] of any strides and float dtype, one below the other, as one matrix.
@@ -155,7 +157,9 @@ class Ops(Protocol):
         that the kind of weights cannot hold.
         """
 
-    def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
+    def pack_experts(
+        self, experts: Iterable[Sequence[Tensor]], count: int, *, exact: bool = False
+    ) -> Experts:
         """Like `pack`, for `count` experts: `experts` gives the parts of each, and is advanced only
         once the expert before is packed.
         """

@@ -82,8 +82,10 @@ class CpuOps:
             self._kernels, self._kernels.pack(parts, "float32" if exact else self._kind)
         )
 
-    def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
-        return ExpertList(self.pack(parts) for parts in experts)
+    def pack_experts(
+        self, experts: Iterable[Sequence[Tensor]], count: int, *, exact: bool = False
+    ) -> Experts:
+        return ExpertList(self.pack(parts, exact=exact) for parts in experts)
 
     def route(self, logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
         return route(logits, rule, bias)

@@ -133,8 +133,10 @@ class TorchOps:
             return Int4Matrix(parts, self.device)
         return self.pack(parts, exact=True)
 
-    def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
-        if self.keeps_tensors:
+    def pack_experts(
+        self, experts: Iterable[Sequence[Tensor]], count: int, *, exact: bool = False
+    ) -> Experts:
+        if exact or self.keeps_tensors:
             return ExpertStack(stack_experts(experts, count, self.device, self.dtype))
         if self.weights != "fp8" or not multiplies_fp8_groups(self.device):
             return ExpertList(self.pack(parts) for parts in experts)

@@ -72,8 +72,10 @@ class TritonOps(TorchOps):
             return FixedMatrix(matrix.weight)
         return matrix
 
-    def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
-        if not self.keeps_tensors:
+    def pack_experts(
+        self, experts: Iterable[Sequence[Tensor]], count: int, *, exact: bool = False
+    ) -> Experts:
+        if not (exact or self.keeps_tensors):
             return super().pack_experts(experts, count)
         stack = stack_experts(experts, count, self.device, self.dtype)
         return GroupedExperts(stack, exact=self.exact)
