@@ -59,11 +59,6 @@ EQUIVALENT: dict[Mutant, str] = {
             ),
             ("BlockManager.slide", "if first > blocks.first:", "if first >= blocks.first:"),
             (
-                "BlockManager._empty_table",
-                "return _Table([_Blocks() for _ in self._groups], hashes)",
-                "return _Table([_Blocks() for _ in self._groups])",
-            ),
-            (
                 "BlockManager._find_chain",
                 "for index in range(count if parent is not None else 0):",
                 "for index in range(count if parent is not None or True else 0):",

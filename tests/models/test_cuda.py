@@ -28,10 +28,10 @@ from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.cuda_graphs import GraphedModel
-from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.decoder_families import decoder_spec
-from penstock_shard.models.decoder_weights import read_weights
-from penstock_shard.models.rope_tables import rope_tables
+from penstock_shard.models.decoder.decoder import Decoder
+from penstock_shard.models.decoder.from_config import decoder_spec
+from penstock_shard.models.decoder.rope_tables import rope_tables
+from penstock_shard.models.decoder.weights import read_weights
 from penstock_shard.ops.base import Ops
 from penstock_shard.ops.torch_ops import TorchOps
 from penstock_shard.selfcheck.random_steps import Row, random_steps

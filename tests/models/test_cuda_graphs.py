@@ -47,7 +47,7 @@ from penstock_shard.models.cuda_graphs import (
     GraphedModel,
     GraphShape,
 )
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.step_inputs import InputLayout, StepInputs
 from penstock_shard.selfcheck.random_steps import RandomSteps
 

@@ -16,9 +16,9 @@ from models.model_steps import cut_logits, relative_errors
 from safetensors.torch import load_file, save_file
 
 from penstock_shard.errors import ModelError
-from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.decoder_families import decoder_spec
-from penstock_shard.models.decoder_spec import NotOurs
+from penstock_shard.models.decoder.decoder import Decoder
+from penstock_shard.models.decoder.from_config import decoder_spec
+from penstock_shard.models.decoder.spec import NotOurs
 from penstock_shard.models.transformers.transformers_model import TransformersModel
 
 Directory = Callable[[str], Path]

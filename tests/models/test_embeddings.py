@@ -23,7 +23,7 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Pooling
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.transformers.transformers_model import TransformersModel
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.sequence import Sequence

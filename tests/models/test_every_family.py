@@ -22,7 +22,7 @@ from penstock_shard.engine.create_engine import create_engine
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.messages import Output
 from penstock_shard.model_loader.load_runner import LoadedRunner
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
 from penstock_shard.worker.base import Runner
 

@@ -20,8 +20,8 @@ from torch.nn import functional
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.errors import ModelError
 from penstock_shard.kernels.cpu import load_kernels
-from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.feed_forward import Dense, FeedForwardScratch, Sparse
+from penstock_shard.models.decoder.decoder import Decoder
+from penstock_shard.models.decoder.feed_forward import Dense, FeedForwardScratch, Sparse
 from penstock_shard.ops.base import Experts, Ops, RoutingRule
 from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.ops.experts import ExpertList

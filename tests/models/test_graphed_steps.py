@@ -38,7 +38,7 @@ from penstock_shard.models.cuda_graphs import (
     GraphedModel,
     StaticInputs,
 )
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.lora_targets import make_adaptable
 from penstock_shard.models.step_inputs import InputLayout
 from penstock_shard.models.transformers.transformers_model import TransformersModel

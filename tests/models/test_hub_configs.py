@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from penstock_shard.checkpoint.text_config import text_config
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.transformers_loader import load_config
-from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.decoder_families import decoder_spec
-from penstock_shard.models.decoder_spec import NO_ROTATION, DecoderSpec, NotOurs
-from penstock_shard.models.self_attention import HeadAttention
+from penstock_shard.models.decoder.decoder import Decoder
+from penstock_shard.models.decoder.from_config import decoder_spec
+from penstock_shard.models.decoder.self_attention import HeadAttention
+from penstock_shard.models.decoder.spec import NO_ROTATION, DecoderSpec, NotOurs
 from penstock_shard.models.transformers import unsupported
 from penstock_shard.ops.base import RoutingRule
 

@@ -36,9 +36,9 @@ from penstock_shard.model_loader import load_rank, prepare_kv_memory, rank_main
 from penstock_shard.model_loader.block_count import KVShape, choose_pools
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
-from penstock_shard.models import decoder_weights
 from penstock_shard.models.base import ForwardOutput
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder import weights as decoder_weights
+from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.selfcheck.random_steps import RandomSequence
 from penstock_shard.worker.base import Admission
 from penstock_shard.worker.logits_processors.apply import LogitsShaping

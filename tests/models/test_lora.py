@@ -29,7 +29,7 @@ from penstock_shard.lora.lora import (
     TokenAdapters,
 )
 from penstock_shard.model_loader.adapter_store import read_weights
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.lora_targets import make_adaptable
 from penstock_shard.models.transformers.transformers_model import TransformersModel
 from penstock_shard.ops.torch_ops import TorchOps

@@ -19,7 +19,7 @@ from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.model_loader.load_model_runner import load_model_runner
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.worker.input_batch import InputBuilder

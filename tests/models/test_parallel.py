@@ -53,8 +53,8 @@ from penstock_shard.model_loader.adapter_store import adapter_store
 from penstock_shard.model_loader.load_rank import load_part
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.base import CausalModel, ForwardOutput
-from penstock_shard.models.decoder_families import decoder_spec
-from penstock_shard.models.decoder_spec import tensor_shapes
+from penstock_shard.models.decoder.from_config import decoder_spec
+from penstock_shard.models.decoder.spec import tensor_shapes
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.selfcheck.batch_invariance import first_variance
 from penstock_shard.selfcheck.random_steps import random_steps

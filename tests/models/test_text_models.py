@@ -30,7 +30,7 @@ from penstock_shard.checkpoint.stacked_experts import StackedExperts
 from penstock_shard.checkpoint.text_config import text_config
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.transformers_loader import LoadOptions, load_config, load_module
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder.decoder import Decoder
 
 # Whose text model can be built, by what transformers calls it; served or not so far.
 TEXT_MODELS = {

@@ -28,11 +28,11 @@ from penstock_shard.model_loader.choose_attention import AttentionOptions
 from penstock_shard.model_loader.choose_ops import choose_ops
 from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.transformers_loader import load_config
-from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.decoder_families import decoder_spec
-from penstock_shard.models.decoder_weights import read_weights
+from penstock_shard.models.decoder.decoder import Decoder
+from penstock_shard.models.decoder.from_config import decoder_spec
+from penstock_shard.models.decoder.rope_tables import rope_tables
+from penstock_shard.models.decoder.weights import read_weights
 from penstock_shard.models.latent_heads import LatentHeads
-from penstock_shard.models.rope_tables import rope_tables
 from penstock_shard.ops.base import Ops, WeightKind
 from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.ops.quantized import round_in_torch

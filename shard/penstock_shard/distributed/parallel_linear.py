@@ -10,14 +10,14 @@ from torch import Tensor
 
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.lora.lora import TokenAdapters
-from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
-from penstock_shard.models.feed_forward import (
+from penstock_shard.models.decoder.feed_forward import (
     Dense,
     DenseAndSparse,
     FeedForward,
     FeedForwardScratch,
 )
-from penstock_shard.models.linear import Linear
+from penstock_shard.models.decoder.linear import Linear
+from penstock_shard.models.decoder.weights import DecoderWeights, LayerWeights
 from penstock_shard.ops.base import Matrix
 
 

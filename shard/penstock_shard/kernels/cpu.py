@@ -13,12 +13,14 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from penstock_shard.kernels.build_cpu import KernelBuildError, libraries, wanted_levels
+from penstock_shard.kernels.c_calls import check, declare, plain, pointer, say
+from penstock_shard.kernels.cpu_recurrent import RecurrentKernels
 
 WeightKind = Literal["float32", "float16", "int8"]
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
@@ -27,8 +29,6 @@ WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "int8")
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "sigmoid")
 # Block sizes are multiples of this: 16 keys form a tile.
 KEY_TILE = 16
-# The most inputs that a short convolution looks at.
-MOST_TAPS = 16
 
 # Outputs of a packed weight are padded to a multiple of this; see cpu.c.
 _GROUP = 64
@@ -36,17 +36,6 @@ _GROUP = 64
 _PANEL = 16
 # Largest k for which sums of int8 products stay exact in int32.
 _MAX_INT8_K = 1 << 17
-_OUT_OF_BOUNDS = {
-    1: "a slot is outside the cache",
-    2: "a position is outside the rotation tables",
-    3: "a block table names a block outside the cache or is too short",
-}
-_NO_MEMORY = 4
-_ARGUMENT_TYPES: dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]] = {
-    "p": ctypes.c_void_p,
-    "i": ctypes.c_int64,
-    "f": ctypes.c_float,
-}
 _SOURCE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -149,7 +138,7 @@ def make_cache(
     room = math.prod(shape)
     values = torch.empty(room + KEY_TILE, dtype=dtype)[:room].view(shape)
     struct = _CacheStruct(
-        _pointer(keys),
+        pointer(keys),
         values.data_ptr(),
         num_blocks,
         block_size,
@@ -167,19 +156,15 @@ class CpuKernels:
 
     def __init__(self, level: str, library: ctypes.CDLL) -> None:
         self.level = level
-        self._set_threads = _declare(library, "set_threads", "i", None)
-        self._pack = _declare(library, "pack", "piipiii", ctypes.c_int64)
-        self._linear = _declare(library, "linear", "pippp", ctypes.c_int64)
-        self._add_rms_norm = _declare(library, "add_rms_norm", "pppiiffp", None)
-        self._gated_activation = _declare(library, "gated_activation", "piiip", None)
-        self._rope_and_cache = _declare(
-            library, "rope_and_cache", "piipppppiippffp", ctypes.c_int64
-        )
-        self._write_cache = _declare(library, "write_cache", "ppppi", ctypes.c_int64)
-        self._attention = _declare(library, "attention", "piippppiififpp", ctypes.c_int64)
-        self._short_conv = _declare(library, "short_conv", "piippiipipppiip", ctypes.c_int64)
-        self._delta_rule = _declare(library, "delta_rule", "piiiiipippipppiip", ctypes.c_int64)
-        self._decay = _declare(library, "decay", "piiippp", None)
+        self._set_threads = declare(library, "set_threads", "i", None)
+        self._pack = declare(library, "pack", "piipiii", ctypes.c_int64)
+        self._linear = declare(library, "linear", "pippp", ctypes.c_int64)
+        self._add_rms_norm = declare(library, "add_rms_norm", "pppiiffp", None)
+        self._gated_activation = declare(library, "gated_activation", "piiip", None)
+        self._rope_and_cache = declare(library, "rope_and_cache", "piipppppiippffp", ctypes.c_int64)
+        self._write_cache = declare(library, "write_cache", "ppppi", ctypes.c_int64)
+        self._attention = declare(library, "attention", "piippppiififpp", ctypes.c_int64)
+        self.recurrent = RecurrentKernels(library)
 
     def set_threads(self, count: int) -> None:
         """Set the number of compute threads, the caller's included. Results do not depend on it."""
@@ -208,7 +193,7 @@ class CpuKernels:
         rows, k = part.shape
         if k != packed.k or part.dtype not in _SOURCE_TYPES:
             raise ValueError(
-                f"weight is {_say(part)}; it must have {packed.k} columns"
+                f"weight is {say(part)}; it must have {packed.k} columns"
                 " and be float32, float16 or bfloat16"
             )
         bad = self._pack(
@@ -232,11 +217,9 @@ class CpuKernels:
         rows, k = x.shape
         if out is None:
             out = torch.empty(rows, weight.n, dtype=torch.float32)
-        if k != weight.k or not _plain(x) or not _plain(out) or out.shape != (rows, weight.n):
-            raise ValueError(
-                f"linear: x {_say(x)}, weight [{weight.n}, {weight.k}], out {_say(out)}"
-            )
-        _check(self._linear(x.data_ptr(), rows, weight.address, _pointer(bias), out.data_ptr()))
+        if k != weight.k or not plain(x) or not plain(out) or out.shape != (rows, weight.n):
+            raise ValueError(f"linear: x {say(x)}, weight [{weight.n}, {weight.k}], out {say(out)}")
+        check(self._linear(x.data_ptr(), rows, weight.address, pointer(bias), out.data_ptr()))
         return out
 
     def add_rms_norm(
@@ -254,12 +237,12 @@ class CpuKernels:
         rows, width = x.shape
         if out is None:
             out = torch.empty_like(x)
-        plain = _plain(x) and _plain(out) and out.shape == x.shape and len(weight) == width
-        if not plain or not (residual is None or (_plain(residual) and residual.shape == x.shape)):
-            raise ValueError(f"add_rms_norm: x {_say(x)}, weight {_say(weight)}, out {_say(out)}")
+        fits = plain(x) and plain(out) and out.shape == x.shape and len(weight) == width
+        if not fits or not (residual is None or (plain(residual) and residual.shape == x.shape)):
+            raise ValueError(f"add_rms_norm: x {say(x)}, weight {say(weight)}, out {say(out)}")
         self._add_rms_norm(
             x.data_ptr(),
-            _pointer(residual),
+            pointer(residual),
             weight.data_ptr(),
             rows,
             width,
@@ -276,8 +259,8 @@ class CpuKernels:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         if out is None:
             out = torch.empty(rows, width, dtype=torch.float32)
-        if not _plain(gate_up) or not _plain(out) or out.shape != (rows, width):
-            raise ValueError(f"gated_activation: gate_up {_say(gate_up)}, out {_say(out)}")
+        if not plain(gate_up) or not plain(out) or out.shape != (rows, width):
+            raise ValueError(f"gated_activation: gate_up {say(gate_up)}, out {say(out)}")
         self._gated_activation(
             gate_up.data_ptr(), rows, width, ACTIVATIONS.index(kind), out.data_ptr()
         )
@@ -311,8 +294,8 @@ class CpuKernels:
         if out is None:
             out = torch.empty(rows, heads, cache.dim, dtype=torch.float32)
         if (
-            not _plain(qkv)
-            or not _plain(out)
+            not plain(qkv)
+            or not plain(out)
             or qkv.shape[1] != (heads + 2 * cache.kv_heads) * cache.dim
             or cache.dim_v != cache.dim
             or out.shape != (rows, heads, cache.dim)
@@ -320,8 +303,8 @@ class CpuKernels:
             or not positions.dtype is slots.dtype is torch.int64
         ):
             raise ValueError(
-                f"rope_and_cache: qkv {_say(qkv)}, cache of {cache.kv_heads} heads of {cache.dim},"
-                f" positions {_say(positions)}, slots {_say(slots)}, out {_say(out)}"
+                f"rope_and_cache: qkv {say(qkv)}, cache of {cache.kv_heads} heads of {cache.dim},"
+                f" positions {say(positions)}, slots {say(slots)}, out {say(out)}"
             )
         status = self._rope_and_cache(
             qkv.data_ptr(),
@@ -330,17 +313,17 @@ class CpuKernels:
             cache.address,
             positions.data_ptr(),
             slots.data_ptr(),
-            _pointer(cos),
-            _pointer(sin),
+            pointer(cos),
+            pointer(sin),
             0 if cos is None else cos.shape[0],
             0 if cos is None else cos.shape[1],
-            _pointer(q_norm),
-            _pointer(k_norm),
+            pointer(q_norm),
+            pointer(k_norm),
             eps,
             weight_offset,
             out.data_ptr(),
         )
-        _check(status)
+        check(status)
         return out
 
     def write_cache(self, cache: KvCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -349,20 +332,20 @@ class CpuKernels:
         """
         rows = len(slots)
         if (
-            not _plain(key)
-            or not _plain(value)
+            not plain(key)
+            or not plain(value)
             or key.shape != (rows, cache.kv_heads, cache.dim)
             or value.shape != (rows, cache.kv_heads, cache.dim_v)
             or slots.dtype is not torch.int64
         ):
             raise ValueError(
-                f"write_cache: key {_say(key)}, value {_say(value)}, slots {_say(slots)},"
+                f"write_cache: key {say(key)}, value {say(value)}, slots {say(slots)},"
                 f" cache of {cache.kv_heads} heads of {cache.dim}, {cache.dim_v}"
             )
         status = self._write_cache(
             cache.address, key.data_ptr(), value.data_ptr(), slots.data_ptr(), rows
         )
-        _check(status)
+        check(status)
 
     def attention(
         self,
@@ -387,8 +370,8 @@ class CpuKernels:
         if out is None:
             out = torch.empty(rows, heads, cache.dim_v, dtype=torch.float32)
         if (
-            not _plain(query)
-            or not _plain(out)
+            not plain(query)
+            or not plain(out)
             or dim != cache.dim
             or heads % cache.kv_heads
             or out.shape != (rows, heads, cache.dim_v)
@@ -396,8 +379,8 @@ class CpuKernels:
             or not cu_queries.dtype is seq_lens.dtype is block_table.dtype is torch.int32
         ):
             raise ValueError(
-                f"attention: query {_say(query)}, cache of {cache.kv_heads} heads of {cache.dim},"
-                f" {cache.dim_v}, seq_lens {_say(seq_lens)}, block_table {_say(block_table)}"
+                f"attention: query {say(query)}, cache of {cache.kv_heads} heads of {cache.dim},"
+                f" {cache.dim_v}, seq_lens {say(seq_lens)}, block_table {say(block_table)}"
             )
         status = self._attention(
             query.data_ptr(),
@@ -412,124 +395,11 @@ class CpuKernels:
             scale,
             window or 0,
             softcap or 0.0,
-            _pointer(sinks),
+            pointer(sinks),
             out.data_ptr(),
         )
-        _check(status)
+        check(status)
         return out
-
-    def short_conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        step: Steps,
-        *,
-        silu: bool,
-    ) -> Tensor:
-        """x [T, C] -> each channel's convolution with its last K inputs, and SiLU of it, [T, C].
-
-        weight [K, C], bias [C]; state [slots, K - 1, C] has the inputs before, and is updated.
-        """
-        rows, channels = x.shape
-        out = torch.empty_like(x)
-        shape = (len(state), len(weight) - 1, channels)
-        if not (_plain(x) and _plain(weight) and _plain(state)) or state.shape != shape:
-            raise ValueError(f"short_conv: x {_say(x)}, state {_say(state)}, {len(weight)} taps")
-        if weight.shape[1] != channels or len(weight) > MOST_TAPS:
-            raise ValueError(f"short_conv: x {_say(x)}, weight {_say(weight)}")
-        status = self._short_conv(
-            x.data_ptr(),
-            rows,
-            channels,
-            weight.data_ptr(),
-            _pointer(bias),
-            len(weight),
-            int(silu),
-            state.data_ptr(),
-            len(state),
-            *step.arguments,
-            out.data_ptr(),
-        )
-        _check(status)
-        return out
-
-    def delta_rule(
-        self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, step: Steps
-    ) -> Tensor:
-        """qkv [T, 2 Hk D + H Dv] -> outputs of the delta rule [T, H, Dv]; see recurrent.h.
-
-        decay [T, H] or, for each channel, [T, H, D]; beta [T, H]; state [slots, H, D, Dv], which is
-        updated.
-        """
-        rows, width = qkv.shape
-        slots, heads, dim, dim_v = state.shape
-        key_heads = (width - heads * dim_v) // (2 * dim)
-        out = torch.empty(rows, heads, dim_v)
-        by_channel = decay.dim() == 3
-        if (
-            not all(map(_plain, (qkv, decay, beta, state)))
-            or width != 2 * key_heads * dim + heads * dim_v
-            or heads % key_heads
-            or decay.shape != ((rows, heads, dim) if by_channel else (rows, heads))
-            or beta.shape != (rows, heads)
-        ):
-            raise ValueError(
-                f"delta_rule: qkv {_say(qkv)}, decay {_say(decay)}, beta {_say(beta)}, "
-                f"state {_say(state)}"
-            )
-        status = self._delta_rule(
-            qkv.data_ptr(),
-            rows,
-            heads,
-            key_heads,
-            dim,
-            dim_v,
-            decay.data_ptr(),
-            int(by_channel),
-            beta.data_ptr(),
-            state.data_ptr(),
-            slots,
-            *step.arguments,
-            out.data_ptr(),
-        )
-        _check(status)
-        return out
-
-    def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-        """x [T, H] or [T, H, D] -> exp(-rate * softplus(x + bias)); rate [H], bias of x's shape
-        without T.
-        """
-        out, heads = torch.empty_like(x), x.shape[1]
-        if not all(map(_plain, (x, rate, bias))) or bias.shape != x.shape[1:] or len(rate) != heads:
-            raise ValueError(f"decay: x {_say(x)}, rate {_say(rate)}, bias {_say(bias)}")
-        dim = x.shape[2] if x.dim() == 3 else 1
-        self._decay(
-            x.data_ptr(), len(x), heads, dim, rate.data_ptr(), bias.data_ptr(), out.data_ptr()
-        )
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """A step's tokens by sequence, for layers with a state: cu_queries int32 [B + 1], seq_lens
-    int32 [B], and block_table int32 [B, M], whose first column has the slot of each state.
-    """
-
-    cu_queries: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-
-    @property
-    def arguments(self) -> tuple[int, ...]:
-        return (
-            self.cu_queries.data_ptr(),
-            self.seq_lens.data_ptr(),
-            self.block_table.data_ptr(),
-            len(self.seq_lens),
-            self.block_table.stride(0),
-        )
 
 
 _loaded: dict[str, CpuKernels] = {}
@@ -574,37 +444,6 @@ def _load(level: str, progress: Callable[[str], None]) -> CpuKernels:
     raise KernelBuildError(failure)
 
 
-def _declare(
-    library: ctypes.CDLL, name: str, arguments: str, result: type[ctypes.c_int64] | None
-) -> Callable[..., Any]:
-    """A function of the library; `arguments`: p(ointer), i(nteger) or f(loat) for each."""
-    function = library[f"penstock_{name}"]
-    function.argtypes = [_ARGUMENT_TYPES[letter] for letter in arguments]
-    function.restype = result
-    return function
-
-
-def _check(status: int) -> None:
-    """Raises the error that a status returned by the library stands for."""
-    if status == _NO_MEMORY:
-        raise MemoryError("no scratch memory for the cpu kernels")
-    if status:
-        raise IndexError(_OUT_OF_BOUNDS[status])
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _plain(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_contiguous()
-
-
-def _say(tensor: Tensor) -> str:
-    strided = "" if tensor.is_contiguous() else ", not contiguous"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}{strided}"
-
-
 def _empty_weight(n: int, k: int, kind: WeightKind) -> PackedWeight:
     if kind == "int8" and k > _MAX_INT8_K:
         raise ValueError(f"k is {k}; an int8 weight has at most {_MAX_INT8_K}")
@@ -614,7 +453,7 @@ def _empty_weight(n: int, k: int, kind: WeightKind) -> PackedWeight:
     scales = torch.empty(n, dtype=torch.float32) if kind == "int8" else None
     sums = torch.empty(n, dtype=torch.int32) if kind == "int8" else None
     number = WEIGHT_KINDS.index(kind)
-    struct = _WeightStruct(n, k, number, data.data_ptr(), _pointer(scales), _pointer(sums))
+    struct = _WeightStruct(n, k, number, data.data_ptr(), pointer(scales), pointer(sums))
     return PackedWeight(n, k, kind, data, scales, sums, struct, ctypes.addressof(struct))
 
 

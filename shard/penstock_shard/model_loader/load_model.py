@@ -39,17 +39,17 @@ from penstock_shard.model_loader.choose_attention import (
     serves_latents,
 )
 from penstock_shard.model_loader.transformers_loader import LoadOptions, load_module
-from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.decoder_families import decoder_spec
-from penstock_shard.models.decoder_spec import DecoderSpec, NotOurs, check_tensors, tensor_shapes
-from penstock_shard.models.decoder_weights import (
+from penstock_shard.models.decoder.decoder import Decoder
+from penstock_shard.models.decoder.from_config import decoder_spec
+from penstock_shard.models.decoder.rope_tables import rope_tables
+from penstock_shard.models.decoder.spec import DecoderSpec, NotOurs, check_tensors, tensor_shapes
+from penstock_shard.models.decoder.weights import (
     DecoderWeights,
     RandomTensors,
     TensorSource,
     read_weights,
 )
 from penstock_shard.models.latent_heads import LatentHeads
-from penstock_shard.models.rope_tables import rope_tables
 from penstock_shard.models.transformers import unsupported
 from penstock_shard.models.transformers.fused_linears import fuse_linears, probing
 from penstock_shard.models.transformers.latent_attention import latent_heads

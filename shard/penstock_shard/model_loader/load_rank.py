@@ -20,7 +20,7 @@ from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.transformers_loader import load_config, resolve_device
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import GraphedModel
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.transformers import unsupported
 from penstock_shard.models.transformers.sparse_indexers import most_unselected_tokens

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Delta, LoraBank
-from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.linear import Linear
+from penstock_shard.models.decoder.decoder import Decoder
+from penstock_shard.models.decoder.linear import Linear
 from penstock_shard.models.transformers.transformers_model import TransformersModel
 
 # Modules of a layer without adapters: routers, and experts, which see only some of the tokens. And

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 from penstock_shard.attention.cpu import CpuBackend
-from penstock_shard.kernels.cpu import CpuKernels, KvCache, PackedWeight, Steps
+from penstock_shard.kernels.cpu import CpuKernels, KvCache, PackedWeight
+from penstock_shard.kernels.cpu_recurrent import Steps
 from penstock_shard.ops.base import (
     Activation,
     Experts,
@@ -151,15 +152,15 @@ class CpuOps:
         *,
         silu: bool,
     ) -> Tensor:
-        return self._kernels.short_conv(x, weight, bias, state, _steps(batch), silu=silu)
+        return self._kernels.recurrent.short_conv(x, weight, bias, state, _steps(batch), silu=silu)
 
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        return self._kernels.delta_rule(qkv, decay, beta, state, _steps(batch))
+        return self._kernels.recurrent.delta_rule(qkv, decay, beta, state, _steps(batch))
 
     def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-        return self._kernels.decay(x, rate, bias)
+        return self._kernels.recurrent.decay(x, rate, bias)
 
 
 def _steps(batch: AttentionBatch) -> Steps:

@@ -24,11 +24,11 @@ from penstock_shard.attention.cache_groups import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.models.latent_heads import LatentHeads
-from penstock_shard.models.paged_caches import PagedCaches
-from penstock_shard.models.transformers.latent_attention import keep_latents
-from penstock_shard.models.transformers.layer_config import (
+from penstock_shard.models.layer_config import (
     source_of_keys,
 )
+from penstock_shard.models.paged_caches import PagedCaches
+from penstock_shard.models.transformers.latent_attention import keep_latents
 from penstock_shard.models.transformers.sparse_indexers import (
     most_unselected_tokens,
     skip_selection,

@@ -24,9 +24,9 @@ from transformers import (
 from penstock_shard.attention.base import LayerSpec
 from penstock_shard.checkpoint.text_config import has_text_model
 from penstock_shard.errors import ModelError
-from penstock_shard.models.decoder_families import own_layer_types
+from penstock_shard.models.decoder.families import own_layer_types
+from penstock_shard.models.layer_config import each_layer
 from penstock_shard.models.transformers import sparse_indexers
-from penstock_shard.models.transformers.layer_config import each_layer
 from penstock_shard.models.transformers.sparse_indexers import most_unselected_tokens
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from penstock_shard.models.decoder_families import rotary_class
-from penstock_shard.models.decoder_spec import NO_ROTATION, DecoderSpec, NotOurs
+from penstock_shard.models.decoder.families import FAMILIES, transformers_module
+from penstock_shard.models.decoder.spec import NO_ROTATION, DecoderSpec, NotOurs
 from penstock_shard.ops.base import Rope
 
 
@@ -19,7 +19,7 @@ def rope_tables(
     config: PreTrainedConfig, spec: DecoderSpec, max_positions: int, device: torch.device
 ) -> dict[str, Rope]:
     """A table for each of `spec.rope_types`. Raises NotOurs for one that heads have no room for."""
-    rotary: Any = rotary_class(config)(config)
+    rotary: Any = _rotary_class(config)(config)
     positions = torch.arange(max_positions).unsqueeze(0)
     tables = {}
     for name in set(spec.rope_types):
@@ -71,3 +71,11 @@ def _temperature(config: PreTrainedConfig, positions: Tensor, *, rotates: bool) 
         stretches = torch.floor((positions.float() + 1.0) / config.floor_scale)
         return torch.log1p(stretches) * float(config.attn_scale) + 1.0
     return None
+
+
+def _rotary_class(config: PreTrainedConfig) -> Any:
+    """The family's module of transformers that makes cosines and sines."""
+    family = FAMILIES[config.model_type]
+    return getattr(
+        transformers_module(family), f"{family.rotary_prefix or family.prefix}RotaryEmbedding"
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.lora.lora import TokenAdapters
-from penstock_shard.models.linear import Linear
+from penstock_shard.models.decoder.linear import Linear
 from penstock_shard.ops.base import Activation, Experts, Matrix, Ops, Routing, RoutingRule
 
 

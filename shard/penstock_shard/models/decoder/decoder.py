@@ -18,12 +18,12 @@ from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_groups import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
-from penstock_shard.models.decoder_spec import DecoderSpec
-from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
-from penstock_shard.models.feed_forward import FeedForwardScratch
-from penstock_shard.models.linear import Linear
+from penstock_shard.models.decoder.feed_forward import FeedForwardScratch
+from penstock_shard.models.decoder.linear import Linear
+from penstock_shard.models.decoder.self_attention import AttentionScratch
+from penstock_shard.models.decoder.spec import DecoderSpec
+from penstock_shard.models.decoder.weights import DecoderWeights, LayerWeights
 from penstock_shard.models.paged_caches import PagedCaches
-from penstock_shard.models.self_attention import AttentionScratch
 from penstock_shard.ops.base import Ops
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.lora.lora import TokenAdapters
-from penstock_shard.models.linear import Linear
+from penstock_shard.models.decoder.linear import Linear
+from penstock_shard.models.decoder.self_attention import NO_ATTENTION_SCRATCH, AttentionScratch
 from penstock_shard.models.paged_caches import StateCache
-from penstock_shard.models.self_attention import NO_ATTENTION_SCRATCH, AttentionScratch
 from penstock_shard.ops.base import Ops
 
 

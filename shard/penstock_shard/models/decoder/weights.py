@@ -18,7 +18,16 @@ from torch import Tensor
 
 from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.errors import cannot_hold
-from penstock_shard.models.decoder_spec import (
+from penstock_shard.models.decoder.feed_forward import Dense, DenseAndSparse, FeedForward, Sparse
+from penstock_shard.models.decoder.gated_delta_net import GatedDeltaNet
+from penstock_shard.models.decoder.linear import Linear
+from penstock_shard.models.decoder.self_attention import (
+    Attention,
+    HeadAttention,
+    LatentAttention,
+    ReadingAttention,
+)
+from penstock_shard.models.decoder.spec import (
     EXPERT_NORMS,
     NO_ROTATION,
     DecoderSpec,
@@ -32,16 +41,7 @@ from penstock_shard.models.decoder_spec import (
     tensor_shapes,
 )
 from penstock_shard.models.embedding_table import Embedding
-from penstock_shard.models.feed_forward import Dense, DenseAndSparse, FeedForward, Sparse
-from penstock_shard.models.gated_delta_net import GatedDeltaNet
 from penstock_shard.models.latent_heads import LatentHeads
-from penstock_shard.models.linear import Linear
-from penstock_shard.models.self_attention import (
-    Attention,
-    HeadAttention,
-    LatentAttention,
-    ReadingAttention,
-)
 from penstock_shard.ops.base import Experts, HeadNorm, Matrix, Ops, Rope
 
 _REPORT_S = 3.0

@@ -1,6 +1,6 @@
 """The spec of our own decoder, and the tensors that a checkpoint must have for it.
 
-`decoder_families` makes it from a configuration.
+`from_config` makes it from a configuration.
 """
 
 from __future__ import annotations

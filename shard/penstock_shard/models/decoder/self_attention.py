@@ -16,9 +16,9 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerCache, LayerSpec
 from penstock_shard.lora.lora import TokenAdapters
-from penstock_shard.models.decoder_spec import LatentSpec
+from penstock_shard.models.decoder.linear import Linear
+from penstock_shard.models.decoder.spec import LatentSpec
 from penstock_shard.models.latent_heads import LatentHeads
-from penstock_shard.models.linear import Linear
 from penstock_shard.ops.base import HeadNorm, Ops, Rope
 
 

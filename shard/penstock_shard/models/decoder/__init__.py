@@ -1,0 +1,1 @@
+"""Our own decoder: driven by a spec, written on the ops interface."""

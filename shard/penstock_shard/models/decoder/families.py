@@ -1,0 +1,342 @@
+"""The families of our decoder: how the models of each type differ from Llama, and which values of
+their configurations are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig
+
+from penstock_shard.models.decoder.spec import ExpertNames
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the models of one type differ from Llama."""
+
+    # In transformers: the module under `models`, and the prefix of its class names, rotary ones
+    # included unless said.
+    module: str
+    prefix: str
+    # Configuration values that are read beside `_READ`, and rope parameters beside `_ROPE_VALUES`.
+    reads: frozenset[str] = frozenset()
+    rope_reads: frozenset[str] = frozenset()
+    rotary_prefix: str | None = None
+    qkv_bias: bool = False
+    head_norms: Literal["learned", "plain"] | None = None
+    interleaved: bool = False
+    latent: bool = False
+    # Query, key and value in one tensor, gate and up in another.
+    fused_tensors: bool = False
+    # Norm weights are stored minus 1, each block's output is normed too, embeddings are scaled.
+    gemma: bool = False
+    # As Gemma 4: norm weights as they are, scores that are not scaled, normed values, and what else
+    # `_GEMMA4_READS` has.
+    gemma4: bool = False
+    # As Qwen3-Next: norm weights are stored minus 1, attention has a gate, other layers a state.
+    delta: bool = False
+    feed_forward: str = "mlp"
+    # For families whose layers may have experts.
+    experts: ExpertNames | None = None
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    # Each expert's input is multiplied by its score, and not its output by a share of all.
+    scales_inputs: bool = False
+    # Whether attention's output matrix has a bias where queries, keys and values have.
+    output_bias: bool = True
+
+
+# Values that configurations of DeepSeek V3 state and transformers does not read.
+_DEEPSEEK_V3_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+# The same of Qwen3.5.
+_QWEN35_VALUES = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+ASSUMED_VALUES: dict[str, Any] = _DEEPSEEK_V3_VALUES | _QWEN35_VALUES
+_LAYER_WINDOWS = frozenset(
+    {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
+)
+_GEMMA_READS = frozenset(
+    {
+        "attention_bias",
+        "hidden_activation",
+        "layer_types",
+        "sliding_window",
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+    }
+)
+_GEMMA4_READS = frozenset(
+    {
+        "attention_bias",
+        "hidden_activation",
+        "layer_types",
+        "sliding_window",
+        "final_logit_softcapping",
+        "per_layer_config",
+        "attention_k_eq_v",
+        "num_kv_shared_layers",
+        # Of what sees images.
+        "use_bidirectional_attention",
+        # Of the embeddings of layers, which are refused where there are some.
+        "vocab_size_per_layer_input",
+        "enable_moe_block",
+        "top_k_experts",
+        "moe_intermediate_size",
+    }
+)
+_GEMMA4_NAMES = ExpertNames(
+    router="router.proj.weight",
+    gate="experts.{}.gate_proj.weight",
+    up="experts.{}.up_proj.weight",
+    down="experts.{}.down_proj.weight",
+)
+_EXPERT_READS = frozenset(
+    {
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        # Used in training only.
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+    }
+)
+_MIXTRAL_NAMES = ExpertNames(
+    router="block_sparse_moe.gate.weight",
+    gate="block_sparse_moe.experts.{}.w1.weight",
+    up="block_sparse_moe.experts.{}.w3.weight",
+    down="block_sparse_moe.experts.{}.w2.weight",
+)
+_QWEN_NAMES = ExpertNames(
+    router="mlp.gate.weight",
+    gate="mlp.experts.{}.gate_proj.weight",
+    up="mlp.experts.{}.up_proj.weight",
+    down="mlp.experts.{}.down_proj.weight",
+)
+# Experts as DeepSeek V3 has them.
+_DEEPSEEK_NAMES = dataclasses.replace(
+    _QWEN_NAMES, bias="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts"
+)
+_LLAMA4_NAMES = ExpertNames(
+    router="feed_forward.router.weight",
+    gate="feed_forward.experts.{}.gate_proj.weight",
+    up="feed_forward.experts.{}.up_proj.weight",
+    down="feed_forward.experts.{}.down_proj.weight",
+    shared="feed_forward.shared_expert",
+)
+_DEEPSEEK_EXPERT_READS = frozenset(
+    {
+        "n_routed_experts",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "moe_intermediate_size",
+        "routed_scaling_factor",
+        "norm_topk_prob",
+        "n_group",
+        "topk_group",
+        "num_nextn_predict_layers",
+        # What transformers takes for granted.
+        *_DEEPSEEK_V3_VALUES,
+        # Used in training only.
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+    }
+)
+_LATENT_READS = frozenset(
+    {
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "qk_head_dim",
+        "v_head_dim",
+        "rope_interleave",
+        "attention_bias",
+    }
+)
+_LLAMA4_READS = frozenset(
+    {
+        "intermediate_size_mlp",
+        "moe_layers",
+        "interleave_moe_layer_step",
+        "use_qk_norm",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "attention_chunk_size",
+        "layer_types",
+        "attn_temperature_tuning",
+        "floor_scale",
+        "attn_scale",
+        "attention_bias",
+    }
+)
+# Experts as Qwen3-Next has them.
+_GATED_NAMES = dataclasses.replace(
+    _QWEN_NAMES, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate.weight"
+)
+_DELTA_READS = frozenset(
+    {
+        "attention_bias",
+        "layer_types",
+        "full_attention_interval",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        # What transformers takes for granted.
+        *_QWEN35_VALUES,
+        # Of predicting further tokens, whose weights have names of their own.
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+    }
+)
+# Where all three of a token's positions are equal, as in text, they are one.
+_DELTA_ROPE_READS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+_QWEN_EXPERT_READS = frozenset(
+    {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"}
+)
+FAMILIES = {
+    "llama": Family("llama", "Llama", frozenset({"attention_bias", "mlp_bias"})),
+    "mistral": Family("mistral", "Mistral", frozenset({"sliding_window"})),
+    "qwen2": Family("qwen2", "Qwen2", _LAYER_WINDOWS, qkv_bias=True),
+    "qwen3": Family("qwen3", "Qwen3", _LAYER_WINDOWS | {"attention_bias"}, head_norms="learned"),
+    "ministral3": Family(
+        "ministral3",
+        "Ministral3",
+        frozenset({"sliding_window"}),
+        # The second is also a value of the configuration itself.
+        rope_reads=frozenset({"llama_4_scaling_beta", "max_position_embeddings"}),
+    ),
+    "phi3": Family(
+        "phi3",
+        "Phi3",
+        frozenset({"sliding_window"}),
+        rope_reads=frozenset({"partial_rotary_factor"}),
+        fused_tensors=True,
+    ),
+    "gemma2": Family("gemma2", "Gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, gemma=True),
+    "gemma3_text": Family(
+        "gemma3",
+        "Gemma3",
+        _GEMMA_READS | {"_sliding_window_pattern", "sliding_window_pattern"},
+        head_norms="learned",
+        gemma=True,
+    ),
+    "gemma4_text": Family(
+        "gemma4",
+        "Gemma4",
+        _EXPERT_READS | _GEMMA4_READS,
+        rope_reads=frozenset({"partial_rotary_factor"}),
+        rotary_prefix="Gemma4Text",
+        head_norms="learned",
+        gemma=True,
+        gemma4=True,
+        experts=_GEMMA4_NAMES,
+    ),
+    "gemma4_unified_text": Family(
+        "gemma4_unified",
+        "Gemma4Unified",
+        _GEMMA4_READS,
+        rope_reads=frozenset({"partial_rotary_factor"}),
+        rotary_prefix="Gemma4UnifiedText",
+        head_norms="learned",
+        gemma=True,
+        gemma4=True,
+    ),
+    "mixtral": Family(
+        "mixtral", "Mixtral", _EXPERT_READS | {"sliding_window"}, experts=_MIXTRAL_NAMES
+    ),
+    "qwen3_moe": Family(
+        "qwen3_moe",
+        "Qwen3Moe",
+        _EXPERT_READS | _QWEN_EXPERT_READS | _LAYER_WINDOWS | {"attention_bias"},
+        head_norms="learned",
+        experts=_QWEN_NAMES,
+    ),
+    "qwen3_next": Family(
+        "qwen3_next",
+        "Qwen3Next",
+        _EXPERT_READS | _QWEN_EXPERT_READS | _DELTA_READS | {"shared_expert_intermediate_size"},
+        rope_reads=_DELTA_ROPE_READS,
+        head_norms="learned",
+        delta=True,
+        experts=_GATED_NAMES,
+    ),
+    "qwen3_5_text": Family(
+        "qwen3_5",
+        "Qwen3_5",
+        _DELTA_READS,
+        rope_reads=_DELTA_ROPE_READS,
+        rotary_prefix="Qwen3_5Text",
+        head_norms="learned",
+        delta=True,
+    ),
+    "qwen3_5_moe_text": Family(
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        _EXPERT_READS | _DELTA_READS | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+        rope_reads=_DELTA_ROPE_READS,
+        rotary_prefix="Qwen3_5MoeText",
+        head_norms="learned",
+        delta=True,
+        experts=_GATED_NAMES,
+    ),
+    "glm4_moe": Family(
+        "glm4_moe",
+        "Glm4Moe",
+        _EXPERT_READS | _DEEPSEEK_EXPERT_READS | {"attention_bias", "use_qk_norm"},
+        rope_reads=frozenset({"partial_rotary_factor"}),
+        head_norms="learned",
+        experts=_DEEPSEEK_NAMES,
+        scores="sigmoid",
+        output_bias=False,
+    ),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        "DeepseekV3",
+        _EXPERT_READS | _DEEPSEEK_EXPERT_READS | _LATENT_READS,
+        interleaved=True,
+        latent=True,
+        experts=_DEEPSEEK_NAMES,
+        scores="sigmoid",
+    ),
+    "mistral4": Family(
+        "mistral4",
+        "Mistral4",
+        _EXPERT_READS | _DEEPSEEK_EXPERT_READS | _LATENT_READS,
+        rope_reads=frozenset(
+            {"llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor"}
+        ),
+        interleaved=True,
+        latent=True,
+        experts=dataclasses.replace(_DEEPSEEK_NAMES, bias=None),
+    ),
+    "llama4_text": Family(
+        "llama4",
+        "Llama4",
+        _EXPERT_READS | _LLAMA4_READS,
+        rotary_prefix="Llama4Text",
+        head_norms="plain",
+        interleaved=True,
+        feed_forward="feed_forward",
+        experts=_LLAMA4_NAMES,
+        scores="sigmoid",
+        scales_inputs=True,
+    ),
+}
+
+
+def own_layer_types(text: PreTrainedConfig) -> set[str]:
+    """Types of layers that no other code than our decoder serves for such a model."""
+    family = FAMILIES.get(text.model_type)
+    if text.model_type == "llama4_text":
+        return {"chunked_attention"}
+    return {"linear_attention"} if family is not None and family.delta else set()
+
+
+def transformers_module(family: Family) -> Any:
+    return importlib.import_module(f"transformers.models.{family.module}.modeling_{family.module}")
