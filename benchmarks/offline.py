@@ -5,8 +5,8 @@
 
 Both sides run in this process on the same checkpoint and threads, and take turns, so that a busy
 neighbour hits both; medians are compared. transformers computes in float32 on float32 weights,
-penstock as --dtype and --quantization say. Without --model a random Llama of 130 M parameters
-is made in a temporary directory.
+penstock as --dtype and --quantization say. Without --model a random Llama of 130 M parameters, or
+another --family, is made in a temporary directory.
 """
 
 from __future__ import annotations
@@ -43,13 +43,18 @@ Contender = Callable[[Prompts], None]
 def main() -> None:
     args = parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        directory = args.model or make_default_model(Path(scratch))
+        directory = args.model or make_default_model(Path(scratch), args.family)
         run(args, directory)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: random, 130 M")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: random, of --family")
+    parser.add_argument(
+        "--family",
+        default="llama-130m",
+        help="of tests/model_maker.py, as hybrid-130m (default: %(default)s)",
+    )
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -61,11 +66,11 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_default_model(directory: Path) -> Path:
+def make_default_model(directory: Path, family: str) -> Path:
     from model_maker import make_model
 
-    print("making a random Llama of 130 M parameters", flush=True)
-    return make_model(directory, "llama-130m")
+    print(f"making a random {family}", flush=True)
+    return make_model(directory, family)
 
 
 def run(args: argparse.Namespace, directory: Path) -> None:
@@ -151,7 +156,9 @@ def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespa
 
 
 def transformers_contender(directory: Path, args: argparse.Namespace) -> Contender:
-    """transformers' own continuous batching, greedy, on its sdpa attention."""
+    """transformers' own continuous batching, greedy, on its sdpa attention; `generate` of one batch
+    where layers keep a state, which that does not serve.
+    """
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -165,6 +172,13 @@ def transformers_contender(directory: Path, args: argparse.Namespace) -> Contend
     batching = ContinuousBatchingConfig(
         page_size=32, num_blocks=tokens // 32 + 2 * args.streams, max_batch_tokens=2048
     )
+
+    def generate_together(prompts: Prompts) -> None:
+        found = model.generate(torch.tensor(prompts), generation_config=generation)
+        assert found.shape[1] == args.prompt_tokens + args.output_tokens, found.shape
+
+    if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        return generate_together
 
     def generate(prompts: Prompts) -> None:
         outputs = model.generate_batch(

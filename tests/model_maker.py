@@ -226,6 +226,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 2,
         },
     ),
+    # Three of four layers keep a state in place of keys.
+    "hybrid-130m": (
+        "qwen3_5_text",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 768,
+            "intermediate_size": 2304,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 96,
+            "linear_value_head_dim": 96,
+            "max_position_embeddings": 32768,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+        },
+    ),
     "llama-3m": (
         "llama",
         {

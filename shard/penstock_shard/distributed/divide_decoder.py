@@ -65,6 +65,11 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
 
     With fewer KV heads than ranks, several ranks have the same KV head.
     """
+    if any(layer.state is not None for layer in spec.layers):
+        raise ModelError(
+            f"--tensor-parallel-size {size}: layers of this model have states, which are not divided "
+            "over devices; use 1"
+        )
     sizes = {"num_attention_heads": spec.layers[0].num_heads, **_inner_sizes(spec)}
     for num_kv_heads in {layer.num_kv_heads for layer in spec.layers}:
         check_divisible(size, sizes, num_kv_heads)

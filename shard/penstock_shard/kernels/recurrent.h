@@ -30,6 +30,14 @@ static int step_in_bounds(const struct step *s, int64_t rows, int64_t slots) {
     return 1;
 }
 
+/* The first n of a vector, all 16 most often. */
+INLINE v16 load_lanes(const float *p, int64_t n) { return n < LANES ? v_load_part(p, n) : v_load(p); }
+
+INLINE void store_lanes(float *p, v16 x, int64_t n) {
+    if (n < LANES) v_store_part(p, x, n);
+    else v_store(p, x);
+}
+
 /* ---- Short convolutions ---- */
 
 #define MAX_TAPS 16
@@ -42,25 +50,25 @@ struct conv {
     int64_t channels, taps, silu;
 };
 
-static void conv_channels(const struct conv *a, int64_t sequence, int64_t channel, int64_t n) {
+INLINE void conv_channels(const struct conv *a, int64_t sequence, int64_t channel, int64_t n) {
     v16 past[MAX_TAPS - 1], weight[MAX_TAPS], bias = v_all(0.0f);
     int64_t kept = a->taps - 1, width = a->channels;
     float *state = a->state + slot_of(&a->step, sequence) * kept * width + channel;
     int fresh = begins(&a->step, sequence);
     for (int64_t j = 0; j < kept; j++)
-        past[j] = fresh ? v_all(0.0f) : v_load_part(state + j * width, n);
-    for (int64_t j = 0; j < a->taps; j++) weight[j] = v_load_part(a->weight + j * width + channel, n);
-    if (a->bias) bias = v_load_part(a->bias + channel, n);
+        past[j] = fresh ? v_all(0.0f) : load_lanes(state + j * width, n);
+    for (int64_t j = 0; j < a->taps; j++) weight[j] = load_lanes(a->weight + j * width + channel, n);
+    if (a->bias) bias = load_lanes(a->bias + channel, n);
     for (int64_t t = a->step.starts[sequence]; t < a->step.starts[sequence + 1]; t++) {
-        v16 sum = bias, next = v_load_part(a->x + t * width + channel, n);
+        v16 sum = bias, next = load_lanes(a->x + t * width + channel, n);
         for (int64_t j = 0; j < kept; j++) {
             sum = v_fma(weight[j], past[j], sum);
             past[j] = j + 1 < kept ? past[j + 1] : next;
         }
         sum = v_fma(weight[kept], next, sum);
-        v_store_part(a->out + t * width + channel, a->silu ? activated(sum, SILU) : sum, n);
+        store_lanes(a->out + t * width + channel, a->silu ? activated(sum, SILU) : sum, n);
     }
-    for (int64_t j = 0; j < kept; j++) v_store_part(state + j * width, past[j], n);
+    for (int64_t j = 0; j < kept; j++) store_lanes(state + j * width, past[j], n);
 }
 
 static void conv_task(const void *args, int64_t index, int thread) {
@@ -70,8 +78,9 @@ static void conv_task(const void *args, int64_t index, int thread) {
     int64_t first = index % groups * CONV_VECTORS * LANES;
     int64_t end = min_of(a->channels, first + CONV_VECTORS * LANES);
     if (a->step.starts[sequence] == a->step.starts[sequence + 1]) return;
-    for (int64_t channel = first; channel < end; channel += LANES)
-        conv_channels(a, sequence, channel, min_of(LANES, end - channel));
+    int64_t channel = first;
+    for (; channel + LANES <= end; channel += LANES) conv_channels(a, sequence, channel, LANES);
+    if (channel < end) conv_channels(a, sequence, channel, end - channel);
 }
 
 int64_t penstock_short_conv(const float *x, int64_t rows, int64_t channels, const float *weight,
@@ -116,13 +125,6 @@ static void to_unit(const float *x, int64_t n, float scale, float *out) {
     sum = v_fma(rest, rest, sum);
     scale = scale / sqrtf(v_sum(sum) + 1e-6f);
     for (i = 0; i < n; i++) out[i] = x[i] * scale;
-}
-
-INLINE v16 load_lanes(const float *p, int64_t n) { return n < LANES ? v_load_part(p, n) : v_load(p); }
-
-INLINE void store_lanes(float *p, v16 x, int64_t n) {
-    if (n < LANES) v_store_part(p, x, n);
-    else v_store(p, x);
 }
 
 /* One token's update of `n` columns of a state. Sums have four parts, by the row modulo 4. */
