@@ -49,7 +49,7 @@ STEPS = ((1, 0), (16, 1), (512, 0))
 # The longest sequence takes seven blocks: few fit beside it.
 MEMORY = {"kv_blocks": 9, "max_model_len": 128}
 # Layers with a state: room for those that run and some that are kept.
-STATES = {"qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next"}
+STATES = {"lfm2", "lfm2_moe", "lfm2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next"}
 STATE_MEMORY = {**MEMORY, "kv_blocks": 40, "state_spacing": 32}
 # Layers with windows hardly lack blocks: at these steps, of those planned while others wait, one of
 # the running sequences is preempted anyway.

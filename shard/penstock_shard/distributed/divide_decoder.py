@@ -67,8 +67,8 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
     """
     if any(layer.state is not None for layer in spec.layers):
         raise ModelError(
-            f"--tensor-parallel-size {size}: layers of this model have states, which are not divided "
-            "over devices; use 1"
+            f"--tensor-parallel-size {size}: layers of this model have states, which are not "
+            "divided over devices; use 1"
         )
     sizes = {"num_attention_heads": spec.layers[0].num_heads, **_inner_sizes(spec)}
     for num_kv_heads in {layer.num_kv_heads for layer in spec.layers}:

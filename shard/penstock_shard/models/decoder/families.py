@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from penstock_shard.models.decoder.spec import ExpertNames
+from penstock_shard.models.decoder.spec import LLAMA_NAMES, ExpertNames, ModuleNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,9 @@ class Family:
     gemma4: bool = False
     # As Qwen3-Next: norm weights are stored minus 1, attention has a gate, other layers a state.
     delta: bool = False
-    feed_forward: str = "mlp"
+    # As LFM2: other layers are short convolutions.
+    conv: bool = False
+    names: ModuleNames = LLAMA_NAMES
     # For families whose layers may have experts.
     experts: ExpertNames | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -199,6 +201,46 @@ _DELTA_ROPE_READS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_
 _QWEN_EXPERT_READS = frozenset(
     {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"}
 )
+_LFM2_NAMES = ModuleNames(
+    before_attention="operator_norm",
+    before_feed_forward="ffn_norm",
+    query_norm="q_layernorm",
+    key_norm="k_layernorm",
+    output="out_proj",
+    feed_forward="feed_forward",
+    gate="w1",
+    up="w3",
+    down="w2",
+    final_norm="model.embedding_norm",
+)
+_LFM2_EXPERTS = ExpertNames(
+    router="feed_forward.gate.weight",
+    gate="feed_forward.experts.{}.w1.weight",
+    up="feed_forward.experts.{}.w3.weight",
+    down="feed_forward.experts.{}.w2.weight",
+    bias="feed_forward.expert_bias",
+)
+_CONV_READS = frozenset({"norm_eps", "conv_bias", "conv_L_cache", "layer_types"})
+_LFM2_SIZES = frozenset(
+    {
+        "block_auto_adjust_ff_dim",
+        "block_ffn_dim_multiplier",
+        "block_multiple_of",
+        "full_attn_idxs",
+        # Said again in other words, or of how weights were drawn.
+        "block_dim",
+        "block_mlp_init_scale",
+        "block_norm_eps",
+        "block_out_init_scale",
+        "block_use_swiglu",
+        "block_use_xavier_init",
+        "conv_dim",
+        "conv_dim_out",
+        "conv_use_xavier_init",
+        "num_heads",
+        "use_pos_enc",
+    }
+)
 FAMILIES = {
     "llama": Family("llama", "Llama", frozenset({"attention_bias", "mlp_bias"})),
     "mistral": Family("mistral", "Mistral", frozenset({"sliding_window"})),
@@ -285,6 +327,32 @@ FAMILIES = {
         delta=True,
         experts=_GATED_NAMES,
     ),
+    "lfm2": Family(
+        "lfm2",
+        "Lfm2",
+        _CONV_READS | _LFM2_SIZES,
+        head_norms="learned",
+        conv=True,
+        names=_LFM2_NAMES,
+    ),
+    "lfm2_moe": Family(
+        "lfm2_moe",
+        "Lfm2Moe",
+        _EXPERT_READS
+        | _CONV_READS
+        | {
+            "moe_intermediate_size",
+            "num_dense_layers",
+            "use_expert_bias",
+            "routed_scaling_factor",
+            "norm_topk_prob",
+        },
+        head_norms="learned",
+        conv=True,
+        names=_LFM2_NAMES,
+        experts=_LFM2_EXPERTS,
+        scores="sigmoid",
+    ),
     "glm4_moe": Family(
         "glm4_moe",
         "Glm4Moe",
@@ -322,7 +390,7 @@ FAMILIES = {
         rotary_prefix="Llama4Text",
         head_norms="plain",
         interleaved=True,
-        feed_forward="feed_forward",
+        names=ModuleNames(feed_forward="feed_forward"),
         experts=_LLAMA4_NAMES,
         scores="sigmoid",
         scales_inputs=True,
@@ -335,6 +403,8 @@ def own_layer_types(text: PreTrainedConfig) -> set[str]:
     family = FAMILIES.get(text.model_type)
     if text.model_type == "llama4_text":
         return {"chunked_attention"}
+    if family is not None and family.conv:
+        return {"conv"}
     return {"linear_attention"} if family is not None and family.delta else set()
 
 

@@ -42,7 +42,7 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise NotOurs("use_bidirectional_attention in the configuration")
     # Some Gemmas also state the older name, hidden_act, with another value.
-    activation = config.hidden_activation if family.gemma else config.hidden_act
+    activation = config.hidden_activation if family.gemma else getattr(config, "hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise NotOurs(f"activation {activation}")
     layers = tuple(_layers(config, family))
@@ -55,7 +55,7 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         rope_types=_rope_types(config, len(layers)),
         interleaved=bool(getattr(config, "rope_interleave", family.interleaved)),
         activation=_ACTIVATIONS[activation],
-        norm_eps=float(config.rms_norm_eps),
+        norm_eps=float(config.norm_eps if family.conv else config.rms_norm_eps),
         norm_offset=1.0 if family.delta or (family.gemma and not family.gemma4) else 0.0,
         output_norms=family.gemma,
         head_norms=family.head_norms if getattr(config, "use_qk_norm", True) else None,
@@ -73,7 +73,8 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         latent=_latent(config) if family.latent else None,
         delta=_delta(config) if family.delta else None,
         gates_heads=family.delta,
-        feed_forward=family.feed_forward,
+        conv_bias=bool(getattr(config, "conv_bias", False)),
+        names=family.names,
         unread=_unread(config, len(layers)),
     )
 
@@ -81,7 +82,14 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
 def _dense_size(config: PreTrainedConfig) -> int:
     """Of layers without experts; 0 if there are none."""
     size = getattr(config, "intermediate_size_mlp", None)
-    return int(size or getattr(config, "intermediate_size", None) or 0)
+    size = int(size or getattr(config, "intermediate_size", None) or 0)
+    if not getattr(config, "block_auto_adjust_ff_dim", False):
+        return size
+    # LFM2 states three halves of it.
+    size, multiple = 2 * size // 3, int(config.block_multiple_of)
+    if config.block_ffn_dim_multiplier is None:
+        return size
+    return -(-int(config.block_ffn_dim_multiplier * size) // multiple) * multiple
 
 
 def _unread(config: PreTrainedConfig, count: int) -> tuple[str, ...]:
@@ -105,6 +113,8 @@ def _experts(config: PreTrainedConfig, family: Family) -> ExpertsSpec | None:
     shared = wide * int(getattr(config, "n_shared_experts", 1)) if family.experts.shared else 0
     shared = int(getattr(config, "shared_expert_intermediate_size", shared))
     names = family.experts
+    if not getattr(config, "use_expert_bias", True):
+        names = dataclasses.replace(names, bias=None)
     if not shared:
         names = dataclasses.replace(names, shared=None, shared_gate=None)
     return ExpertsSpec(
@@ -125,7 +135,10 @@ def _layers_with_experts(config: PreTrainedConfig) -> frozenset[int]:
     listed = getattr(config, "moe_layers", None)
     if listed is not None:
         return frozenset(map(int, listed))
-    first = int(getattr(config, "first_k_dense_replace", None) or 0)
+    first = getattr(config, "first_k_dense_replace", None) or getattr(
+        config, "num_dense_layers", None
+    )
+    first = int(first or 0)
     step = int(getattr(config, "decoder_sparse_step", 1))
     dense = set(getattr(config, "mlp_only_layers", None) or ())
     return frozenset(
@@ -248,6 +261,9 @@ def _of_type(
         raise NotOurs(f"sliding_window {config.sliding_window}")
     if layer_type == "sliding_attention":
         return dataclasses.replace(layer, window=int(config.sliding_window))
+    if layer_type == "conv" and family.conv:
+        state = StateSpec(channels=int(config.hidden_size), taps=int(config.conv_L_cache))
+        return dataclasses.replace(layer, state=state)
     if layer_type == "linear_attention" and family.delta:
         return dataclasses.replace(layer, state=_state(config))
     if layer_type == "chunked_attention":

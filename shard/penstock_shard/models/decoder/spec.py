@@ -38,6 +38,25 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """What a family's checkpoints call the modules of a layer, and the last norm."""
+
+    before_attention: str = "input_layernorm"
+    before_feed_forward: str = "post_attention_layernorm"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    output: str = "o_proj"
+    feed_forward: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    final_norm: str = "model.norm"
+
+
+LLAMA_NAMES = ModuleNames()
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """The experts of the layers that have some."""
 
@@ -124,8 +143,9 @@ class DecoderSpec:
     delta: DeltaSpec | None = None
     # Queries of attention come with gates of its output.
     gates_heads: bool = False
-    # The module of a layer's feed-forward part.
-    feed_forward: str = "mlp"
+    # Of short convolutions, where there is nothing else to a state.
+    conv_bias: bool = False
+    names: ModuleNames = LLAMA_NAMES
     # How names of tensors begin that are not read.
     unread: tuple[str, ...] = ()
 
@@ -141,7 +161,7 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, Shape]:
     """Every tensor the checkpoint must have, and its shape."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
-        "model.norm.weight": (spec.hidden_size,),
+        f"{spec.names.final_norm}.weight": (spec.hidden_size,),
     }
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
@@ -154,8 +174,11 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, Shape]:
 def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]:
     for name in norm_names(spec):
         yield f"{name}.weight", (spec.hidden_size,)
-    width = layer.num_heads * layer.head_dim_v
-    if layer.state is not None and spec.delta is not None:
+    width, output_bias = layer.num_heads * layer.head_dim_v, spec.output_bias
+    if layer.state is not None and spec.delta is None:
+        yield from _conv_shapes(spec, layer.state)
+        width, output_bias = spec.hidden_size, spec.conv_bias
+    elif layer.state is not None and spec.delta is not None:
         yield from _delta_shapes(spec.delta, layer.state, spec.hidden_size)
         width = layer.state.heads * layer.state.dim_v
     elif spec.latent is None:
@@ -163,33 +186,42 @@ def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Sh
     else:
         yield from _latent_shapes(spec.latent, layer.num_heads, spec.hidden_size)
         width = layer.num_heads * spec.latent.value
-    output = output_module(layer)
-    yield from _linear_shapes(output, spec.hidden_size, width, spec.output_bias)
+    output = output_module(spec, layer)
+    yield from _linear_shapes(output, spec.hidden_size, width, output_bias)
     if spec.layer_scalars:
         yield "layer_scalar", (1,)
     experts = spec.experts if spec.has_experts(layer.index) else None
     if experts is not None:
         yield from _expert_shapes(spec, experts)
     if experts is None or experts.beside_dense:
-        yield from _dense_shapes(spec, spec.feed_forward, spec.intermediate_size)
+        yield from _dense_shapes(spec, spec.names.feed_forward, spec.intermediate_size)
 
 
 def _head_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]:
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     queries *= 2 if spec.gates_heads else 1
     if spec.head_norms == "learned":
-        yield "self_attn.q_norm.weight", (layer.head_dim,)
+        yield f"self_attn.{spec.names.query_norm}.weight", (layer.head_dim,)
     if spec.head_norms == "learned" and layer.reads is None:
-        yield "self_attn.k_norm.weight", (layer.head_dim,)
+        yield f"self_attn.{spec.names.key_norm}.weight", (layer.head_dim,)
     rows_of = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
     for name in dict.fromkeys(attention_modules(spec, layer)):
         rows = rows_of[name]
         yield from _linear_shapes(f"self_attn.{name}", rows, spec.hidden_size, spec.qkv_bias)
 
 
-def output_module(layer: LayerSpec) -> str:
+def output_module(spec: DecoderSpec, layer: LayerSpec) -> str:
     """The module of a layer's output matrix."""
-    return "self_attn.o_proj" if layer.state is None else "linear_attn.out_proj"
+    if layer.state is None:
+        return f"self_attn.{spec.names.output}"
+    return "conv.out_proj" if spec.delta is None else "linear_attn.out_proj"
+
+
+def _conv_shapes(spec: DecoderSpec, state: StateSpec) -> Iterator[tuple[str, Shape]]:
+    yield from _linear_shapes("conv.in_proj", 3 * state.channels, spec.hidden_size, spec.conv_bias)
+    yield "conv.conv.weight", (state.channels, 1, state.taps)
+    if spec.conv_bias:
+        yield "conv.conv.bias", (state.channels,)
 
 
 def delta_modules(delta: DeltaSpec, state: StateSpec) -> dict[str, int]:
@@ -240,14 +272,14 @@ def _latent_shapes(latent: LatentSpec, num_heads: int, hidden: int) -> Iterator[
 
 
 def _dense_shapes(spec: DecoderSpec, module: str, wide: int) -> Iterator[tuple[str, Shape]]:
-    hidden = spec.hidden_size
+    hidden, names = spec.hidden_size, spec.names
     if spec.fused_tensors:
         gate_up = {"gate_up_proj": 2 * wide}
     else:
-        gate_up = {"gate_proj": wide, "up_proj": wide}
+        gate_up = {names.gate: wide, names.up: wide}
     for name, rows in gate_up.items():
         yield from _linear_shapes(f"{module}.{name}", rows, hidden, spec.mlp_bias)
-    yield from _linear_shapes(f"{module}.down_proj", hidden, wide, spec.mlp_bias)
+    yield from _linear_shapes(f"{module}.{names.down}", hidden, wide, spec.mlp_bias)
 
 
 def _expert_shapes(spec: DecoderSpec, experts: ExpertsSpec) -> Iterator[tuple[str, Shape]]:
@@ -289,7 +321,7 @@ def norm_names(spec: DecoderSpec) -> tuple[str, ...]:
             "pre_feedforward_layernorm",
             "post_feedforward_layernorm",
         )
-    return ("input_layernorm", "post_attention_layernorm")
+    return (spec.names.before_attention, spec.names.before_feed_forward)
 
 
 def check_tensors(spec: DecoderSpec, found: dict[str, Shape]) -> None:

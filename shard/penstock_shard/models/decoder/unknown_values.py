@@ -85,6 +85,7 @@ _SAYING_SO = {
     "routed_scaling_factor",
     "shared_expert_intermediate_size",
     "top_k_experts",
+    "use_expert_bias",
     "use_qk_norm",
 }
 

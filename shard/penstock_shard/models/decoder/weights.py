@@ -27,6 +27,7 @@ from penstock_shard.models.decoder.self_attention import (
     LatentAttention,
     ReadingAttention,
 )
+from penstock_shard.models.decoder.short_conv import ShortConv
 from penstock_shard.models.decoder.spec import (
     EXPERT_NORMS,
     NO_ROTATION,
@@ -157,7 +158,7 @@ class _Reader:
         shares = self._spec.tied and head.matrix.has_rows
         embedding = head.matrix if shares else self._embedding("model.embed_tokens.weight")
         layers = tuple(self._layer(layer) for layer in self._spec.layers)
-        norm = self._vector(["model.norm.weight"], torch.float32)
+        norm = self._vector([f"{self._spec.names.final_norm}.weight"], torch.float32)
         return DecoderWeights(embedding, layers, norm, head, self._nbytes)
 
     def _layer(self, layer: LayerSpec) -> LayerWeights:
@@ -167,11 +168,13 @@ class _Reader:
         ]
         before, after = (norms[::2], norms[1::2]) if spec.output_norms else (norms, [None, None])
         mlp_norm, scalar = before[1], 1.0
+        is_conv = layer.state is not None and spec.delta is None
+        output_bias = spec.conv_bias if is_conv else spec.output_bias
         if spec.layer_scalars:
             scalar = float(self._vector([f"{prefix}layer_scalar"], torch.float32))
         experts = spec.experts if spec.has_experts(layer.index) else None
         if experts is None:
-            feed_forward: FeedForward = self._dense(prefix + spec.feed_forward)
+            feed_forward: FeedForward = self._dense(prefix + spec.names.feed_forward)
         elif experts.beside_dense:
             feed_forward = self._dense_and_sparse(experts, prefix, mlp_norm)
             mlp_norm = torch.ones_like(mlp_norm)
@@ -180,7 +183,7 @@ class _Reader:
         return LayerWeights(
             input_norm=before[0],
             attention=self._attention(layer, prefix),
-            output=self._linear([prefix + output_module(layer)], spec.output_bias),
+            output=self._linear([prefix + output_module(spec, layer)], output_bias),
             output_norm=after[0],
             mlp_norm=mlp_norm,
             feed_forward=feed_forward,
@@ -192,6 +195,8 @@ class _Reader:
         spec = self._spec
         if layer.state is not None and spec.delta is not None:
             return self._delta_net(spec.delta, layer, layer.state, f"{prefix}linear_attn.")
+        if layer.state is not None:
+            return self._short_conv(f"{prefix}conv.")
         rope, prefix = self._ropes[spec.rope_types[layer.index]], f"{prefix}self_attn."
         if spec.latent is not None:
             return self._latent_attention(spec.latent, layer, rope, prefix)
@@ -219,6 +224,15 @@ class _Reader:
         rest = queries.numel() + torch.arange(keys_and_values)
         order = torch.cat((queries[:, 0].flatten(), rest))
         return order.to(self._ops.device), queries[:, 1].flatten().to(self._ops.device)
+
+    def _short_conv(self, prefix: str) -> ShortConv:
+        has_bias, conv = self._spec.conv_bias, f"{prefix}conv."
+        return ShortConv(
+            self._ops,
+            inputs=self._linear([f"{prefix}in_proj"], has_bias),
+            conv=self._vector([f"{conv}weight"], torch.float32).squeeze(1).T.contiguous(),
+            bias=self._vector([f"{conv}bias"], torch.float32) if has_bias else None,
+        )
 
     def _delta_net(
         self, delta: DeltaSpec, layer: LayerSpec, state: StateSpec, prefix: str
@@ -258,7 +272,7 @@ class _Reader:
             layer,
             rope,
             query=self._linear(names, spec.qkv_bias),
-            query_norm=self._vector([f"{prefix}q_norm.weight"], torch.float32),
+            query_norm=self._vector([f"{prefix}{spec.names.query_norm}.weight"], torch.float32),
             norm_eps=spec.norm_eps,
             norm_offset=spec.norm_offset,
         )
@@ -311,12 +325,13 @@ class _Reader:
 
     def _dense(self, module: str) -> Dense:
         spec = self._spec
-        gate_up = ["gate_up_proj"] if spec.fused_tensors else ["gate_proj", "up_proj"]
+        names = spec.names
+        gate_up = ["gate_up_proj"] if spec.fused_tensors else [names.gate, names.up]
         return Dense(
             self._ops,
             spec.activation,
             gate_up=self._linear([f"{module}.{name}" for name in gate_up], spec.mlp_bias),
-            down=self._linear([f"{module}.down_proj"], spec.mlp_bias),
+            down=self._linear([f"{module}.{names.down}"], spec.mlp_bias),
         )
 
     def _dense_and_sparse(
@@ -335,7 +350,7 @@ class _Reader:
         )
         return DenseAndSparse(
             self._ops,
-            self._dense(prefix + self._spec.feed_forward),
+            self._dense(prefix + self._spec.names.feed_forward),
             dataclasses.replace(sparse, input_weight=norms[1].to(self._ops.dtype)),
             input_weight=input_weight.to(self._ops.dtype),
             dense_norm=norms[0],
@@ -376,7 +391,8 @@ class _Reader:
         spec = self._spec
         if spec.head_norms == "learned":
             query, key = (
-                self._vector([f"{prefix}{name}_norm.weight"], torch.float32) for name in ("q", "k")
+                self._vector([f"{prefix}{name}.weight"], torch.float32)
+                for name in (spec.names.query_norm, spec.names.key_norm)
             )
             return HeadNorm(query, key, spec.norm_eps, spec.norm_offset)
         if spec.head_norms is None or not rotates:
