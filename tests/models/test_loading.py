@@ -37,7 +37,7 @@ from penstock_shard.model_loader.block_count import KVShape, choose_pools
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
 from penstock_shard.models.base import ForwardOutput
-from penstock_shard.models.decoder import weights as decoder_weights
+from penstock_shard.models.decoder import tensor_reader
 from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.selfcheck.random_steps import RandomSequence
 from penstock_shard.worker.base import Admission
@@ -205,7 +205,7 @@ def test_a_failed_load_does_not_wait_for_the_hash(
 
 
 def test_progress_is_told_in_percent(model_dir: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_weights, "_REPORT_S", 0.0)
+    monkeypatch.setattr(tensor_reader, "_REPORT_S", 0.0)
     lines: list[str] = []
     load_model_runner(
         ShardConfig(device="cpu", kv_blocks=64), model_dir("llama"), progress=lines.append

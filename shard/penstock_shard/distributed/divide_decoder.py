@@ -19,7 +19,7 @@ from penstock_shard.attention.base import LayerSpec
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Share, Shares
 from penstock_shard.models.decoder.spec import DecoderSpec, tensor_shapes
-from penstock_shard.models.decoder.weights import TensorSource
+from penstock_shard.models.decoder.tensor_reader import TensorSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # How weights are divided, by the last part of the module's name. Mixtral's experts call the gate

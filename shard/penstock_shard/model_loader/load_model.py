@@ -43,12 +43,8 @@ from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.decoder.from_config import decoder_spec
 from penstock_shard.models.decoder.rope_tables import rope_tables
 from penstock_shard.models.decoder.spec import DecoderSpec, NotOurs, check_tensors, tensor_shapes
-from penstock_shard.models.decoder.weights import (
-    DecoderWeights,
-    RandomTensors,
-    TensorSource,
-    read_weights,
-)
+from penstock_shard.models.decoder.tensor_reader import RandomTensors, TensorSource
+from penstock_shard.models.decoder.weights import DecoderWeights, read_weights
 from penstock_shard.models.latent_heads import LatentHeads
 from penstock_shard.models.transformers import unsupported
 from penstock_shard.models.transformers.fused_linears import fuse_linears, probing
