@@ -16,15 +16,21 @@ from penstock_client import Fleet
 def _model_flags(name: str, folder: Path) -> tuple[str, ...]:
     if name == "built-in":
         return ("--runner", "model")
-    from model_maker import make_model
+    from model_maker import make_model, write_tokenizer
+    from models.tiny_families import make_family
 
-    make_model(folder / "model", name)
+    if name == "qwen3_next":
+        # Of weights as others are made states would remember nothing.
+        make_family(folder / "model", name)
+        write_tokenizer(folder / "model")
+    else:
+        make_model(folder / "model", name)
     return ("--model", str(folder / "model"))
 
 
-# Beside the built-in model a larger one, one with windows beside all keys, one with chunks, and one
-# with latents.
-_OTHERS = ("llama-3m", "gemma2", "llama4", "deepseek_v3")
+# Beside the built-in model a larger one, one with windows beside all keys, one with chunks, one
+# with latents, and one with states.
+_OTHERS = ("llama-3m", "gemma2", "llama4", "deepseek_v3", "qwen3_next")
 
 
 @pytest.mark.parametrize("model", ["built-in", *map(in_soak, _OTHERS)])
