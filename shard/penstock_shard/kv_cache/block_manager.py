@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, blocks_each
 from penstock_shard.kv_cache.block_pool import BlockPool, CachedBlock
-from penstock_shard.kv_cache.kept_states import Boundaries, StateCopies
+from penstock_shard.kv_cache.kept_states import Boundaries
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 from penstock_shard.sequence import Sequence
 
@@ -76,7 +76,8 @@ class BlockManager:
         # Groups whose block of a sequence is its state.
         self._states = [i for i, group in enumerate(groups) if group.has_state]
         self._state_spacing = state_spacing
-        self._copies = StateCopies()
+        # What `take_state_copies` returns next.
+        self._state_copies: list[tuple[int, int]] = []
         self._tree = PrefixTree(len(self._groups))
         self._insertions = 0
         self._tables: dict[Sequence, _Table] = {}
@@ -234,7 +235,8 @@ class BlockManager:
 
     def take_state_copies(self) -> list[tuple[int, int]]:
         """The copies of states that the next step begins with: from which block to which."""
-        return self._copies.take()
+        copies, self._state_copies = self._state_copies, []
+        return copies
 
     def suffices(self, sequence: Sequence, others: abc.Iterable[Sequence]) -> bool:
         """Whether a sequence without blocks had enough for all its tokens, none of them cached, if
@@ -452,7 +454,7 @@ class BlockManager:
         any.
         """
         if blocks.ids:
-            self._copies.pairs.append((blocks.ids[0], own))
+            self._state_copies.append((blocks.ids[0], own))
             self._pool_of[group].release(blocks.ids)
         blocks.ids = [own]
 
@@ -471,7 +473,7 @@ class BlockManager:
                 continue
             if prefix.block_ids[group] == NO_BLOCK and blocks.ids:
                 kept = self._take(pool)
-                self._copies.pairs.append((blocks.ids[0], kept))
+                self._state_copies.append((blocks.ids[0], kept))
                 self._name(prefix, group, kept)
                 pool.release([kept])
 

@@ -9,10 +9,10 @@ a copy, made before the step after the one that wrote it.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Boundaries:
     """The numbers of tokens of one sequence after which its state is kept."""
 
@@ -26,14 +26,3 @@ class Boundaries:
     def next_after(self, count: int) -> int:
         later = [other for other in self.others if other > count]
         return min([(count // self.spacing + 1) * self.spacing, *later])
-
-
-@dataclass(slots=True)
-class StateCopies:
-    """Copies from one state to another that the next step begins with, in this order."""
-
-    pairs: list[tuple[int, int]] = field(default_factory=list)
-
-    def take(self) -> list[tuple[int, int]]:
-        pairs, self.pairs = self.pairs, []
-        return pairs
