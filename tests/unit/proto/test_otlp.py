@@ -110,10 +110,9 @@ def test_a_receiver_that_takes_nothing_costs_bounded_memory_and_holds_up_nobody(
     exporter = Exporter()
     exporter.go_on.clear()
     sink = OtlpSink("http://gone", "test", exporter)
-    began_s = time.monotonic()
+    # Whoever waited for it would wait for ever.
     for _ in range(2 * otlp._MAX_WAITING_SPANS // 64):
         sink.add([span()] * 64)
-    assert time.monotonic() - began_s < 5
     exporter.go_on.set()
     sink.close()
     assert sum(exporter.batches) <= otlp._MAX_WAITING_SPANS + otlp._BATCH_SPANS
