@@ -4,8 +4,10 @@ are refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models.driver import load
@@ -63,6 +65,54 @@ def test_a_long_sequence_takes_little_more_where_layers_see_windows(family: Fami
 
     of_windows, of_all = per_sequence(64), per_sequence(4096)
     assert of_windows * 4096 == of_all * (64 + 64 + 16)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("qwen3_next", {"hidden_act": "gelu_pytorch_tanh"}, "activation gelu_pytorch_tanh"),
+        ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads 3, .*_key_heads 2"),
+        ("lfm2", {"conv_L_cache": 17}, "convolutions of 17 inputs"),
+    ],
+)
+def test_layers_with_states_that_our_decoder_does_not_compute_are_refused_in_a_line(
+    family: Family, model_type: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=f"{model_type} is served by our decoder alone.*{reason}"):
+        load(family(model_type, **changes))
+
+
+def test_a_hybrid_has_a_state_for_each_sequence_that_may_run_and_some_to_keep(
+    family: Family,
+) -> None:
+    directory = family("lfm2", max_position_embeddings=40_000)
+    runner = load(directory, load_format="dummy", max_num_seqs=12, kv_blocks=None)
+    states, blocks = runner.info.pools
+    assert states >= 12 + 2
+    assert blocks * 16 >= 40_000
+    # And with a flag exactly so many blocks.
+    directory = family("qwen3_next", max_position_embeddings=256)
+    assert load(directory, kv_blocks=20, max_num_seqs=4).info.pools == (6, 20)
+
+
+def test_a_hybrid_of_short_contexts_is_checked_at_load_too(family: Family) -> None:
+    assert load(family("lfm2"), max_model_len=32).info.batch_invariant
+
+
+def test_what_a_hybrid_is_refused_for_names_the_flag(family: Family) -> None:
+    directory = family("qwen3_next")
+    for settings, line in (
+        ({"speculative_tokens": 4}, "--speculative-tokens 4: layers of this model have states"),
+        ({"state_spacing": 24}, "--state-spacing 24: .* must be a multiple of --block-size 16"),
+        ({"kv_memory_bytes": 10_000}, "10000 bytes are too few for one sequence: its states take"),
+    ):
+        with pytest.raises(ModelError, match=line):
+            load(directory, **{"kv_blocks": None, **settings})
+    config = directory / "config.json"
+    found = json.loads(config.read_text())
+    config.write_text(json.dumps(found | {"layer_types": ["linear_attention"] * 4}))
+    with pytest.raises(ModelError, match=r"served by our decoder alone.*: no layer has keys"):
+        load(directory)
 
 
 def test_chunks_that_our_decoder_does_not_compute_are_refused_with_its_reason(

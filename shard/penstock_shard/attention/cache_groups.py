@@ -51,6 +51,7 @@ def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
         if layer.reads is None:
             kinds = shapes.setdefault(_shape_of(layer), {})
             kinds.setdefault((layer.window, layer.chunk), []).append(layer)
+    assert sum(isinstance(shape, StateSpec) for shape in shapes) <= 1, "states of two kinds"
     groups: list[CacheGroup] = []
     group_of: dict[int, int] = {}
     planes = []

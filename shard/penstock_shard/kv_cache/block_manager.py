@@ -390,8 +390,13 @@ class BlockManager:
         """Refer to the blocks of a found prefix that the next token sees."""
         blocks, pool = table.groups[group], self._pool_of[group]
         if self._groups[group].has_state:
-            blocks.ids = [found[-1].block_ids[group]]
-            pool.refer(blocks.ids[0])
+            kept = found[-1].block_ids[group]
+            pool.refer(kept)
+            blocks.ids = [kept]
+            if not pool.num_free and pool.num_references(kept) == 1:
+                # There is no room for a copy: it takes the state itself, which nobody else uses.
+                self._forget_name(pool.cached.pop(kept))
+                self._new_of(sequence)[group].append(kept)
             return
         blocks.first = self._first_visible(group, len(found) * self.block_size)
         # What is not seen is not looked at, but counts in the order of tokens.

@@ -23,7 +23,7 @@ class CachedBlock(NamedTuple):
 class BlockPool:
     """Gives out the blocks 0 .. num_blocks - 1. A block is free (nobody refers to it) or
     referenced. What is cached in it is found after it is freed too, until its memory is needed:
-    freed blocks are reused least recently freed first.
+    blocks in which nothing is cached are reused first, then the least recently freed.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -49,12 +49,19 @@ class BlockPool:
             del self._free[block_id]
         self._references[block_id] += 1
 
+    def num_references(self, block_id: int) -> int:
+        """How many refer to a block."""
+        return self._references[block_id]
+
     def release(self, block_ids: Iterable[int]) -> None:
         """One less refers to each of them."""
         for block_id in block_ids:
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
                 self._free[block_id] = None
+                if block_id not in self.cached:
+                    # It holds nothing that anybody could find.
+                    self._free.move_to_end(block_id, last=False)
 
     def check_integrity(self, counted: list[int]) -> None:
         """Compare with references counted from the block tables.

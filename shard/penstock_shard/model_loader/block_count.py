@@ -20,7 +20,7 @@ _MOST_BLOCKS = 2**20
 # A state is as a window of nothing but the step's own tokens.
 _REFERENCE_WINDOWS = 4
 # For each such sequence there is room for so many states that are kept for others, beside its own.
-_KEPT_STATES = 2
+KEPT_STATES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class KVShape:
     max_model_len: int
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     max_chunk_tokens: int = 2**31
+    # Where layers have states: how many are wanted before more blocks are.
+    num_states: int = 1
 
     def blocks_for(self, num_tokens: int) -> list[int]:
         """The blocks of each pool that a sequence of so many tokens has at once, at the most."""
@@ -72,30 +74,30 @@ class KVShape:
                 too_long = middle
         return fits * self.block_size
 
-    def reference(self) -> list[int]:
-        """The blocks of each pool of a sequence as pools are divided for."""
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states."""
+        return self.bytes_of([0 if count else 1 for count in pools_for(1, self.groups)])
+
+    def divide(self, num_bytes: int, *, only_blocks: bool = False) -> list[int]:
+        """Blocks of each pool in so many bytes, which hold one sequence of full length. States come
+        next, up to `num_states`; what is left is divided as sequences of the reference need it, or
+        between KV blocks alone.
+        """
+        pools, length = self.blocks_for(self.max_model_len), self.max_model_len
+        left = num_bytes - self.bytes_of(pools)
+        states = min(self.num_states - 1, left // self.state_bytes) if self.state_bytes else 0
+        left -= states * self.state_bytes
         reaches = [group.reach or 0 for group in self.groups if group.most_blocks(1, 1) < 2**31]
-        length = self.max_model_len
         if reaches:
             length = min(length, _REFERENCE_WINDOWS * (max(reaches) + self.max_chunk_tokens))
-        counts = self.blocks_for(length)
+        reference = self.blocks_for(length)
         for group in self.groups:
-            counts[group.pool] += _KEPT_STATES if group.has_state else 0
-        return counts
-
-    def divide(self, num_bytes: int) -> list[int]:
-        """Blocks of each pool in so many bytes, which hold one sequence of full length."""
-        pools, reference = self.blocks_for(self.max_model_len), self.reference()
-        left, each = num_bytes - self.bytes_of(pools), self.bytes_of(reference)
+            if group.has_state:
+                pools[group.pool] += states
+                reference[group.pool] = 0 if only_blocks else 1 + KEPT_STATES
+        each = self.bytes_of(reference)
         return [count + left * more // each for count, more in zip(pools, reference, strict=True)]
-
-    def bytes_with(self, num_blocks: int) -> int:
-        """Bytes of so many blocks of each group, and of the states that go with them."""
-        blocks, reference = pools_for(1, self.groups), self.reference()
-        states = [0 if count else more for count, more in zip(blocks, reference, strict=True)]
-        most = max(reference[pool] // count for pool, count in enumerate(blocks) if count)
-        each = -(-num_blocks // most)
-        return num_blocks * self.bytes_of(blocks) + each * self.bytes_of(states)
 
 
 def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> list[int]:
@@ -107,22 +109,25 @@ def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: b
     only when it is first written, so too large an allocation would get the process killed later.
     """
     one = shape.bytes_per_sequence
+    more_states = max(0, shape.num_states - 1) * shape.state_bytes
     block = shape.bytes_of(pools_for(1, shape.groups))
     if config.kv_blocks is not None:
-        budget, flag = shape.bytes_with(config.kv_blocks), "--kv-blocks"
+        budget, flag = config.kv_blocks * block + shape.state_bytes, "--kv-blocks"
     elif config.kv_memory_bytes is not None:
         budget, flag = config.kv_memory_bytes, "--kv-memory"
     else:
         budget = free_bytes
         if on_cpu:
-            budget = min(max(_CPU_KV_BYTES, one), int(free_bytes * _CPU_SHARE))
-        budget = min(budget, max(_MOST_BLOCKS * block, one))
+            budget = min(max(_CPU_KV_BYTES, one + more_states), int(free_bytes * _CPU_SHARE))
+        budget = min(budget, max(_MOST_BLOCKS * block, one + more_states))
         flag = "--kv-memory" if on_cpu else "--gpu-memory-utilization"
     if budget < block:
         raise ModelError(f"KV cache: not one block of {shape.block_size} tokens fits; raise {flag}")
     if budget < one:
         raise ModelError(_too_short(shape, budget, flag))
-    pools = shape.divide(budget)
+    if config.kv_blocks is not None:
+        budget += more_states
+    pools = shape.divide(budget, only_blocks=config.kv_blocks is not None)
     if on_cpu and shape.bytes_of(pools) > free_bytes:
         raise ModelError(no_room(shape, pools, free_bytes, flag))
     return pools
@@ -130,6 +135,11 @@ def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: b
 
 def _too_short(shape: KVShape, num_bytes: int, flag: str) -> str:
     fits = shape.tokens_in(num_bytes)
+    if not fits and shape.state_bytes:
+        return (
+            f"KV cache: {num_bytes} bytes are too few for one sequence: its states take "
+            f"{shape.state_bytes}; raise {flag}"
+        )
     needed = -(-shape.max_model_len // shape.block_size)
     return (
         f"KV cache: {fits // shape.block_size} blocks of {shape.block_size} tokens fit "
@@ -148,7 +158,9 @@ def no_room(shape: KVShape, pools: Sequence[int], free_bytes: int, flag: str) ->
 def describe_blocks(shape: KVShape, pools: Sequence[int], config: ShardConfig, on_cpu: bool) -> str:
     """One line for the log: how much there is, and on cpu how to get more than the default."""
     num_blocks, mebibytes = blocks_each(pools, shape.groups), shape.bytes_of(pools) >> 20
-    size = f"{num_blocks} blocks of {shape.block_size} tokens ({mebibytes} MiB)"
+    size = f"{num_blocks} blocks of {shape.block_size} tokens"
+    states = [pools[group.pool] for group in shape.groups if group.has_state]
+    size += f" and {states[0]} states ({mebibytes} MiB)" if states else f" ({mebibytes} MiB)"
     is_default = config.kv_blocks is None and config.kv_memory_bytes is None
     more = (
         "; the default on cpu is small, --kv-memory gives it more" if on_cpu and is_default else ""

@@ -15,6 +15,7 @@ from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.errors import ModelError, is_out_of_memory
 from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader.block_count import (
+    KEPT_STATES,
     KVShape,
     choose_pools,
     describe_blocks,
@@ -31,6 +32,8 @@ from penstock_shard.selfcheck.random_steps import (
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
+# Sequences with states of their own before memory is divided between states and blocks.
+_MOST_STATES = 16
 _COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
 # Parameters that use our own kernels on a device, so that these are compiled at load: for the
 # model's logits, and for a row's own copy of them.
@@ -79,6 +82,7 @@ class MemoryPreparation:
             max_model_len=self.loaded.max_model_len,
             groups=layout.groups,
             max_chunk_tokens=self._most_tokens,
+            num_states=min(self.config.max_num_seqs, _MOST_STATES) + KEPT_STATES,
         )
 
     @property

@@ -74,12 +74,12 @@ def _block_size(config: ShardConfig, loaded: LoadedModel) -> int:
             f"--block-size {block_size}: attention backend {backend.name} needs a multiple "
             f"of {backend.block_multiple}"
         )
-    if config.state_spacing % block_size:
-        raise ModelError(
-            f"--state-spacing {config.state_spacing}: states are kept at the ends of blocks, so it "
-            f"must be a multiple of --block-size {block_size}"
-        )
     for group in loaded.model.cache_layout.groups:
+        if group.has_state and config.state_spacing % block_size:
+            raise ModelError(
+                f"--state-spacing {config.state_spacing}: states are kept at the ends of blocks, "
+                f"so it must be a multiple of --block-size {block_size}"
+            )
         if group.has_state and config.speculative_tokens:
             raise ModelError(
                 f"--speculative-tokens {config.speculative_tokens}: layers of this model have "

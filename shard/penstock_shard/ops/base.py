@@ -80,6 +80,8 @@ class RoutingRule:
     # Whether a token's weights are divided by their sum; and what all are multiplied by then.
     is_normalised: bool = True
     scale: float = 1.0
+    # What is added to the sum of sigmoids, which may all be 0.
+    eps: float = 1e-20
     # Experts lie in so many groups of one size. A token's are in the best `top_groups` of them, by
     # the sum of a group's two highest scores.
     groups: int = 1

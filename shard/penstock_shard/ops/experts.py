@@ -77,8 +77,7 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
     weights, chosen = _choose(logits.float(), rule, bias)
     if rule.is_normalised:
         total = weights.sum(dim=-1, keepdim=True)
-        # Sigmoids may all be 0.
-        weights = weights / (total if rule.scores == "softmax" else total + 1e-20)
+        weights = weights / (total if rule.scores == "softmax" else total + rule.eps)
     if rule.scale != 1.0:
         weights = weights * rule.scale
     experts, order = chosen.view(-1).sort(stable=True)

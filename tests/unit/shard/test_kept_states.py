@@ -91,6 +91,24 @@ def test_where_no_state_is_free_none_is_kept_and_all_is_computed() -> None:
     assert under_test.tokens("a") == under_test.tokens("b")
 
 
+def test_the_last_free_state_is_taken_over_by_who_begins_at_it() -> None:
+    rng = random.Random(7)
+    # Two states.
+    under_test = make_engine(num_blocks=5, cache_groups=HYBRID, max_num_seqs=4)
+    prompt = tokens(rng, 20)
+    serve(under_test, "first", prompt)
+    under_test.engine.submit(make_request("busy", tokens(rng, 10), max_tokens=30))
+    under_test.step()
+    under_test.engine.submit(make_request("second", prompt, max_tokens=2))
+    for _ in range(8):
+        under_test.step()
+    (output, *_) = [each for each in under_test.outputs if each.request_id == "second"]
+    assert output.cached_tokens == 16
+    assert under_test.endings("second")
+    assert not under_test.endings("busy")
+    under_test.run()
+
+
 def test_without_prefix_caching_steps_are_as_long_as_they_may_be() -> None:
     under_test = make_engine(cache_groups=HYBRID, prefix_caching=False, max_num_batched_tokens=256)
     under_test.engine.submit(make_request("a", range(200), max_tokens=1))

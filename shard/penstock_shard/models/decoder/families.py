@@ -45,6 +45,7 @@ class Family:
     # For families whose layers may have experts.
     experts: ExpertNames | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores_eps: float = 1e-20
     # Each expert's input is multiplied by its score, and not its output by a share of all.
     scales_inputs: bool = False
     # Whether attention's output matrix has a bias where queries, keys and values have.
@@ -352,6 +353,7 @@ FAMILIES = {
         names=_LFM2_NAMES,
         experts=_LFM2_EXPERTS,
         scores="sigmoid",
+        scores_eps=1e-6,
     ),
     "glm4_moe": Family(
         "glm4_moe",

@@ -25,6 +25,8 @@ from penstock_shard.models.decoder.unknown_values import refuse_unknown
 from penstock_shard.models.layer_config import config_of_layer, source_of_keys
 from penstock_shard.ops.base import Activation, RoutingRule
 
+# The most inputs of a convolution that the kernels take.
+MOST_TAPS = 16
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -41,11 +43,10 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         raise NotOurs("auto_map in the configuration")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise NotOurs("use_bidirectional_attention in the configuration")
-    # Some Gemmas also state the older name, hidden_act, with another value.
-    activation = config.hidden_activation if family.gemma else getattr(config, "hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
-        raise NotOurs(f"activation {activation}")
+    activation = _activation(config, family)
     layers = tuple(_layers(config, family))
+    if all(layer.state is not None for layer in layers):
+        raise NotOurs("no layer has keys")
     biases = bool(getattr(config, "attention_bias", False))
     return DecoderSpec(
         vocab_size=int(config.vocab_size),
@@ -54,7 +55,7 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         layers=layers,
         rope_types=_rope_types(config, len(layers)),
         interleaved=bool(getattr(config, "rope_interleave", family.interleaved)),
-        activation=_ACTIVATIONS[activation],
+        activation=activation,
         norm_eps=float(config.norm_eps if family.conv else config.rms_norm_eps),
         norm_offset=1.0 if family.delta or (family.gemma and not family.gemma4) else 0.0,
         output_norms=family.gemma,
@@ -77,6 +78,17 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         names=family.names,
         unread=_unread(config, len(layers)),
     )
+
+
+def _activation(config: PreTrainedConfig, family: Family) -> Activation:
+    """Some Gemmas also state the older name, hidden_act, with another value; LFM2 has no other."""
+    name = config.hidden_activation if family.gemma else getattr(config, "hidden_act", "silu")
+    if family.conv:
+        return "silu"
+    # Convolutions before the delta rule are activated by the kernels.
+    if name not in _ACTIVATIONS or (family.delta and name != "silu"):
+        raise NotOurs(f"activation {name}")
+    return _ACTIVATIONS[name]
 
 
 def _dense_size(config: PreTrainedConfig) -> int:
@@ -165,6 +177,7 @@ def _routing_rule(config: PreTrainedConfig, family: Family, count: int) -> Routi
         scores=family.scores,
         is_normalised=is_normalised,
         scale=float(getattr(config, "routed_scaling_factor", 1.0)),
+        eps=family.scores_eps,
         groups=groups,
         top_groups=best,
     )
@@ -177,14 +190,23 @@ def _delta(config: PreTrainedConfig) -> DeltaSpec:
 
 def _state(config: PreTrainedConfig) -> StateSpec:
     heads, dim = int(config.linear_num_value_heads), int(config.linear_key_head_dim)
-    dim_v = int(config.linear_value_head_dim)
+    dim_v, key_heads = int(config.linear_value_head_dim), int(config.linear_num_key_heads)
+    if heads % key_heads:
+        raise NotOurs(f"linear_num_value_heads {heads}, linear_num_key_heads {key_heads}")
     return StateSpec(
-        channels=2 * int(config.linear_num_key_heads) * dim + heads * dim_v,
-        taps=int(config.linear_conv_kernel_dim),
+        channels=2 * key_heads * dim + heads * dim_v,
+        taps=_taps(config.linear_conv_kernel_dim),
         heads=heads,
         dim=dim,
         dim_v=dim_v,
     )
+
+
+def _taps(stated: int) -> int:
+    """The inputs that a convolution looks at."""
+    if not 1 < int(stated) <= MOST_TAPS:
+        raise NotOurs(f"convolutions of {stated} inputs")
+    return int(stated)
 
 
 def _latent(config: PreTrainedConfig) -> LatentSpec:
@@ -262,7 +284,7 @@ def _of_type(
     if layer_type == "sliding_attention":
         return dataclasses.replace(layer, window=int(config.sliding_window))
     if layer_type == "conv" and family.conv:
-        state = StateSpec(channels=int(config.hidden_size), taps=int(config.conv_L_cache))
+        state = StateSpec(channels=int(config.hidden_size), taps=_taps(config.conv_L_cache))
         return dataclasses.replace(layer, state=state)
     if layer_type == "linear_attention" and family.delta:
         return dataclasses.replace(layer, state=_state(config))

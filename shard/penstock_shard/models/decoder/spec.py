@@ -149,6 +149,12 @@ class DecoderSpec:
     # How names of tensors begin that are not read.
     unread: tuple[str, ...] = ()
 
+    def has_output_bias(self, layer: LayerSpec) -> bool:
+        """Whether the matrix behind its attention has a bias, or behind what it has instead."""
+        if layer.state is None:
+            return self.output_bias
+        return self.delta is None and self.conv_bias
+
     def has_experts(self, index: int) -> bool:
         return self.experts is not None and index in self.experts.layers
 
@@ -174,10 +180,10 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, Shape]:
 def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]:
     for name in norm_names(spec):
         yield f"{name}.weight", (spec.hidden_size,)
-    width, output_bias = layer.num_heads * layer.head_dim_v, spec.output_bias
+    width = layer.num_heads * layer.head_dim_v
     if layer.state is not None and spec.delta is None:
         yield from _conv_shapes(spec, layer.state)
-        width, output_bias = spec.hidden_size, spec.conv_bias
+        width = spec.hidden_size
     elif layer.state is not None and spec.delta is not None:
         yield from _delta_shapes(spec.delta, layer.state, spec.hidden_size)
         width = layer.state.heads * layer.state.dim_v
@@ -187,7 +193,7 @@ def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Sh
         yield from _latent_shapes(spec.latent, layer.num_heads, spec.hidden_size)
         width = layer.num_heads * spec.latent.value
     output = output_module(spec, layer)
-    yield from _linear_shapes(output, spec.hidden_size, width, output_bias)
+    yield from _linear_shapes(output, spec.hidden_size, width, spec.has_output_bias(layer))
     if spec.layer_scalars:
         yield "layer_scalar", (1,)
     experts = spec.experts if spec.has_experts(layer.index) else None

@@ -97,8 +97,6 @@ def _read_layer(
     norms = [reader.vector(f"{prefix}{name}.weight") for name in norm_names(spec)]
     before, after = (norms[::2], norms[1::2]) if spec.output_norms else (norms, [None, None])
     mlp_norm, scalar = before[1], 1.0
-    is_conv = layer.state is not None and spec.delta is None
-    output_bias = spec.conv_bias if is_conv else spec.output_bias
     if spec.layer_scalars:
         scalar = float(reader.vector(f"{prefix}layer_scalar"))
     experts = spec.experts if spec.has_experts(layer.index) else None
@@ -112,7 +110,7 @@ def _read_layer(
     return LayerWeights(
         input_norm=before[0],
         attention=attention.read(layer, prefix),
-        output=reader.linear([prefix + output_module(spec, layer)], output_bias),
+        output=reader.linear([prefix + output_module(spec, layer)], spec.has_output_bias(layer)),
         output_norm=after[0],
         mlp_norm=mlp_norm,
         feed_forward=feed_forward,
