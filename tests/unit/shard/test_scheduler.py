@@ -10,6 +10,7 @@ from support.plans import collect, plan_step
 
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.ipc.request import Objective
+from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.scheduler.step_time import StepSize, StepTime
@@ -75,6 +76,32 @@ def test_the_latest_arrival_is_preempted_when_blocks_run_out() -> None:
     assert (new.preemptions, old.preemptions) == (1, 0)
     assert scheduler.num_waiting == 1
     under_test.blocks.check_integrity()
+
+
+def test_a_prompt_is_preempted_where_the_blocks_that_it_gives_back_stay_with_others() -> None:
+    under_test = make_engine(
+        num_blocks=8, max_num_batched_tokens=32, cache_groups=(CacheGroup(window=64),)
+    )
+    scheduler, blocks = under_test.scheduler, under_test.blocks
+    first, second = make_sequence("first", range(80)), make_sequence("second", range(400))
+    scheduler.add(first)
+    for _ in range(3):
+        collect(scheduler, plan_step(scheduler))
+    scheduler.add(second)
+    plan = plan_step(scheduler)
+    # The first gave back the block that token 80 no longer sees; of the others that the second
+    # found, it would give back two: they stay the first one's.
+    assert _rows(plan) == [("first", 80, 1, True), ("second", 80, 31, False)]
+    assert blocks.num_free == 0
+    collect(scheduler, plan)
+    plan = plan_step(scheduler)
+    assert _rows(plan) == [("first", 81, 1, True)]
+    assert scheduler.take_preempted() == [(second, "the shard is out of KV blocks")]
+    assert list(scheduler.sequences) == [first, second]
+    blocks.check_integrity()
+    collect(scheduler, plan)
+    scheduler.remove(first)
+    assert [row[0] for row in _rows(plan_step(scheduler))] == ["second"]
 
 
 def test_whoever_is_preempted_runs_before_those_that_never_ran() -> None:
