@@ -6,8 +6,8 @@ from faults.mutation import Mutant, Target
 
 TARGETS = {
     "block manager": Target(
-        ("BlockManager", "BlockPool", "PrefixTree"),
-        ("test_kv_blocks", "test_cache_groups"),
+        ("BlockManager", "BlockPool", "PrefixTree", "Boundaries"),
+        ("test_kv_blocks", "test_cache_groups", "test_kept_states"),
     ),
     "fences": Target(
         ("Outbox", "_align_prompt", "EarlyAborts"),
