@@ -630,7 +630,7 @@ def test_mixtures_with_latents_chunks_or_other_routers_go_to_our_decoder(tmp_pat
     assert first.scale == pytest.approx(0.135234, rel=1e-4)
     assert deepseek.experts is not None
     assert deepseek.experts.layers == set(range(3, 61))
-    assert deepseek.experts.rule == RoutingRule(8, "sigmoid", True, 2.5, 8, 4)
+    assert deepseek.experts.rule == RoutingRule(8, "sigmoid", True, 2.5, groups=8, top_groups=4)
     assert (deepseek.experts.shared_size, deepseek.unread[-1]) == (2048, "model.layers.61.")
     assert glm.experts is not None
     assert (glm.head_norms, glm.qkv_bias, glm.output_bias) == (None, True, False)

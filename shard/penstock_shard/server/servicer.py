@@ -279,11 +279,10 @@ class ShardServicer(proto_codec.Servicer):
         loop = asyncio.get_running_loop()
         end_s = loop.time() + request.limit_ms / 1000 if request.limit_ms else float("inf")
         while True:
-            engine = self._engine
-            yield proto_codec.drain_progress(
-                engine.num_live - engine.num_waiting, engine.num_waiting
-            )
-            if engine.num_live == 0 or loop.time() >= end_s:
+            # As they are now: more may end while the report is sent, and the last one says so.
+            live, waiting = self._engine.num_live, self._engine.num_waiting
+            yield proto_codec.drain_progress(live - waiting, waiting)
+            if live == 0 or loop.time() >= end_s:
                 return
             await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
 

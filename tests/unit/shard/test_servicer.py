@@ -560,3 +560,15 @@ async def test_a_call_whose_requests_cannot_be_taken_ends_and_so_do_they(
     assert caplog.records[-1].exc_info is not None
     await asyncio.sleep(0)
     assert supervisor.sent[-1].aborts == [("a", 0)]
+
+
+async def test_the_last_report_of_a_drain_is_of_nothing_though_its_end_came_meanwhile() -> None:
+    supervisor = _Supervisor()
+    supervisor.submit(_submit("a"), lambda output: None)
+    servicer = ShardServicer(supervisor, ShardConfig())
+    reports = servicer.Drain(pb.DrainRequest(), cast("Any", _Context()))
+    first = await anext(reports)
+    assert first.running + first.waiting == 1
+    supervisor._take_step(link.StepOutputs([_output("a", finish=FinishReason.STOP)], link.Load()))
+    last = [report async for report in reports][-1]
+    assert (last.running, last.waiting) == (0, 0)
