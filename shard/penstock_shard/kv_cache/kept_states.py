@@ -21,7 +21,7 @@ class Boundaries:
     others: abc.Collection[int] = ()
 
     def has(self, count: int) -> bool:
-        return count > 0 and (count % self.spacing == 0 or count in self.others)
+        return count % self.spacing == 0 or count in self.others
 
     def next_after(self, count: int) -> int:
         later = [other for other in self.others if other > count]
