@@ -19,7 +19,7 @@ def _model_flags(name: str, folder: Path) -> tuple[str, ...]:
     from model_maker import make_model, write_tokenizer
     from models.tiny_families import make_family
 
-    if name == "qwen3_next":
+    if name in ("gemma4_unified", "qwen3_next"):
         # Of weights as others are made states would remember nothing.
         make_family(folder / "model", name)
         write_tokenizer(folder / "model")
@@ -28,9 +28,9 @@ def _model_flags(name: str, folder: Path) -> tuple[str, ...]:
     return ("--model", str(folder / "model"))
 
 
-# Beside the built-in model a larger one, one with windows beside all keys, one with chunks, one
-# with latents, and one with states.
-_OTHERS = ("llama-3m", "gemma2", "llama4", "deepseek_v3", "qwen3_next")
+# Beside the built-in model a larger one, one with windows beside all keys, one whose windows have a
+# pool of their own, one with chunks, one with latents, and one with states.
+_OTHERS = ("llama-3m", "gemma2", "gemma4_unified", "llama4", "deepseek_v3", "qwen3_next")
 
 
 @pytest.mark.parametrize("model", ["built-in", *map(in_soak, _OTHERS)])

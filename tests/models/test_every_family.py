@@ -16,6 +16,7 @@ from models.family_outcomes import OURS, OUTCOMES, SERVED
 from models.runners import make_runner
 from models.tiny_families import DECISIVE, VOCABULARY, generate, make_family
 from support.budget import in_soak
+from support.engines import packed
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_engine
@@ -46,6 +47,9 @@ SEEDS = {"hunyuan_v1_dense": 1}
 OUTPUT_TOKENS = 10
 # Tokens in a step, and steps that are launched ahead.
 STEPS = ((1, 0), (16, 1), (512, 0))
+# So many prompts at once, and blocks for all of them.
+WIDEST = 32
+WIDE_MEMORY = {"kv_blocks": 7 * WIDEST, "max_model_len": 128}
 # The longest sequence takes seven blocks: few fit beside it.
 MEMORY = {"kv_blocks": 9, "max_model_len": 128}
 # Layers with a state: room for those that run and some that are kept.
@@ -102,6 +106,15 @@ def test_greedy_tokens_are_those_of_generate_however_steps_are_cut(
     assert cached, "no prefix was found"
     assert preemptions, "nothing was preempted"
 
+    # Elsewhere, all at once: each is taken up where it was put down, the earlier ones at once.
+    wide = load(directory, **WIDE_MEMORY)
+    number = range(WIDEST)
+    put_down = [expected.outputs[i % len(prompts())][: i // len(prompts())] for i in number]
+    outputs = run(make_runner(wide.model, wide.info), 512, put_down)
+    found = [[token for output in each for token in output.token_ids] for each in outputs]
+    for i, delivered, rest in zip(number, put_down, found, strict=True):
+        assert delivered + rest == expected.outputs[i % len(prompts())], f"of {WIDEST} number {i}"
+
 
 @pytest.mark.parametrize("family", families(served=False))
 def test_what_would_be_served_wrongly_is_refused_in_a_line_that_says_why(
@@ -126,18 +139,29 @@ def _preempted_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PriorityPolicy, "find_outranked", find_outranked)
 
 
-def run(runner: Runner, most_tokens: int) -> Sequence[Sequence[Output]]:
-    """The outputs of each prompt, all at once, from an engine whose steps have so many tokens."""
+def run(
+    runner: Runner, most_tokens: int, delivered: Sequence[Sequence[int]] = ()
+) -> Sequence[Sequence[Output]]:
+    """The outputs of each prompt from an engine whose steps have so many tokens, four at once.
+
+    Or of as many sequences, all at once, as were put down after these tokens, the prompts in turns.
+    """
     config = ShardConfig(
-        max_num_seqs=min(4, most_tokens),
+        max_num_seqs=len(delivered) or min(4, most_tokens),
         max_num_batched_tokens=most_tokens,
         max_prefill_tokens=most_tokens,
     )
     engine = create_engine(LoadedRunner(runner, {}, ""), config, lambda request_ids: None)
     outputs: dict[str, list[Output]] = {}
-    for number, prompt in enumerate(prompts()):
+    texts = prompts()
+    for number, tokens in enumerate(delivered or [()] * len(texts)):
         outputs[str(number)] = []
-        sequence = make_sequence(prompt, max_tokens=OUTPUT_TOKENS, request_id=str(number))
+        sequence = make_sequence(
+            texts[number % len(texts)],
+            max_tokens=OUTPUT_TOKENS,
+            request_id=str(number),
+            output=packed(tokens),
+        )
         engine.submit(sequence.request)
     for _ in range(3000):
         if not engine.has_work:
