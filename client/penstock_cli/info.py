@@ -78,13 +78,19 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
 
 
 def _kv_memory(info: ShardInfo) -> str:
-    if not info.kv_bytes_per_token:
+    if not info.kv_bytes_per_sequence:
         return "not known"
-    mebibytes = f"{info.kv_bytes_per_sequence / 2**20:,.1f} MiB"
+    states = ""
+    if info.num_states:
+        states = f" ({_mebibytes(info.state_bytes)} are its states, of which {info.num_states} fit)"
     return (
-        f"{info.kv_bytes_per_token:,} bytes a token, {mebibytes} a sequence of "
-        f"{info.max_model_len} tokens, of which {info.kv_sequences} fit"
+        f"{info.kv_bytes_per_token:,} bytes a token, {_mebibytes(info.kv_bytes_per_sequence)}"
+        f"{states} a sequence of {info.max_model_len} tokens, of which {info.kv_sequences} fit"
     )
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _embeddings(info: ShardInfo) -> str:

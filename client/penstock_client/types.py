@@ -327,6 +327,9 @@ class ShardInfo:
     kv_bytes_per_token: int = 0
     kv_bytes_per_sequence: int = 0
     kv_sequences: int = 0
+    # Where layers have states: bytes of one sequence's, and how many there is room for.
+    state_bytes: int = 0
+    num_states: int = 0
 
     def has_adapter(self, name: str, content_hash: str = "") -> bool:
         """Whether the adapter of this name is loaded, with this content ("" is any). The name "" is

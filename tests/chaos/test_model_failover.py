@@ -19,18 +19,26 @@ def _model_flags(name: str, folder: Path) -> tuple[str, ...]:
     from model_maker import make_model, write_tokenizer
     from models.tiny_families import make_family
 
-    if name in ("gemma4_unified", "qwen3_next"):
+    if name in ("gemma4_unified", "mamba2", "qwen3_next"):
         # Of weights as others are made states would remember nothing.
         make_family(folder / "model", name)
         write_tokenizer(folder / "model")
     else:
         make_model(folder / "model", name)
-    return ("--model", str(folder / "model"))
+    return ("--model", str(folder / "model"), "--max-model-len", "512")
 
 
 # Beside the built-in model a larger one, one with windows beside all keys, one whose windows have a
-# pool of their own, one with chunks, one with latents, and one with states.
-_OTHERS = ("llama-3m", "gemma2", "gemma4_unified", "llama4", "deepseek_v3", "qwen3_next")
+# pool of their own, one with chunks, one with latents, one with states, and one of states alone.
+_OTHERS = (
+    "llama-3m",
+    "gemma2",
+    "gemma4_unified",
+    "llama4",
+    "deepseek_v3",
+    "qwen3_next",
+    "mamba2",
+)
 
 
 @pytest.mark.parametrize("model", ["built-in", *map(in_soak, _OTHERS)])

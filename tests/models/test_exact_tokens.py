@@ -35,6 +35,9 @@ _VOCABULARY = 1536
 # Of tiny families, widths that torch computes alike to the last element, as those of real models.
 _WIDTHS = {
     "gemma4_text": {"hidden_size_per_layer_input": 32},
+    "falcon_h1": {},
+    "jamba": {},
+    "mamba2": {},
     "qwen3_next": {},
 }
 
@@ -190,9 +193,12 @@ def _tie_logits(directory: Path, target: Path) -> Path:
         ("llama4", {}),
         # Keys of two sizes, in pools of their own; and some that other layers read.
         ("gemma4", {}),
-        # Experts, and states in three of four layers.
+        # Experts, and states in three of four layers; states alone.
         ("qwen3_next", {"state_spacing": 32}),
+        ("mamba2", {"state_spacing": 32, "max_model_len": 512}),
         in_soak("gemma4_text", {}),
+        in_soak("falcon_h1", {"state_spacing": 32}),
+        in_soak("jamba", {"state_spacing": 32}),
     ],
 )
 def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(

@@ -5,13 +5,15 @@ are refused.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from models.driver import load
-from models.tiny_families import make_family
+from models.driver import Driver, load, make_sequence
+from models.tiny_families import generate, make_family
+from safetensors.torch import load_file, save_file
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
@@ -113,6 +115,46 @@ def test_what_a_hybrid_is_refused_for_names_the_flag(family: Family) -> None:
     config.write_text(json.dumps(found | {"layer_types": ["linear_attention"] * 4}))
     with pytest.raises(ModelError, match=r"served by our decoder alone.*: no layer has keys"):
         load(directory)
+
+
+def test_of_states_alone_as_many_fit_as_memory_has_and_blocks_name_their_tokens(
+    family: Family,
+) -> None:
+    directory = family("mamba2")
+    info = load(directory, kv_blocks=None, kv_memory_bytes=10**6, max_model_len=100).info
+    states, blocks = info.pools
+    assert states == info.num_states == info.kv_sequences == 10**6 // info.state_bytes
+    assert info.kv_bytes_per_token == 0
+    assert info.kv_bytes_per_sequence == info.state_bytes
+    # Seven of them name the tokens of the longest sequence.
+    assert info.num_blocks == blocks == 7 * states
+    line = "the tokens of one sequence of 128 tokens are named by 8 blocks; raise --kv-blocks"
+    with pytest.raises(ModelError, match=line):
+        load(directory, kv_blocks=7, max_model_len=128)
+    assert load(directory, kv_blocks=8, max_model_len=128).info.num_blocks == 8
+    with pytest.raises(ModelError, match="too few for one sequence: its states take"):
+        load(directory, kv_blocks=None, kv_memory_bytes=10**4, max_model_len=100)
+
+
+def test_a_mixer_of_transformers_needs_each_tensor_of_its_state(family: Family) -> None:
+    directory = family("bamba")
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    (name, *_) = [name for name in tensors if name.endswith("A_log")]
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=re.escape(name)) as caught:
+        load(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_time_steps_are_bounded_as_configured_in_prompts_and_after_them(family: Family) -> None:
+    bounded = family("mamba2", time_step_limit=[0.9, 1.0])
+    expected = generate(bounded, [[5, 6, 7] * 9], 1).outputs
+    driver = Driver(load(bounded, max_model_len=128))
+    sequence = make_sequence([5, 6, 7] * 9, max_tokens=1)
+    driver.generate([sequence], max_chunk=2)
+    assert list(sequence.token_ids[27:]) == expected[0]
 
 
 def test_chunks_that_our_decoder_does_not_compute_are_refused_with_its_reason(

@@ -4,25 +4,19 @@ and the same bits however a prompt is cut.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+from models.recurrent_steps import SLOTS, batch_of, cpu_ops, plain_ops, run_in_steps
 from support.budget import budget, seeded
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from penstock_shard.attention.base import AttentionBatch
-from penstock_shard.attention.sdpa import SdpaBackend
-from penstock_shard.kernels.cpu import load_kernels
 from penstock_shard.ops.base import Ops
-from penstock_shard.ops.cpu_ops import CpuOps
-from penstock_shard.ops.torch_ops import TorchOps
-
-SLOTS = 12
 
 
 @dataclass
@@ -50,27 +44,13 @@ class Layer:
         """The output of each sequence, all at once in steps of so many tokens each."""
         inputs = torch.full((SLOTS, self.taps - 1, self.channels), 9.0)
         matrices = torch.full((SLOTS, self.heads, self.dim, self.dim_v), 7.0)
-        starts = list(itertools.accumulate(self.lengths, initial=0))
-        done = [0] * len(self.lengths)
-        outputs: list[list[Tensor]] = [[] for _ in self.lengths]
-        for step in range(max(self.lengths)):
-            counts = [
-                min(cuts[(step + i) % len(cuts)], length - done[i])
-                for i, length in enumerate(self.lengths)
-            ]
-            rows = [i for i, count in enumerate(counts) if count]
-            if not rows:
-                break
-            places = [starts[i] + done[i] + t for i in rows for t in range(counts[i])]
-            for i in rows:
-                done[i] += counts[i]
-            batch = batch_of([counts[i] for i in rows], [done[i] for i in rows], rows)
+
+        def compute(places: list[int], batch: AttentionBatch) -> Tensor:
             mixed = ops.short_conv(self.x[places], self.weight, self.bias, inputs, batch, silu=True)
             decay = ops.decay(self.decay_input[places], self.rate, self.decay_bias)
-            found = ops.delta_rule(mixed, decay, self.beta[places], matrices, batch)
-            for i, part in zip(rows, found.split([counts[i] for i in rows]), strict=True):
-                outputs[i].append(part)
-        return [torch.cat(each) for each in outputs]
+            return ops.delta_rule(mixed, decay, self.beta[places], matrices, batch)
+
+        return run_in_steps(self.lengths, cuts, compute)
 
     def expected(self) -> list[Tensor]:
         """By transformers, sequence by sequence."""
@@ -94,23 +74,6 @@ class Layer:
             outputs.append(attended[0])
             start += length
         return outputs
-
-
-def batch_of(counts: list[int], lengths: list[int], rows: list[int]) -> AttentionBatch:
-    cu_queries = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-    # The first column has the slots; the second is not looked at.
-    table = torch.tensor([[SLOTS - 1 - row, 99] for row in rows], dtype=torch.int32)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    none = torch.empty(0, dtype=torch.int64)
-    return AttentionBatch(counts, lengths, 0, 16, none, cu_queries, cu_queries, seq_lens, table)
-
-
-def plain_ops() -> TorchOps:
-    return TorchOps(torch.device("cpu"), torch.float32, "float32", SdpaBackend())
-
-
-def cpu_ops() -> CpuOps:
-    return CpuOps(load_kernels(), "float32")
 
 
 def random_layer(name: str, *, by_channel: bool = False) -> Layer:

@@ -60,16 +60,20 @@ def _advice(size: int, values: Sequence[int]) -> str:
     return f"; {fitting[0]} would do" if fitting else ""
 
 
+def states_are_whole(size: int) -> ModelError:
+    return ModelError(
+        f"--tensor-parallel-size {size}: layers of this model have states, which are not divided "
+        "over devices; use 1"
+    )
+
+
 def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
     """The spec of one of `size` ranks' parts. Raises ModelError if the decoder cannot be divided.
 
     With fewer KV heads than ranks, several ranks have the same KV head.
     """
     if any(layer.state is not None for layer in spec.layers):
-        raise ModelError(
-            f"--tensor-parallel-size {size}: layers of this model have states, which are not "
-            "divided over devices; use 1"
-        )
+        raise states_are_whole(size)
     sizes = {"num_attention_heads": spec.layers[0].num_heads, **_inner_sizes(spec)}
     for num_kv_heads in {layer.num_kv_heads for layer in spec.layers}:
         check_divisible(size, sizes, num_kv_heads)

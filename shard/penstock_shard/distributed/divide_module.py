@@ -16,10 +16,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock_shard.distributed.collectives import Ranks
-from penstock_shard.distributed.divide_decoder import check_divisible, even_part, vocabulary_part
+from penstock_shard.distributed.divide_decoder import (
+    check_divisible,
+    even_part,
+    states_are_whole,
+    vocabulary_part,
+)
 from penstock_shard.distributed.parallel_linear import gathered
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Share, Shares
+from penstock_shard.models.transformers import recurrences
 
 # Styles of transformers' plans. The names in _rep are those of releases before 5.10.
 _ROWS = {"colwise", "colwise_gather_output", "colwise_rep"}
@@ -38,9 +44,10 @@ def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
     layer. Raises ModelError if the model has no plan, or one with a style that is not known here.
     """
     name = type(module).__name__
-    plan: dict[str, str] = (
-        getattr(module.config.get_text_config(), "base_model_tp_plan", None) or {}
-    )
+    text = module.config.get_text_config()
+    if recurrences.are_served(text):
+        raise states_are_whole(ranks.size)
+    plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     if not any(style in _COLUMNS for style in plan.values()):
         raise ModelError(
             f"--tensor-parallel-size {ranks.size}: {name} comes with no plan in transformers of "

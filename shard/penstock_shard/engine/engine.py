@@ -155,6 +155,8 @@ class Engine:
             decode_tokens_total=self._scheduler.decode_tokens_total,
             draft_tokens_total=self._scheduler.num_draft_tokens,
             accepted_tokens_total=self._scheduler.num_accepted_tokens,
+            kept_states=self._blocks.num_kept_states,
+            state_hits_total=self._blocks.state_hits_total,
         )
 
     def check_integrity(self) -> None:

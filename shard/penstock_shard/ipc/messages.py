@@ -167,6 +167,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     # Draft tokens that were verified, and how many of them were accepted.
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
+    # Where layers have states: those that are kept for others, and sequences that began at one.
+    kept_states: int = 0
+    state_hits_total: int = 0
 
     @property
     def computed_tokens_total(self) -> int:

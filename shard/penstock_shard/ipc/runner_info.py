@@ -120,6 +120,13 @@ class RunnerInfo:
     kv_bytes_per_token: int = 0
     kv_bytes_per_sequence: int = 0
     kv_sequences: int = 0
+    # Where layers have states: bytes of one sequence's.
+    state_bytes: int = 0
+
+    @property
+    def num_states(self) -> int:
+        """How many states there is room for; 0 where no layer has one."""
+        return sum(self.pools[group.pool] for group in self.cache_groups if group.has_state)
 
     @property
     def num_blocks(self) -> int:

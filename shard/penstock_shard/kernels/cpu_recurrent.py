@@ -42,6 +42,9 @@ class RecurrentKernels:
         self._short_conv = declare(library, "short_conv", "piippiipipppiip", ctypes.c_int64)
         self._delta_rule = declare(library, "delta_rule", "piiiiipippipppiip", ctypes.c_int64)
         self._decay = declare(library, "decay", "piiippp", None)
+        arguments = "piiiiippipppp" + "ipppii" + "p"
+        self._selective_scan = declare(library, "selective_scan", arguments, ctypes.c_int64)
+        self._softplus = declare(library, "softplus", "piipffp", None)
 
     def short_conv(
         self,
@@ -133,4 +136,65 @@ class RecurrentKernels:
         self._decay(
             x.data_ptr(), len(x), heads, dim, rate.data_ptr(), bias.data_ptr(), out.data_ptr()
         )
+        return out
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: Tensor,
+        step: Steps,
+    ) -> Tensor:
+        """x [T, H, D] -> [T, H, D]; see recurrent.h.
+
+        dt [T, H]; a [H] or [H, N]; b and c [T, G, N]; d [H]; state [slots, H, D, N], which is
+        updated.
+        """
+        rows, heads, dim = x.shape
+        groups, width = b.shape[1:]
+        by_column = a.dim() == 2
+        out = torch.empty_like(x)
+        given = (x, dt, a, b, c, state) if d is None else (x, dt, a, b, c, state, d)
+        if (
+            not all(map(plain, given))
+            or dt.shape != (rows, heads)
+            or a.shape != ((heads, width) if by_column else (heads,))
+            or b.shape != c.shape
+            or len(b) != rows
+            or heads % groups
+            or state.shape[1:] != (heads, dim, width)
+            or (d is not None and len(d) != heads)
+        ):
+            raise ValueError(f"selective_scan: {', '.join(map(say, given))}")
+        status = self._selective_scan(
+            x.data_ptr(),
+            rows,
+            heads,
+            groups,
+            dim,
+            width,
+            dt.data_ptr(),
+            a.data_ptr(),
+            int(by_column),
+            b.data_ptr(),
+            c.data_ptr(),
+            pointer(d),
+            state.data_ptr(),
+            len(state),
+            *step.arguments,
+            out.data_ptr(),
+        )
+        check(status)
+        return out
+
+    def softplus(self, x: Tensor, bias: Tensor, low: float, high: float) -> Tensor:
+        """x [T, H] -> softplus(x + bias) between two bounds, [T, H]; bias [H]."""
+        out = torch.empty_like(x)
+        if not (plain(x) and plain(bias)) or bias.shape != x.shape[1:]:
+            raise ValueError(f"softplus: x {say(x)}, bias {say(bias)}")
+        self._softplus(x.data_ptr(), len(x), x.shape[1], bias.data_ptr(), low, high, out.data_ptr())
         return out

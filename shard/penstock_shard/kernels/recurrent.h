@@ -1,4 +1,4 @@
-/* Layers with a state: short convolutions and the delta rule.
+/* Layers with a state: short convolutions, the delta rule and the selective scan.
  *
  * The tokens of a sequence are taken one after the other, in float32 and in one order of operations,
  * and its state lies in memory between two steps: the bits are the same however a prompt is cut.
@@ -202,6 +202,86 @@ int64_t penstock_delta_rule(const float *qkv, int64_t rows, int64_t heads, int64
     return status;
 }
 
+/* ---- The selective scan ----
+ *
+ * For each head, with its group's b and c: S = e^(dt a) S + (dt x) b'; out = S c + d x. Rates a are
+ * of a head (Mamba-2: Dao and Gu, 2024) or of each number of a row of its state (Mamba: Gu and Dao,
+ * 2023, where a head is one channel).
+ */
+
+#define SCAN_ROWS 64 /* of states in a task */
+
+struct scan {
+    struct step step;
+    const float *x, *dt, *a;      /* [T][heads][dim], [T][heads], [heads][by_column ? width : 1] */
+    const float *b, *c, *d;       /* [T][groups][width] each, [heads] or NULL */
+    float *state, *out;           /* [slots][heads][dim][width], [T][heads][dim] */
+    int64_t heads, groups, dim, width, by_column;
+};
+
+INLINE v16 scan_lanes(float *state, int64_t n, v16 decay, v16 input, const float *b, const float *c,
+                      v16 sum) {
+    v16 now = v_fma(input, load_lanes(b, n), v_mul(decay, load_lanes(state, n)));
+    store_lanes(state, now, n);
+    return v_fma(now, load_lanes(c, n), sum);
+}
+
+/* One token's update of one head's state. */
+static void scan_head(const struct scan *s, int64_t t, int64_t head, float *state) {
+    int64_t width = s->width, whole = width / LANES * LANES, rest = width - whole;
+    int64_t group = t * s->groups + head / (s->heads / s->groups);
+    const float *b = s->b + group * width, *c = s->c + group * width;
+    const float *x = s->x + (t * s->heads + head) * s->dim;
+    const float *a = s->a + head * (s->by_column ? width : 1);
+    float dt = s->dt[t * s->heads + head], *out = s->out + (t * s->heads + head) * s->dim;
+    v16 shared = v_exp(v_all(dt * a[0]));
+    for (int64_t i = 0; i < s->dim; i++, state += width) {
+        v16 sum = v_all(0.0f), input = v_all(dt * x[i]);
+        for (int64_t j = 0; j < width; j += LANES) {
+            int64_t n = j < whole ? LANES : rest;
+            v16 decay = shared;
+            if (s->by_column) decay = v_exp(v_mul(v_all(dt), load_lanes(a + j, n)));
+            if (n == LANES) sum = scan_lanes(state + j, LANES, decay, input, b + j, c + j, sum);
+            else sum = scan_lanes(state + j, n, decay, input, b + j, c + j, sum);
+        }
+        out[i] = s->d ? fmaf(s->d[head], x[i], v_sum(sum)) : v_sum(sum);
+    }
+}
+
+static int64_t scan_heads(const struct scan *s) { return max_of(1, SCAN_ROWS / s->dim); }
+
+static void scan_task(const void *args, int64_t index, int thread) {
+    (void)thread;
+    const struct scan *s = args;
+    int64_t most = scan_heads(s), tasks = ceil_div(s->heads, most), sequence = index / tasks;
+    int64_t first = index % tasks * most, end = min_of(s->heads, first + most);
+    int64_t start = s->step.starts[sequence], stop = s->step.starts[sequence + 1];
+    if (start == stop) return;
+    int64_t size = s->dim * s->width;
+    float *state = s->state + (slot_of(&s->step, sequence) * s->heads + first) * size;
+    if (begins(&s->step, sequence)) memset(state, 0, (size_t)((end - first) * size) * 4);
+    for (int64_t t = start; t < stop; t++)
+        for (int64_t head = first; head < end; head++)
+            scan_head(s, t, head, state + (head - first) * size);
+}
+
+int64_t penstock_selective_scan(const float *x, int64_t rows, int64_t heads, int64_t groups,
+                                int64_t dim, int64_t width, const float *dt, const float *a,
+                                int64_t by_column, const float *b, const float *c, const float *d,
+                                float *state, int64_t slots, const int32_t *starts,
+                                const int32_t *lengths, const int32_t *table, int64_t sequences,
+                                int64_t columns, float *out) {
+    struct scan s = {{starts, lengths, table, sequences, columns}, x, dt, a, b, c, d, state, out,
+                     heads, groups, dim, width, by_column};
+    if (!step_in_bounds(&s.step, rows, slots)) return BAD_SLOT;
+    unsigned arithmetic = enter();
+    if (sequences)
+        run_region(scan_task, &s, sequences * ceil_div(heads, scan_heads(&s)),
+                   rows / sequences * 2 * SCAN_ROWS * width * (by_column ? 8 : 1));
+    leave(arithmetic);
+    return DONE;
+}
+
 /* ---- Gates ---- */
 
 /* log(1 + t) for t in [0, 1]: twice the area tangent of t / (2 + t). */
@@ -238,5 +318,29 @@ void penstock_decay(const float *x, int64_t rows, int64_t heads, int64_t dim, co
     struct decay a = {x, rate, bias, out, heads, dim};
     unsigned arithmetic = enter();
     run_region(decay_task, &a, rows, 128 * heads * dim);
+    leave(arithmetic);
+}
+
+struct softplus {
+    const float *x, *bias; /* [T][heads], [heads] */
+    float *out, low, high;
+    int64_t heads;
+};
+
+static void softplus_task(const void *args, int64_t row, int thread) {
+    (void)thread;
+    const struct softplus *a = args;
+    for (int64_t h = 0; h < a->heads; h++) {
+        float y = softplus(a->x[row * a->heads + h] + a->bias[h]);
+        a->out[row * a->heads + h] = y < a->low ? a->low : y > a->high ? a->high : y;
+    }
+}
+
+/* softplus(x + bias) between two bounds */
+void penstock_softplus(const float *x, int64_t rows, int64_t heads, const float *bias, float low,
+                       float high, float *out) {
+    struct softplus a = {x, bias, out, low, high, heads};
+    unsigned arithmetic = enter();
+    run_region(softplus_task, &a, rows, 64 * heads);
     leave(arithmetic);
 }

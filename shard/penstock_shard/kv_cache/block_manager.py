@@ -78,6 +78,8 @@ class BlockManager:
         self._state_spacing = state_spacing
         # What `take_state_copies` returns next.
         self._state_copies: list[tuple[int, int]] = []
+        # Sequences that began at a kept state.
+        self.state_hits_total = 0
         self._tree = PrefixTree(len(self._groups))
         self._insertions = 0
         self._tables: dict[Sequence, _Table] = {}
@@ -114,6 +116,11 @@ class BlockManager:
     @property
     def num_referenced(self) -> int:
         return self.num_blocks - self.num_free
+
+    @property
+    def num_kept_states(self) -> int:
+        """States that are kept for others."""
+        return sum(len(self._pool_of[group].cached) for group in self._states)
 
     @property
     def num_insertions(self) -> int:
@@ -173,6 +180,7 @@ class BlockManager:
             self._mark(sequence, table, len(found))
         del found[longest:]
         if found:
+            self.state_hits_total += 1 if self._states else 0
             table.num_cached = len(found)
             table.prefix = found[-1]
             table.prefix.num_users += 1

@@ -119,6 +119,7 @@ def _info(
         kv_bytes_per_token=prepared.kv_shape.bytes_per_token,
         kv_bytes_per_sequence=prepared.kv_shape.bytes_per_sequence,
         kv_sequences=prepared.kv_shape.sequences_in(prepared.pools),
+        state_bytes=prepared.kv_shape.state_bytes,
         cache_groups=model.cache_layout.groups,
         state_spacing=config.state_spacing,
         dtype=ops.weights,

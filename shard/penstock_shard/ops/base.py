@@ -245,3 +245,25 @@ class Ops(Protocol):
         """x [T, H] or [T, H, D] -> e^(-rate softplus(x + bias)), float32; rate [H], bias of the
         shape of x without T, float32.
         """
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """x [T, H, D] -> [T, H, D]: each head's state decays by e^(dt a) and takes in dt x b', and
+        c reads it; d x is added.
+
+        dt float32 [T, H], positive; a float32 [H], or [H, N] for each column of a state; b and c
+        [T, G, N], each of H / G heads; d float32 [H]; state float32 [n, H, D, N], indexed as in
+        `short_conv`, is updated.
+        """
+
+    def softplus(self, x: Tensor, bias: Tensor, low: float, high: float) -> Tensor:
+        """x [T, H] -> softplus(x + bias) between two bounds, float32; bias float32 [H]."""

@@ -162,6 +162,22 @@ class CpuOps:
     def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
         return self._kernels.recurrent.decay(x, rate, bias)
 
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        return self._kernels.recurrent.selective_scan(x, dt, a, b, c, d, state, _steps(batch))
+
+    def softplus(self, x: Tensor, bias: Tensor, low: float, high: float) -> Tensor:
+        return self._kernels.recurrent.softplus(x, bias, low, high)
+
 
 def _steps(batch: AttentionBatch) -> Steps:
     return Steps(batch.cu_queries, batch.seq_lens_tensor, batch.block_table)

@@ -69,6 +69,40 @@ def decay(x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
     return (-rate * functional.softplus(x.float() + bias)).exp()
 
 
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    state: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    """See `Ops.selective_scan`."""
+    heads = x.shape[1]
+    wide = x.float()
+    b, c = (each.float().repeat_interleave(heads // b.shape[1], dim=1) for each in (b, c))
+    rates = a.view(heads, 1, -1)
+    out = torch.empty_like(wide)
+    for tokens, slot, begins in _sequences(batch):
+        if begins:
+            state[slot] = 0.0
+        for token in range(tokens.start, tokens.stop):
+            time = dt[token].view(heads, 1, 1)
+            inputs = time * wide[token].unsqueeze(-1) * b[token].unsqueeze(1)
+            matrix = (time * rates).exp() * state[slot] + inputs
+            out[token] = (matrix * c[token].unsqueeze(1)).sum(dim=-1)
+            state[slot] = matrix
+    out = out if d is None else out + d.unsqueeze(-1) * wide
+    return out.to(x.dtype)
+
+
+def softplus(x: Tensor, bias: Tensor, low: float, high: float) -> Tensor:
+    """See `Ops.softplus`."""
+    return functional.softplus(x.float() + bias).clamp(low, high)
+
+
 def _to_unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
 

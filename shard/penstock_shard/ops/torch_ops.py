@@ -222,6 +222,22 @@ class TorchOps:
     def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
         return recurrent.decay(x, rate, bias)
 
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        return recurrent.selective_scan(x, dt, a, b, c, d, state, batch)
+
+    def softplus(self, x: Tensor, bias: Tensor, low: float, high: float) -> Tensor:
+        return recurrent.softplus(x, bias, low, high)
+
 
 def _fits_fp8(parts: Sequence[Tensor]) -> bool:
     rows, columns = sum(len(part) for part in parts), parts[0].shape[1]

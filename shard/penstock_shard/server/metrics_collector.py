@@ -77,6 +77,18 @@ def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
     yield _gauge("kv_bytes_per_sequence", text, 0 if info is None else info.kv_bytes_per_sequence)
     text = "Sequences as long as the context that the KV cache has room for; 0 where not known."
     yield _gauge("kv_sequences", text, 0 if info is None else info.kv_sequences)
+    yield from _states(load, info)
+
+
+def _states(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
+    """Those of layers that have one; 0 where none does."""
+    text = "Bytes of one sequence's states; 0 for a model without."
+    yield _gauge("state_bytes", text, 0 if info is None else info.state_bytes)
+    text = "States that there is room for, of sequences and kept for others."
+    yield _gauge("states", text, 0 if info is None else info.num_states)
+    yield _gauge("kept_states", "States that are kept for others.", load.kept_states)
+    text = "Sequences that began at a kept state: what came before it was not computed again."
+    yield CounterMetricFamily("penstock_shard_state_hits", text, value=load.state_hits_total)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -42,6 +42,16 @@ def test_a_prompt_begins_at_the_state_of_an_earlier_ones_last_full_block() -> No
     assert serve(under_test, "second", prompt[:16] + tokens(rng, 9)) == 16
 
 
+def test_states_that_are_kept_and_who_began_at_one_are_counted() -> None:
+    rng, under_test = random.Random(8), engine()
+    prompt = tokens(rng, 28)
+    for name in ("first", "second", "third"):
+        serve(under_test, name, prompt)
+    serve(under_test, "another", tokens(rng, 28))
+    load = under_test.engine.load()
+    assert (load.kept_states, load.state_hits_total) == (2, 2)
+
+
 def test_a_state_is_kept_where_prompts_part_for_the_one_after() -> None:
     rng, under_test = random.Random(2), engine()
     # Shorter than the spacing: nothing else is kept of it but the end of each prompt.

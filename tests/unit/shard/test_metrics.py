@@ -18,6 +18,7 @@ from penstock_shard.ipc import messages
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Load, Output, StepOutputs
 from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.server import metrics_port
 from penstock_shard.server.metrics import ShardMetrics
 from penstock_shard.server.metrics_collector import ShardCollector, serve_metrics
@@ -195,18 +196,24 @@ def test_what_a_token_and_a_sequence_take_is_as_the_runner_says() -> None:
     supervisor = EngineSupervisor(ShardConfig())
     registry = CollectorRegistry()
     registry.register(ShardCollector(supervisor, ShardConfig()))
-    names = ("kv_bytes_per_token", "kv_bytes_per_sequence", "kv_sequences")
+    names = ("kv_bytes_per_token", "kv_bytes_per_sequence", "kv_sequences", "state_bytes", "states")
 
     def sizes() -> list[float | None]:
         return [registry.get_sample_value(f"penstock_shard_{name}") for name in names]
 
-    assert sizes() == [0, 0, 0]
+    assert sizes() == [0, 0, 0, 0, 0]
     info = dataclasses.replace(
-        runner_info(num_blocks=40),
+        runner_info(),
         kv_bytes_per_token=288,
         kv_bytes_per_sequence=2**40,
         kv_sequences=3,
+        state_bytes=2**20,
+        pools=(40, 18),
+        cache_groups=(CacheGroup(), CacheGroup(pool=1, has_state=True)),
     )
     supervisor._ready = messages.Ready(info, {}, "", "")
-    assert sizes() == [288, 2**40, 3]
+    assert sizes() == [288, 2**40, 3, 2**20, 18]
+    supervisor.load = messages.Load(kept_states=5, state_hits_total=7)
+    assert registry.get_sample_value("penstock_shard_kept_states") == 5
+    assert registry.get_sample_value("penstock_shard_state_hits_total") == 7
     assert registry.get_sample_value("penstock_shard_kv_blocks") == 40

@@ -26,7 +26,7 @@ from penstock_shard.ipc import messages, request
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.runner_info import Adapter
+from penstock_shard.ipc.runner_info import Adapter, CacheGroup
 from penstock_shard.server import proto_codec as shard_codec
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import check
@@ -272,6 +272,9 @@ def test_every_field_of_what_a_shard_serves_reaches_the_client() -> None:
         kv_bytes_per_token=2**33,
         kv_bytes_per_sequence=2**45,
         kv_sequences=7,
+        state_bytes=2**34,
+        pools=(64, 9),
+        cache_groups=(CacheGroup(), CacheGroup(pool=1, has_state=True)),
     )
     config = ShardConfig(served_model_names=("served", "alias"), max_num_batched_tokens=512)
     message = shard_codec.info_response(messages.Ready(info, {}, "t", "r"), config, "i")

@@ -85,6 +85,11 @@ def _matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     return product(x, weight.matrix, None)
 
 
+def _product_of_columns(x: Tensor, weight: PackedWeight) -> Tensor:
+    """weight [N, K] @ x [..., K, T]"""
+    return _linear(x.transpose(-1, -2), weight).transpose(-1, -2)
+
+
 def _addmm(bias: Tensor, x: Tensor, weight: PackedWeight) -> Tensor:
     assert weight.transposed, "a weight [N, K] in a product with [K, N]"
     return product(x, weight.matrix, bias)
@@ -100,6 +105,7 @@ PackedWeight.handlers = {
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
+    torch.Tensor.__rmatmul__: _product_of_columns,
 }
 PackedTable.handlers = {functional.embedding: _embedding}
 

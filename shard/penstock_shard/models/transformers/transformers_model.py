@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from penstock_shard.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.attention.base import AttentionBatch, LayerSpec, StateSpec
 from penstock_shard.attention.cache_groups import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.models.latent_heads import LatentHeads
-from penstock_shard.models.layer_config import (
-    source_of_keys,
-)
-from penstock_shard.models.paged_caches import PagedCaches
+from penstock_shard.models.layer_config import source_of_keys
+from penstock_shard.models.paged_caches import PagedCaches, StateCache
+from penstock_shard.models.transformers import recurrences
 from penstock_shard.models.transformers.latent_attention import keep_latents
 from penstock_shard.models.transformers.sparse_indexers import (
     most_unselected_tokens,
@@ -132,6 +131,8 @@ class TransformersModel:
             skip_selection(module, lambda: _hook is not None)
         if latent:
             keep_latents(module, lambda: _hook is not None)
+        recurrences.run_on_states(module)
+        _note_layers_of_shared(module)
         # Of the forward in progress, for what adapters add to products.
         self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
@@ -143,10 +144,11 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _probe(self) -> tuple[tuple[LayerSpec, ...], int]:
-        """Run one token through the modules: what each attention call asks for, and the size of
-        final hidden states (0 if they do not pass the head).
+        """Run one token through the modules: what each attention call and each recurrence asks
+        for, and the size of final hidden states (0 if they do not pass the head).
         """
         specs: list[LayerSpec] = []
+        states: dict[int, StateSpec] = {}
 
         def record(call: AttentionCall) -> Tensor:
             heads = self.latent.get(call.layer_index)
@@ -157,15 +159,29 @@ class TransformersModel:
             return attended if heads is None else heads.expand(attended)
 
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
-        with _attention(record, self._mask), self._diverted(1) as diverted:
+        find = recurrences.recording(states, self.device)
+        with (
+            _attention(record, self._mask),
+            recurrences.serving(self._ops, find),
+            self._diverted(1) as diverted,
+        ):
             self._call(token, token, token)
+        specs += [_state_spec(self._state_index(layer), state) for layer, state in states.items()]
         return tuple(specs), diverted[0].shape[1] if len(diverted) == 1 else 0
+
+    def _state_index(self, layer: int) -> int:
+        """The index of a layer's state: counted after all layers, as the layer may attend too."""
+        return layer + self._num_layers
+
+    @property
+    def _num_layers(self) -> int:
+        return int(self.module.config.get_text_config().num_hidden_layers)
 
     @property
     def layer_stacks(self) -> list[tuple[str, nn.ModuleList]]:
         """Lists of the model's layers, and their names in the module."""
         names = {module: name for name, module in self.module.named_modules()}
-        stacks = layer_stacks(self.module, len(self._layers))
+        stacks = layer_stacks(self.module, self._num_layers)
         return [(names[stack], stack) for _, _, stack in stacks]
 
     @property
@@ -184,31 +200,33 @@ class TransformersModel:
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        stacks = list(layer_stacks(self.module, len(self._layers)))
+        stacks = list(layer_stacks(self.module, self._num_layers))
         text = self.module.config.get_text_config()
         types = getattr(text, "layer_types", None)
         for parent, name, stack in stacks:
             kept = self._one_of_each_kind(stack)
             setattr(parent, name, nn.ModuleList(stack[index] for index in kept))
-            if types:
-                # Some ask for the type of a layer by its place in the stack.
-                text.layer_types = [types[index] for index in kept]
+            # Some ask for the type of a layer by its place in the stack.
+            _set_layer_types(text, types and [types[index] for index in kept])
         try:
             yield
         finally:
             for parent, name, stack in stacks:
                 setattr(parent, name, stack)
-            if types:
-                text.layer_types = types
+            _set_layer_types(text, types)
 
     def _one_of_each_kind(self, stack: nn.ModuleList) -> list[int]:
         """Indices of layers, and of those whose keys they read."""
-        kinds: dict[tuple[LayerSpec, str], LayerSpec] = {}
-        specs = sorted(self._layers, key=lambda spec: spec.index)
-        for spec, layer in zip(specs, stack, strict=True):
-            kinds.setdefault((dataclasses.replace(spec, index=0), repr(layer)), spec)
-        kept = {spec.index for spec in kinds.values()}
-        return sorted(kept | {spec.reads for spec in kinds.values() if spec.reads is not None})
+        if any(getattr(module, "is_shared_by_layers", False) for module in stack.modules()):
+            # Its modules are told which layer they are, by its place in the stack.
+            return list(range(len(stack)))
+        specs = {spec.index: dataclasses.replace(spec, index=0) for spec in self._layers}
+        kinds: dict[tuple[LayerSpec | None, LayerSpec | None, str], int] = {}
+        for index, layer in enumerate(stack):
+            kept = specs.get(index), specs.get(self._state_index(index))
+            kinds.setdefault((*kept, repr(layer)), index)
+        sources = [specs[index].reads for index in kinds.values() if index in specs]
+        return sorted({*kinds.values(), *(source for source in sources if source is not None)})
 
     def forward(
         self,
@@ -222,6 +240,10 @@ class TransformersModel:
         self.token_adapters = None if adapters is None else TokenAdapters(adapters)
         backend, group_of = self._ops.backend, self.cache_layout.group_of
         specs = {spec.index: spec for spec in self._layers}
+
+        def find_state(layer: int, _: StateSpec) -> tuple[StateCache, AttentionBatch]:
+            spec = specs[self._state_index(layer)]
+            return self._caches.of(spec), batches[group_of[spec.index]]
 
         def attend(call: AttentionCall) -> Tensor:
             spec = specs[call.layer_index]
@@ -242,7 +264,11 @@ class TransformersModel:
             )
             return attended if heads is None else heads.expand(attended)
 
-        with _attention(attend, self._mask), self._threads():
+        with (
+            _attention(attend, self._mask),
+            recurrences.serving(self._ops, find_state),
+            self._threads(),
+        ):
             if hidden_rows is None:
                 logits = self._call(input_ids, positions, logit_rows)
                 return ForwardOutput(logits, logits.new_empty(0, self.hidden_size))
@@ -307,12 +333,39 @@ def layer_stacks(
         for name, child in parent.named_children():
             if not isinstance(child, nn.ModuleList) or len(child) != num_layers:
                 continue
-            if all(_has_attention(layer) for layer in child):
+            if any(_knows_its_index(layer) for layer in child):
                 yield parent, name, child
 
 
-def _has_attention(layer: nn.Module) -> bool:
+def _knows_its_index(layer: nn.Module) -> bool:
     return any(hasattr(module, "layer_idx") for module in layer.modules())
+
+
+def _note_layers_of_shared(module: PreTrainedModel) -> None:
+    """Attention that several layers share (Zamba2) knows its layer from the call alone."""
+    for shared in module.modules():
+        if getattr(shared, "layer_idx", None) == -1:
+            shared.is_shared_by_layers = True
+            shared.register_forward_pre_hook(_note_layer, with_kwargs=True)
+
+
+def _note_layer(shared: Any, _: Any, named: dict[str, Any]) -> None:
+    shared.layer_idx = named["layer_idx"]
+
+
+def _set_layer_types(text: PreTrainedConfig, types: Sequence[str] | None) -> None:
+    """Where types follow from other fields they are left: a layer then takes the mask of another
+    type, and there are none.
+    """
+    with suppress(AttributeError):
+        if types:
+            text.layer_types = types
+
+
+def _state_spec(index: int, state: StateSpec) -> LayerSpec:
+    return LayerSpec(
+        index, num_heads=0, num_kv_heads=0, head_dim=0, head_dim_v=0, scale=0.0, state=state
+    )
 
 
 def _spec_of(call: AttentionCall, text: PreTrainedConfig, latent: LatentHeads | None) -> LayerSpec:

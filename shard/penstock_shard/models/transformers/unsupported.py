@@ -26,7 +26,7 @@ from penstock_shard.checkpoint.text_config import has_text_model
 from penstock_shard.errors import ModelError
 from penstock_shard.models.decoder.families import own_layer_types
 from penstock_shard.models.layer_config import each_layer
-from penstock_shard.models.transformers import sparse_indexers
+from penstock_shard.models.transformers import recurrences, sparse_indexers
 from penstock_shard.models.transformers.sparse_indexers import most_unselected_tokens
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -64,6 +64,8 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
     served = _LAYER_TYPES | own_layer_types(text)
     if most_unselected_tokens(text) is not None:
         served |= sparse_indexers.LAYER_TYPES
+    if recurrences.are_served(text):
+        served |= recurrences.LAYER_TYPES
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - served)
     if odd:
         raise ModelError(f"{name} has layers of type {', '.join(odd)}, which are not served")
@@ -159,17 +161,26 @@ def check_layers(
     specs: Sequence[LayerSpec],
     max_model_len: int,
 ) -> None:
-    """Raises ModelError unless the probed model called attention once a layer, with the window and
-    softcap that its configuration states.
+    """Raises ModelError unless the probed model called attention once in each layer that is to
+    attend, with the window and softcap that its configuration states, and has a state in each layer
+    that is to have one.
     """
     name = type(module).__name__
     text = module.config.get_text_config()
-    expected = int(text.num_hidden_layers)
-    indices = [spec.index for spec in specs]
-    if sorted(indices) != list(range(expected)):
+    types = getattr(text, "layer_types", None) or ["full_attention"] * int(text.num_hidden_layers)
+    states = sum(spec.state is not None for spec in specs)
+    with_state = [kind for kind in types if kind in recurrences.WITH_STATE]
+    if states != len(with_state):
         raise ModelError(
-            f"{name}: {len(indices)} attention calls for {expected} layers; models whose layers "
-            "do not each attend once are not served"
+            f"{name}: {states} layers keep a state here, and {len(with_state)} are to, of types "
+            f"{', '.join(sorted(set(with_state)))}; it is not served"
+        )
+    specs = [spec for spec in specs if spec.state is None]
+    expected = [i for i, kind in enumerate(types) if kind not in recurrences.WITHOUT_ATTENTION]
+    if sorted(spec.index for spec in specs) != expected:
+        raise ModelError(
+            f"{name}: {len(specs)} attention calls for {len(expected)} layers that attend; models "
+            "whose layers do not each attend once are not served"
         )
     _check_windows(name, text, specs, max_model_len)
     softcap = getattr(text, "attn_logit_softcapping", None)
@@ -184,8 +195,10 @@ def _check_windows(
     name: str, text: PreTrainedConfig, specs: Sequence[LayerSpec], max_model_len: int
 ) -> None:
     """A window that the configuration states must have reached the attention call."""
-    layer_types = getattr(text, "layer_types", None)
-    if layer_types:
+    layer_types = getattr(text, "layer_types", None) or ()
+    seen = any(spec.window is not None for spec in specs)
+    # Without types of windows a stated one is that of all layers.
+    if layer_types and ("sliding_attention" in layer_types or not seen):
         wrong = [
             spec.index
             for spec in specs
@@ -194,7 +207,6 @@ def _check_windows(
     else:
         window = getattr(text, "sliding_window", None)
         used = window is not None and getattr(text, "use_sliding_window", True)
-        seen = any(spec.window is not None for spec in specs)
         wrong = [0] if used and not seen and max_model_len > int(window or 0) else []
     if wrong:
         raise ModelError(

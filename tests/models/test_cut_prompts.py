@@ -1,0 +1,37 @@
+"""Wherever a prompt is cut, what follows it has the same bits, also where layers have states."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.driver import Driver, load, make_sequence
+from models.runners import make_runner
+from models.tiny_families import VOCABULARY, make_family
+
+from penstock_shard.ipc.request import SamplingParams
+
+PROMPT = random.Random(3).choices(range(3, VOCABULARY), k=70)
+OUTPUT_TOKENS = 4
+
+
+# Three layers of four have a state; all have; all have, and attend too.
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "falcon_h1"])
+def test_a_prompt_may_be_cut_after_each_of_its_tokens(family: str, tmp_path: Path) -> None:
+    loaded = load(make_family(tmp_path, family), max_model_len=128)
+    assert loaded.info.batch_invariant
+
+    def outputs(*counts: int) -> list[Any]:
+        driver = Driver(make_runner(loaded.model, loaded.info))
+        sampling = SamplingParams(temperature=1.0, seed=3)
+        sequence = make_sequence(PROMPT, sampling, logprobs=3, max_tokens=OUTPUT_TOKENS)
+        steps = [*counts, *[1] * (OUTPUT_TOKENS - 1)]
+        results = [driver.step([(sequence, count)])[0] for count in steps][len(counts) - 1 :]
+        return [(result.token_id, result.logprobs) for result in results]
+
+    whole = outputs(len(PROMPT))
+    assert len({token for token, _ in whole}) > 1
+    for cut in range(1, len(PROMPT)):
+        assert outputs(cut, len(PROMPT) - cut) == whole, f"cut after {cut} tokens"
