@@ -62,6 +62,7 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
         ("KV blocks", f"{load.referenced_blocks} of {info.num_blocks} in use, "
                       f"{info.block_size} tokens each"),
         ("KV memory", _kv_memory(info)),
+        ("layers' states", _states(info)),
         ("requests", f"{load.running} running, {load.waiting} waiting"),
         ("steps", load.steps_total),
         ("preemptions", load.preemptions_total),
@@ -80,13 +81,16 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
 def _kv_memory(info: ShardInfo) -> str:
     if not info.kv_bytes_per_sequence:
         return "not known"
-    states = ""
-    if info.num_states:
-        states = f" ({_mebibytes(info.state_bytes)} are its states, of which {info.num_states} fit)"
     return (
-        f"{info.kv_bytes_per_token:,} bytes a token, {_mebibytes(info.kv_bytes_per_sequence)}"
-        f"{states} a sequence of {info.max_model_len} tokens, of which {info.kv_sequences} fit"
+        f"{info.kv_bytes_per_token:,} bytes a token, {_mebibytes(info.kv_bytes_per_sequence)} a "
+        f"sequence of {info.max_model_len} tokens, of which {info.kv_sequences} fit"
     )
+
+
+def _states(info: ShardInfo) -> str:
+    if not info.num_states:
+        return "none"
+    return f"{_mebibytes(info.state_bytes)} a sequence, part of the above; {info.num_states} fit"
 
 
 def _mebibytes(num_bytes: int) -> str:
