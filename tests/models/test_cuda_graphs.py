@@ -36,7 +36,7 @@ from models.runners import make_runner
 from support.budget import seeded
 from torch import Tensor
 
-from penstock_shard.attention.base import AttentionBatch
+from penstock_shard.attention.base import AttentionBatch, StateSpec
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 from penstock_shard.model_loader import load_rank
@@ -380,8 +380,10 @@ def test_what_replays_are_compared_with_is_no_replay(model_dir: Directory) -> No
 def test_a_decoder_whose_layers_cannot_be_recorded_has_no_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decoder = Decoder.__new__(Decoder)
+    decoder: Any = Decoder.__new__(Decoder)
     decoder.device = torch.device("cuda")
+    attends, has_state = SimpleNamespace(state=None), SimpleNamespace(state=StateSpec(8, 4))
+    monkeypatch.setattr(Decoder, "layers", (attends,))
     ops: Any = SimpleNamespace(backend=SimpleNamespace(capturable=True), weights="bfloat16")
     config = ShardConfig(model="any")
     lines: list[str] = []
@@ -390,11 +392,15 @@ def test_a_decoder_whose_layers_cannot_be_recorded_has_no_graphs(
         found = load_rank._graphs(config, decoder, ops, 120, lines.append)
         assert (found is not None) is capturable
     monkeypatch.setattr(Decoder, "capturable", True)
+    monkeypatch.setattr(Decoder, "layers", (attends, has_state))
+    assert load_rank._graphs(config, decoder, ops, 120, lines.append) is None
+    monkeypatch.setattr(Decoder, "layers", (attends,))
     monkeypatch.setattr(load_rank, "captures_fp8", lambda device: False)
     assert load_rank._graphs(config, decoder, ops, 120, lines.append) is not None
     ops.weights = "fp8"
     assert load_rank._graphs(config, decoder, ops, 120, lines.append) is None
     assert lines == [
         "CUDA graphs: none, experts are multiplied one after the other",
+        "CUDA graphs: none, states are updated one sequence after the other",
         "CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU",
     ]
