@@ -11,8 +11,8 @@ FAKE ?=
 MODEL ?=
 ARGS ?=
 # Tests run in so many processes, those of a file in one, as they share what it sets up. On two cores
-# three leave a tenth of the time unused, and two a quarter: what they start waits for much.
-WORKERS ?= 3
+# three leave a fifth of the time unused: what they start waits for much.
+WORKERS ?= 4
 BESIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Each process of the tests imports hundreds of modules: they are compiled once, whatever is usual here.

@@ -50,7 +50,7 @@ def _tried() -> list[Fault]:
     if os.environ.get("PENSTOCK_SOAK"):
         return TESTED
     quick = [fault for fault in TESTED if named_test(fault).startswith("tests/unit/")]
-    return seeded("planted faults").sample(quick, 3)
+    return seeded("planted faults").sample(quick, 2)
 
 
 @pytest.fixture

@@ -61,6 +61,7 @@ OUTCOMES: dict[str, str] = {
     "llama4": OURS,
     "llama4_text": OURS,
     "longcat_flash": THEIRS,
+    "mamba": THEIRS,
     "mamba2": THEIRS,
     "mimo_v2_flash": THEIRS,
     "minimax": THEIRS,

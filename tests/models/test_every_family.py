@@ -29,19 +29,16 @@ from penstock_shard.worker.base import Runner
 
 # Those that differ most; the soak has all.
 IN_EVERY_RUN = {
-    # Served: experts, latent attention, two attentions in a layer, layers that share keys, keys of
-    # other sizes in windows; of these two within a model of images.
-    "qwen3_vl_moe",
+    # Served: latent attention within a model of images, two attentions in a layer, layers that share
+    # keys, keys of other sizes in windows, chunks.
     "kimi_k25",
-    "qwen3_5",
     "longcat_flash",
     "gemma3n_text",
-    "mimo_v2_flash",
     "gemma4_text",
     "llama4_text",
-    # A state beside latents, a state beside attention in each layer, and states alone.
+    # States; beside latents; alone.
+    "qwen3_5",
     "kimi_linear",
-    "falcon_h1",
     "mamba2",
     # Refused: by the type of layers.
     "recurrent_gemma",
@@ -69,6 +66,7 @@ STATES = {
     "lfm2_moe",
     "lfm2_vl",
     "lfm3",
+    "mamba",
     "mamba2",
     "minimax",
     "nemotron_h",

@@ -27,7 +27,17 @@ from pathlib import Path
 from penstock_common.child_environment import child_environment
 
 # The first file is compiled; it includes the others.
-_FILES = ("cpu.c", "recurrent.h", "threads.h", "vectors.h")
+_FILES = (
+    "cpu.c",
+    "attention.h",
+    "linear.h",
+    "products.h",
+    "recurrent.h",
+    "rows.h",
+    "threads.h",
+    "vectors.h",
+    "weights.h",
+)
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 # Best first. A machine that runs one level runs those after it too.
 LEVELS = ("avx512", "avx2", "portable")

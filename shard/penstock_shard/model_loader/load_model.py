@@ -255,7 +255,7 @@ class _Loading:
         except (NotImplementedError, AttributeError, TypeError) as error:
             advice = "" if self.ops.keeps_tensors else f"; use {_PLAINEST}"
             raise ModelError(
-                f"{type(module).__name__} uses its weights in a way that is not served here: "
+                f"{type(module).__name__} is computed in a way that is not served here: "
                 f"{error}{advice}"
             ) from error
         for name in apart:
