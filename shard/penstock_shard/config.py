@@ -123,7 +123,8 @@ class ShardConfig(ObservingConfig):
     device: str = flag("auto", "default: cuda where there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = flag(
         "auto",
-        "auto: the model's own on cuda; on cpu weights in float16 and arithmetic in float32",
+        "auto: the model's own on cuda; on cpu weights in float16 and arithmetic in float32, where "
+        "bfloat16 rounds what goes into products, which is faster with AVX-512 BF16",
         choices=("auto", "float32", "float16", "bfloat16"),
     )
     quantization: str | None = flag(

@@ -56,7 +56,7 @@ def stored(weight: Tensor, kind: WeightKind) -> Tensor:
     if kind == "int8":
         scale = weight.float().abs().amax(1, keepdim=True) / 127
         return ((weight.float() / scale).round() * scale).double()
-    return (weight.half() if kind == "float16" else weight).double()
+    return weight.to(getattr(torch, kind)).double()
 
 
 def int8_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,6 +79,8 @@ def test_linear_is_the_product(kernels: CpuKernels, kind: WeightKind, n: int, k:
     for rows in (1, 3, 13, 64) if kernels.level == "portable" else ROW_COUNTS:
         x = torch.randn(rows, k, generator=random)
         expected = x.double() @ stored(weight, kind).T
+        if kind == "bfloat16":
+            expected = x.bfloat16().double() @ stored(weight, kind).T
         if kind == "int8":
             # A step of an activation is 1/127 of its largest; half of it is lost.
             slack = 0.004 * x.abs().amax() * weight.abs().sum(1).amax()
@@ -121,7 +123,7 @@ def test_a_linear_row_has_the_same_bits_alone_and_among_others(
             assert torch.equal(result[:32], alone[:rows]), f"{rows} rows"
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_rows_of_a_packed_weight_are_its_rows(
     kernels: CpuKernels, kind: WeightKind, n: int, k: int
@@ -168,6 +170,44 @@ def test_a_weight_beyond_float16_is_refused(kernels: CpuKernels, value: float) -
     with pytest.raises(ValueError, match=r"weight\[33, 65\] is .*; float16 holds at most 65504"):
         kernels.pack(weight, "float16")
     kernels.pack(weight, "float32")
+
+
+@pytest.mark.parametrize("value", [3.4e38, -math.inf, math.nan])
+def test_a_weight_beyond_bfloat16_is_refused(kernels: CpuKernels, value: float) -> None:
+    weight = torch.full((40, 71), 3.38e38)
+    kernels.pack(weight, "bfloat16")
+    weight[33, 70] = value
+    line = r"weight\[33, 70\] is .*; bfloat16 holds at most 3.38953e\+38"
+    with pytest.raises(ValueError, match=line):
+        kernels.pack(weight, "bfloat16")
+
+
+def test_products_of_bfloat16_have_the_same_bits_on_all_levels_whatever_the_numbers(
+    all_levels: list[CpuKernels],
+) -> None:
+    """Subnormal numbers, sums that are nearly none, overflow: not numbers that models have."""
+    random = generator("bfloat16 of any size")
+    for _ in range(budget(5, 200)):
+        exponents = torch.randint(-70, 64, (2, 40, 24), generator=random).float()
+        x, weight = torch.randn(2, 40, 24, generator=random) * 2**exponents
+        # Pairs that cancel each other.
+        x[:, 1::2], weight[:, 1::4] = x[:, ::2], -weight[:, ::4]
+        first, *others = [
+            kernels.linear(x, kernels.pack(weight, "bfloat16")) for kernels in all_levels
+        ]
+        for other in others:
+            assert torch.equal(first.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_a_machine_whose_instructions_differ_is_not_served_by_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    level = build_cpu.supported_levels()[-1]
+    kernels = load_kernels(level)
+    kernels.check_instructions()
+    monkeypatch.setattr(kernels, "_differs", lambda: 1)
+    with pytest.raises(build_cpu.KernelBuildError, match=f"{level} instructions give other bits"):
+        kernels.check_instructions()
 
 
 def test_a_weight_that_is_not_finite_is_refused_as_int8(kernels: CpuKernels) -> None:

@@ -292,7 +292,6 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"dtype": "bfloat16"}, "--dtype bfloat16: the cpu kernels have"),
         ({"dtype": "float32", "attention_backend": "sdpa", "quantization": "int8"}, "int8: only"),
         ({"kv_blocks": 10**9}, r"no room for 1000000000 blocks .* fit; lower --kv-blocks"),
     ],

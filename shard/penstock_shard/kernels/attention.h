@@ -77,7 +77,7 @@ static void score(const struct attention *a, const struct rows *s, int64_t chunk
     int64_t dim = a->cache->dim;
     struct product p = {.w = s->tiles + from, .ldx = dim, .step = LANES, .ld = CHUNK, .k = dim,
                         .piece = dim, .next = MORE_TILES,
-                        .half = a->cache->keys ? (int)a->cache->half : 0};
+                        .kind = a->cache->keys && a->cache->half ? FLOAT16 : FLOAT32};
     for (int64_t r = 0, size; r < s->count; r += size) {
         size = next_tile(s->count - r, MAX_ROWS);
         p.x = s->query + r * dim;
@@ -129,7 +129,7 @@ static void add_values(const struct attention *a, struct rows *s, int64_t r, int
         .x = s->scores + r * CHUNK + first - chunk, .ldx = CHUNK, .w = s->columns + tile * vectors,
         .acc = s->sum + r * s->width, .ld = s->width, .step = value_step(a->cache), .k = end - first,
         .piece = LANES, .skip = first % LANES, .pointers = vectors, .next = MORE_TILES * vectors,
-        .half = (int)a->cache->half, .resume = 1});
+        .kind = a->cache->half ? FLOAT16 : FLOAT32, .resume = 1});
 }
 
 /* The same for rows that do not see the same keys: keys that all rows see are added for all rows

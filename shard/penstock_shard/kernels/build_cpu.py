@@ -30,6 +30,7 @@ from penstock_common.child_environment import child_environment
 _FILES = (
     "cpu.c",
     "attention.h",
+    "instructions.h",
     "linear.h",
     "products.h",
     "recurrent.h",
@@ -40,10 +41,12 @@ _FILES = (
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 # Best first. A machine that runs one level runs those after it too.
-LEVELS = ("avx512", "avx2", "portable")
+LEVELS = ("avx512_bf16", "avx512", "avx2", "portable")
 # CPU features by their names in /proc/cpuinfo.
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx2", "fma", "f16c"}
 _NEEDED_FEATURES = {
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx2", "fma", "f16c"},
+    "avx512_bf16": {*_AVX512, "avx512_bf16"},
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set[str](),
 }
@@ -57,11 +60,13 @@ _COMMON_FLAGS = (
     "-shared",
     "-pthread",
 )
+_AVX512_FLAGS = (
+    "-DPENSTOCK_LEVEL=2",
+    *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"),
+)
 _LEVEL_FLAGS = {
-    "avx512": (
-        "-DPENSTOCK_LEVEL=2",
-        *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"),
-    ),
+    "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16"),
+    "avx512": _AVX512_FLAGS,
     "avx2": ("-DPENSTOCK_LEVEL=1", "-mavx2", "-mfma", "-mf16c"),
     "portable": ("-DPENSTOCK_LEVEL=0",),
 }

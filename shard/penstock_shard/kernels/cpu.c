@@ -29,3 +29,5 @@ INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #include "rows.h"
 #include "attention.h"
 #include "recurrent.h"
+
+#include "instructions.h"

@@ -2,9 +2,9 @@
 layouts (packed weights, the paged cache).
 
 All results have the same bits whatever the number of rows or threads and whatever the level
-(avx512, avx2, portable); a row of a result depends on that row alone (in attention: and on its
-sequence). Activations are float32 and contiguous. A call releases the interpreter lock; calls run
-one at a time.
+(avx512_bf16, avx512, avx2, portable); a row of a result depends on that row alone (in attention:
+and on its sequence). Activations are float32 and contiguous. A call releases the interpreter lock;
+calls run one at a time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,25 @@ from penstock_shard.kernels.build_cpu import KernelBuildError, libraries, wanted
 from penstock_shard.kernels.c_calls import check, declare, plain, pointer, say
 from penstock_shard.kernels.cpu_recurrent import RecurrentKernels
 
-WeightKind = Literal["float32", "float16", "int8"]
+WeightKind = Literal["float32", "float16", "bfloat16", "int8"]
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 
-WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "int8")
+WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "bfloat16", "int8")
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "sigmoid")
 # Block sizes are multiples of this: 16 keys form a tile.
 KEY_TILE = 16
 
-# Outputs of a packed weight are padded to a multiple of this; see cpu.c.
+# Outputs of a packed weight are padded to a multiple of this, and lie in panels of so many; see
+# weights.h.
 _GROUP = 64
-# Outputs in a panel of a packed weight of floats, where they lie side by side.
 _PANEL = 16
+# How many values of k lie side by side, and bytes of each.
+_UNITS: dict[WeightKind, tuple[int, int]] = {
+    "float32": (1, 4),
+    "float16": (1, 2),
+    "bfloat16": (2, 2),
+    "int8": (4, 1),
+}
 # Largest k for which sums of int8 products stay exact in int32.
 _MAX_INT8_K = 1 << 17
 _SOURCE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -85,9 +92,11 @@ class PackedWeight:
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight at ids int64 [T], as float32 [T, k]. Not for int8."""
         assert self.kind != "int8", "rows of an int8 weight"
-        dtype = torch.float16 if self.kind == "float16" else torch.float32
-        panels = self.data.view(dtype).view(-1, self.k, _PANEL)
-        return panels[ids // _PANEL, :, ids % _PANEL].float()
+        unit, _ = _UNITS[self.kind]
+        panels = self.data.view(getattr(torch, self.kind)).view(
+            -1, -(-self.k // unit), _PANEL, unit
+        )
+        return panels[ids // _PANEL, :, ids % _PANEL].flatten(1)[:, : self.k].float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,6 +165,7 @@ class CpuKernels:
 
     def __init__(self, level: str, library: ctypes.CDLL) -> None:
         self.level = level
+        self._differs = declare(library, "differs", "", ctypes.c_int64)
         self._set_threads = declare(library, "set_threads", "i", None)
         self._pack = declare(library, "pack", "piipiii", ctypes.c_int64)
         self._linear = declare(library, "linear", "pippp", ctypes.c_int64)
@@ -165,6 +175,11 @@ class CpuKernels:
         self._write_cache = declare(library, "write_cache", "ppppi", ctypes.c_int64)
         self._attention = declare(library, "attention", "piippppiififpp", ctypes.c_int64)
         self.recurrent = RecurrentKernels(library)
+
+    def check_instructions(self) -> None:
+        """Raises KernelBuildError if instructions compute otherwise here than they are defined."""
+        if self._differs():
+            raise KernelBuildError(f"{self.level} instructions give other bits than defined")
 
     def set_threads(self, count: int) -> None:
         """Set the number of compute threads, the caller's included. Results do not depend on it."""
@@ -177,7 +192,7 @@ class CpuKernels:
 
         Several weights with the same k are packed one below the other, without an intermediate
         copy. Raises ValueError for a value that the kind cannot hold: NaN or beyond 65504 in
-        float16, not finite in int8.
+        float16, NaN or beyond 3.4e38 in bfloat16, not finite in int8.
         """
         parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -210,7 +225,8 @@ class CpuKernels:
     def linear(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """x [T, k] -> x @ weight.T + bias, [T, n]; bias float32 [n].
+        """x [T, k] -> x @ weight.T + bias, [T, n]; bias float32 [n]. x is rounded to bfloat16 where
+        the weight is, and quantized where that is int8.
 
         Raises MemoryError without scratch memory, as do rope_and_cache and attention.
         """
@@ -435,7 +451,9 @@ def _load(level: str, progress: Callable[[str], None]) -> CpuKernels:
     try:
         for library in libraries(level, progress):
             try:
-                return CpuKernels(level, ctypes.CDLL(str(library)))
+                kernels = CpuKernels(level, ctypes.CDLL(str(library)))
+                kernels.check_instructions()
+                return kernels
             except OSError as error:
                 failure = f"cannot load the {level} kernels: {error}"
                 progress(failure)
@@ -448,8 +466,9 @@ def _empty_weight(n: int, k: int, kind: WeightKind) -> PackedWeight:
     if kind == "int8" and k > _MAX_INT8_K:
         raise ValueError(f"k is {k}; an int8 weight has at most {_MAX_INT8_K}")
     outputs = -(-n // _GROUP) * _GROUP
-    width = {"float32": 4 * k, "float16": 2 * k, "int8": -(-k // 4) * 4}[kind]
-    data = torch.empty(outputs * width, dtype=torch.uint8)
+    unit, num_bytes = _UNITS[kind]
+    width = -(-k // unit) * unit
+    data = torch.empty(outputs * width * num_bytes, dtype=torch.uint8)
     scales = torch.empty(n, dtype=torch.float32) if kind == "int8" else None
     sums = torch.empty(n, dtype=torch.int32) if kind == "int8" else None
     number = WEIGHT_KINDS.index(kind)
@@ -460,5 +479,5 @@ def _empty_weight(n: int, k: int, kind: WeightKind) -> PackedWeight:
 def _bad_weight(weight: Tensor, row: int, column: int, kind: WeightKind) -> str:
     if kind == "int8":
         return f"weight has a value that is not finite in row {row}; int8 cannot hold it"
-    value = float(weight[row, column])
-    return f"weight[{row}, {column}] is {value:g}; float16 holds at most 65504"
+    value, most = float(weight[row, column]), torch.finfo(getattr(torch, kind)).max
+    return f"weight[{row}, {column}] is {value:g}; {kind} holds at most {most:g}"

@@ -57,6 +57,13 @@ INLINE uint16_t float_to_half(float x) {
 
 #endif
 
+/* To bfloat16, to nearest even; a NaN stays one. */
+INLINE uint16_t float_to_bfloat(float x) {
+    uint32_t bits = bits_of(x);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
+}
+
 /* ---- Vectors of 16 floats: one register, two, or an array ----
  *
  * v_max returns its second argument where either is not a number. v_less(a, b, x, y) is x where
@@ -179,56 +186,105 @@ INLINE float v_largest(v16 x) {
     return lanes[0];
 }
 
-/* ---- Dot products of int8, exact ----
+/* ---- Dot products within a lane ----
  *
- * sum[lane] += four steps times the four weights of that lane. Steps are stored with OFFSET added
- * where the instruction wants them unsigned.
+ * v_dot_int8: sum[lane] += four steps times the four weights of that lane, exact, where the lanes of
+ * `sum` are int32. Steps are stored with OFFSET added where the instruction wants them unsigned.
+ *
+ * v_dot_bfloat: sum[lane] is a multiply-add with the second of two bfloat16 and that lane's second
+ * weight, then one with the first. Subnormal numbers count as zero, also between the two: so the
+ * instruction of AVX-512 BF16 is defined (Intel, VDPBF16PS), and so it is computed where it is not
+ * there. Without the instruction the caller flushes subnormals (FLUSHES).
  */
+
+INLINE float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+
+/* One lane by the definition. What rounding brings to the smallest normal number is flushed unless
+ * it would be brought there with an exponent without bounds too. */
+INLINE float fma_flushed(float x, float y, float sum) {
+    x = flushed(x), y = flushed(y), sum = flushed(sum);
+    float result = fmaf(x, y, sum);
+    int is_below = fabs((double)x * y + sum) < 0x1p-126 - 0x1p-151;
+    return fabsf(result) == 0x1p-126f && is_below ? copysignf(0.0f, result) : flushed(result);
+}
+
+INLINE float first_of(uint32_t pair) { return float_of(pair << 16); }
+INLINE float second_of(uint32_t pair) { return float_of(pair & 0xffff0000u); }
+
+INLINE float dot_of_pairs(float sum, uint32_t x, uint32_t w) {
+    return fma_flushed(first_of(x), first_of(w), fma_flushed(second_of(x), second_of(w), sum));
+}
+
+INLINE uint32_t load_unit(const void *p) { uint32_t x; memcpy(&x, p, 4); return x; }
 
 #if PENSTOCK_LEVEL == 2
 
 #define OFFSET 128
-typedef __m512i i16;
-INLINE i16 i_zero(void) { return _mm512_setzero_si512(); }
-INLINE void i_store(int32_t *p, i16 x) { _mm512_storeu_si512(p, x); }
-INLINE i16 i_dot(i16 sum, const uint8_t *steps, const int8_t *w) {
-    int32_t four;
-    memcpy(&four, steps, 4);
-    return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(four), _mm512_loadu_si512(w));
+INLINE v16 v_dot_int8(v16 sum, const void *steps, const void *w) {
+    __m512i four = _mm512_set1_epi32((int)load_unit(steps)), weights = _mm512_loadu_si512(w);
+    return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum), four, weights));
 }
+#ifdef __AVX512BF16__
+#define FLUSHES 0
+INLINE v16 v_dot_bfloat(v16 sum, const void *x, const void *w) {
+    __m512i pair = _mm512_set1_epi32((int)load_unit(x));
+    return _mm512_dpbf16_ps(sum, (__m512bh)pair, (__m512bh)_mm512_loadu_si512(w));
+}
+#else
+#define FLUSHES 1
+INLINE v16 v_dot_bfloat(v16 sum, const void *x, const void *w) {
+    __m512i pairs = _mm512_loadu_si512(w), high = _mm512_set1_epi32((int)0xffff0000);
+    v16 second = _mm512_castsi512_ps(_mm512_and_si512(pairs, high));
+    v16 first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    uint32_t pair = load_unit(x);
+    return v_fma(v_all(first_of(pair)), first, v_fma(v_all(second_of(pair)), second, sum));
+}
+#endif
 
 #elif PENSTOCK_LEVEL == 1
 
 #define OFFSET 0
-typedef struct { __m256i a, b; } i16;
-INLINE i16 i_zero(void) { return (i16){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-INLINE void i_store(int32_t *p, i16 x) {
-    _mm256_storeu_si256((__m256i *)p, x.a);
-    _mm256_storeu_si256((__m256i *)(p + 8), x.b);
-}
+#define FLUSHES 1
 /* |w| times x with the sign of w: both are within +-127, so two of them stay below 2^15. */
-INLINE __m256i dot8(__m256i sum, __m256i x, __m256i w) {
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+INLINE __m256 dot8(__m256 sum, __m256i x, const char *w) {
+    __m256i weights = _mm256_loadu_si256((const __m256i *)w);
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+    __m256i quads = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), quads));
 }
-INLINE i16 i_dot(i16 sum, const uint8_t *steps, const int8_t *w) {
-    int32_t four;
-    memcpy(&four, steps, 4);
-    __m256i x = _mm256_set1_epi32(four);
-    return (i16){dot8(sum.a, x, _mm256_loadu_si256((const __m256i *)w)),
-                 dot8(sum.b, x, _mm256_loadu_si256((const __m256i *)(w + 32)))};
+INLINE v16 v_dot_int8(v16 sum, const void *steps, const void *w) {
+    __m256i four = _mm256_set1_epi32((int)load_unit(steps));
+    return (v16){dot8(sum.a, four, w), dot8(sum.b, four, (const char *)w + 32)};
+}
+INLINE __m256 dot_bfloat8(__m256 sum, uint32_t x, const char *w) {
+    __m256i pairs = _mm256_loadu_si256((const __m256i *)w);
+    __m256i high = _mm256_set1_epi32((int)0xffff0000);
+    __m256 second = _mm256_castsi256_ps(_mm256_and_si256(pairs, high));
+    __m256 first = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    sum = _mm256_fmadd_ps(_mm256_set1_ps(second_of(x)), second, sum);
+    return _mm256_fmadd_ps(_mm256_set1_ps(first_of(x)), first, sum);
+}
+INLINE v16 v_dot_bfloat(v16 sum, const void *x, const void *w) {
+    uint32_t pair = load_unit(x);
+    return (v16){dot_bfloat8(sum.a, pair, w), dot_bfloat8(sum.b, pair, (const char *)w + 32)};
 }
 
 #else
 
 #define OFFSET 0
-typedef struct { int32_t x[LANES]; } i16;
-INLINE i16 i_zero(void) { return (i16){{0}}; }
-INLINE void i_store(int32_t *p, i16 x) { memcpy(p, x.x, sizeof x.x); }
-INLINE i16 i_dot(i16 sum, const uint8_t *steps, const int8_t *w) {
-    const int8_t *x = (const int8_t *)steps;
-    for (int i = 0; i < 4 * LANES; i++) sum.x[i / 4] += x[i % 4] * w[i];
+#define FLUSHES 0
+INLINE v16 v_dot_int8(v16 sum, const void *steps, const void *w) {
+    const int8_t *x = steps, *weights = w;
+    int32_t sums[LANES];
+    memcpy(sums, &sum, sizeof sums);
+    for (int i = 0; i < 4 * LANES; i++) sums[i / 4] += x[i % 4] * weights[i];
+    memcpy(&sum, sums, sizeof sums);
     return sum;
+}
+INLINE v16 v_dot_bfloat(v16 sum, const void *x, const void *w) {
+    const char *pairs = w;
+    uint32_t pair = load_unit(x);
+    V_EACH(dot_of_pairs(sum.x[i], pair, load_unit(pairs + 4 * i)));
 }
 
 #endif

@@ -1,14 +1,13 @@
 /* Weights in the layouts that products read, and packing into them.
  *
- * 16 outputs make a panel, 4 panels a group (the last is filled with zeros). Floats of a panel lie
- * as [k][16], so that a product reads them in one stream; int8 as [k / 4][16][4], four k of an
- * output side by side, as the dot-product instructions want them.
+ * 16 outputs make a panel, 4 panels a group (the last is filled with zeros). A panel lies as units
+ * [k / unit][16][unit], so that a product reads it in one stream: of bfloat16 two k of an output side
+ * by side, of int8 four, as the dot-product instructions want them, else one.
  */
 
 #define GROUP 4
 #define SEGMENT 32 /* values of k that are packed at a time */
 
-enum { FLOAT32, FLOAT16, INT8 };
 enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16 };
 
 struct weight {
@@ -31,6 +30,10 @@ struct pack {
 };
 
 INLINE int64_t num_groups(const struct weight *w) { return ceil_div(w->n, GROUP * LANES); }
+INLINE int64_t num_units(const struct weight *w) { return ceil_div(w->k, LAYOUTS[w->kind].unit); }
+INLINE int64_t panel_bytes(const struct weight *w) {
+    return num_units(w) * LANES * LAYOUTS[w->kind].bytes;
+}
 
 static float source_value(const struct source *s, int64_t i) {
     if (s->type == SOURCE_FLOAT32) return ((const float *)s->data)[i];
@@ -78,27 +81,33 @@ INLINE int32_t quantized(float x, float scale) {
     return (int32_t)(bits_of(q + 12582912.0f) - bits_of(12582912.0f));
 }
 
-/* Store `count` values of a row, from k on, in a panel, which has LANES elements for each k. */
+/* Store `count` values of a row, from k on, in its panel. */
 static void pack_floats(const struct pack *p, int64_t row, int64_t output, int64_t k, int64_t count,
                         const float *values) {
     const struct weight *w = p->weight;
-    int64_t at = (output / LANES * w->k + k) * LANES + output % LANES;
+    char *panel = (char *)w->data + output / LANES * panel_bytes(w);
+    int64_t at = k * LANES + output % LANES;
     if (w->kind == FLOAT32) {
-        for (int64_t i = 0; i < count; i++) ((float *)w->data)[at + i * LANES] = values[i];
+        for (int64_t i = 0; i < count; i++) ((float *)panel)[at + i * LANES] = values[i];
         return;
     }
     uint16_t halves[SEGMENT];
+    float most = w->kind == FLOAT16 ? 65504.0f : 0x1.fep127f;
     for (int64_t i = 0; i < SEGMENT; i += LANES) v_store_half(halves + i, v_load(values + i));
     for (int64_t i = 0; i < count; i++) {
-        if (!(fabsf(values[i]) <= 65504.0f)) report_bad(p, row * w->k + k + i);
-        ((uint16_t *)w->data)[at + i * LANES] = halves[i];
+        if (!(fabsf(values[i]) <= most)) report_bad(p, row * w->k + k + i);
+        if (w->kind == FLOAT16) ((uint16_t *)panel)[at + i * LANES] = halves[i];
     }
+    /* Zeros after the last of an odd number: `values` has them. */
+    for (int64_t i = 0; i < ceil_div(count, 2) * 2 && w->kind == BFLOAT16; i++)
+        ((uint16_t *)panel)[((k + i) / 2 * LANES + output % LANES) * 2 + i % 2] =
+            float_to_bfloat(values[i]);
 }
 
 static void pack_int8(const struct pack *p, int64_t output, int64_t k, int64_t count,
                       const float *values) {
     const struct weight *w = p->weight;
-    int8_t *panel = (int8_t *)w->data + output / LANES * ceil_div(w->k, 4) * 4 * LANES;
+    int8_t *panel = (int8_t *)w->data + output / LANES * panel_bytes(w);
     float scale = output < w->n ? w->scales[output] : 0;
     for (int64_t i = 0; i < ceil_div(count, 4) * 4; i++) {
         int32_t q = scale > 0 ? quantized(values[i], scale) : 0;

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 from penstock_shard.attention.cpu import CpuBackend
 from penstock_shard.kernels.cpu import CpuKernels, KvCache, PackedWeight
+from penstock_shard.kernels.cpu import WeightKind as KernelKind
 from penstock_shard.kernels.cpu_recurrent import Steps
 from penstock_shard.ops.base import (
     Activation,
@@ -62,7 +61,7 @@ class CpuOps:
 
     exact = True
 
-    def __init__(self, kernels: CpuKernels, weights: Literal["float32", "float16", "int8"]) -> None:
+    def __init__(self, kernels: CpuKernels, weights: KernelKind) -> None:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.weights: WeightKind = weights
