@@ -29,8 +29,8 @@ from penstock_shard.worker.base import Runner
 
 # Those that differ most; the soak has all.
 IN_EVERY_RUN = {
-    # Served: latent attention within a model of images, two attentions in a layer, layers that share
-    # keys, keys of other sizes in windows, chunks.
+    # Served: latent attention within a model of images, two attentions in a layer, layers that
+    # share keys, keys of other sizes in windows, chunks.
     "kimi_k25",
     "longcat_flash",
     "gemma3n_text",
