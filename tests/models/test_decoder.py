@@ -133,6 +133,14 @@ def test_half_precision_is_as_near_as_it_can_be(family: str, model_dir: Director
     assert mean < 5e-3
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_bfloat16_errs_by_little_more_than_its_eight_bits(
+    family: str, model_dir: Directory
+) -> None:
+    _, mean = relative_errors(model_dir(family), dtype="bfloat16")
+    assert 1e-3 < mean < 3e-2
+
+
 def test_cached_keys_and_values_may_be_rounded_alone(model_dir: Directory) -> None:
     worst, mean = relative_errors(model_dir("llama"), kv_cache_dtype="float16")
     assert 1e-4 < worst < 0.05

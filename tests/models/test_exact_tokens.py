@@ -186,6 +186,7 @@ def _tie_logits(directory: Path, target: Path) -> Path:
         ("llama", {}),
         ("llama", {"kv_cache_dtype": "float16", "threads": 2}),
         ("llama", {"quantization": "int8"}),
+        ("llama", {"dtype": "bfloat16"}),
         ("gemma2", {}),
         ("gpt2", {}),
         # Latents, and experts in groups; chunks.

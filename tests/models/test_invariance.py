@@ -38,7 +38,7 @@ _MAY_VARY = {"qwen2_moe"}
 
 _INVARIANT = [family for family in SERVED if family not in _MAY_VARY]
 # In make test each family with one kind of weights, and two of them with each.
-_KINDS = ("auto", "float32", "int8")
+_KINDS = ("auto", "float32", "bfloat16", "int8")
 _ALWAYS = {
     *zip(_INVARIANT, itertools.cycle(_KINDS)),
     *itertools.product(("llama", "mixtral"), _KINDS),
@@ -244,6 +244,7 @@ def test_the_fingerprint_names_all_that_decides_about_bits(
     others = [
         named("qwen2"),
         named(dtype="float32"),
+        named(dtype="bfloat16"),
         named(kv_cache_dtype="float32"),
         named(quantization="int8"),
     ]
@@ -253,7 +254,7 @@ def test_the_fingerprint_names_all_that_decides_about_bits(
     for name in ("transformers.__version__", "MODEL_REVISION", "SAMPLER_REVISION"):
         monkeypatch.setattr(f"penstock_shard.model_loader.fingerprint.{name}", "5.99.0")
         others.append(named())
-    assert len({first, *others}) == 9
+    assert len({first, *others}) == 10
 
 
 @pytest.mark.parametrize("name", ["exp", "tanh", "cos", "layer_norm", "log_softmax"])
