@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from model_maker import FAMILIES, make_config, make_model
 from models.driver import Driver, load, make_sequence
 from models.model_steps import cut_logits, relative_errors
 from safetensors.torch import load_file, save_file
+from support.budget import in_soak
 
 from penstock_shard.errors import ModelError
 from penstock_shard.models.decoder.decoder import Decoder
@@ -101,15 +102,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
-@pytest.mark.parametrize("family", DECODERS)
+# On plain torch a few in each run of the tests, and all in the soak.
+ON_TORCH = {"llama", "gemma3", "mixtral", "deepseek_v3", "experts in windows"}
+
+
+def on_backends(names: Iterable[str]) -> list[Any]:
+    on_torch = [(name, "sdpa") for name in names]
+    return [(name, "cpu") for name in names] + [
+        pair if pair[0] in ON_TORCH else in_soak(*pair) for pair in on_torch
+    ]
+
+
+@pytest.mark.parametrize(("family", "backend"), on_backends(DECODERS))
 def test_logits_are_those_of_transformers(family: str, backend: str, model_dir: Directory) -> None:
     worst, _ = relative_errors(model_dir(family), attention_backend=backend)
     assert worst < 1e-4
 
 
-@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "backend"), on_backends(VARIANTS))
 def test_logits_of_variants_are_those_of_transformers(
     name: str, backend: str, tmp_path: Path
 ) -> None:
