@@ -46,7 +46,7 @@ class Envelope:
 
 
 class Shape(Protocol):
-    """Renders the deltas of one answer as JSON. A frame is an encoded server-sent event."""
+    """Renders the deltas of one answer as JSON. A frame is an encoded event of a stream."""
 
     def opening(self) -> Sequence[bytes]:
         """The frames before the first delta's."""
@@ -65,6 +65,21 @@ class Shape(Protocol):
 
     def headers(self) -> Mapping[str, str]:
         """The HTTP headers of an answer that is not streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How a stream is sent: its media type, and what keeps a connection open where nothing comes,
+    if clients skip anything.
+    """
+
+    media_type: str
+    keep_alive: bytes
+
+
+EVENTS = Framing("text/event-stream", b": keep-alive\n\n")
+# A line of JSON for each event; clients parse every line.
+LINES = Framing("application/x-ndjson", b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +139,7 @@ class Api(BodyKind, Generic[AnyRequest]):
     # The types of an answer and of a stream's event: TypedDicts, or None.
     answer: Any
     event: Any
+    framing: Framing = EVENTS
     # Whether its streams can be resumed (header x-penstock-resumable).
     resumable: bool = False
     # Whether the last event of a stream repeats the whole answer.

@@ -136,7 +136,7 @@ def _answer(route: Route, types: TypeSchemas) -> JsonObject:
     if route.media_type:
         content[route.media_type] = {"schema": {"type": "string"}}
     if route.event is not None:
-        content["text/event-stream"] = _stream(route, types)
+        content[route.framing.media_type] = _stream(route, types)
     description = "The answer." if route.event is None else _OF_STREAMS
     answer: JsonObject = {"description": description, "headers": _ANSWER_HEADERS}
     return {**answer, "content": content} if content else answer

@@ -21,7 +21,7 @@ from penstock_router.admission.admission import Admission, Ticket
 from penstock_router.admission.api_keys import Key, Keys
 from penstock_router.admission.rate_limits import Charge
 from penstock_router.admission.shared_budget import SharedBudget
-from penstock_router.apis.base import ERRORS, TIMEOUT, AnyKind, ErrorForm
+from penstock_router.apis.base import ERRORS, EVENTS, TIMEOUT, AnyKind, ErrorForm, Framing
 from penstock_router.config import RouterConfig
 from penstock_router.errors import (
     BadRequest,
@@ -121,8 +121,9 @@ class Route:
     answer: Any = None
     # The media type of an answer that is text other than JSON.
     media_type: str = ""
-    # The type of a stream's events.
+    # The type of a stream's events, and how they are sent.
     event: Any = None
+    framing: Framing = EVENTS
     errors: ErrorForm = ERRORS
     # More forms of errors, where the body decides which API a request is for.
     other_errors: tuple[ErrorForm, ...] = ()

@@ -15,6 +15,7 @@ from pathlib import PurePath
 
 from aiohttp import web
 
+from penstock_router.apis.base import EVENTS
 from penstock_router.console.feed import Console
 from penstock_router.errors import NotFound
 from penstock_router.routes import info
@@ -100,7 +101,7 @@ async def feed(request: web.Request) -> web.StreamResponse:
     if is_closed:
         check_admin(request)
     with request.app[CONSOLE].watched() as frames:
-        async with EventStream(request, keep_alive_s=config.keep_alive_s) as events:
+        async with EventStream(request, EVENTS, keep_alive_s=config.keep_alive_s) as events:
             while (frame := await frames.get()) is not None:
                 key = keys.find(read_api_key(request)) if is_closed else None
                 if is_closed and (key is None or not key.is_admin):

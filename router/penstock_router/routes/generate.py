@@ -154,6 +154,7 @@ async def _stream(
             shape,
             request_id=call.request[REQUEST_ID],
             config=router.config,
+            framing=call.api.framing,
             limit=ticket.limit,
             threads=router.threads,
             run_work=functools.partial(run_work, call, generation.usage)

@@ -42,6 +42,7 @@ def _generation(
         headers={**generate.HEADERS, **(resume.HEADERS if api.resumable else {})},
         answer=api.answer,
         event=api.event,
+        framing=api.framing,
         errors=api.errors,
     )
 

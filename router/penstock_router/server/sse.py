@@ -18,7 +18,7 @@ from typing import Self
 from aiohttp import web
 
 from penstock_router.admission.admission import TimeLimit
-from penstock_router.apis.base import Shape
+from penstock_router.apis.base import EVENTS, Framing, Shape
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, log_error
 from penstock_router.generation.choice import Delta
@@ -32,12 +32,10 @@ from penstock_router.thread_pool import Threads
 logger = logging.getLogger(__name__)
 
 HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-store",
     # Asks nginx not to buffer events.
     "X-Accel-Buffering": "no",
 }
-COMMENT = b": keep-alive\n\n"
 # The most that is written to the socket at once: what the socket does not take is copied.
 PIECE_BYTES = 256 * 1024
 # Up to this many log-probabilities are encoded on the event loop (about a microsecond each).
@@ -47,8 +45,10 @@ _INLINE_LOGPROBS = 1000
 class EventStream:
     """An answer of events. Leaving its scope stops the comments; `end` ends the answer."""
 
-    def __init__(self, request: web.Request, *, keep_alive_s: float) -> None:
-        self.response = web.StreamResponse(headers=HEADERS)
+    def __init__(self, request: web.Request, framing: Framing, *, keep_alive_s: float) -> None:
+        content_type = f"{framing.media_type}; charset=utf-8"
+        self.response = web.StreamResponse(headers={"Content-Type": content_type, **HEADERS})
+        self._comment_bytes = framing.keep_alive
         self._request = request
         self._protocol = request.protocol
         self._write_timeout = write_timeout_of(request.transport)
@@ -142,9 +142,9 @@ class EventStream:
 
     def _comment(self) -> None:
         # No comment to a slow reader, which has something to read, nor in the middle of a frame.
-        if not self.busy and not self._rest:
+        if self._comment_bytes and not self.busy and not self._rest:
             try:
-                self.send_now(COMMENT)
+                self.send_now(self._comment_bytes)
             except ConnectionError:
                 logger.debug("the client left while it was kept waiting")
 
@@ -162,6 +162,7 @@ async def stream(
     *,
     request_id: str,
     config: RouterConfig,
+    framing: Framing,
     limit: TimeLimit,
     threads: Threads,
     run_work: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
@@ -207,7 +208,7 @@ async def stream(
             first.result()
         # In a task of its own: each wake-up resumes the whole chain of awaiting coroutines, and a
         # handler is at the end of a dozen.
-        answering = _answer(request, send_all, show_error, request_id, config)
+        answering = _answer(request, send_all, show_error, request_id, config, framing)
         return await asyncio.create_task(answering)
     finally:
         first.cancel()
@@ -241,7 +242,7 @@ async def follow(
         await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        return await _answer(request, send_all, show_error, request_id, config)
+        return await _answer(request, send_all, show_error, request_id, config, EVENTS)
     finally:
         first.cancel()
 
@@ -252,9 +253,10 @@ async def _answer(
     show_error: Callable[[ApiError], Awaitable[bytes]],
     request_id: str,
     config: RouterConfig,
+    framing: Framing,
 ) -> web.StreamResponse:
     """An answer of events; if making or sending them fails, the last one is an error."""
-    async with EventStream(request, keep_alive_s=config.keep_alive_s) as events:
+    async with EventStream(request, framing, keep_alive_s=config.keep_alive_s) as events:
         try:
             await send_all(events)
         except ConnectionError:

@@ -45,6 +45,7 @@ from penstock_client.errors import (
     Unauthenticated,
 )
 from penstock_client.types import Adapter, GenerationRequest
+from penstock_router.apis.base import EVENTS
 from penstock_router.apis.logprobs import CompletionLogprobs
 from penstock_router.offload.dispatch import LONG_BYTES
 from penstock_router.routes.base import ROUTER
@@ -1146,7 +1147,7 @@ async def test_a_long_frame_goes_out_in_pieces_and_no_comment_within_it(
     )
     transport.protocol = cast(asyncio.Protocol, connection)
     request = cast(web.Request, SimpleNamespace(protocol=connection, transport=transport))
-    events = EventStream(request, keep_alive_s=1.0)
+    events = EventStream(request, EVENTS, keep_alive_s=1.0)
     frame = b"data: 0123456789012345678901234567890\n\n"
     sending = asyncio.create_task(events.send(frame))
     while not sending.done():
