@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models.driver import Driver, load, make_sequence
+from models.tiny_families import make_family
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.adapters import make_adapter
 from support.budget import in_soak
@@ -320,6 +321,15 @@ def test_an_adapter_of_experts_is_refused_in_one_line(model_dir: Directory, tmp_
     with pytest.raises(
         ModelError, match=r"experts\.3\.gate_proj: adapters of experts are not served"
     ):
+        runner.adapters.read(str(adapter))
+
+
+def test_an_adapter_of_what_code_multiplies_by_itself_is_refused(tmp_path: Path) -> None:
+    directory = make_family(tmp_path / "jamba", "jamba")
+    adapter = make_peft(directory, tmp_path / "adapter", ["dt_proj"], 1)
+    runner = load(directory, enable_lora=True)
+    assert runner.adapters is not None
+    with pytest.raises(ModelError, match=r"dt_proj: this model has no such module that takes"):
         runner.adapters.read(str(adapter))
 
 

@@ -20,7 +20,7 @@ from penstock_shard.kernels.cpu import load_kernels
 from penstock_shard.models.transformers.fused_linears import FusedPart
 from penstock_shard.models.transformers.packed_weights import (
     PackedWeight,
-    _pack_matrix,
+    _Matrices,
     pack_weights,
 )
 from penstock_shard.models.transformers.transformers_model import TransformersModel
@@ -104,7 +104,7 @@ def test_packing_loses_no_more_than_rounding_explains() -> None:
     for weight in weights:
         for kind in ("float32", "float16", "int8"):
             ops = CpuOps(load_kernels(), kind)
-            _pack_matrix(weight, ops, transposed=False)
+            _Matrices(ops).pack([weight])
 
 
 def test_a_model_that_uses_weights_in_its_own_way_is_refused(

@@ -11,6 +11,7 @@ from penstock_router.apis import tokenize
 from penstock_router.apis.base import AnyKind, BodyKind, SeveralKinds
 from penstock_router.apis.embeddings import EMBEDDINGS
 from penstock_router.apis.messages.requests import COUNT_TOKENS, MESSAGES_API
+from penstock_router.apis.ollama import requests as ollama
 from penstock_router.apis.openai.requests import CHATS, COMPLETIONS
 from penstock_router.apis.responses.requests import RESPONSES
 from penstock_router.apis.tgi.requests import COMPAT, GENERATE, GENERATE_STREAM
@@ -41,6 +42,8 @@ KINDS: dict[str, AnyKind] = {
         *(EMBEDDINGS, INVOCATIONS, COUNT_TOKENS),
         *(tokenize.TOKENIZE, tokenize.TOKENIZE_PROMPT, tokenize.TOKENIZE_INPUTS),
         *(tokenize.CHAT_TOKENIZE, tokenize.DETOKENIZE),
+        *(ollama.CHAT, ollama.TEMPLATED, ollama.RAW, ollama.GENERATE),
+        *(ollama.EMBED, ollama.EMBEDDINGS),
     )
 }
 

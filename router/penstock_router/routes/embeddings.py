@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -28,8 +30,23 @@ from penstock_router.text.prompts import PreparedPrompts
 _FLOAT_BYTES = 24
 
 
-async def embed(request: web.Request, body: Body) -> web.Response:
-    """POST /v1/embeddings"""
+# (request, model, vectors, tokens of all inputs, seconds since it came) -> the JSON of the answer.
+Render = Callable[[EmbedRequest, str, Sequence[Sequence[float]], int, float], Any]
+
+
+def render_openai(
+    asked: EmbedRequest,
+    model: str,
+    vectors: Sequence[Sequence[float]],
+    num_tokens: int,
+    seconds: float,
+) -> embeddings.EmbeddingAnswer:
+    """An answer of /v1/embeddings."""
+    return embeddings.answer(model, vectors, num_tokens, as_base64=asked.as_base64)
+
+
+async def embed(request: web.Request, body: Body, render: Render = render_openai) -> web.Response:
+    """POST /v1/embeddings, and the like of other APIs."""
     asked: EmbedRequest = body.asked
     router, record = request.app[ROUTER], request[RECORD]
     with admit_request(request, len(asked.prompts), "input", asked.timeout_s) as ticket:
@@ -49,7 +66,7 @@ async def embed(request: web.Request, body: Body) -> web.Response:
         await ticket.start(num_tokens)
         record.placed_s = time.perf_counter()
         async with ticket.limit.scope():
-            response = await _compute(request, asked, model, prepared)
+            response = await _compute(request, asked, model, prepared, render)
         # Only the answer's bytes are held while they are sent.
         del prepared
         ticket.charge.settle()
@@ -58,7 +75,11 @@ async def embed(request: web.Request, body: Body) -> web.Response:
 
 
 async def _compute(
-    request: web.Request, asked: EmbedRequest, model: ServedModel, prepared: PreparedPrompts
+    request: web.Request,
+    asked: EmbedRequest,
+    model: ServedModel,
+    prepared: PreparedPrompts,
+    render: Render,
 ) -> web.Response:
     router, name = request.app[ROUTER], model.info.model
     inputs = [prompt.token_ids for prompt in prepared.prompts]
@@ -77,8 +98,8 @@ async def _compute(
     router.metrics.prompt_tokens.labels(name).inc(num_tokens)
 
     def encode() -> bytes:
-        whole = embeddings.answer(name, vectors, num_tokens, as_base64=asked.as_base64)
-        return json_in_thread.encode(whole)
+        seconds = time.perf_counter() - request[RECORD].arrived_s
+        return json_in_thread.encode(render(asked, name, vectors, num_tokens, seconds))
 
     return encoded_response(await router.threads.run(encode))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from penstock_router.apis import embeddings, tokenize
 from penstock_router.apis.base import Api
 from penstock_router.apis.messages import requests as messages
+from penstock_router.apis.ollama import answers as ollama_answers
+from penstock_router.apis.ollama import requests as ollama
 from penstock_router.apis.openai.requests import CHATS, COMPLETIONS
 from penstock_router.apis.responses.answers import DeletedAnswer, ItemList, ResponseAnswer
 from penstock_router.apis.responses.requests import RESPONSES
@@ -23,6 +26,7 @@ from penstock_router.routes import (
     responses,
     resume,
 )
+from penstock_router.routes import ollama as ollama_routes
 from penstock_router.routes import tokenize as token_routes
 from penstock_router.routes.base import HEADERS, Route, with_body
 from penstock_router.routes.embeddings import embed
@@ -141,6 +145,78 @@ ROUTES: tuple[Route, ...] = (
         answer=CHATS.answer | COMPLETIONS.answer | embeddings.EmbeddingAnswer | tgi.COMPAT.answer,
         event=CHATS.event | COMPLETIONS.event | tgi.COMPAT.event,
         other_errors=(tgi_answers.ERRORS,),
+    ),
+    _generation("/api/chat", ollama.CHAT, "Answer a chat, as Ollama has it.", ollama_routes.answer),
+    Route(
+        method="POST",
+        path="/api/generate",
+        handler=with_body(ollama.GENERATE, ollama_routes.answer_body),
+        summary="Answer a prompt, or complete it (raw), as Ollama has it.",
+        fields=ollama.GENERATE_FIELDS,
+        headers=generate.HEADERS,
+        answer=ollama.TEMPLATED.answer,
+        event=ollama.TEMPLATED.event,
+        framing=ollama.TEMPLATED.framing,
+        errors=ollama.TEMPLATED.errors,
+    ),
+    Route(
+        method="POST",
+        path="/api/embed",
+        handler=with_body(
+            ollama.EMBED, functools.partial(embed, render=ollama_routes.render_embeddings)
+        ),
+        summary="Vectors of texts, as Ollama has them.",
+        fields=ollama.EMBED_FIELDS,
+        headers=HEADERS,
+        answer=ollama_answers.EmbedAnswer,
+        errors=ollama_answers.ERRORS,
+    ),
+    Route(
+        method="POST",
+        path="/api/embeddings",
+        handler=with_body(
+            ollama.EMBEDDINGS, functools.partial(embed, render=ollama_routes.render_embedding)
+        ),
+        summary="The vector of a text, as older clients of Ollama ask for it.",
+        fields=ollama.EMBEDDINGS_FIELDS,
+        headers=HEADERS,
+        answer=ollama_answers.EmbeddingsAnswer,
+        errors=ollama_answers.ERRORS,
+    ),
+    Route(
+        method="GET",
+        path="/api/tags",
+        handler=ollama_routes.list_tags,
+        summary="The models that are served, as Ollama lists them.",
+        answer=ollama_routes.Tags,
+        errors=ollama_answers.ERRORS,
+    ),
+    Route(
+        method="GET",
+        path="/api/ps",
+        handler=ollama_routes.list_running,
+        summary="The models in memory, as Ollama lists them.",
+        answer=ollama_routes.Running,
+        errors=ollama_answers.ERRORS,
+    ),
+    Route(
+        method="POST",
+        path="/api/show",
+        handler=ollama_routes.show,
+        summary="A model, as Ollama shows it.",
+        fields=ollama_routes.SHOW_FIELDS,
+        needs_one_of=("model", "name"),
+        answer=ollama_routes.Shown,
+        errors=ollama_answers.ERRORS,
+    ),
+    Route(
+        method="GET",
+        path="/api/version",
+        handler=ollama_routes.show_version,
+        summary="The version of Ollama whose API this is.",
+        answer=ollama_routes.Version,
+        errors=ollama_answers.ERRORS,
+        is_open=True,
     ),
     Route(
         method="GET",

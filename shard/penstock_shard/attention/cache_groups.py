@@ -3,8 +3,8 @@
 Layers that see the same keys form a group: one block table of a sequence serves all of them. Groups
 whose layers need equal memory for a token share a pool of blocks, so that none is set aside for one
 kind. Layers with a state in place of keys form a group too, in whose pool a block is one state; a
-model of no other layers has a group without layers beside it, whose blocks take no memory: what its
-states are of is named by them.
+model of no other layers has a group without layers beside it, whose blocks have no memory on the
+device: what its states are of is named by them.
 
 A pool is made of planes, each the memory of one layer; a block is its part of all planes, and
 belongs to one group at a time, whose layers have a plane each.

@@ -65,7 +65,9 @@ class RecurrentKernels:
         shape = (len(state), len(weight) - 1, channels)
         if not (plain(x) and plain(weight) and plain(state)) or state.shape != shape:
             raise ValueError(f"short_conv: x {say(x)}, state {say(state)}, {len(weight)} taps")
-        if weight.shape[1] != channels or len(weight) > MOST_TAPS:
+        if len(weight) > MOST_TAPS:
+            raise ValueError(f"a short convolution of {len(weight)} taps; at most {MOST_TAPS}")
+        if weight.shape[1] != channels:
             raise ValueError(f"short_conv: x {say(x)}, weight {say(weight)}")
         status = self._short_conv(
             x.data_ptr(),

@@ -13,8 +13,10 @@ from penstock_shard.ipc.runner_info import CacheGroup, blocks_each, pools_for
 # length, and never more than this share of free memory.
 _CPU_KV_BYTES = 256 * 2**20
 _CPU_SHARE = 0.5
-# More are only taken to hold one sequence: the records of a block take half a kilobyte of the host.
+# More are only taken to hold one sequence: the records of a block take half a kilobyte of the host,
+# which is all that a block without layers takes.
 _MOST_BLOCKS = 2**20
+RECORD_BYTES = 512
 # Pools hold equally many sequences of this many times what the widest window holds. With more, long
 # sequences would find blocks for their windows where short ones find none; with fewer, the reverse.
 # A state is as a window of nothing but the step's own tokens.
@@ -79,16 +81,6 @@ class KVShape:
         """Bytes of one sequence's states."""
         return self.bytes_of([0 if count else 1 for count in pools_for(1, self.groups)])
 
-    def divide_states(self, num_bytes: int, num_blocks: int | None) -> list[int]:
-        """Of a model that has nothing but states: as many as so many bytes hold, and `num_blocks`
-        to name their tokens, by default as if each sequence had full length.
-        """
-        states = num_bytes // self.state_bytes
-        one = self.blocks_for(self.max_model_len)
-        enough = max(max(one), min(_MOST_BLOCKS, states * max(one)))
-        named = enough if num_blocks is None else num_blocks
-        return [states if size else named for size in self.block_bytes]
-
     def divide(self, num_bytes: int, *, only_blocks: bool = False) -> list[int]:
         """Blocks of each pool in so many bytes, which hold one sequence of full length. States come
         next, up to `num_states`; what is left is divided as sequences of the reference need it, or
@@ -129,8 +121,7 @@ def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: b
         budget = free_bytes
         if on_cpu:
             budget = min(max(_CPU_KV_BYTES, one + more_states), int(free_bytes * _CPU_SHARE))
-        if block:
-            budget = min(budget, max(_MOST_BLOCKS * block, one + more_states))
+        budget = min(budget, max(_MOST_BLOCKS * block, one + more_states))
         flag = "--kv-memory" if on_cpu else "--gpu-memory-utilization"
     if budget < block:
         raise ModelError(f"KV cache: not one block of {shape.block_size} tokens fits; raise {flag}")
@@ -138,12 +129,7 @@ def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: b
         raise ModelError(_too_short(shape, budget, flag))
     if config.kv_blocks is not None:
         budget += more_states
-    if block:
-        pools = shape.divide(budget, only_blocks=config.kv_blocks is not None)
-    else:
-        pools = shape.divide_states(budget, config.kv_blocks)
-    if not shape.sequences_in(pools):
-        raise ModelError(_too_few_names(shape, flag))
+    pools = shape.divide(budget, only_blocks=config.kv_blocks is not None)
     if on_cpu and shape.bytes_of(pools) > free_bytes:
         raise ModelError(no_room(shape, pools, free_bytes, flag))
     return pools
@@ -164,18 +150,9 @@ def _too_short(shape: KVShape, num_bytes: int, flag: str) -> str:
     )
 
 
-def _too_few_names(shape: KVShape, flag: str) -> str:
-    needed = -(-shape.max_model_len // shape.block_size)
-    return (
-        f"KV cache: the tokens of one sequence of {shape.max_model_len} tokens are named by "
-        f"{needed} blocks; raise {flag} to that"
-    )
-
-
 def no_room(shape: KVShape, pools: Sequence[int], free_bytes: int, flag: str) -> str:
     """The error message for KV blocks that do not fit."""
-    block = shape.bytes_of(pools_for(1, shape.groups)) or shape.state_bytes
-    most = max(0, free_bytes // block)
+    most = max(0, free_bytes // shape.bytes_of(pools_for(1, shape.groups)))
     num_blocks, mebibytes = blocks_each(pools, shape.groups), shape.bytes_of(pools) >> 20
     return f"KV cache: no room for {num_blocks} blocks ({mebibytes} MiB): {most} fit; lower {flag}"
 

@@ -252,7 +252,7 @@ class _Loading:
         try:
             with probing(module) as apart, alone:
                 model = TransformersModel(module, self.ops, latent)
-        except (NotImplementedError, AttributeError, TypeError) as error:
+        except (NotImplementedError, AttributeError, TypeError, ValueError) as error:
             advice = "" if self.ops.keeps_tensors else f"; use {_PLAINEST}"
             raise ModelError(
                 f"{type(module).__name__} is computed in a way that is not served here: "

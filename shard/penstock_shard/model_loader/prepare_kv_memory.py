@@ -16,6 +16,7 @@ from penstock_shard.errors import ModelError, is_out_of_memory
 from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader.block_count import (
     KEPT_STATES,
+    RECORD_BYTES,
     KVShape,
     choose_pools,
     describe_blocks,
@@ -76,7 +77,7 @@ class MemoryPreparation:
         return KVShape(
             block_size=self.block_size,
             block_bytes=tuple(
-                layout.block_bytes(pool, self.block_size, itemsize)
+                layout.block_bytes(pool, self.block_size, itemsize) or RECORD_BYTES
                 for pool in range(len(layout.planes))
             ),
             max_model_len=self.loaded.max_model_len,

@@ -13,9 +13,10 @@ from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.decoder.linear import Linear
 from penstock_shard.models.transformers.transformers_model import TransformersModel
 
-# Modules of a layer without adapters: routers, and experts, which see only some of the tokens. And
-# of latent attention what makes keys and values of latents, as its products are not computed.
-_CLOSED = {"experts", "gate", "router"}
+# Modules of a layer without adapters: routers, and experts, which see only some of the tokens; what
+# makes Mamba's time steps, whose code multiplies by the weight itself. And of latent attention what
+# makes keys and values of latents, as its products are not computed.
+_CLOSED = {"dt_proj", "experts", "gate", "router"}
 
 
 def make_adaptable(model: Decoder | TransformersModel, bank: LoraBank) -> None:

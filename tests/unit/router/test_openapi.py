@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router
 
-from penstock_router.apis.base import ErrorForm
+from penstock_router.apis.base import LINES, ErrorForm
 from penstock_router.errors import ApiError
 from penstock_router.json_fields import STRING, Field, JsonObject, table
 from penstock_router.openapi.document import describe
@@ -176,10 +176,12 @@ def test_errors_have_the_statuses_and_the_shapes_of_their_form() -> None:
 
 def test_a_stream_s_last_frames_say_what_an_answer_that_is_an_error_says() -> None:
     error = ApiError("no luck")
-    forms = {route.errors for route in ROUTES}
-    assert len(forms) == 3
-    for form in forms:
-        assert b"data: " + msgspec.json.encode(form.body(error)) + b"\n\n" in form.frames(error)
+    forms = {route.errors: route.framing for route in ROUTES if route.event is not None}
+    assert len(forms) == 4
+    for form, framing in forms.items():
+        shown = msgspec.json.encode(form.body(error))
+        expected = shown + b"\n" if framing is LINES else b"data: " + shown + b"\n\n"
+        assert expected in form.frames(error)
 
 
 def test_only_an_open_route_has_no_key() -> None:

@@ -138,11 +138,12 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
     linear layers that share an input become one matrix. Raises ModelError, naming the tensor, for a
     value that the kind of weights cannot hold.
     """
+    matrices = _Matrices(ops)
     # The largest first, while little else is in memory: packing it needs the most.
     places = sorted(_weight_uses(module, ops), key=lambda place: place.nbytes, reverse=True)
     reported_s = time.monotonic()
     for done, place in enumerate(places):
-        _pack(place, ops)
+        _pack(place, matrices)
         if time.monotonic() - reported_s >= _REPORT_S:
             reported_s = time.monotonic()
             progress(f"loading weights: {100 * done // len(places)} %")
@@ -159,17 +160,35 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
         module.register_parameter("dtype_of_activations", nn.Parameter(empty))
 
 
-def _pack(place: _WeightUse, ops: Ops) -> None:
+class _Matrices:
+    """Packs weights, those that several modules share (Zamba2's blocks) once."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+        self._packed: dict[tuple[object, ...], Matrix] = {}
+
+    def pack(self, parts: list[Tensor], *, exact: bool = False) -> Matrix:
+        """The weights [N_i, K] as one matrix. Raises ValueError for a value that it cannot hold."""
+        # All weights are in memory until each of their modules has its matrix.
+        key = (exact, *((part.data_ptr(), part.shape, part.stride()) for part in parts))
+        matrix = self._packed.get(key)
+        if matrix is None:
+            matrix = self._packed[key] = _checked(parts, self.ops, exact=exact)
+        return matrix
+
+
+def _pack(place: _WeightUse, matrices: _Matrices) -> None:
+    ops = matrices.ops
     weights = [weight.data for weight in place.weights]
     tensors = ", ".join(f"{name}.{place.parameter}" for name in place.names)
     if weights[0].dtype not in _DTYPES:
         raise ModelError(f"{tensors}: is stored as {weights[0].dtype}, not served here")
     try:
         if place.siblings is not None:
-            put_in_place(place.siblings, _checked(weights, ops), ops)
+            put_in_place(place.siblings, matrices.pack(weights), ops)
         else:
             (holder,) = place.holders
-            packed = _packed(holder, weights[0], ops, exact=place.exact)
+            packed = _packed(holder, weights[0], matrices, exact=place.exact)
             delattr(holder, place.parameter)
             setattr(holder, place.parameter, packed)
     except ValueError as error:
@@ -206,20 +225,22 @@ def _is_router(name: str, holder: nn.Module) -> bool:
     )
 
 
-def _packed(holder: nn.Module, weight: Tensor, ops: Ops, *, exact: bool) -> WeightProxy:
+def _packed(holder: nn.Module, weight: Tensor, matrices: _Matrices, *, exact: bool) -> WeightProxy:
+    ops = matrices.ops
     if isinstance(holder, nn.Embedding):
         return PackedTable(Embedding(weight, ops), ops)
     if weight.dim() == 3:
         transposed = bool(holder.is_transposed)
-        return PackedStack([_pack_matrix(part, ops, transposed) for part in weight], ops)
-    return _pack_matrix(weight, ops, isinstance(holder, Conv1D), exact=exact)
+        return PackedStack([_pack_matrix(part, matrices, transposed) for part in weight], ops)
+    return _pack_matrix(weight, matrices, isinstance(holder, Conv1D), exact=exact)
 
 
 def _pack_matrix(
-    weight: Tensor, ops: Ops, transposed: bool, *, exact: bool = False
+    weight: Tensor, matrices: _Matrices, transposed: bool, *, exact: bool = False
 ) -> PackedWeight:
     rows = weight.T if transposed else weight
-    return PackedWeight(_checked([rows], ops, exact=exact), ops, transposed=transposed)
+    packed = matrices.pack([rows], exact=exact)
+    return PackedWeight(packed, matrices.ops, transposed=transposed)
 
 
 def _checked(parts: list[Tensor], ops: Ops, *, exact: bool = False) -> Matrix:

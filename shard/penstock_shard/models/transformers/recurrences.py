@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from penstock_shard.attention.base import AttentionBatch, StateSpec
+from penstock_shard.errors import ModelError
 from penstock_shard.models.paged_caches import StateCache
 from penstock_shard.ops.base import Ops
 
@@ -45,6 +45,9 @@ _SERVED = {
     "olmo_hybrid",
     "zamba2",
 }
+
+# Its names in configurations.
+_SILU = ("silu", "swish")
 
 # Where a layer's state is, and the sequences of the step; the spec is what the caller knows of it.
 FindState = Callable[[int, StateSpec], tuple[StateCache, AttentionBatch]]
@@ -72,8 +75,8 @@ class _Step:
         **_: Any,
     ) -> Tensor:
         """x [1, C, T], weight [C, K] -> [1, C, T]"""
-        if activation not in (None, "silu"):
-            raise NotImplementedError(f"a short convolution with {activation}")
+        if activation not in (None, *_SILU):
+            raise ModelError(f"short convolutions with {activation} are not served, only with silu")
         cache, batch = self._state(channels=weight.shape[0], taps=weight.shape[1])
         mixed = self._ops.short_conv(
             x[0].T.contiguous(),
@@ -81,7 +84,7 @@ class _Step:
             None if bias is None else bias.float(),
             cache.inputs,
             batch,
-            silu=activation == "silu",
+            silu=activation in _SILU,
         )
         return mixed.T.unsqueeze(0)
 
@@ -99,7 +102,7 @@ class _Step:
         [1, T, H] -> [1, T, H, Dv]
         """
         if not use_qk_l2norm_in_kernel:
-            raise NotImplementedError("a delta rule whose keys are of any length")
+            raise ModelError("a delta rule whose keys are of any length is not served")
         heads, dim_v = value.shape[2:]
         cache, batch = self._state(heads=heads, dim=key.shape[3], dim_v=dim_v)
         qkv = torch.cat([part[0].flatten(1) for part in (query, key, value)], dim=1)
@@ -214,19 +217,32 @@ def serving(ops: Ops, find: FindState) -> Iterator[None]:
 
 def run_on_states(module: PreTrainedModel) -> None:
     """Have the module's mixers, if it has any, compute on states while a step is served."""
-    # Some take the smallest step of their initial weights for a bound, in prompts alone.
-    limit = getattr(module.config.get_text_config(), "time_step_limit", None)
+    limit = _time_step_limit(module.config.get_text_config())
     mixer: Any
     for mixer in module.modules():
         functions = _functions_of(mixer)
         if not functions and type(mixer).__name__ not in _REPLACED:
             continue
-        file = sys.modules[type(mixer).__module__]
         for name in functions:
-            setattr(file, name, _served(getattr(file, name), _FUNCTIONS[name]))
+            # Of the file that the code is in, which a class may have inherited it from.
+            of_file = inspect.unwrap(type(mixer).forward).__globals__
+            of_file[name] = _served(of_file[name], _FUNCTIONS[name])
         if hasattr(mixer, "time_step_limit"):
-            mixer.time_step_limit = tuple(limit or (0.0, float("inf")))
+            mixer.time_step_limit = limit
         mixer.forward = _with_index(mixer)
+
+
+def _time_step_limit(text: PreTrainedConfig) -> tuple[float, float]:
+    """As configured; some take the smallest step of their initial weights for a bound instead, in
+    prompts alone. Raises ModelError unless it is two numbers.
+    """
+    limit = getattr(text, "time_step_limit", None)
+    if limit is None:
+        return 0.0, float("inf")
+    if not isinstance(limit, list | tuple) or len(limit) != 2:
+        raise ModelError(f"time_step_limit is {limit}; it must be two numbers")
+    low, high = limit
+    return float(low), float(high)
 
 
 def recording(specs: dict[int, StateSpec], device: torch.device) -> FindState:

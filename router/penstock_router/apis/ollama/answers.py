@@ -1,0 +1,302 @@
+"""Deltas -> answers of Ollama's API: messages of chats, or texts, in lines of JSON or whole.
+
+A line has what came since the one before, and the last one counts and times. Calls are shown whole,
+each once it is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal, NotRequired, TypedDict, cast
+
+import msgspec
+
+from penstock_router.apis.base import Envelope, ErrorForm
+from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
+from penstock_router.errors import ApiError
+from penstock_router.generation.choice import Delta
+from penstock_router.generation.job import Job
+from penstock_router.json_fields import JsonObject, decode_json
+from penstock_router.text.answer_pieces import Piece, PieceKind
+
+# The key under which arguments are shown that are not a JSON object, as of a call that was cut off.
+_INVALID_ARGUMENTS = "INVALID_JSON"
+
+
+# ---- What answers look like --------------------------------------------------------------------
+
+
+class OllamaFunction(TypedDict):
+    """A function and its arguments. Text that is not a JSON object is shown under INVALID_JSON."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(TypedDict):
+    """A call of a tool."""
+
+    function: OllamaFunction
+
+
+class AnswerMessage(TypedDict):
+    """The assistant's message, or a part of it."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[OllamaCall]]
+
+
+class _End(TypedDict):
+    """The last line of a stream, like an answer that is not streamed, also has why it ended, how
+    long it took in nanoseconds, and how many tokens it has.
+    """
+
+    model: str
+    # RFC 3339.
+    created_at: str
+    done: bool
+    done_reason: NotRequired[Literal["stop", "length", "load", "unload"]]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
+    logprobs: NotRequired[list[ChatLogprob]]
+
+
+class OllamaChatAnswer(_End):
+    """An answer of /api/chat, or a line of one."""
+
+    message: AnswerMessage
+
+
+class OllamaGenerateAnswer(_End):
+    """An answer of /api/generate, or a line of one."""
+
+    response: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[OllamaCall]]
+
+
+class EmbedAnswer(TypedDict):
+    """An answer of /api/embed: a vector for each input."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class EmbeddingsAnswer(TypedDict):
+    """An answer of /api/embeddings, the older form: one vector."""
+
+    embedding: list[float]
+
+
+# ---- Shapes ------------------------------------------------------------------------------------
+
+
+class Gain(TypedDict, total=False):
+    """What a line shows of an answer."""
+
+    content: str
+    thinking: str
+    tool_calls: list[OllamaCall]
+
+
+class _Lines:
+    """What both APIs share; `_show` puts a gain where the API has it."""
+
+    def __init__(self, job: Job, envelope: Envelope) -> None:
+        self._job = job
+        self._envelope = envelope
+        self._reason: Literal["stop", "length"] = "stop"
+        # When the first part of a stream came.
+        self._first_s: float | None = None
+        # The call whose arguments are coming: its name and their texts.
+        self._call: tuple[str, list[str]] | None = None
+
+    def _show(self, gain: Gain) -> JsonObject:
+        raise NotImplementedError
+
+    def _line(self, gain: Gain, delta: Delta | None = None) -> JsonObject:
+        line = {"model": self._job.model.name, "created_at": now(), **self._show(gain)}
+        scores = None if delta is None else self._logprobs(delta)
+        return line | {"done": False} | ({} if scores is None else {"logprobs": scores})
+
+    def _logprobs(self, delta: Delta) -> list[ChatLogprob] | None:
+        if self._job.options.logprobs is None or delta.logprobs is None:
+            return None
+        rows = chat_logprobs(
+            self._job.model.tokenizer,
+            delta.token_ids,
+            delta.logprobs,
+            requested_ids=(),
+            as_ids=False,
+        )
+        return cast(list[ChatLogprob], rows)
+
+    def _end(self) -> JsonObject:
+        usage, now_s = self._envelope.usage, time.perf_counter()
+        # An answer that is not streamed comes at once: all its time is shown as that of its tokens.
+        first_s = self._envelope.received_s if self._first_s is None else self._first_s
+        return {
+            "done": True,
+            "done_reason": self._reason,
+            "total_duration": _nanoseconds(now_s - self._envelope.received_s),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(first_s - self._envelope.received_s),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _nanoseconds(now_s - first_s),
+        }
+
+    def _gain(self, delta: Delta) -> Gain:
+        """What this delta adds, calls that are complete with it included."""
+        if delta.finish_reason == "length":
+            self._reason = "length"
+        gain: Gain = {}
+        pieces = delta.pieces
+        if pieces is None:
+            pieces = [Piece(PieceKind.CONTENT, delta.text)] if delta.text else []
+        for piece in pieces:
+            self._take(piece, gain)
+        if delta.finish_reason is not None:
+            self._complete_call(gain)
+        return gain
+
+    def _take(self, piece: Piece, gain: Gain) -> None:
+        if piece.kind is PieceKind.ARGUMENTS:
+            if self._call is not None:
+                self._call[1].append(piece.text)
+        elif piece.kind is PieceKind.CALL:
+            self._complete_call(gain)
+            self._call = piece.text, []
+        elif piece.kind is PieceKind.REASONING:
+            gain["thinking"] = gain.get("thinking", "") + piece.text
+        else:
+            gain["content"] = gain.get("content", "") + piece.text
+
+    def _complete_call(self, gain: Gain) -> None:
+        if self._call is None:
+            return
+        name, texts = self._call
+        call: OllamaCall = {"function": {"name": name, "arguments": _arguments("".join(texts))}}
+        gain.setdefault("tool_calls", []).append(call)
+        self._call = None
+
+    # ---- whole
+
+    def headers(self) -> Mapping[str, str]:
+        """No headers of its own."""
+        return {}
+
+    def whole(self, deltas: Sequence[Delta]) -> JsonObject:
+        """The answer that is not streamed."""
+        [delta] = deltas
+        return self._line(self._gain(delta), delta) | self._end()
+
+    # ---- in lines
+
+    def opening(self) -> list[bytes]:
+        """Nothing: streams begin with what comes first."""
+        return []
+
+    def chunk(self, delta: Delta) -> bytes | None:
+        """A line, if anything is to be shown."""
+        if self._first_s is None:
+            self._first_s = time.perf_counter()
+        gain = self._gain(delta)
+        if not any(gain.values()) and self._logprobs(delta) is None:
+            return None
+        return _frame(self._line(gain, delta))
+
+    def closing(self) -> list[bytes]:
+        """The line with counts and times."""
+        return [_frame(self._line({}) | self._end())]
+
+    def failure(self, error: ApiError) -> bytes:
+        """The error as a line."""
+        return _error_frames(error)
+
+
+class ChatShape(_Lines):
+    """Answers of /api/chat."""
+
+    def _show(self, gain: Gain) -> JsonObject:
+        return {"message": {"role": "assistant", "content": "", **gain}}
+
+
+class GenerateShape(_Lines):
+    """Answers of /api/generate."""
+
+    def _show(self, gain: Gain) -> JsonObject:
+        rest = {name: value for name, value in gain.items() if name != "content"}
+        return {"response": gain.get("content", ""), **rest}
+
+
+def load_answer(name: str, *, is_chat: bool, unloads: bool) -> JsonObject:
+    """The answer to a request without a prompt, which asks for nothing but the model in memory."""
+    empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    reason = "unload" if unloads else "load"
+    return {"model": name, "created_at": now(), **empty, "done": True, "done_reason": reason}
+
+
+def embed_answer(
+    model: str, vectors: Sequence[Sequence[float]], num_tokens: int, seconds: float
+) -> EmbedAnswer:
+    """The vectors in the order of their inputs."""
+    return {
+        "model": model,
+        "embeddings": [list(vector) for vector in vectors],
+        "total_duration": _nanoseconds(seconds),
+        "load_duration": 0,
+        "prompt_eval_count": num_tokens,
+    }
+
+
+def now() -> str:
+    """The time, in RFC 3339."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _frame(line: JsonObject) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))
+
+
+def _arguments(text: str) -> JsonObject:
+    try:
+        parsed = decode_json(text or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {_INVALID_ARGUMENTS: text}
+
+
+# ---- Errors ------------------------------------------------------------------------------------
+
+
+class OllamaError(TypedDict):
+    """An answer that is an error."""
+
+    error: str
+
+
+def _error_answer(error: ApiError) -> JsonObject:
+    return {"error": error.message}
+
+
+def _error_frames(error: ApiError) -> bytes:
+    return _frame(_error_answer(error))
+
+
+ERRORS = ErrorForm(_error_answer, OllamaError, _error_frames)

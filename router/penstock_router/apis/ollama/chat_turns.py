@@ -1,0 +1,129 @@
+"""Messages of Ollama's chats -> as chat templates expect them.
+
+They have no ids of calls: results belong to the calls before them in order, or by `tool_name`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock_router.apis.chat_messages import (
+    FunctionCall,
+    assistant_message,
+    check_size,
+    tool_message,
+)
+from penstock_router.errors import BadRequest
+from penstock_router.json_fields import (
+    STRING,
+    JsonObject,
+    Kind,
+    one_of,
+    or_null,
+    read_array,
+    read_object,
+)
+from penstock_router.request import Message
+
+_ROLE = one_of("system", "user", "assistant", "tool")
+
+
+def read_images(name: str, value: Any) -> None:
+    """Raises `BadRequest` for any: only text is served."""
+    if read_array(name, value):
+        raise BadRequest(f"{name}: images are not served, only text", param=name)
+
+
+IMAGES = Kind(read_images, {"type": "array", "maxItems": 0})
+
+
+def _read_turns(name: str, value: Any) -> list[Message]:
+    turns = read_array(name, value)
+    check_size(name, turns)
+    reader = _Reader()
+    return [reader.message(f"{name}[{index}]", turn) for index, turn in enumerate(turns)]
+
+
+class _Reader:
+    """Reads messages in order, and gives calls ids by which their results are found."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        # Calls without a result yet, in order.
+        self._open: list[FunctionCall] = []
+
+    def message(self, name: str, value: Any) -> Message:
+        given = read_object(name, value)
+        role = _ROLE.read(f"{name}.role", given.get("role"))
+        if given.get("images") is not None:
+            read_images(f"{name}.images", given["images"])
+        content = STRING.read(f"{name}.content", given.get("content") or "")
+        if role == "assistant":
+            return self._assistant(name, given, content)
+        if role == "tool":
+            return self._result(name, given, content)
+        return {"role": role, "content": content}
+
+    def _assistant(self, name: str, given: JsonObject, content: str) -> Message:
+        thinking = STRING.read(f"{name}.thinking", given.get("thinking") or "")
+        calls = [
+            self._call(f"{name}.tool_calls[{index}]", call)
+            for index, call in enumerate(
+                read_array(f"{name}.tool_calls", given.get("tool_calls") or [])
+            )
+        ]
+        self._open = list(calls)
+        return assistant_message(content or (None if calls else ""), thinking, calls)
+
+    def _call(self, name: str, value: Any) -> FunctionCall:
+        function = read_object(f"{name}.function", read_object(name, value).get("function"))
+        called = STRING.read(f"{name}.function.name", function.get("name"))
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str):
+            arguments = read_object(f"{name}.function.arguments", arguments or {})
+        self._num_calls += 1
+        return FunctionCall(f"call_{self._num_calls}", called, arguments)
+
+    def _result(self, name: str, given: JsonObject, content: str) -> Message:
+        called = STRING.read(f"{name}.tool_name", given.get("tool_name") or given.get("name") or "")
+        named = [call for call in self._open if call.name == called]
+        for call in (named or self._open)[:1]:
+            self._open.remove(call)
+            return tool_message(call.call_id, content, called or call.name)
+        return tool_message("", content, called)
+
+
+_TEXT_OR_NULL: JsonObject = or_null(STRING.schema)
+_CALL: JsonObject = {
+    "type": "object",
+    "properties": {
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": STRING.schema,
+                "arguments": {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]},
+            },
+            "required": ["name"],
+        }
+    },
+    "required": ["function"],
+}
+TURNS = Kind(
+    _read_turns,
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "role": _ROLE.schema,
+                "content": _TEXT_OR_NULL,
+                "thinking": _TEXT_OR_NULL,
+                "images": or_null(IMAGES.schema),
+                "tool_calls": or_null({"type": "array", "items": _CALL}),
+                "tool_name": _TEXT_OR_NULL,
+                "name": _TEXT_OR_NULL,
+            },
+            "required": ["role"],
+        },
+    },
+)
