@@ -26,8 +26,8 @@ UV := $(shell command -v uv)
 into = $(if $(UV),$(UV) pip install --python $(1)/bin/python,\
 	$(1)/bin/python -m pip --disable-pip-version-check install)
 # Released clients that tests talk to penstock with, each folder of them in an environment of its own.
-# `make test` needs what installs in seconds: anthropic's client (openai's is in .venv), and the files
-# that say what others agree on of JSON Schema.
+# `make test` needs what installs in seconds: anthropic's and ollama's clients (openai's is in .venv), and
+# the files that say what others agree on of JSON Schema.
 ANTHROPIC := .venv-clients/anthropic
 SCHEMA_SUITE := .venv-clients/json-schema-test-suite
 TESTED_WITH := $(ANTHROPIC)/.done $(SCHEMA_SUITE)/.done
@@ -144,7 +144,7 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 
 # Imported anew by each test: compiled once.
 $(ANTHROPIC)/.done: tests/clients/anthropic.txt | $(BIN)/python
-	@echo "Installing anthropic's client into $(ANTHROPIC): about 10 MB to download."
+	@echo "Installing anthropic's and ollama's clients into $(ANTHROPIC): about 10 MB to download."
 	@$(BIN)/python -m venv --clear $(ANTHROPIC)
 	@$(call into,$(ANTHROPIC)) --quiet -r $<
 	@touch $@
