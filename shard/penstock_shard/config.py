@@ -52,7 +52,7 @@ class ShardConfig(ObservingConfig):
 
     model: str | None = flag(
         None,
-        "a directory or a hub id (default: the built-in toy model)",
+        "a directory, a hub id or a GGUF file (default: the built-in toy model)",
         group="model",
         metavar="PATH_OR_HUB_ID",
     )

@@ -19,7 +19,9 @@ from typing import cast
 
 from penstock_shard.checkpoint.adapter_files import CONFIG as ADAPTER_CONFIG
 from penstock_shard.checkpoint.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from penstock_shard.checkpoint.gguf_files import is_gguf, unfold
 from penstock_shard.checkpoint.weight_files import (
+    GGUF,
     INDEX,
     WEIGHTS,
     read_object,
@@ -59,7 +61,8 @@ def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> Mo
     if config.model is None:
         source = ModelSource(BUILTIN_MODEL)
     elif _is_local(config.model):
-        source = ModelSource(Path(config.model).expanduser())
+        path = Path(config.model).expanduser()
+        source = ModelSource(unfold(path) if is_gguf(path) else path)
     else:
         source = _from_hub(config.model, config, needs_weights, progress)
     check_directory(source.path, needs_weights=needs_weights)
@@ -124,7 +127,8 @@ def _check_weights(directory: Path) -> None:
             f"{missing[0].name} for one"
         )
     for part in parts:
-        stored_tensors(part)
+        if part.name != GGUF:
+            stored_tensors(part)
 
 
 def _no_weights(names: Sequence[str]) -> str:

@@ -12,6 +12,8 @@ import msgspec
 from penstock_shard.errors import ModelError, first_line
 
 WEIGHTS = "model.safetensors"
+# The link to a GGUF file, in a directory that one was unfolded into.
+GGUF = "model.gguf"
 INDEX = "model.safetensors.index.json"
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -26,14 +28,15 @@ class StoredTensor(msgspec.Struct):
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The one file, else those of the index, as transformers chooses them; [] if there is neither.
+    """The one file, else those of the index, as transformers chooses them, else that of a GGUF
+    file; [] if there is none.
 
     Raises ModelError for an index that cannot be read, OSError for what the system refuses.
     """
     if (directory / WEIGHTS).exists():
         return [directory / WEIGHTS]
     if not (directory / INDEX).exists():
-        return []
+        return [directory / GGUF] if (directory / GGUF).exists() else []
     weight_map = read_object(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{directory / INDEX}: names no weights")

@@ -1,8 +1,8 @@
 """A hash of a model's weights: equal hashes mean equal bytes.
 
-Covers the names and contents of config.json, of every *.safetensors file, and, where the model's
-own code runs, of every *.py file. Pieces of files are hashed on several threads (hashlib releases
-the interpreter lock); the result is a hash of the pieces' hashes.
+Covers the names and contents of config.json, of every *.safetensors file or of the GGUF file, and,
+where the model's own code runs, of every *.py file. Pieces of files are hashed on several threads
+(hashlib releases the interpreter lock); the result is a hash of the pieces' hashes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
+
+from penstock_shard.checkpoint.weight_files import GGUF
 
 _PIECE_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
@@ -47,6 +49,7 @@ def hash_weights(
 def _pieces(model_dir: Path, config_only: bool, with_code: bool) -> Iterator[tuple[Path, int]]:
     """(file, offset) of each piece: config.json, then weights and code by name."""
     weights = [] if config_only else sorted(model_dir.glob("*.safetensors"))
+    weights += [] if weights or config_only else sorted(model_dir.glob(GGUF))
     code = sorted(model_dir.glob("*.py")) if with_code else []
     for path in (model_dir / "config.json", *weights, *code):
         for offset in range(0, max(1, path.stat().st_size), _PIECE_BYTES):

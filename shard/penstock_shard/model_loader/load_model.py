@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from penstock_shard.attention.base import LayerSpec
+from penstock_shard.checkpoint.gguf_checkpoint import GgufCheckpoint
 from penstock_shard.checkpoint.quantization_config import (
     QuantizedCheckpoint,
     plain_config,
@@ -26,6 +27,7 @@ from penstock_shard.checkpoint.quantization_config import (
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.checkpoint.stacked_experts import StackedExperts, has_stacks, refuse_stacks
 from penstock_shard.checkpoint.text_config import text_config
+from penstock_shard.checkpoint.weight_files import GGUF
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.distributed.divide_decoder import SlicedTensors, local_spec, rank_shares
 from penstock_shard.distributed.divide_module import divide_module
@@ -125,6 +127,8 @@ def _open(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Check
 
 
 def _checkpoint(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Checkpoint:
+    if (files.path / GGUF).exists():
+        return GgufCheckpoint(files.path, files.config)
     scheme, stacks = scheme_of(files.config), has_stacks(files.config)
     if scheme is not None:
         progress(scheme.computed_in(ops.weights))

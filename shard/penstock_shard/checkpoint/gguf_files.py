@@ -1,0 +1,155 @@
+"""A GGUF file as a model directory: what is in it besides weights, unfolded, and its tensors.
+
+transformers knows the names of architectures and makes configurations and tokenizers; the package
+gguf reads the file and says what its codes stand for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock_shard.checkpoint.weight_files import GGUF
+from penstock_shard.errors import ModelError, first_line
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+# Architectures whose metadata transformers reads as a whole, by the names that files have for them.
+# Of others it knows defaults alone, where sizes of one family differ in more.
+_SERVED = ("llama", "qwen2", "qwen3")
+_TOKENIZERS = ("gpt2", "llama")
+# What is read of a model, after the name of its architecture.
+_READ = {
+    *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
+    *("attention.key_length", "attention.value_length"),
+    *("rope.freq_base", "rope.dimension_count"),
+}
+# What transformers and gguf raise for a file that they cannot read.
+_ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
+_ARCHITECTURE = "general.architecture"
+# Factors of a rotation, where they are not plain, as Llama 3.1 has them.
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_CONTEXT = 8192
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf"
+
+
+def unfold(path: Path) -> Path:
+    """A directory with the file's configuration and tokenizer, and a link to it, for as long as the
+    process runs. Raises ModelError for a file that is none, or of what is not served.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path}: there is no such file")
+    reader = open_file(path)
+    architecture = _text(reader, _ARCHITECTURE)
+    if architecture not in _SERVED:
+        raise ModelError(
+            f"{path}: is of the architecture {architecture}; GGUF files are served of "
+            f"{', '.join(_SERVED)}"
+        )
+    _check_fields(path, reader, architecture)
+    directory = Path(tempfile.mkdtemp(prefix="penstock-gguf-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    (directory / GGUF).symlink_to(path.resolve())
+    try:
+        _write_parts(path, directory, reader)
+    except _ERRORS as error:
+        raise ModelError(f"{path}: cannot be read as a model: {first_line(error)}") from error
+    return directory
+
+
+def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:
+    """Raises ModelError, naming it, for anything that would be left out."""
+    tokenizer = _text(reader, "tokenizer.ggml.model")
+    if tokenizer not in _TOKENIZERS:
+        raise ModelError(
+            f"{path}: has a tokenizer {tokenizer}; served are {' and '.join(_TOKENIZERS)}"
+        )
+    for field in reader.fields:
+        prefix, _, name = field.partition(".")
+        if prefix == architecture and name not in _READ:
+            raise ModelError(f"{path}: {field} is not served, so its text would be wrong")
+    head = _number(reader, f"{architecture}.attention.key_length")
+    for name in ("attention.value_length", "rope.dimension_count"):
+        size = _number(reader, f"{architecture}.{name}")
+        if None not in (head, size) and size != head:
+            text = f"{architecture}.{name} is {size} where keys have {head}"
+            raise ModelError(f"{path}: {text}, which is not served")
+
+
+def open_file(path: Path) -> GGUFReader:
+    """Raises ModelError for a file that is cut short or none of its kind."""
+    # Here and not above: takes a while to import, and other models do not need it.
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        for tensor in reader.tensors:
+            if tensor.data_offset + tensor.n_bytes > path.stat().st_size:
+                raise ModelError(f"{path}: is cut short: {tensor.name} is beyond its end")
+    except _ERRORS as error:
+        why = f"is no GGUF file, or is cut short: {first_line(error)}"
+        raise ModelError(f"{path}: {why}") from error
+    return reader
+
+
+def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    key_length = _number(reader, f"{_text(reader, _ARCHITECTURE)}.attention.key_length")
+    if key_length is not None:
+        # transformers does not read it for each architecture.
+        config.head_dim = key_length
+    factors = [tensor for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]
+    if factors:
+        config.rope_parameters = _llama3_rope(config, factors[0].data.tolist(), path)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(
+        path.parent, gguf_file=path.name, local_files_only=True
+    )
+    tokenizer.save_pretrained(directory)
+
+
+def _llama3_rope(config: Any, factors: list[float], path: Path) -> dict[str, Any]:
+    """The parameters that give these factors. Raises ModelError if those of Llama 3 do not."""
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theta = float(config.rope_parameters["rope_theta"])
+    rope = {
+        **_LLAMA3,
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": max(factors),
+        "original_max_position_embeddings": _LLAMA3_CONTEXT,
+    }
+    config.rope_parameters = rope
+    found, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = theta ** (-torch.arange(len(factors)) / len(factors))
+    if len(found) != len(factors) or not torch.allclose(
+        plain / found, torch.tensor(factors), rtol=1e-3
+    ):
+        raise ModelError(f"{path}: has factors of a rotation that are not those of Llama 3")
+    return rope
+
+
+def _text(reader: GGUFReader, name: str) -> str:
+    field = reader.get_field(name)
+    value = None if field is None else field.contents()
+    return value if isinstance(value, str) else "unknown"
+
+
+def _number(reader: GGUFReader, name: str) -> int | None:
+    field = reader.get_field(name)
+    value = None if field is None else field.contents()
+    return value if isinstance(value, int) else None

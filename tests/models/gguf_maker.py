@@ -1,0 +1,139 @@
+"""Writes GGUF files of models as llama.cpp's converter lays them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+# What such files say of a token, by whether it is special.
+_NORMAL, _CONTROL = 1, 3
+
+
+def make_gguf(
+    model_dir: Path,
+    path: Path,
+    kind: str = "F32",
+    *,
+    drop: tuple[str, ...] = (),
+    extra: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+    fields: Mapping[str, float] = MappingProxyType({}),
+) -> Path:
+    """The model of a directory, matrices in `kind` where a row is so many blocks of it, less some
+    tensors and with others, and with more fields or other values.
+    """
+    config = json.loads((model_dir / "config.json").read_text())
+    arch = config["model_type"]
+    writer = gguf.GGUFWriter(path, arch)
+    _add_fields(writer, arch, config, fields)
+    _add_tokenizer(writer, model_dir, config)
+    for name, values in _tensors(model_dir, arch, config):
+        if name not in drop:
+            _add_tensor(writer, name, values, gguf.GGMLQuantizationType[kind])
+    for name, values in extra.items():
+        _add_tensor(writer, name, values, gguf.GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def dequantized(values: NDArray[np.float32], kind: str) -> NDArray[np.float32]:
+    """What values are once they were stored so."""
+    of_kind = gguf.GGMLQuantizationType[kind]
+    found: NDArray[np.float32] = gguf.dequantize(gguf.quantize(values, of_kind), of_kind)
+    return found
+
+
+def _add_fields(
+    writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], changes: Mapping[str, float]
+) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    fields: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": float((config.get("rope_parameters") or config)["rope_theta"]),
+        "vocab_size": config["vocab_size"],
+    }
+    for name, value in (fields | dict(changes)).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{arch}.{name}", value)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, model_dir: Path, config: dict[str, Any]) -> None:
+    tokenizer = json.loads((model_dir / "tokenizer.json").read_text())
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    vocabulary = tokenizer["model"]["vocab"] | {
+        token["content"]: token["id"] for token in tokenizer["added_tokens"]
+    }
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([_CONTROL if token in special else _NORMAL for token in tokens])
+    merges = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]
+    ]
+    writer.add_token_merges(merges)
+    eos = config["eos_token_id"]
+    writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
+    if config.get("bos_token_id") is not None:
+        writer.add_bos_token_id(config["bos_token_id"])
+    template = json.loads((model_dir / "tokenizer_config.json").read_text()).get("chat_template")
+    if template:
+        writer.add_chat_template(template)
+
+
+def _tensors(
+    model_dir: Path, arch: str, config: dict[str, Any]
+) -> list[tuple[str, NDArray[np.float32]]]:
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    found = []
+    for file in sorted(model_dir.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            base, _, suffix = name.rpartition(".")
+            own = f"{names.get_name(base)}.{suffix}"
+            values = tensor.float().numpy()
+            found.append((own, _laid_out(own, values, arch, config)))
+    return found
+
+
+def _laid_out(
+    name: str, values: NDArray[np.float32], arch: str, config: dict[str, Any]
+) -> NDArray[np.float32]:
+    """As llama.cpp has them: of Llama the halves of rotated heads in pairs."""
+    if arch == "llama" and (".attn_q." in name or ".attn_k." in name):
+        heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
+        shape = (heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        return values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
+    return values
+
+
+def _add_tensor(
+    writer: gguf.GGUFWriter,
+    name: str,
+    values: NDArray[np.float32],
+    kind: gguf.GGMLQuantizationType,
+) -> None:
+    block, _ = gguf.GGML_QUANT_SIZES[kind]
+    if values.ndim < 2 or values.shape[-1] % block:
+        kind = gguf.GGMLQuantizationType.F32
+    writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
