@@ -318,6 +318,69 @@ def _embeddings() -> Route:
     return Route({"model": MODEL, "input": "The quick brown fox jumps over"}, _with_names(cases))
 
 
+def _of_ollama() -> dict[str, Case]:
+    """Fields of both its routes that generate."""
+    sampling = {name: case for name, case in _SAMPLING.items() if name != "repetition_penalty"}
+    options = {
+        **sampling,
+        "repeat_penalty": _SAMPLING["repetition_penalty"],
+        "typical_p": Case({"": 0.3}),
+        "num_predict": Case({"": 9}),
+        "stop": Case({"": ["e", "a"]}),
+        **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread"), _silent(1)),
+        **dict.fromkeys(("num_keep", "use_mmap", "use_mlock", "numa", "low_vram"), _silent(1)),
+        "f16_kv": _silent(1),
+    }
+    return {
+        "model": Case({"": ADAPTER}),
+        "stream": Case({"": True}),
+        "format": Case({"": _SCHEMA}),
+        "think": _silent(True),
+        "logprobs": Case({"": True}),
+        "top_logprobs": Case({"": 2}, {"logprobs": True}),
+        "keep_alive": _silent("5m"),
+        "timeout": _silent(500),
+        **_with_names(options, "options."),
+    }
+
+
+_DRAWN: Json = {"seed": 7, "temperature": 0.9, "num_predict": 24}
+
+
+def _ollama_chat() -> Route:
+    base = {"model": MODEL, "messages": [_USER], "stream": False, "options": _DRAWN}
+    cases = {
+        **_of_ollama(),
+        "messages": Case({"": [_USER, _ASSISTANT, _USER]}),
+        "tools": Case({"": [_TOOL]}),
+    }
+    return Route(base, _with_names(cases))
+
+
+def _ollama_generate() -> Route:
+    base = {"model": MODEL, "prompt": "The quick brown fox", "stream": False, "options": _DRAWN}
+    cases = {
+        **_of_ollama(),
+        "prompt": Case({"": "The lazy dog"}),
+        "system": Case({"": "Be brief."}),
+        "raw": Case({"": True}),
+        "images": _silent([]),
+    }
+    return Route(base, _with_names(cases))
+
+
+def _ollama_embed(name: str, **more: Case) -> Route:
+    cases = {
+        "model": Case({"": "of nobody"}),
+        name: Case({"": "The lazy dog"}),
+        "options": _silent({"num_ctx": 9}),
+        "keep_alive": _silent("5m"),
+        "timeout": _silent(500),
+        **more,
+    }
+    return Route({"model": MODEL, name: "The quick brown fox jumps over"}, _with_names(cases))
+
+
 def _tokens_of_chats() -> Cases:
     return _with_names(
         {
@@ -370,6 +433,20 @@ ROUTES: Mapping[str, Route] = {
     "/v1/messages/count_tokens": _count_tokens(),
     "/v1/responses": _responses(),
     "/v1/embeddings": _embeddings(),
+    "/api/chat": _ollama_chat(),
+    "/api/generate": _ollama_generate(),
+    "/api/embed": _ollama_embed("input", truncate=_silent(False), dimensions=Case({"": 8})),
+    "/api/embeddings": _ollama_embed("prompt"),
+    "/api/show": Route(
+        {"model": MODEL},
+        _with_names(
+            {
+                "model": Case({"": "of nobody"}),
+                "name": _silent("of nobody"),
+                "verbose": _silent(True),
+            }
+        ),
+    ),
     "/generate": _tgi({}),
     "/": _tgi(
         {

@@ -40,11 +40,19 @@ _TIMEOUT_S = 600
 # More would only have them wait.
 _HTTP_CLIENTS = 8
 # Of a stream's events: texts in pieces, counts that grow, and the rest in order.
-_JOINED = ("text", "content", "delta", "name", "arguments", "partial_json")
-_COUNTS = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
-_LISTED = ("finish_reason", "stop_reason", "stop_sequence", "logprob")
+_JOINED = ("text", "content", "response", "delta", "name", "arguments", "partial_json")
+_COUNTS = (
+    *("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens"),
+    *("prompt_eval_count", "eval_count"),
+)
+_LISTED = ("finish_reason", "stop_reason", "stop_sequence", "done_reason", "logprob")
 # Of the clock, or drawn anew for each answer.
-_OF_ITS_OWN = frozenset({"id", "call_id", "created", "created_at", "completed_at"})
+_OF_ITS_OWN = frozenset(
+    {
+        *("id", "call_id", "created", "created_at", "completed_at", "modified_at"),
+        *("total_duration", "prompt_eval_duration", "eval_duration"),
+    }
+)
 
 
 def shard_of(checkout: Checkout, log_file: Path, *flags: str) -> Shard:
@@ -155,6 +163,8 @@ def ask_router(router: Router, requests: Mapping[str, tuple[str, Json]]) -> Answ
 
 
 def _content(text: str) -> Any:
+    if text.count("\n") > 1 and text.startswith('{"'):
+        return _join([json.loads(line) for line in text.splitlines()])
     if not text.startswith(("data:", "event:")):
         return json.loads(text)
     payloads = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]

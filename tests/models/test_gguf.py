@@ -77,6 +77,7 @@ def test_a_file_brings_its_tokenizer_and_its_chat_template(tmp_path: Path) -> No
     made = Tokenizer.from_str(files["tokenizer.json"].decode())
     for text in ("Hello,  world!", "<|user|>What?<|end|>", "Grüße 東京 🙂", "def f(x):\n\treturn"):
         assert made.encode(text).ids == own.encode(text).ids
+    assert made.get_vocab() == own.get_vocab()
     template = json.loads((BUILTIN_MODEL / "tokenizer_config.json").read_text())["chat_template"]
     shown = (
         files.get("chat_template.jinja", b"").decode()

@@ -7,12 +7,13 @@ gguf reads the file and says what its codes stand for.
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock_shard.checkpoint.weight_files import GGUF
+from penstock_shard.checkpoint.weight_files import GGUF, read_object
 from penstock_shard.errors import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -118,6 +119,15 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
         path.parent, gguf_file=path.name, local_files_only=True
     )
     tokenizer.save_pretrained(directory)
+    _drop_added(directory / "tokenizer.json", int(config.vocab_size))
+
+
+def _drop_added(path: Path, num_tokens: int) -> None:
+    """Leave out tokens that transformers adds to those of the file, such as an end of its own."""
+    tokenizer = read_object(path)
+    added = tokenizer["added_tokens"]
+    tokenizer["added_tokens"] = [token for token in added if token["id"] < num_tokens]
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def _llama3_rope(config: Any, factors: list[float], path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from penstock_router.json_fields import (
     ANYTHING,
     BOOLEAN,
     INT32_MAX,
+    OBJECT,
     POSITIVE,
     STRING,
     Field,
@@ -291,7 +292,7 @@ EMBED_FIELDS = table(
         Field("input", _INPUTS, "A text, or several.", required=True),
         Field("truncate", BOOLEAN, "Cut what is longer than the context; default true."),
         Field("dimensions", POSITIVE, "Keep the first so many values; default: all."),
-        Field("options", Kind(_read_options, body_schema(OPTIONS)), "Nothing to sample here."),
+        Field("options", OBJECT, "Nothing is sampled here: accepted without effect."),
         _KEEP_ALIVE,
         TIMEOUT,
     ]
