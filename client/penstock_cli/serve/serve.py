@@ -164,8 +164,8 @@ def _parser() -> OneLineParser:
     parser.epilog = (
         "MODEL, which comes first, is a directory, a hub id or a GGUF file (default: the built-in "
         "toy model). Other flags are handed to the shards: see `penstock shard --help`; those "
-        "after `--` to the router: see `penstock router --help`. Several shards take the GPUs in turn, each as "
-        "many as its model is split over."
+        "after `--` to the router: see `penstock router --help`. Several shards take the GPUs in "
+        "turn, each as many as its model is split over."
     )
     return parser
 
