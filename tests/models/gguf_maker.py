@@ -25,15 +25,20 @@ def make_gguf(
     drop: tuple[str, ...] = (),
     extra: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
     fields: Mapping[str, float] = MappingProxyType({}),
+    pieces: Mapping[str, float] = MappingProxyType({}),
 ) -> Path:
     """The model of a directory, matrices in `kind` where a row is so many blocks of it, less some
-    tensors and with others, and with more fields or other values.
+    tensors and with others, and with more fields or other values. With `pieces`, which have scores,
+    it has a tokenizer of them and of bytes in place of the directory's.
     """
     config = json.loads((model_dir / "config.json").read_text())
     arch = config["model_type"]
     writer = gguf.GGUFWriter(path, arch)
     _add_fields(writer, arch, config, fields)
-    _add_tokenizer(writer, model_dir, config)
+    if pieces:
+        _add_pieces(writer, pieces, config["vocab_size"])
+    else:
+        _add_tokenizer(writer, model_dir, config)
     for name, values in _tensors(model_dir, arch, config):
         if name not in drop:
             _add_tensor(writer, name, values, gguf.GGMLQuantizationType[kind])
@@ -99,6 +104,24 @@ def _add_tokenizer(writer: gguf.GGUFWriter, model_dir: Path, config: dict[str, A
     template = json.loads((model_dir / "tokenizer_config.json").read_text()).get("chat_template")
     if template:
         writer.add_chat_template(template)
+
+
+def _add_pieces(writer: gguf.GGUFWriter, pieces: Mapping[str, float], vocabulary: int) -> None:
+    """As of SentencePiece: unknown, begin and end, each byte, and pieces; unused ones up to the
+    size of the vocabulary.
+    """
+    special = ["<unk>", "<s>", "</s>"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = [*special, *bytes_, *pieces]
+    unused = [f"<unused{index}>" for index in range(vocabulary - len(tokens))]
+    types = [2, _CONTROL, _CONTROL, *[6] * 256, *[_NORMAL] * len(pieces), *[5] * len(unused)]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*tokens, *unused])
+    writer.add_token_scores([0.0] * 259 + [*pieces.values()] + [0.0] * len(unused))
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
 
 
 def _tensors(

@@ -89,6 +89,25 @@ def test_a_file_brings_its_tokenizer_and_its_chat_template(tmp_path: Path) -> No
     assert info.eos_token_ids == (2,)
 
 
+def test_a_tokenizer_of_pieces_joins_the_best_first_and_falls_back_to_bytes(
+    tmp_path: Path,
+) -> None:
+    letters = dict.fromkeys("▁abcdefghijklmnopqrstuvwxyz", -50.0)
+    pieces = {"he": -1.0, "ll": -2.0, "hell": -3.0, "hello": -4.0, "▁hello": -5.0, **letters}
+    file = make_gguf(make(tmp_path), tmp_path / "model.gguf", pieces=pieces)
+    tokenizer = Tokenizer.from_file(str(unfold(file) / "tokenizer.json"))
+
+    def said(text: str) -> list[str]:
+        return tokenizer.encode(text, add_special_tokens=False).tokens
+
+    assert said("hello hel") == ["▁hello", "▁", "he", "l"]
+    assert said("é") == ["▁", "<0xC3>", "<0xA9>"]
+    for text in ("hello hello", "a é 🙂 b", "two  spaces"):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(ids) == text
+    assert max(tokenizer.get_vocab().values()) < 384
+
+
 def add_factors(file: Path, target: Path, factors: list[float]) -> Path:
     """The same file with factors of its rotation."""
     make_gguf(file, target, extra={"rope_freqs.weight": np.array(factors, np.float32)})
