@@ -55,7 +55,9 @@ def test_a_router_of_one_gets_the_same_from_a_shard_of_the_other(
     sides: Sides, direction: str, tmp_path: Path
 ) -> None:
     asking, asked = across(sides, direction)
-    requests = {path: http_requests(path, ())[PLAIN] for path in ROUTES}
+    # A route that is new answers nothing of before.
+    known = http_fields(sides.before.router).keys() & ROUTES.keys()
+    requests = {path: http_requests(path, ())[PLAIN] for path in known}
     before = ask_router(sides.before.router, requests)
     with router_between(asking, asked, tmp_path) as router:
         assert differences(before, ask_router(router, requests)) == []
