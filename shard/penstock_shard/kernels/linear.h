@@ -17,15 +17,40 @@ struct linear {
 
 struct block { int64_t row, rows, column; }; /* part of the output, with a group's columns */
 
-/* The product of a block: sums of floats, or of int8 steps as int32. */
+/* The results of a row of a product of int8, in place of its sums of steps. */
+static void scale_row(const struct linear *l, int64_t row, int64_t column, int64_t columns,
+                      float *acc) {
+    const struct weight *w = l->weight;
+    for (int64_t c = 0; c < columns; c++) {
+        uint32_t sum = bits_of(acc[c]) - OFFSET * (uint32_t)w->sums[column + c];
+        acc[c] = (float)(int32_t)sum * (l->scales[row] * w->scales[column + c]);
+    }
+}
+
+/* Write the results of some rows to the output, with a group's columns, and add the bias. */
+static void store_rows(const struct linear *l, struct block b, float *acc) {
+    int64_t n = l->weight->n, columns = min_of(GROUP * LANES, n - b.column);
+    for (int64_t r = 0; r < b.rows; r++, acc += GROUP * LANES) {
+        float *out = l->out + (b.row + r) * n + b.column;
+        if (l->weight->kind == INT8) scale_row(l, b.row + r, b.column, columns, acc);
+        if (l->bias)
+            for (int64_t c = 0; c < columns; c++) out[c] = acc[c] + l->bias[b.column + c];
+        else
+            memcpy(out, acc, (size_t)columns * 4);
+    }
+}
+
+/* Multiply a block, and store each tile of rows once its last block of k is summed. */
 static void multiply_block(const struct linear *l, struct block b, float *acc) {
     const struct weight *w = l->weight;
     int64_t units = num_units(w), row_bytes = LANES * LAYOUTS[w->kind].bytes;
     const char *panels = (const char *)w->data + b.column / LANES * panel_bytes(w);
     /* Prefetch the next cache lines of the stream of weights, or, where several tiles share a block
      * of k, the next block. */
-    int64_t block = b.rows <= MAX_ROWS ? units : BLOCK_UNITS;
-    int64_t ahead = b.rows <= MAX_ROWS ? AHEAD : BLOCK_UNITS * row_bytes;
+    int whole = b.rows <= MAX_ROWS || w->kind == INT8;
+    int64_t block = whole ? units : BLOCK_UNITS, ahead = whole ? AHEAD : BLOCK_UNITS * row_bytes;
+    /* Of int8 fewer rows and more columns, so that a row's units are read for more products. */
+    int64_t most = w->kind == INT8 ? MAX_ROWS / 2 : MAX_ROWS;
     const void *pointers[2 * GROUP];
     struct product p = {.w = pointers, .ldx = units, .step = LANES, .ld = GROUP * LANES,
                         .next = GROUP, .kind = (int)w->kind};
@@ -37,34 +62,13 @@ static void multiply_block(const struct linear *l, struct block b, float *acc) {
         p.k = p.piece = min_of(block, units - start);
         p.resume = start > 0;
         for (int64_t r = 0, rows; r < b.rows; r += rows) {
-            rows = next_tile(b.rows - r, MAX_ROWS);
+            rows = next_tile(b.rows - r, most);
             p.x = l->units + (b.row + r) * units + start;
-            p.acc = acc + r * p.ld;
+            p.acc = acc + (whole ? 0 : r * p.ld);
             multiply(rows, GROUP, p);
+            if (start + block >= units)
+                store_rows(l, (struct block){b.row + r, rows, b.column}, p.acc);
         }
-    }
-}
-
-/* The results of a row of a product of int8, in place of its sums of steps. */
-static void scale_row(const struct linear *l, int64_t row, int64_t column, int64_t columns,
-                      float *acc) {
-    const struct weight *w = l->weight;
-    for (int64_t c = 0; c < columns; c++) {
-        uint32_t sum = bits_of(acc[c]) - OFFSET * (uint32_t)w->sums[column + c];
-        acc[c] = (float)(int32_t)sum * (l->scales[row] * w->scales[column + c]);
-    }
-}
-
-/* Write the results of a block to the output, and add the bias. */
-static void store_block(const struct linear *l, struct block b, float *acc) {
-    int64_t n = l->weight->n, columns = min_of(GROUP * LANES, n - b.column);
-    for (int64_t r = 0; r < b.rows; r++, acc += GROUP * LANES) {
-        float *out = l->out + (b.row + r) * n + b.column;
-        if (l->weight->kind == INT8) scale_row(l, b.row + r, b.column, columns, acc);
-        if (l->bias)
-            for (int64_t c = 0; c < columns; c++) out[c] = acc[c] + l->bias[b.column + c];
-        else
-            memcpy(out, acc, (size_t)columns * 4);
     }
 }
 
@@ -99,7 +103,6 @@ static void linear_task(const void *args, int64_t index, int thread) {
     int64_t row = index % l->num_chunks * l->chunk, group = index / l->num_chunks;
     struct block b = {row, min_of(l->chunk, l->rows - row), group * GROUP * LANES};
     multiply_block(l, b, pool.scratch[thread].data);
-    store_block(l, b, pool.scratch[thread].data);
 }
 
 static int64_t compute_linear(struct linear *l) {

@@ -25,17 +25,11 @@ struct product {
 
 #define MAX_ROWS (PENSTOCK_LEVEL == 2 ? 12 : PENSTOCK_LEVEL == 1 ? 6 : 4)
 
-/* sum + x times a unit of 16 columns, of which floats are in `column` already. */
-INLINE v16 accumulate(const int kind, v16 sum, const float *x, v16 column, const void *w) {
-    switch (kind) {
-    case BFLOAT16: return v_dot_bfloat(sum, x, w);
-    case INT8: return v_dot_int8(sum, x, w);
-    default: return v_fma(v_all(*x), column, sum);
-    }
-}
+INLINE int is_float(const int kind) { return kind == FLOAT32 || kind == FLOAT16; }
 
-INLINE v16 load_column(const int kind, const void *w) {
-    return kind == FLOAT32 ? v_load(w) : kind == FLOAT16 ? v_load_half(w) : v_all(0.0f);
+/* sum + x times a unit of 16 columns, of pairs of bfloat16 or of four int8. */
+INLINE v16 dot(const int kind, v16 sum, const float *x, const void *w) {
+    return kind == INT8 ? v_dot_int8(sum, x, w) : v_dot_bfloat(sum, x, w);
 }
 
 INLINE void tile(const int R, const int NV, const int kind, const struct product *p) {
@@ -58,12 +52,21 @@ INLINE void tile(const int R, const int NV, const int kind, const struct product
             v16 column[4];
             UNROLL for (int v = 0; v < NV; v++) {
                 __builtin_prefetch(next[v] + i * bytes);
-                column[v] = load_column(kind, w[v] + i * bytes);
+                if (is_float(kind))
+                    column[v] = kind == FLOAT16 ? v_load_half((const void *)(w[v] + i * bytes))
+                                                : v_load((const void *)(w[v] + i * bytes));
             }
-            UNROLL for (int r = 0; r < R; r++)
+            /* Floats broadcast a value of a row once; dot products read a unit of columns once. */
+            if (is_float(kind))
+                UNROLL for (int r = 0; r < R; r++) {
+                    v16 each = v_all(x[r / 3][r % 3 * ldx]);
+                    UNROLL for (int v = 0; v < NV; v++)
+                        sum[r][v] = v_fma(each, column[v], sum[r][v]);
+                }
+            else
                 UNROLL for (int v = 0; v < NV; v++)
-                    sum[r][v] = accumulate(kind, sum[r][v], x[r / 3] + r % 3 * ldx, column[v],
-                                           w[v] + i * bytes);
+                    UNROLL for (int r = 0; r < R; r++)
+                        sum[r][v] = dot(kind, sum[r][v], x[r / 3] + r % 3 * ldx, w[v] + i * bytes);
             UNROLL for (int j = 0; j < (R + 2) / 3; j++) x[j]++;
         }
     }
