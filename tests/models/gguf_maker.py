@@ -26,6 +26,7 @@ def make_gguf(
     extra: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
     fields: Mapping[str, float] = MappingProxyType({}),
     pieces: Mapping[str, float] = MappingProxyType({}),
+    adds_bos: bool | None = None,
 ) -> Path:
     """The model of a directory, matrices in `kind` where a row is so many blocks of it, less some
     tensors and with others, and with more fields or other values. With `pieces`, which have scores,
@@ -39,6 +40,8 @@ def make_gguf(
         _add_pieces(writer, pieces, config["vocab_size"])
     else:
         _add_tokenizer(writer, model_dir, config)
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
     for name, values in _tensors(model_dir, arch, config):
         if name not in drop:
             _add_tensor(writer, name, values, gguf.GGMLQuantizationType[kind])

@@ -108,6 +108,20 @@ def test_a_tokenizer_of_pieces_joins_the_best_first_and_falls_back_to_bytes(
     assert max(tokenizer.get_vocab().values()) < 384
 
 
+@pytest.mark.parametrize("pieces", [{}, dict.fromkeys("▁abc", -1.0)])
+@pytest.mark.parametrize("adds_bos", [None, True, False])
+def test_texts_begin_as_the_file_says(
+    pieces: dict[str, float], adds_bos: bool | None, tmp_path: Path
+) -> None:
+    directory = make(tmp_path) if pieces else BUILTIN_MODEL
+    file = make_gguf(directory, tmp_path / "model.gguf", pieces=pieces, adds_bos=adds_bos)
+    tokenizer = Tokenizer.from_file(str(unfold(file) / "tokenizer.json"))
+    expected = bool(pieces) if adds_bos is None else adds_bos
+    assert tokenizer.encode("abc").ids.count(1) == expected
+    assert tokenizer.encode("abc", add_special_tokens=False).ids.count(1) == 0
+    assert tokenizer.decode(tokenizer.encode("abc").ids) == "abc"
+
+
 def add_factors(file: Path, target: Path, factors: list[float]) -> Path:
     """The same file with factors of its rotation."""
     make_gguf(file, target, extra={"rope_freqs.weight": np.array(factors, np.float32)})

@@ -23,6 +23,8 @@ from penstock_shard.errors import ModelError
 
 # What a file's own types are read as; codes as float32.
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+# What the order of a matrix's rows depends on.
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 # Beside weights: of the rotation, which the configuration has.
 _NO_WEIGHTS = {"rope_freqs.weight"}
 
@@ -69,6 +71,3 @@ class GgufCheckpoint(Checkpoint):
 
     def _slice(self, name: str) -> Tensor:
         return self._tensor(name)
-
-
-_HEADS = ("num_attention_heads", "num_key_value_heads")

@@ -32,7 +32,7 @@ _READ = {
 }
 # What transformers and gguf raise for a file that they cannot read.
 _ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
-_ARCHITECTURE = "general.architecture"
+_ARCHITECTURE, _TOKENIZER = "general.architecture", "tokenizer.ggml.model"
 # Factors of a rotation, where they are not plain, as Llama 3.1 has them.
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -69,7 +69,7 @@ def unfold(path: Path) -> Path:
 
 def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:
     """Raises ModelError, naming it, for anything that would be left out."""
-    tokenizer = _text(reader, "tokenizer.ggml.model")
+    tokenizer = _text(reader, _TOKENIZER)
     if tokenizer not in _TOKENIZERS:
         raise ModelError(
             f"{path}: has a tokenizer {tokenizer}; served are {' and '.join(_TOKENIZERS)}"
@@ -120,6 +120,7 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     )
     tokenizer.save_pretrained(directory)
     _drop_added(directory / "tokenizer.json", int(config.vocab_size))
+    _set_beginning(directory / "tokenizer.json", reader)
 
 
 def _drop_added(path: Path, num_tokens: int) -> None:
@@ -128,6 +129,28 @@ def _drop_added(path: Path, num_tokens: int) -> None:
     added = tokenizer["added_tokens"]
     tokenizer["added_tokens"] = [token for token in added if token["id"] < num_tokens]
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def _set_beginning(path: Path, reader: GGUFReader) -> None:
+    """Have texts begin with the file's token for that if it says so, or says nothing and has a
+    tokenizer of pieces.
+    """
+    from tokenizers import Tokenizer, processors
+
+    field = reader.get_field("tokenizer.ggml.add_bos_token")
+    is_wanted = _text(reader, _TOKENIZER) == "llama" if field is None else bool(field.contents())
+    bos_id = _number(reader, "tokenizer.ggml.bos_token_id")
+    if bos_id is None:
+        return
+    tokenizer = Tokenizer.from_file(str(path))
+    if (bos_id in tokenizer.encode("a").ids) == is_wanted:
+        return
+    bos = tokenizer.id_to_token(bos_id)
+    single, pair = (f"{bos} $A", f"{bos} $A {bos} $B") if is_wanted else ("$A", "$A $B")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[(bos, bos_id)]
+    )
+    tokenizer.save(str(path))
 
 
 def _llama3_rope(config: Any, factors: list[float], path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ each once it is complete.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, NotRequired, TypedDict, cast
@@ -110,8 +111,8 @@ class Gain(TypedDict, total=False):
     tool_calls: list[OllamaCall]
 
 
-class _Lines:
-    """What both APIs share; `_show` puts a gain where the API has it."""
+class _Lines(ABC):
+    """What both APIs share."""
 
     def __init__(self, job: Job, envelope: Envelope) -> None:
         self._job = job
@@ -122,8 +123,9 @@ class _Lines:
         # The call whose arguments are coming: its name and their texts.
         self._call: tuple[str, list[str]] | None = None
 
+    @abstractmethod
     def _show(self, gain: Gain) -> JsonObject:
-        raise NotImplementedError
+        """A gain where the API has it."""
 
     def _line(self, gain: Gain, delta: Delta | None = None) -> JsonObject:
         line = {"model": self._job.model.name, "created_at": now(), **self._show(gain)}
