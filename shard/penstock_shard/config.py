@@ -130,8 +130,8 @@ class ShardConfig(ObservingConfig):
     quantization: str | None = flag(
         None,
         "round weights at load: int8 with a scale for each output (cpu), fp8 with a scale for each "
-        "output, activations too (GPU), int4 in groups of 128 by torchao (GPU); default: as "
-        "precise as stored, fp8 checkpoints in fp8 where the GPU has it",
+        "output, activations too (GPU), int4 in groups of 32 (cpu) or of 128 by torchao (GPU); "
+        "default: as stored, in 4 and 8 bits too with --dtype auto (cpu), fp8 where the GPU has it",
         alias="--quantize",
         choices=("int8", "fp8", "int4"),
     )

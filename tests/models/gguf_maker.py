@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+# Where the blocks of a type have halves, and how large these are for weights of about 0.1.
+HALVES: dict[str, dict[int, float]] = {
+    "Q4_0": {0: 0.02},
+    "Q4_1": {0: 0.02, 2: -0.15},
+    "Q5_0": {0: 0.01},
+    "Q5_1": {0: 0.01, 2: -0.15},
+    "Q8_0": {0: 0.001},
+    "Q4_K": {0: 4e-4, 2: 3e-3},
+    "Q5_K": {0: 2e-4, 2: 3e-3},
+    "Q6_K": {208: 7.5e-5},
+}
 # What such files say of a token, by whether it is special.
 _NORMAL, _CONTROL = 1, 3
 
@@ -22,6 +34,7 @@ def make_gguf(
     path: Path,
     kind: str = "F32",
     *,
+    kinds: Mapping[str, str] = MappingProxyType({}),
     drop: tuple[str, ...] = (),
     extra: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
     fields: Mapping[str, float] = MappingProxyType({}),
@@ -29,8 +42,9 @@ def make_gguf(
     adds_bos: bool | None = None,
 ) -> Path:
     """The model of a directory, matrices in `kind` where a row is so many blocks of it, less some
-    tensors and with others, and with more fields or other values. With `pieces`, which have scores,
-    it has a tokenizer of them and of bytes in place of the directory's.
+    tensors and with others, `kinds` for those whose names have a part, and with more fields or
+    other values. With `pieces`, which have scores, it has a tokenizer of them and of bytes in place
+    of the directory's.
     """
     config = json.loads((model_dir / "config.json").read_text())
     arch = config["model_type"]
@@ -44,7 +58,8 @@ def make_gguf(
         writer.add_add_bos_token(adds_bos)
     for name, values in _tensors(model_dir, arch, config):
         if name not in drop:
-            _add_tensor(writer, name, values, gguf.GGMLQuantizationType[kind])
+            own = next((each for part, each in kinds.items() if part in name), kind)
+            _add_tensor(writer, name, values, gguf.GGMLQuantizationType[own])
     for name, values in extra.items():
         _add_tensor(writer, name, values, gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
@@ -57,8 +72,30 @@ def make_gguf(
 def dequantized(values: NDArray[np.float32], kind: str) -> NDArray[np.float32]:
     """What values are once they were stored so."""
     of_kind = gguf.GGMLQuantizationType[kind]
-    found: NDArray[np.float32] = gguf.dequantize(gguf.quantize(values, of_kind), of_kind)
+    found: NDArray[np.float32] = gguf.dequantize(_stored(values, of_kind), of_kind)
     return found
+
+
+def random_blocks(kind: str, count: int, random: np.random.Generator) -> NDArray[np.uint8]:
+    """Blocks of any codes, uint8 [count, bytes], whose weights are about 0.1."""
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = random.integers(0, 256, (count, num_bytes), np.uint8)
+    for at, size in HALVES[kind].items():
+        halves = (size * random.uniform(0.5, 1.5, (count, 1))).astype(np.float16)
+        blocks[:, at : at + 2] = halves.view(np.uint8)
+    return blocks
+
+
+def _stored(values: NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> NDArray[Any]:
+    """Rows of blocks; of the types that the package does not write any, the same for equal rows."""
+    try:
+        return gguf.quantize(values, kind)
+    except NotImplementedError:
+        block, _ = gguf.GGML_QUANT_SIZES[kind]
+        count = values.shape[1] // block
+        seeds = [zlib.crc32(row.tobytes()) for row in values]
+        rows = [random_blocks(kind.name, count, np.random.default_rng(seed)) for seed in seeds]
+        return np.stack([row.reshape(-1) for row in rows])
 
 
 def _add_fields(
@@ -162,4 +199,4 @@ def _add_tensor(
     block, _ = gguf.GGML_QUANT_SIZES[kind]
     if values.ndim < 2 or values.shape[-1] % block:
         kind = gguf.GGMLQuantizationType.F32
-    writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    writer.add_tensor(name, _stored(np.ascontiguousarray(values), kind), raw_dtype=kind)

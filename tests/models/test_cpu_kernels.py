@@ -24,6 +24,7 @@ from penstock_shard.kernels import build_cpu
 from penstock_shard.kernels.cpu import (
     ACTIVATIONS,
     WEIGHT_KINDS,
+    CodeLayout,
     CpuKernels,
     KvCache,
     WeightKind,
@@ -34,6 +35,14 @@ from penstock_shard.kernels.cpu import (
 ROW_COUNTS = (1, 2, 3, 7, 64, 512)
 # (n, k): odd, smaller and larger than a panel, a group and a block of k.
 SHAPES = ((1, 1), (17, 33), (64, 128), (100, 300), (130, 515))
+LAYOUTS = (
+    CodeLayout(4, 32, 8),
+    CodeLayout(4, 32, 0, has_minimums=True),
+    CodeLayout(4, 128, 0, has_minimums=True),
+    CodeLayout(8, 16, 32),
+    CodeLayout(8, 32, 128),
+    CodeLayout(8, 64, 0, has_minimums=True),
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -51,12 +60,52 @@ def generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(seeded(name).randrange(2**31))
 
 
+def random_codes(
+    n: int, k: int, layout: CodeLayout, random: torch.Generator | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and minimums."""
+    values = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8, generator=random)
+    groups = (n, -(-k // layout.group))
+    scales = torch.randn(groups, generator=random)
+    return values, scales, torch.randn(groups, generator=random) if layout.has_minimums else None
+
+
+def meant(part: tuple[Tensor, Tensor, Tensor | None], layout: CodeLayout) -> Tensor:
+    """The weight that codes stand for."""
+    values, scales, minimums = part
+    groups = torch.arange(values.shape[1]) // layout.group
+    weight = (values.float() - layout.zero) * scales[:, groups]
+    return weight if minimums is None else weight - minimums[:, groups]
+
+
+def in_steps(x: Tensor, group: int) -> Tensor:
+    """Activations [T, k] rounded to 127 steps a side, in groups of columns."""
+    parts = x.split(group, dim=1)
+    scales = [part.abs().amax(1, keepdim=True) / 127 for part in parts]
+    steps = [
+        (part / scale.clamp(min=1e-30)).round() for part, scale in zip(parts, scales, strict=True)
+    ]
+    return torch.cat([step * scale for step, scale in zip(steps, scales, strict=True)], dim=1)
+
+
 def stored(weight: Tensor, kind: WeightKind) -> Tensor:
     """The values a packed weight stands for, in float64."""
     if kind == "int8":
         scale = weight.float().abs().amax(1, keepdim=True) / 127
         return ((weight.float() / scale).round() * scale).double()
+    if kind == "int4":
+        return int4_stored(weight).double()
     return weight.to(getattr(torch, kind)).double()
+
+
+def int4_stored(weight: Tensor) -> Tensor:
+    """Of each 32 columns the largest is 8 steps below zero."""
+    n, k = weight.shape
+    groups = functional.pad(weight.float(), (0, -k % 32)).view(n, -1, 32)
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scale = largest / -8
+    steps = torch.where(scale == 0, 0, groups / scale).round().clamp(-8, 7)
+    return (steps * scale).view(n, -1)[:, :k]
 
 
 def int8_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -81,7 +130,7 @@ def test_linear_is_the_product(kernels: CpuKernels, kind: WeightKind, n: int, k:
         expected = x.double() @ stored(weight, kind).T
         if kind == "bfloat16":
             expected = x.bfloat16().double() @ stored(weight, kind).T
-        if kind == "int8":
+        if kind in ("int8", "int4"):
             # A step of an activation is 1/127 of its largest; half of it is lost.
             slack = 0.004 * x.abs().amax() * weight.abs().sum(1).amax()
         else:
@@ -107,6 +156,44 @@ def test_int8_holds_the_largest_sums(kernels: CpuKernels) -> None:
     assert torch.equal(result, int8_reference(x, weight))
 
 
+@pytest.mark.parametrize(("n", "k"), [(1, 8), (17, 40), (64, 128), (130, 520)])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_codes_are_multiplied_as_what_they_stand_for(
+    kernels: CpuKernels, layout: CodeLayout, n: int, k: int
+) -> None:
+    random = generator(f"codes {layout} {n} {k}")
+    parts = [random_codes(rows, k, layout, random) for rows in (n, 19)]
+    packed = kernels.pack_codes(parts, layout)
+    weight = torch.cat([meant(part, layout) for part in parts])
+    ids = torch.tensor([0, n + 18, n])
+    assert torch.equal(kernels.rows(packed, ids), weight[ids])
+    bias = torch.randn(n + 19, generator=random)
+    for rows in (1, 3, 13) if kernels.level == "portable" else (1, 2, 6, 7, 64, 241):
+        x = torch.randn(rows, k, generator=random)
+        x[0, 3], x[-1, k // 2 :] = 50.0, 0.0
+        rounded = in_steps(x, layout.group)
+        slack = 1e-6 * (rounded.abs().double() @ weight.abs().double().T).amax() + 1e-6
+        # Rows of the output may lie anywhere.
+        out = torch.full((rows, n + 40), 7.0)
+        kernels.linear(x, packed, bias, out[:, 3 : n + 22])
+        exact = rounded.double() @ weight.double().T + bias
+        assert (out[:, 3 : n + 22] - exact).abs().max() <= slack
+        assert (out[:, :3] == 7).all()
+        assert (out[:, n + 22 :] == 7).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_row_times_codes_has_the_same_bits_alone_and_among_others(
+    kernels: CpuKernels, layout: CodeLayout
+) -> None:
+    random = generator("rows")
+    packed = kernels.pack_codes([random_codes(70, 296, layout, random)], layout)
+    x = torch.randn(64, 296, generator=random)
+    alone = torch.cat([kernels.linear(x[i : i + 1], packed) for i in range(32)])
+    for rows in (2, 3, 5, 6, 7, 12, 13, 32, 64):
+        assert torch.equal(kernels.linear(x[:rows], packed)[:32], alone[:rows]), f"{rows} rows"
+
+
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)
 def test_a_linear_row_has_the_same_bits_alone_and_among_others(
     kernels: CpuKernels, kind: WeightKind
@@ -123,16 +210,18 @@ def test_a_linear_row_has_the_same_bits_alone_and_among_others(
             assert torch.equal(result[:32], alone[:rows]), f"{rows} rows"
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_rows_of_a_packed_weight_are_its_rows(
     kernels: CpuKernels, kind: WeightKind, n: int, k: int
 ) -> None:
     weight = torch.randn(n, k, generator=generator(f"rows of {kind} {n} {k}"))
     ids = torch.tensor([n - 1, 0, n // 2, n - 1])
-    rows = kernels.pack(weight, kind).rows(ids)
-    assert rows.is_contiguous()
-    assert torch.equal(rows.double(), stored(weight, kind)[ids])
+    packed = kernels.pack(weight, kind)
+    assert torch.equal(kernels.rows(packed, ids).double(), stored(weight, kind)[ids])
+    for bad in (-1, n):
+        with pytest.raises(IndexError, match="a row is outside the weight"):
+            kernels.rows(packed, torch.tensor([0, bad]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -210,11 +299,15 @@ def test_a_machine_whose_instructions_differ_is_not_served_by_them(
         kernels.check_instructions()
 
 
-def test_a_weight_that_is_not_finite_is_refused_as_int8(kernels: CpuKernels) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_weight_that_is_not_finite_is_refused_by_integers(
+    kernels: CpuKernels, kind: WeightKind, value: float
+) -> None:
     weight = torch.ones(40, 70)
-    weight[33, 65] = math.nan
-    with pytest.raises(ValueError, match="not finite in row 33; int8"):
-        kernels.pack(weight, "int8")
+    weight[33, 65] = value
+    with pytest.raises(ValueError, match=f"not finite in row 33; {kind}"):
+        kernels.pack(weight, kind)
 
 
 def test_operands_that_do_not_fit_are_refused(kernels: CpuKernels) -> None:
@@ -229,6 +322,19 @@ def test_operands_that_do_not_fit_are_refused(kernels: CpuKernels) -> None:
         kernels.pack([torch.ones(8, 4), torch.ones(8, 5)], "float32")
     with pytest.raises(ValueError, match="at most 131072"):
         kernels.pack(torch.ones(1, 131_073), "int8")
+    for group in (12, 1 << 18):
+        with pytest.raises(ValueError, match=f"has {group} columns; it must be a multiple of 8"):
+            kernels.pack_codes(
+                [random_codes(3, 24, CodeLayout(4, group, 8))], CodeLayout(4, group, 8)
+            )
+    values, scales, _ = random_codes(3, 24, CodeLayout(4, 8, 8))
+    for wrong in (
+        (values, scales[:2], None),
+        (values, scales, scales),
+        (values.int(), scales, None),
+    ):
+        with pytest.raises(ValueError, match="scales float32"):
+            kernels.pack_codes([wrong], CodeLayout(4, 8, 8))
     with pytest.raises(ValueError, match="threads is 0"):
         kernels.set_threads(0)
 
@@ -560,6 +666,9 @@ def everything(kernels: CpuKernels, rows: int, poison: bool = False) -> list[Ten
         if poison:
             part[1, 3::40], part[1, 7] = math.nan, math.inf
     results = [kernels.linear(x, kernels.pack(weight, kind)) for kind in WEIGHT_KINDS]
+    for layout in LAYOUTS:
+        codes = random_codes(200, 160, layout, random)
+        results += [kernels.linear(x, kernels.pack_codes([codes], layout))]
     results += [kernels.add_rms_norm(x, None, weight[0], 1e-6)]
     results += [kernels.gated_activation(gate_up, kind) for kind in ACTIVATIONS]
     cache = make_cache(-(-rows // 16), 16, 1, 40, 40, torch.float16)

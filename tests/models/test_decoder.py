@@ -163,6 +163,11 @@ def test_int8_errs_by_a_tenth_of_the_spread_at_most(family: str, model_dir: Dire
     assert 1e-3 < mean < 0.1
 
 
+def test_int4_errs_by_less_than_the_spread(model_dir: Directory) -> None:
+    _, mean = relative_errors(model_dir("llama"), dtype="auto", quantization="int4")
+    assert 0.01 < mean < 0.6
+
+
 def test_half_weights_keep_a_bfloat16_checkpoint_as_it_is(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama")
     weights = directory / "model.safetensors"
@@ -277,6 +282,7 @@ def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(
         ({"dtype": "float32"}, True),
         ({"dtype": "float32", "attention_backend": "sdpa"}, True),
         ({"dtype": "auto", "quantization": "int8"}, False),
+        ({"dtype": "auto", "quantization": "int4"}, False),
         ({"dtype": "auto", "attention_backend": "sdpa"}, False),
     ],
 )

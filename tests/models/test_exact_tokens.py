@@ -185,7 +185,8 @@ def _tie_logits(directory: Path, target: Path) -> Path:
     [
         ("llama", {}),
         ("llama", {"kv_cache_dtype": "float16", "threads": 2}),
-        ("llama", {"quantization": "int8"}),
+        in_soak("llama", {"quantization": "int8"}),
+        ("llama", {"quantization": "int4"}),
         ("llama", {"dtype": "bfloat16"}),
         ("gemma2", {}),
         ("gpt2", {}),

@@ -41,6 +41,7 @@ def all_ops() -> dict[str, Ops]:
         "cpu": CpuOps(kernels, "float32"),
         "cpu half": CpuOps(kernels, "float16"),
         "cpu int8": CpuOps(kernels, "int8"),
+        "cpu int4": CpuOps(kernels, "int4"),
         "bfloat16": torch_ops(torch.bfloat16, "bfloat16"),
     }
     if packs_half():
@@ -60,7 +61,7 @@ def test_a_model_whose_experts_look_at_their_rows_is_not_recorded() -> None:
 
 
 # How far a product may be off, relative to its spread.
-TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 3e-2, "int8": 5e-2}
+TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 3e-2, "int8": 5e-2, "int4": 2e-1}
 
 
 @pytest.mark.parametrize("name", list(all_ops()))
@@ -150,11 +151,12 @@ def test_a_token_gets_the_weighted_sum_of_its_best_experts(name: str, normalised
         assert torch.allclose(found.double(), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "float16", "int8", "int4"])
 def test_bits_of_a_token_do_not_depend_on_the_others(weights: str) -> None:
     rng = seeded(f"bits of experts, {weights}")
     torch.manual_seed(rng.randrange(1 << 30))
-    ops = all_ops()[{"float32": "cpu", "float16": "cpu half", "int8": "cpu int8"}[weights]]
+    named = {"float32": "cpu", "float16": "cpu half", "int8": "cpu int8", "int4": "cpu int4"}
+    ops = all_ops()[named[weights]]
     for normalised in (True, False):
         # Sizes that are no multiples of a vector's width.
         sizes = (rng.randint(5, 70), rng.randint(30, 70), rng.randint(30, 70))

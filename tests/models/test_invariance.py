@@ -38,7 +38,7 @@ _MAY_VARY = {"qwen2_moe"}
 
 _INVARIANT = [family for family in SERVED if family not in _MAY_VARY]
 # In make test each family with one kind of weights, and two of them with each.
-_KINDS = ("auto", "float32", "bfloat16", "int8")
+_KINDS = ("auto", "float32", "bfloat16", "int8", "int4")
 _ALWAYS = {
     *zip(_INVARIANT, itertools.cycle(_KINDS)),
     *itertools.product(("llama", "mixtral"), _KINDS),
@@ -52,7 +52,8 @@ _ALWAYS = {
 def test_every_family_is_batch_invariant_on_the_cpu_kernels(
     family: str, weights: str, model_dir: Directory
 ) -> None:
-    settings = {"quantization": "int8"} if weights == "int8" else {"dtype": weights}
+    is_kind = weights in ("int8", "int4")
+    settings = {"quantization": weights} if is_kind else {"dtype": weights}
     info = load(model_dir(family), **{"dtype": "auto", **settings}).info
     assert info.batch_invariant
     assert len(info.numerics_fingerprint) == 32
@@ -247,6 +248,7 @@ def test_the_fingerprint_names_all_that_decides_about_bits(
         named(dtype="bfloat16"),
         named(kv_cache_dtype="float32"),
         named(quantization="int8"),
+        named(quantization="int4"),
     ]
     monkeypatch.setattr("torch.__version__", "2.13.99")
     others.append(named())
@@ -254,7 +256,7 @@ def test_the_fingerprint_names_all_that_decides_about_bits(
     for name in ("transformers.__version__", "MODEL_REVISION", "SAMPLER_REVISION"):
         monkeypatch.setattr(f"penstock_shard.model_loader.fingerprint.{name}", "5.99.0")
         others.append(named())
-    assert len({first, *others}) == 10
+    assert len({first, *others}) == 11
 
 
 @pytest.mark.parametrize("name", ["exp", "tanh", "cos", "layer_norm", "log_softmax"])

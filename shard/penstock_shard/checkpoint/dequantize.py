@@ -1,4 +1,4 @@
-"""Layouts of quantized matrices in checkpoints, and how to dequantize them to float32 [N, K].
+"""Layouts of quantized matrices in checkpoints: as codes, and dequantized to float32 [N, K].
 
 The layouts are those of compressed-tensors 0.20 (`pack_quantized`, `naive_quantized`), of
 transformers' `finegrained_fp8`, of AutoGPTQ and of AutoAWQ's GEMM version, read in their sources.
@@ -6,12 +6,15 @@ transformers' `finegrained_fp8`, of AutoGPTQ and of AutoAWQ's GEMM version, read
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from penstock_shard.checkpoint.codes import Codes, with_zeros
 
 _WORD = 32
 # AWQ's order of eight columns in a word: column j is nibble _AWQ_PLACES[j].
@@ -27,11 +30,16 @@ class StoredMatrix(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its tensors, in the order in which `dense` takes them."""
+        """Names of its tensors, in the order in which `dense` and `codes` take them."""
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
         """The dequantized matrix, float32 [N, K]. Raises ValueError for tensors that do not fit
         together, with a message that can follow a tensor's name.
+        """
+
+    def codes(self, parts: Sequence[Tensor]) -> Codes | None:
+        """The matrix as codes; None where it is no integers with scales for groups of columns.
+        Raises ValueError like `dense`.
         """
 
 
@@ -52,6 +60,19 @@ class ScaledMatrix:
         if len(parts) > 2:
             weight -= self._spread(parts[2])
         return weight.mul_(self._spread(parts[1]))
+
+    def codes(self, parts: Sequence[Tensor]) -> Codes | None:
+        if parts[0].dtype is not torch.int8:
+            return None
+        values = parts[0].view(torch.uint8) ^ 128
+        scales, *zeros = (self._by_rows(part) for part in parts[1:])
+        return with_zeros(values, scales, zeros[0] + 128 if zeros else 128, 8, self.block[1])
+
+    def _by_rows(self, values: Tensor) -> Tensor:
+        """A number for each block -> one for each row and group of columns, float32 [N, groups]."""
+        rows, columns = self.shape
+        counts = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        return values.float().reshape(counts).repeat_interleave(self.block[0], dim=0)[:rows]
 
     def _spread(self, values: Tensor) -> Tensor:
         """A number for each block -> a tensor that broadcasts to [N, K]."""
@@ -78,16 +99,19 @@ class PackedMatrix:
     has_order: bool
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.codes(parts).dense()
+
+    def codes(self, parts: Sequence[Tensor]) -> Codes:
         packed, scales, *others = parts
         rows, columns = self.shape
-        middle = 1 << (self.bits - 1)
-        weight = unpack(packed, self.bits, 1)[:, :columns].sub_(middle).float()
-        groups = _groups(others.pop() if self.has_order else None, self.shape[1], self.group)
-        groups = _checked_groups(groups.to(scales.device), scales.shape[1])
+        # Words hold the bits of numbers that were offset to be positive.
+        values = unpack(packed, self.bits, 1)[:, :columns].to(torch.uint8)
+        order = others.pop() if self.has_order else None
+        zeros: Tensor | int = 1 << (self.bits - 1)
         if self.has_zeros:
-            zeros = unpack(others[0], self.bits, 0)[:rows].sub_(middle).float()
-            weight -= zeros[:, groups]
-        return weight.mul_(scales.float()[:, groups])
+            zeros = unpack(others[0], self.bits, 0)[:rows].float()
+        made = with_zeros(values, scales.float(), zeros, _bits(self.bits), self.group)
+        return _in_groups(made, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +129,18 @@ class GptqMatrix:
     has_order: bool
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.codes(parts).dense()
+
+    def codes(self, parts: Sequence[Tensor]) -> Codes:
         packed, packed_zeros, scales, *order = parts
         highest = (1 << self.bits) - 1
         # A stored -1 is all ones and wraps around to 0.
         zeros = unpack(packed_zeros, self.bits, 1).add_(self.zero_offset).bitwise_and_(highest)
-        groups = _groups(order[0] if order else None, self.shape[1], self.group)
-        groups = _checked_groups(groups.to(scales.device), len(scales))
-        weight = unpack(packed, self.bits, 0).float()
-        weight -= zeros.float()[groups]
-        return weight.mul_(scales.float()[groups]).t().contiguous()
+        values = unpack(packed, self.bits, 0).to(torch.uint8)
+        made = with_zeros(
+            values.t(), scales.float().t(), zeros.float().t(), _bits(self.bits), self.group
+        )
+        return _in_groups(made, order[0] if order else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +154,14 @@ class AwqMatrix:
     group: int
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.codes(parts).dense()
+
+    def codes(self, parts: Sequence[Tensor]) -> Codes:
         packed, packed_zeros, scales = parts
-        weight, zeros = (_in_order(unpack(part, 4, 1)).float() for part in (packed, packed_zeros))
-        groups = torch.arange(self.shape[1], device=scales.device) // self.group
-        weight -= zeros[groups]
-        return weight.mul_(scales.float()[groups]).t().contiguous()
+        values, zeros = (_in_order(unpack(part, 4, 1)) for part in (packed, packed_zeros))
+        return with_zeros(
+            values.to(torch.uint8).t(), scales.float().t(), zeros.float().t(), 4, self.group
+        )
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
@@ -153,16 +183,23 @@ def _in_order(numbers: Tensor) -> Tensor:
     return words[:, :, list(_AWQ_PLACES)].flatten(1)
 
 
-def _groups(order: Tensor | None, columns: int, group: int) -> Tensor:
-    """The group of each of the K columns, int64 [K]."""
+def _bits(bits: int) -> Literal[4, 8]:
+    return 4 if bits <= 4 else 8
+
+
+def _in_groups(codes: Codes, groups: Tensor | None) -> Codes:
+    """Codes whose columns have these groups, int [K], with the columns of each side by side."""
     # Negative entries mean that there is no order after all.
-    if order is None or bool((order < 0).any()):
-        return torch.arange(columns) // group
-    return order.long()
-
-
-def _checked_groups(groups: Tensor, count: int) -> Tensor:
+    if groups is None or bool((groups < 0).any()):
+        return codes
+    count, columns = codes.scales.shape[1], codes.values.shape[1]
     highest = int(groups.max())
     if highest >= count:
         raise ValueError(f"has the group {highest} for an input; there are {count} groups")
-    return groups
+    plain = torch.arange(columns, device=groups.device) // codes.group
+    order = groups.long().argsort(stable=True)
+    if not torch.equal(groups.long()[order], plain):
+        raise ValueError(f"has groups of other sizes than {codes.group}")
+    if torch.equal(groups.long(), plain):
+        return codes
+    return dataclasses.replace(codes, values=codes.values[:, order], order=order)

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names of transformers, each dequantized when it is read."""
+"""The tensors of a GGUF file under the names of transformers, as codes or dequantized."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import (
@@ -15,6 +16,8 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
+from penstock_shard.checkpoint.codes import Codes
+from penstock_shard.checkpoint.gguf_codes import read_codes
 from penstock_shard.checkpoint.gguf_files import open_file
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.checkpoint.text_names import text_names
@@ -61,13 +64,24 @@ class GgufCheckpoint(Checkpoint):
             name: _DTYPES.get(stored, torch.float32) for name, stored in self.stored.items()
         }
 
+    def codes(self, name: str) -> Codes | None:
+        tensor = self._stored[name]
+        codes = read_codes(tensor.data, self.stored[name])
+        if codes is None:
+            return None
+        return codes.change_rows(lambda rows: self._processed(rows.numpy(), tensor.name))
+
     def _tensor(self, name: str) -> Tensor:
         from gguf import dequantize
 
         tensor = self._stored[name]
         values = dequantize(tensor.data, tensor.tensor_type)
-        values = self._processor.process(weights=values, name=tensor.name).weights
-        return torch.from_numpy(np.require(values, requirements=["C", "W"])).to(self.dtypes[name])
+        return self._processed(values, tensor.name).to(self.dtypes[name])
+
+    def _processed(self, values: NDArray[Any], stored: str) -> Tensor:
+        """The values of a tensor as transformers' code has them: rows are in another order."""
+        values = self._processor.process(weights=values, name=stored).weights
+        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
     def _slice(self, name: str) -> Tensor:
         return self._tensor(name)

@@ -10,6 +10,7 @@ import atexit
 import json
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ _READ = {
     *("attention.key_length", "attention.value_length"),
     *("rope.freq_base", "rope.dimension_count"),
 }
+# What a configuration calls the quantization of a file, and the types in one that are no codes.
+GGUF_METHOD = "gguf"
+_FLOATS = ("F32", "F16", "BF16", "F64")
 # What transformers and gguf raise for a file that they cannot read.
 _ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
 _ARCHITECTURE, _TOKENIZER = "general.architecture", "tokenizer.ggml.model"
@@ -113,6 +117,9 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     factors = [tensor for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]
     if factors:
         config.rope_parameters = _llama3_rope(config, factors[0].data.tolist(), path)
+    types = _code_types(reader)
+    if types:
+        config.quantization_config = {"quant_method": GGUF_METHOD, "types": types}
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     config.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(
@@ -121,6 +128,12 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     tokenizer.save_pretrained(directory)
     _drop_added(directory / "tokenizer.json", int(config.vocab_size))
     _set_beginning(directory / "tokenizer.json", reader)
+
+
+def _code_types(reader: GGUFReader) -> list[str]:
+    """The types of the file's matrices that are codes of some kind, the most frequent first."""
+    counts = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    return [name for name, _ in counts.most_common() if name not in _FLOATS]
 
 
 def _drop_added(path: Path, num_tokens: int) -> None:

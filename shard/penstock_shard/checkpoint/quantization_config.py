@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from penstock_shard.checkpoint.codes import Codes
 from penstock_shard.checkpoint.dequantize import (
     AwqMatrix,
     GptqMatrix,
@@ -26,10 +27,11 @@ from penstock_shard.checkpoint.dequantize import (
     ScaledMatrix,
     StoredMatrix,
 )
+from penstock_shard.checkpoint.gguf_files import GGUF_METHOD
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError
 
-_METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
+_METHODS = ("compressed-tensors", "fp8", "gptq", "awq", GGUF_METHOD)
 _FP8, _INT8 = "F8_E4M3", "I8"
 # Formats of compressed-tensors whose matrices are read here.
 _FORMATS = {
@@ -87,10 +89,19 @@ class Scheme:
     # Added to GPTQ's stored zero points; see `GptqMatrix`.
     zero_offset: int = 0
     desc_act: bool = False
+    # GGUF's names of the types of its matrices.
+    types: tuple[str, ...] = ()
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether matrices are integers with scales."""
+        return not self.is_fp8 and bool(self.bits or self.types)
 
     def computed_in(self, weights: str) -> str:
         """How weights are stored and how they are computed with: a line for the operator."""
-        if weights != "fp8":
+        if weights == "codes":
+            how = "kept as they are, multiplied by activations in int8"
+        elif weights != "fp8":
             how = f"each matrix is dequantized and kept in {weights}"
         elif self.is_fp8 and self.block is None:
             how = "kept in fp8 as they are"
@@ -99,6 +110,8 @@ class Scheme:
         return f"weights are stored as {self}; {how}"
 
     def __str__(self) -> str:
+        if self.types:
+            return f"{self.method}, {' and '.join(self.types)}"
         if not self.bits:
             return f"{self.method}, which has none of the weights"
         bits = "fp8" if self.is_fp8 else " and ".join(f"{each} bits" for each in sorted(self.bits))
@@ -133,6 +146,7 @@ def scheme_of(config: PreTrainedConfig) -> Scheme | None:
         "fp8": _fp8_scheme,
         "gptq": _gptq_scheme,
         "awq": _awq_scheme,
+        GGUF_METHOD: _gguf_scheme,
     }
     if method not in readers:
         raise _refused("quant_method", method, _METHODS)
@@ -242,6 +256,11 @@ def _awq_scheme(stated: Mapping[str, Any]) -> Scheme:
     return Scheme(method="awq", bits=frozenset({4}), groups=frozenset({group} - {-1}))
 
 
+def _gguf_scheme(stated: Mapping[str, Any]) -> Scheme:
+    types = tuple(str(each) for each in stated["types"])
+    return Scheme(method=GGUF_METHOD, bits=frozenset(), groups=frozenset(), types=types)
+
+
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration without quantization_config, since weights are read dequantized."""
     if quantization_config(config) is None:
@@ -315,11 +334,23 @@ class QuantizedCheckpoint(Checkpoint):
             found = dict(zip(plain, tensors, strict=True))
             yield [found[name] if name in found else self._dense(name) for name in names]
 
+    def codes(self, name: str) -> Codes | None:
+        """Raises ModelError for a matrix whose tensors do not fit."""
+        if name not in self._matrices:
+            return None
+        with self._parts(name) as parts:
+            return self._matrices[name].codes(parts)
+
     def _dense(self, name: str) -> Tensor:
-        matrix = self._matrices[name]
-        with super().read(matrix.names) as stored:
+        with self._parts(name) as parts:
+            return self._matrices[name].dense(parts)
+
+    @contextmanager
+    def _parts(self, name: str) -> Iterator[list[Tensor]]:
+        """The tensors of a matrix, on the device; errors of what is done with them name it."""
+        with super().read(self._matrices[name].names) as stored:
             try:
-                return matrix.dense([part.to(self._device) for part in stored])
+                yield [part.to(self._device) for part in stored]
             except (ValueError, RuntimeError) as error:
                 raise ModelError(f"{name}: cannot be read: {error}") from error
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock_shard.checkpoint.codes import Codes
 from penstock_shard.checkpoint.text_names import text_names
 from penstock_shard.checkpoint.weight_files import weight_files
 from penstock_shard.errors import ModelError
@@ -70,6 +71,10 @@ class Checkpoint:
         tensors = [self._tensor(name) for name in names]
         yield tensors
         give_back_pages(tensors)
+
+    def codes(self, name: str) -> Codes | None:
+        """The matrix as the codes that it is stored as; None if it is stored otherwise."""
+        return None
 
     def _tensor(self, name: str) -> Tensor:
         stored = self.names.stored[name]

@@ -176,6 +176,9 @@ class SlicedTensors:
         with self._source.read(stored) as tensors:
             yield [self._part(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
 
+    def codes(self, name: str) -> None:
+        """Parts of a matrix are read dequantized."""
+
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         if name == HEAD:
             return vocabulary_part(tensor, self._rank, self._size)

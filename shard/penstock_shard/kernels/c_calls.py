@@ -13,6 +13,7 @@ _OUT_OF_BOUNDS = {
     1: "a slot is outside the cache",
     2: "a position is outside the rotation tables",
     3: "a block table names a block outside the cache or is too short",
+    5: "a row is outside the weight",
 }
 _NO_MEMORY = 4
 _ARGUMENT_TYPES: dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]] = {

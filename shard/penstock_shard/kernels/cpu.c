@@ -16,7 +16,7 @@
 #include "vectors.h"
 
 /* Return values of calls. */
-enum { DONE, BAD_SLOT, BAD_POSITION, BAD_BLOCK, NO_MEMORY };
+enum { DONE, BAD_SLOT, BAD_POSITION, BAD_BLOCK, NO_MEMORY, BAD_ROW };
 
 INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }

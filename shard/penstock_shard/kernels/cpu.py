@@ -22,27 +22,26 @@ from penstock_shard.kernels.build_cpu import KernelBuildError, libraries, wanted
 from penstock_shard.kernels.c_calls import check, declare, plain, pointer, say
 from penstock_shard.kernels.cpu_recurrent import RecurrentKernels
 
-WeightKind = Literal["float32", "float16", "bfloat16", "int8"]
+WeightKind = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 
-WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "bfloat16", "int8")
+WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "bfloat16", "int8", "int4")
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "sigmoid")
 # Block sizes are multiples of this: 16 keys form a tile.
 KEY_TILE = 16
 
 # Outputs of a packed weight are padded to a multiple of this, and lie in panels of so many; see
 # weights.h.
-_GROUP = 64
+_OUTPUTS = 64
 _PANEL = 16
-# How many values of k lie side by side, and bytes of each.
-_UNITS: dict[WeightKind, tuple[int, int]] = {
-    "float32": (1, 4),
-    "float16": (1, 2),
-    "bfloat16": (2, 2),
-    "int8": (4, 1),
-}
-# Largest k for which sums of int8 products stay exact in int32.
-_MAX_INT8_K = 1 << 17
+# The number of each layout, how many values of k lie side by side in it, and the bytes of them.
+_LAYOUTS = {"float32": 0, "float16": 1, "bfloat16": 2, 8: 3, 4: 4}
+_UNITS = ((1, 4), (1, 2), (2, 4), (4, 4), (8, 4))
+# Largest group of codes: sums of their products stay exact in int32.
+_MAX_GROUP = 1 << 17
+# The group of int4, as of GGUF's Q4_0.
+_INT4_GROUP = 32
+_CODES = 3
 _SOURCE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -50,10 +49,11 @@ class _WeightStruct(ctypes.Structure):
     _fields_ = (
         ("n", ctypes.c_int64),
         ("k", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
+        ("layout", ctypes.c_int64),
         ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+        ("zero", ctypes.c_int64),
+        ("has_minimums", ctypes.c_int64),
     )
 
 
@@ -70,33 +70,31 @@ class _CacheStruct(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CodeLayout:
+    """How a weight of codes is scale * (code - zero) - minimum: bits of a code, columns that share
+    a scale, the zero, and whether there are minimums.
+    """
+
+    bits: Literal[4, 8]
+    group: int
+    zero: int
+    has_minimums: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight [n, k] in the kernels' own layout."""
 
     n: int
     k: int
-    kind: WeightKind
     data: Tensor
-    # For int8 only: float32 [n], the scale of each row; int32 [n], the sum of each row.
-    scales: Tensor | None
-    sums: Tensor | None
     _struct: _WeightStruct = field(repr=False)
     address: int = field(repr=False)
 
     @property
     def nbytes(self) -> int:
-        parts = (self.data, self.scales, self.sums)
-        return sum(part.nbytes for part in parts if part is not None)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight at ids int64 [T], as float32 [T, k]. Not for int8."""
-        assert self.kind != "int8", "rows of an int8 weight"
-        unit, _ = _UNITS[self.kind]
-        panels = self.data.view(getattr(torch, self.kind)).view(
-            -1, -(-self.k // unit), _PANEL, unit
-        )
-        return panels[ids // _PANEL, :, ids % _PANEL].flatten(1)[:, : self.k].float()
+        return self.data.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,8 +165,9 @@ class CpuKernels:
         self.level = level
         self._differs = declare(library, "differs", "", ctypes.c_int64)
         self._set_threads = declare(library, "set_threads", "i", None)
-        self._pack = declare(library, "pack", "piipiii", ctypes.c_int64)
-        self._linear = declare(library, "linear", "pippp", ctypes.c_int64)
+        self._pack = declare(library, "pack", "piipiiipp", ctypes.c_int64)
+        self._rows = declare(library, "rows", "ppip", ctypes.c_int64)
+        self._linear = declare(library, "linear", "pipppi", ctypes.c_int64)
         self._add_rms_norm = declare(library, "add_rms_norm", "pppiiffp", None)
         self._gated_activation = declare(library, "gated_activation", "piiip", None)
         self._rope_and_cache = declare(library, "rope_and_cache", "piipppppiippffp", ctypes.c_int64)
@@ -190,20 +189,21 @@ class CpuKernels:
     def pack(self, weight: Tensor | Sequence[Tensor], kind: WeightKind) -> PackedWeight:
         """weight [n, k], float32, float16 or bfloat16, of any strides -> the packed weight.
 
-        Several weights with the same k are packed one below the other, without an intermediate
-        copy. Raises ValueError for a value that the kind cannot hold: NaN or beyond 65504 in
-        float16, NaN or beyond 3.4e38 in bfloat16, not finite in int8.
+        int8 has a scale for each row, int4 one for each 32 columns. Several weights with the same k
+        are packed one below the other, without an intermediate copy. Raises ValueError for a value
+        that the kind cannot hold: NaN or beyond 65504 in float16, NaN or beyond 3.4e38 in bfloat16,
+        not finite in int8 and int4.
         """
         parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        packed = _empty_weight(n, k, kind)
+        packed = _empty_weight(n, k, _rounding(kind, k))
         first = 0
         for part in parts:
-            self._pack_part(packed, first, part)
+            self._pack_part(packed, first, part, kind)
             first += part.shape[0]
         return packed
 
-    def _pack_part(self, packed: PackedWeight, first: int, part: Tensor) -> None:
+    def _pack_part(self, packed: PackedWeight, first: int, part: Tensor, kind: WeightKind) -> None:
         """Pack part [rows, k] as the outputs from `first` on."""
         rows, k = part.shape
         if k != packed.k or part.dtype not in _SOURCE_TYPES:
@@ -211,31 +211,71 @@ class CpuKernels:
                 f"weight is {say(part)}; it must have {packed.k} columns"
                 " and be float32, float16 or bfloat16"
             )
-        bad = self._pack(
-            packed.address,
-            first,
-            rows,
-            part.data_ptr(),
-            _SOURCE_TYPES[part.dtype],
-            *part.stride(),
-        )
+        source = (part.data_ptr(), _SOURCE_TYPES[part.dtype], *part.stride())
+        bad = self._pack(packed.address, first, rows, *source, None, None)
         if bad >= 0:
-            raise ValueError(_bad_weight(part, bad // k, bad % k, packed.kind))
+            raise ValueError(_bad_weight(part, bad // k, bad % k, kind))
+
+    def pack_codes(
+        self, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]], layout: CodeLayout
+    ) -> PackedWeight:
+        """Codes uint8 [n, k], scales and minimums float32 [n, ceil(k / group)], one below the other
+        -> the packed weight. Raises ValueError for shapes that do not fit together.
+        """
+        n, k = sum(len(values) for values, _, _ in parts), parts[0][0].shape[1]
+        packed = _empty_weight(n, k, layout)
+        first = 0
+        for values, scales, minimums in parts:
+            groups = (len(values), -(-k // layout.group))
+            fits = (minimums is not None) == layout.has_minimums and values.shape[1] == k
+            if not fits or values.dtype is not torch.uint8 or scales.shape != groups:
+                raise ValueError(f"codes {say(values)}, scales {say(scales)}, {layout}")
+            source = values.contiguous()
+            floats = [
+                None if each is None else each.float().contiguous() for each in (scales, minimums)
+            ]
+            self._pack(
+                packed.address,
+                first,
+                len(values),
+                source.data_ptr(),
+                _CODES,
+                k,
+                1,
+                *map(pointer, floats),
+            )
+            first += len(values)
+        return packed
+
+    def rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        """Rows of the weight at ids int64 [T], float32 [T, k]. Raises IndexError for one that is
+        not there.
+        """
+        out = torch.empty(len(ids), weight.k, dtype=torch.float32)
+        ids = ids.contiguous()
+        check(self._rows(weight.address, ids.data_ptr(), len(ids), out.data_ptr()))
+        return out
 
     def linear(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """x [T, k] -> x @ weight.T + bias, [T, n]; bias float32 [n]. x is rounded to bfloat16 where
-        the weight is, and quantized where that is int8.
+        the weight is, and quantized to int8 where that has codes, with a scale for each row and
+        group. Rows of `out` may have any distance.
 
         Raises MemoryError without scratch memory, as do rope_and_cache and attention.
         """
         rows, k = x.shape
         if out is None:
             out = torch.empty(rows, weight.n, dtype=torch.float32)
-        if k != weight.k or not plain(x) or not plain(out) or out.shape != (rows, weight.n):
+        fits = out.shape == (rows, weight.n) and out.dtype is torch.float32
+        if k != weight.k or not plain(x) or not fits or out.stride(1) != 1:
             raise ValueError(f"linear: x {say(x)}, weight [{weight.n}, {weight.k}], out {say(out)}")
-        check(self._linear(x.data_ptr(), rows, weight.address, pointer(bias), out.data_ptr()))
+        check(
+            self._linear(
+                x.data_ptr(), rows, weight.address, pointer(bias), out.data_ptr(), out.stride(0)
+            )
+        )
         return out
 
     def add_rms_norm(
@@ -462,22 +502,34 @@ def _load(level: str, progress: Callable[[str], None]) -> CpuKernels:
     raise KernelBuildError(failure)
 
 
-def _empty_weight(n: int, k: int, kind: WeightKind) -> PackedWeight:
-    if kind == "int8" and k > _MAX_INT8_K:
-        raise ValueError(f"k is {k}; an int8 weight has at most {_MAX_INT8_K}")
-    outputs = -(-n // _GROUP) * _GROUP
-    unit, num_bytes = _UNITS[kind]
-    width = -(-k // unit) * unit
-    data = torch.empty(outputs * width * num_bytes, dtype=torch.uint8)
-    scales = torch.empty(n, dtype=torch.float32) if kind == "int8" else None
-    sums = torch.empty(n, dtype=torch.int32) if kind == "int8" else None
-    number = WEIGHT_KINDS.index(kind)
-    struct = _WeightStruct(n, k, number, data.data_ptr(), pointer(scales), pointer(sums))
-    return PackedWeight(n, k, kind, data, scales, sums, struct, ctypes.addressof(struct))
+def _rounding(kind: WeightKind, k: int) -> WeightKind | CodeLayout:
+    """How floats are packed."""
+    if kind == "int8":
+        return CodeLayout(8, -(-k // 4) * 4, 128)
+    return CodeLayout(4, _INT4_GROUP, 8) if kind == "int4" else kind
+
+
+def _empty_weight(n: int, k: int, layout: WeightKind | CodeLayout) -> PackedWeight:
+    outputs = -(-n // _OUTPUTS) * _OUTPUTS
+    codes = layout if isinstance(layout, CodeLayout) else None
+    number = _LAYOUTS[layout if codes is None else codes.bits]
+    unit, num_bytes = _UNITS[number]
+    width = -(-k // unit) * num_bytes
+    if codes is not None:
+        if not codes.group <= _MAX_GROUP or codes.group % unit:
+            raise ValueError(
+                f"a group of codes has {codes.group} columns; it must be a multiple of {unit} and "
+                f"at most {_MAX_GROUP}"
+            )
+        width += -(-k // codes.group) * 4 * (1 + codes.has_minimums)
+    data = torch.empty(outputs * width, dtype=torch.uint8)
+    fields = (0, 0, 0) if codes is None else (codes.group, codes.zero, int(codes.has_minimums))
+    struct = _WeightStruct(n, k, number, data.data_ptr(), *fields)
+    return PackedWeight(n, k, data, struct, ctypes.addressof(struct))
 
 
 def _bad_weight(weight: Tensor, row: int, column: int, kind: WeightKind) -> str:
-    if kind == "int8":
-        return f"weight has a value that is not finite in row {row}; int8 cannot hold it"
+    if kind in ("int8", "int4"):
+        return f"weight has a value that is not finite in row {row}; {kind} cannot hold it"
     value, most = float(weight[row, column]), torch.finfo(getattr(torch, kind)).max
     return f"weight[{row}, {column}] is {value:g}; {kind} holds at most {most:g}"

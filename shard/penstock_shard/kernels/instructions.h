@@ -15,7 +15,7 @@ static int bfloats_differ(uint32_t *random) {
         w[i] = next_random(random);
         sums[i] = i % 2 ? -second_of(x) * second_of(w[i]) : float_of(next_random(random));
     }
-    v_store(found, v_dot_bfloat(v_load(sums), &x, w));
+    v_store(found, v_dot_bfloat(v_load(sums), &x, v_load((const float *)w)));
     for (int i = 0; i < LANES; i++) {
         float expected = dot_of_pairs(sums[i], x, w[i]);
         if (expected == expected ? bits_of(expected) != bits_of(found[i]) : found[i] == found[i])
@@ -24,20 +24,27 @@ static int bfloats_differ(uint32_t *random) {
     return 0;
 }
 
-static int int8s_differ(uint32_t *random) {
-    int8_t x[4], w[4 * LANES];
-    uint8_t steps[4];
-    float found[LANES];
-    for (int i = 0; i < 4; i++) {
-        x[i] = (int8_t)(next_random(random) % 255 - 127);
-        steps[i] = (uint8_t)(x[i] + OFFSET);
-    }
-    for (int i = 0; i < 4 * LANES; i++) w[i] = (int8_t)(next_random(random) % 255 - 127);
-    v_store(found, v_dot_int8(v_all(0.0f), steps, w));
+/* Bytes of any codes: of 8 bits, and the halves of each as codes of 4. */
+static int codes_differ(uint32_t *random) {
+    int8_t x[4];
+    uint8_t bytes[4 * LANES];
+    float found[3][LANES];
+    for (int i = 0; i < 4; i++) x[i] = (int8_t)(next_random(random) % 255 - 127);
+    for (int i = 0; i < 4 * LANES; i++) bytes[i] = (uint8_t)(next_random(random) % 256);
+    v16i zeros = v_ints(0);
+    v_store(found[0], v_of_ints(v_dot_codes8(zeros, x, v_load_codes8(bytes))));
+    v_store(found[1], v_of_ints(v_dot_codes4(zeros, x, v_load_codes4(bytes, 0))));
+    v_store(found[2], v_of_ints(v_dot_codes4(zeros, x, v_load_codes4(bytes, 1))));
     for (int i = 0; i < LANES; i++) {
-        int32_t expected = 0;
-        for (int j = 0; j < 4; j++) expected += (x[j] + OFFSET) * w[4 * i + j];
-        if ((uint32_t)expected != bits_of(found[i])) return 1;
+        int32_t expected[3] = {0};
+        for (int j = 0; j < 4; j++) {
+            int byte = bytes[4 * i + j];
+            expected[0] += x[j] * (byte - CODES8_ZERO);
+            expected[1] += x[j] * (byte & 15);
+            expected[2] += x[j] * (byte >> 4);
+        }
+        for (int j = 0; j < 3; j++)
+            if ((float)expected[j] != found[j][i]) return 1;
     }
     return 0;
 }
@@ -48,7 +55,7 @@ int64_t penstock_differs(void) {
     int differs = 0;
     unsigned standard = enter(), flushing = FLUSHES ? flushing_arithmetic() : 0;
     for (int i = 0; i < 4000 && !differs; i++)
-        differs = bfloats_differ(&random) || int8s_differ(&random);
+        differs = bfloats_differ(&random) || codes_differ(&random);
     if (FLUSHES) restore_arithmetic(flushing);
     leave(standard);
     return differs;

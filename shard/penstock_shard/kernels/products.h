@@ -5,31 +5,41 @@
  * weights), scores (w: tiles of keys) and sums of values (w: rows of values).
  */
 
-/* How weights lie. A unit is as many values of k as lie side by side: of activations it has 4 bytes,
- * and of the weights of a lane 4, or 2 in float16. */
-enum { FLOAT32, FLOAT16, BFLOAT16, INT8, KINDS };
-static const struct { int unit, bytes; } LAYOUTS[KINDS] = {{1, 4}, {1, 2}, {2, 4}, {4, 4}};
-#define UNIT_BYTES 4
+/* How weights lie. A unit is as many values of k as lie side by side in `bytes` of each lane, and
+ * in `words` of 4 bytes of a row of activations. */
+enum { FLOAT32, FLOAT16, BFLOAT16, CODES8, CODES4, KINDS };
+static const struct { int unit, bytes, words; } LAYOUTS[KINDS] = {
+    {1, 4, 1}, {1, 2, 1}, {2, 4, 1}, {4, 4, 1}, {8, 4, 2}};
+
+/* Codes have a scale, and may have a minimum, for each piece of k: a piece begins with those of 16
+ * columns, and in a row of activations with what is to be known of it. */
+enum { X_SCALE, X_START, X_LOW, X_HEADER };
+#define HEADER_BYTES(has_minimums) ((has_minimums) ? 2 * LANES * 4 : LANES * 4)
 
 struct product {
-    const float *x;        /* units: floats, pairs of bfloat16, or four steps of int8 */
+    const float *x;        /* units: floats, pairs of bfloat16, or steps of int8 by pieces */
     const void *const *w;  /* for each piece of w, one after the other: a pointer per 16 columns */
-    float *acc;            /* floats, or int32 */
-    int64_t ldx, step, ld; /* row strides, in units of x, elements of w, elements of acc */
+    float *acc;
+    int64_t ldx, step, ld; /* row strides, in words of x, elements of w, elements of acc */
     int64_t k, piece;      /* units of w in all, and in a piece */
     int64_t skip;          /* units of the first piece to leave out */
-    int64_t pointers;      /* number of pointers for a piece */
+    int64_t pointers;      /* number of pointers for a piece; pieces of codes need none */
     int64_t next;          /* distance in `w` from a pointer to the one to prefetch */
     int kind, resume;      /* add to the sums in acc */
+    int has_minimums;
 };
 
 #define MAX_ROWS (PENSTOCK_LEVEL == 2 ? 12 : PENSTOCK_LEVEL == 1 ? 6 : 4)
 
 INLINE int is_float(const int kind) { return kind == FLOAT32 || kind == FLOAT16; }
+INLINE int is_codes(const int kind) { return kind == CODES8 || kind == CODES4; }
 
-/* sum + x times a unit of 16 columns, of pairs of bfloat16 or of four int8. */
-INLINE v16 dot(const int kind, v16 sum, const float *x, const void *w) {
-    return kind == INT8 ? v_dot_int8(sum, x, w) : v_dot_bfloat(sum, x, w);
+INLINE v16 load_column(const int kind, const char *w) {
+    return kind == FLOAT16 ? v_load_half((const void *)w) : v_load((const void *)w);
+}
+
+INLINE v16 add_product(const int kind, v16 sum, const float *x, v16 column) {
+    return is_float(kind) ? v_fma(v_all(*x), column, sum) : v_dot_bfloat(sum, x, column);
 }
 
 INLINE void tile(const int R, const int NV, const int kind, const struct product *p) {
@@ -37,36 +47,26 @@ INLINE void tile(const int R, const int NV, const int kind, const struct product
     /* A pointer for every third row: one instruction can address base + ldx and base + 2 ldx. */
     const float *x[4] = {p->x, p->x + 3 * p->ldx, p->x + 6 * p->ldx, p->x + 9 * p->ldx};
     const void *const *pointers = p->w;
-    int64_t ldx = p->ldx, bytes = p->step * LAYOUTS[kind].bytes, skip = p->skip, count;
+    const char *w[4], *next[4];
+    int64_t bytes = p->step * LAYOUTS[kind].bytes, skip = p->skip, count;
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < NV; v++)
             sum[r][v] = p->resume ? v_load(p->acc + r * p->ld + LANES * v) : v_all(0.0f);
     for (int64_t left = p->k; left > 0; left -= count, pointers += p->pointers, skip = 0) {
-        const char *w[4], *next[4];
+        count = min_of(left, p->piece - skip);
         UNROLL for (int v = 0; v < NV; v++) {
             w[v] = (const char *)pointers[v] + skip * bytes;
-            next[v] = (const char *)pointers[v + p->next];
+            next[v] = pointers[v + p->next];
         }
-        count = min_of(left, p->piece - skip);
         for (int64_t i = 0; i < count; i++) {
             v16 column[4];
             UNROLL for (int v = 0; v < NV; v++) {
                 __builtin_prefetch(next[v] + i * bytes);
-                if (is_float(kind))
-                    column[v] = kind == FLOAT16 ? v_load_half((const void *)(w[v] + i * bytes))
-                                                : v_load((const void *)(w[v] + i * bytes));
+                column[v] = load_column(kind, w[v] + i * bytes);
             }
-            /* Floats broadcast a value of a row once; dot products read a unit of columns once. */
-            if (is_float(kind))
-                UNROLL for (int r = 0; r < R; r++) {
-                    v16 each = v_all(x[r / 3][r % 3 * ldx]);
-                    UNROLL for (int v = 0; v < NV; v++)
-                        sum[r][v] = v_fma(each, column[v], sum[r][v]);
-                }
-            else
+            UNROLL for (int r = 0; r < R; r++)
                 UNROLL for (int v = 0; v < NV; v++)
-                    UNROLL for (int r = 0; r < R; r++)
-                        sum[r][v] = dot(kind, sum[r][v], x[r / 3] + r % 3 * ldx, w[v] + i * bytes);
+                    sum[r][v] = add_product(kind, sum[r][v], x[r / 3] + r % 3 * p->ldx, column[v]);
             UNROLL for (int j = 0; j < (R + 2) / 3; j++) x[j]++;
         }
     }
@@ -74,12 +74,73 @@ INLINE void tile(const int R, const int NV, const int kind, const struct product
         UNROLL for (int v = 0; v < NV; v++) v_store(p->acc + r * p->ld + LANES * v, sum[r][v]);
 }
 
+INLINE v16i load_codes(const int kind, const char *w, const int word) {
+    return kind == CODES8 ? v_load_codes8(w) : v_load_codes4(w, word);
+}
+
+INLINE v16i add_codes(const int kind, v16i sum, const float *x, v16i codes) {
+    return kind == CODES8 ? v_dot_codes8(sum, x, codes) : v_dot_codes4(sum, x, codes);
+}
+
+/* acc + the sum of a piece of codes, scaled; `x` and `w` are where the piece begins. */
+INLINE void add_piece(float *acc, v16i sum, const float *x, const char *w, int has_minimums) {
+    v16 scale = v_mul(v_all(x[X_SCALE]), v_load((const float *)w));
+    v16 total = v_fma(v_of_ints(sum), scale, v_load(acc));
+    if (has_minimums) total = v_fma(v_all(x[X_LOW]), v_load((const float *)w + LANES), total);
+    v_store(acc, total);
+}
+
+/* The same of codes, whose pieces lie one behind the other: sums of integers within a piece, which
+ * are scaled and added to acc. */
+INLINE void tile_of_codes(const int R, const int NV, const int kind, const struct product *p) {
+    v16i sum[MAX_ROWS][4];
+    const float *x[4] = {p->x, p->x + 3 * p->ldx, p->x + 6 * p->ldx, p->x + 9 * p->ldx};
+    const int words = LAYOUTS[kind].words;
+    const int64_t bytes = p->step * LAYOUTS[kind].bytes, ldx = p->ldx;
+    const int64_t header = HEADER_BYTES(p->has_minimums);
+    const char *w[4], *next[4];
+    UNROLL for (int v = 0; v < NV; v++) w[v] = p->w[v], next[v] = p->w[v + p->next];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < NV; v++)
+            v_store(p->acc + r * p->ld + LANES * v, v_all(0.0f));
+    for (int64_t left = p->k, count; left > 0; left -= count) {
+        count = min_of(left, p->piece);
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < NV; v++)
+                sum[r][v] = v_ints((int32_t)load_unit(x[r / 3] + r % 3 * ldx + X_START));
+        UNROLL for (int j = 0; j < (R + 2) / 3; j++) x[j] += X_HEADER;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t at = header + i * bytes;
+            UNROLL for (int v = 0; v < NV; v++) __builtin_prefetch(next[v] + at);
+            UNROLL for (int word = 0; word < words; word++) {
+                v16i codes[4];
+                UNROLL for (int v = 0; v < NV; v++) codes[v] = load_codes(kind, w[v] + at, word);
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int v = 0; v < NV; v++)
+                        sum[r][v] = add_codes(kind, sum[r][v], x[r / 3] + r % 3 * ldx + word,
+                                              codes[v]);
+            }
+            UNROLL for (int j = 0; j < (R + 2) / 3; j++) x[j] += words;
+        }
+        const int64_t behind = X_HEADER + count * words;
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < NV; v++)
+                add_piece(p->acc + r * p->ld + LANES * v, sum[r][v],
+                          x[r / 3] + r % 3 * ldx - behind, w[v], p->has_minimums);
+        UNROLL for (int v = 0; v < NV; v++) {
+            w[v] += header + count * bytes;
+            next[v] += header + count * bytes;
+        }
+    }
+}
+
 typedef void (*tile_fn)(const struct product *p);
 #define TILE(R, NV) \
     static void float_##R##_##NV(const struct product *p) { tile(R, NV, FLOAT32, p); } \
     static void half_##R##_##NV(const struct product *p) { tile(R, NV, FLOAT16, p); } \
     static void bfloat_##R##_##NV(const struct product *p) { tile(R, NV, BFLOAT16, p); } \
-    static void int8_##R##_##NV(const struct product *p) { tile(R, NV, INT8, p); }
+    static void codes8_##R##_##NV(const struct product *p) { tile_of_codes(R, NV, CODES8, p); } \
+    static void codes4_##R##_##NV(const struct product *p) { tile_of_codes(R, NV, CODES4, p); }
 TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1)
 #define ROWS_4(t, NV) 0, t##_1_##NV, t##_2_##NV, t##_3_##NV, t##_4_##NV
 #if PENSTOCK_LEVEL == 0
@@ -100,7 +161,7 @@ TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
 #endif
 /* The tiles that fit the registers, indexed by kind, log2 of NV, and R. */
 static const tile_fn TILES[KINDS][3][MAX_ROWS + 1] = {TABLE(float), TABLE(half), TABLE(bfloat),
-                                                      TABLE(int8)};
+                                                      TABLE(codes8), TABLE(codes4)};
 
 /* The product of at most MAX_ROWS rows and any number of vectors of columns. */
 static void multiply(int64_t rows, int64_t vectors, struct product p) {

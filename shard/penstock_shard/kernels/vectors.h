@@ -188,8 +188,10 @@ INLINE float v_largest(v16 x) {
 
 /* ---- Dot products within a lane ----
  *
- * v_dot_int8: sum[lane] += four steps times the four weights of that lane, exact, where the lanes of
- * `sum` are int32. Steps are stored with OFFSET added where the instruction wants them unsigned.
+ * v_dot_codes: sum[lane] += four steps (int8) times the four codes of that lane, exact in int32.
+ * Codes of 8 bits count from CODES8_ZERO, others from 0; v_load_codes4 gives the lower four bits of
+ * 64 bytes as codes, or the higher. Integers have a type of their own, so that compilers keep many
+ * sums in registers.
  *
  * v_dot_bfloat: sum[lane] is a multiply-add with the second of two bfloat16 and that lane's second
  * weight, then one with the first. Subnormal numbers count as zero, also between the two: so the
@@ -219,21 +221,30 @@ INLINE uint32_t load_unit(const void *p) { uint32_t x; memcpy(&x, p, 4); return 
 
 #if PENSTOCK_LEVEL == 2
 
-#define OFFSET 128
-INLINE v16 v_dot_int8(v16 sum, const void *steps, const void *w) {
-    __m512i four = _mm512_set1_epi32((int)load_unit(steps)), weights = _mm512_loadu_si512(w);
-    return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum), four, weights));
+#define CODES8_ZERO 0
+typedef int32_t v16i __attribute__((vector_size(64)));
+INLINE v16i v_ints(int32_t x) { return (v16i)_mm512_set1_epi32(x); }
+INLINE v16 v_of_ints(v16i x) { return _mm512_cvtepi32_ps((__m512i)x); }
+INLINE v16i v_load_codes8(const void *p) { return (v16i)_mm512_loadu_si512(p); }
+INLINE v16i v_load_codes4(const void *p, int high) {
+    __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
+    return (v16i)_mm512_and_si512(high ? _mm512_srli_epi16(both, 4) : both, mask);
 }
+INLINE v16i v_dot_codes8(v16i sum, const void *steps, v16i codes) {
+    __m512i four = _mm512_set1_epi32((int)load_unit(steps));
+    return (v16i)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, four);
+}
+#define v_dot_codes4 v_dot_codes8
 #ifdef __AVX512BF16__
 #define FLUSHES 0
-INLINE v16 v_dot_bfloat(v16 sum, const void *x, const void *w) {
+INLINE v16 v_dot_bfloat(v16 sum, const void *x, v16 w) {
     __m512i pair = _mm512_set1_epi32((int)load_unit(x));
-    return _mm512_dpbf16_ps(sum, (__m512bh)pair, (__m512bh)_mm512_loadu_si512(w));
+    return _mm512_dpbf16_ps(sum, (__m512bh)pair, (__m512bh)w);
 }
 #else
 #define FLUSHES 1
-INLINE v16 v_dot_bfloat(v16 sum, const void *x, const void *w) {
-    __m512i pairs = _mm512_loadu_si512(w), high = _mm512_set1_epi32((int)0xffff0000);
+INLINE v16 v_dot_bfloat(v16 sum, const void *x, v16 w) {
+    __m512i pairs = _mm512_castps_si512(w), high = _mm512_set1_epi32((int)0xffff0000);
     v16 second = _mm512_castsi512_ps(_mm512_and_si512(pairs, high));
     v16 first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
     uint32_t pair = load_unit(x);
@@ -243,48 +254,86 @@ INLINE v16 v_dot_bfloat(v16 sum, const void *x, const void *w) {
 
 #elif PENSTOCK_LEVEL == 1
 
-#define OFFSET 0
+#define CODES8_ZERO 128
 #define FLUSHES 1
-/* |w| times x with the sign of w: both are within +-127, so two of them stay below 2^15. */
-INLINE __m256 dot8(__m256 sum, __m256i x, const char *w) {
-    __m256i weights = _mm256_loadu_si256((const __m256i *)w);
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
-    __m256i quads = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), quads));
+typedef int32_t v8i __attribute__((vector_size(32)));
+typedef struct { v8i a, b; } v16i;
+INLINE v16i v_ints(int32_t x) {
+    return (v16i){(v8i)_mm256_set1_epi32(x), (v8i)_mm256_set1_epi32(x)};
 }
-INLINE v16 v_dot_int8(v16 sum, const void *steps, const void *w) {
+INLINE v16 v_of_ints(v16i x) {
+    return (v16){_mm256_cvtepi32_ps((__m256i)x.a), _mm256_cvtepi32_ps((__m256i)x.b)};
+}
+INLINE v16i v_load_codes8(const void *p) {
+    const __m256i *halves = p;
+    return (v16i){(v8i)_mm256_loadu_si256(halves), (v8i)_mm256_loadu_si256(halves + 1)};
+}
+INLINE v8i four_bits(v8i both, int high) {
+    __m256i shifted = high ? _mm256_srli_epi16((__m256i)both, 4) : (__m256i)both;
+    return (v8i)_mm256_and_si256(shifted, _mm256_set1_epi8(15));
+}
+INLINE v16i v_load_codes4(const void *p, int high) {
+    v16i both = v_load_codes8(p);
+    return (v16i){four_bits(both.a, high), four_bits(both.b, high)};
+}
+/* sum + pairs of pairs. */
+INLINE v8i add_pairs(v8i sum, __m256i pairs) {
+    return sum + (v8i)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+INLINE v8i dot_of_4(v8i sum, __m256i x, v8i codes) {
+    return add_pairs(sum, _mm256_maddubs_epi16((__m256i)codes, x));
+}
+/* |w| times x with the sign of w: |w| is at most 128 and |x| 127, so two stay below 2^15. */
+INLINE v8i dot_of_8(v8i sum, __m256i x, v8i codes) {
+    __m256i w = _mm256_xor_si256((__m256i)codes, _mm256_set1_epi8((char)0x80));
+    return add_pairs(sum, _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
+}
+INLINE v16i v_dot_codes4(v16i sum, const void *steps, v16i codes) {
     __m256i four = _mm256_set1_epi32((int)load_unit(steps));
-    return (v16){dot8(sum.a, four, w), dot8(sum.b, four, (const char *)w + 32)};
+    return (v16i){dot_of_4(sum.a, four, codes.a), dot_of_4(sum.b, four, codes.b)};
 }
-INLINE __m256 dot_bfloat8(__m256 sum, uint32_t x, const char *w) {
-    __m256i pairs = _mm256_loadu_si256((const __m256i *)w);
-    __m256i high = _mm256_set1_epi32((int)0xffff0000);
+INLINE v16i v_dot_codes8(v16i sum, const void *steps, v16i codes) {
+    __m256i four = _mm256_set1_epi32((int)load_unit(steps));
+    return (v16i){dot_of_8(sum.a, four, codes.a), dot_of_8(sum.b, four, codes.b)};
+}
+INLINE __m256 dot_bfloat8(__m256 sum, uint32_t x, __m256 w) {
+    __m256i pairs = _mm256_castps_si256(w), high = _mm256_set1_epi32((int)0xffff0000);
     __m256 second = _mm256_castsi256_ps(_mm256_and_si256(pairs, high));
     __m256 first = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
     sum = _mm256_fmadd_ps(_mm256_set1_ps(second_of(x)), second, sum);
     return _mm256_fmadd_ps(_mm256_set1_ps(first_of(x)), first, sum);
 }
-INLINE v16 v_dot_bfloat(v16 sum, const void *x, const void *w) {
+INLINE v16 v_dot_bfloat(v16 sum, const void *x, v16 w) {
     uint32_t pair = load_unit(x);
-    return (v16){dot_bfloat8(sum.a, pair, w), dot_bfloat8(sum.b, pair, (const char *)w + 32)};
+    return (v16){dot_bfloat8(sum.a, pair, w.a), dot_bfloat8(sum.b, pair, w.b)};
 }
 
 #else
 
-#define OFFSET 0
+#define CODES8_ZERO 0
 #define FLUSHES 0
-INLINE v16 v_dot_int8(v16 sum, const void *steps, const void *w) {
-    const int8_t *x = steps, *weights = w;
-    int32_t sums[LANES];
-    memcpy(sums, &sum, sizeof sums);
-    for (int i = 0; i < 4 * LANES; i++) sums[i / 4] += x[i % 4] * weights[i];
-    memcpy(&sum, sums, sizeof sums);
+typedef union { uint32_t x[LANES]; uint8_t codes[4 * LANES]; } v16i;
+INLINE v16i v_ints(int32_t x) {
+    v16i r;
+    for (int i = 0; i < LANES; i++) r.x[i] = (uint32_t)x;
+    return r;
+}
+INLINE v16 v_of_ints(v16i x) { V_EACH((float)(int32_t)x.x[i]); }
+INLINE v16i v_load_codes8(const void *p) { v16i r; memcpy(&r, p, sizeof r); return r; }
+INLINE v16i v_load_codes4(const void *p, int high) {
+    v16i r = v_load_codes8(p);
+    for (int i = 0; i < 4 * LANES; i++) r.codes[i] = high ? r.codes[i] >> 4 : r.codes[i] & 15;
+    return r;
+}
+INLINE v16i v_dot_codes8(v16i sum, const void *steps, v16i w) {
+    const int8_t *x = steps;
+    for (int i = 0; i < 4 * LANES; i++) sum.x[i / 4] += (uint32_t)(x[i % 4] * w.codes[i]);
     return sum;
 }
-INLINE v16 v_dot_bfloat(v16 sum, const void *x, const void *w) {
-    const char *pairs = w;
+#define v_dot_codes4 v_dot_codes8
+INLINE v16 v_dot_bfloat(v16 sum, const void *x, v16 w) {
     uint32_t pair = load_unit(x);
-    V_EACH(dot_of_pairs(sum.x[i], pair, load_unit(pairs + 4 * i)));
+    V_EACH(dot_of_pairs(sum.x[i], pair, bits_of(w.x[i])));
 }
 
 #endif

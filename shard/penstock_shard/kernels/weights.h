@@ -2,28 +2,34 @@
  *
  * 16 outputs make a panel, 4 panels a group (the last is filled with zeros). A panel lies as units
  * [k / unit][16][unit], so that a product reads it in one stream: of bfloat16 two k of an output side
- * by side, of int8 four, as the dot-product instructions want them, else one.
+ * by side, of codes of 8 bits four, as the dot-product instructions want them, else one. Codes of 4
+ * bits lie as two units of 8, one in the lower halves of the bytes and one in the higher.
+ *
+ * A weight of codes is scale * (code - zero) - minimum, with a scale, and a minimum if there are any,
+ * for each output and each piece of `piece` values of k. They are floats, and lie before the codes
+ * of their piece: [16] scales, [16] minimums.
  */
 
 #define GROUP 4
 #define SEGMENT 32 /* values of k that are packed at a time */
 
-enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16 };
+enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16, SOURCE_CODES };
 
 struct weight {
     int64_t n, k, kind;
     void *data;
-    float *scales;  /* int8: the scale of each output */
-    int32_t *sums;  /* int8: the sum over k of each output */
+    int64_t piece, zero, has_minimums; /* of codes */
 };
 
+/* Floats of any strides; or codes, rows of k bytes, with the scales and minimums [rows, pieces]. */
 struct source {
     const void *data;
     int64_t type, row_stride, column_stride; /* in elements */
+    const float *scales, *minimums;
 };
 
 struct pack {
-    struct weight *weight;
+    const struct weight *weight;
     struct source source;
     int64_t first_row, rows;
     _Atomic int64_t *bad; /* lowest index of a value that the kind cannot hold */
@@ -31,8 +37,12 @@ struct pack {
 
 INLINE int64_t num_groups(const struct weight *w) { return ceil_div(w->n, GROUP * LANES); }
 INLINE int64_t num_units(const struct weight *w) { return ceil_div(w->k, LAYOUTS[w->kind].unit); }
+INLINE int64_t num_pieces(const struct weight *w) {
+    return is_codes((int)w->kind) ? ceil_div(w->k, w->piece) : 0;
+}
 INLINE int64_t panel_bytes(const struct weight *w) {
-    return num_units(w) * LANES * LAYOUTS[w->kind].bytes;
+    return num_units(w) * LANES * LAYOUTS[w->kind].bytes
+           + num_pieces(w) * HEADER_BYTES(w->has_minimums);
 }
 
 static float source_value(const struct source *s, int64_t i) {
@@ -73,11 +83,11 @@ INLINE uint32_t largest_bits(const float *x, int64_t n) {
     return most;
 }
 
-/* x / scale rounded to nearest even, clamped to +-127. */
-INLINE int32_t quantized(float x, float scale) {
+/* x / scale rounded to nearest even, clamped to [least, most]. */
+INLINE int32_t quantized(float x, float scale, float least, float most) {
     float q = x / scale;
-    q = q > 127.0f ? 127.0f : q;
-    q = q < -127.0f ? -127.0f : q;
+    q = q > most ? most : q;
+    q = q < least ? least : q;
     return (int32_t)(bits_of(q + 12582912.0f) - bits_of(12582912.0f));
 }
 
@@ -104,31 +114,79 @@ static void pack_floats(const struct pack *p, int64_t row, int64_t output, int64
             float_to_bfloat(values[i]);
 }
 
-static void pack_int8(const struct pack *p, int64_t output, int64_t k, int64_t count,
-                      const float *values) {
-    const struct weight *w = p->weight;
-    int8_t *panel = (int8_t *)w->data + output / LANES * panel_bytes(w);
-    float scale = output < w->n ? w->scales[output] : 0;
-    for (int64_t i = 0; i < ceil_div(count, 4) * 4; i++) {
-        int32_t q = scale > 0 ? quantized(values[i], scale) : 0;
-        panel[((k + i) / 4 * LANES + output % LANES) * 4 + i % 4] = (int8_t)q;
-        if (output < w->n) w->sums[output] += q;
+/* Where a piece of an output begins: its scale. Its codes lie behind the header of its 16. */
+INLINE char *piece_of(const struct weight *w, int64_t output, int64_t piece) {
+    const int64_t bytes = w->piece / LAYOUTS[w->kind].unit * LANES * LAYOUTS[w->kind].bytes
+                          + HEADER_BYTES(w->has_minimums);
+    return (char *)w->data + output / LANES * panel_bytes(w) + piece * bytes
+           + output % LANES * 4;
+}
+
+/* Store the codes i and on of a piece, in order; zeros up to the end of the last unit. */
+static void store_codes(const struct weight *w, char *piece, int64_t i, int64_t count,
+                        const uint8_t *codes) {
+    int unit = LAYOUTS[w->kind].unit;
+    uint8_t *to = (uint8_t *)piece + HEADER_BYTES(w->has_minimums);
+    for (int64_t end = i + ceil_div(count, unit) * unit, last = i + count; i < end; i++) {
+        uint8_t code = i < last ? *codes++ : 0, *byte = to + i / unit * LANES * 4 + i % 4;
+        if (i % unit < 4) *byte = code;
+        else *byte |= (uint8_t)(code << 4);
     }
 }
 
-/* The scale of an int8 output. */
-static void find_scale(const struct pack *p, int64_t row, int64_t output) {
-    const struct weight *w = p->weight;
-    float values[SEGMENT];
-    uint32_t most = 0;
-    for (int64_t k = 0; k < w->k; k += SEGMENT) {
-        int64_t count = min_of(SEGMENT, w->k - k);
+/* The scale for values [start, end) of a row: of 8 bits the largest magnitude is 127 steps, of 4
+ * bits it is code 0, 8 below the zero. */
+static float find_scale(const struct pack *p, int64_t row, int64_t start, int64_t end) {
+    float values[SEGMENT], most = 0;
+    for (int64_t k = start; k < end; k += SEGMENT) {
+        int64_t count = min_of(SEGMENT, end - k);
         read_source(&p->source, row, k, count, values);
-        most = (uint32_t)max_of(most, largest_bits(values, count));
+        for (int64_t i = 0; i < count; i++) {
+            if (!(fabsf(values[i]) < INFINITY)) report_bad(p, row * p->weight->k + k + i);
+            if (fabsf(values[i]) > fabsf(most)) most = values[i];
+        }
     }
-    if (most >= 0x7f800000) report_bad(p, row * w->k);
-    w->scales[output] = float_of(most) / 127.0f;
-    w->sums[output] = 0;
+    return p->weight->kind == CODES8 ? fabsf(most) / 127.0f : most / -8.0f;
+}
+
+/* Quantize a piece of a row, and store it. */
+static void round_piece(const struct pack *p, int64_t row, int64_t output, int64_t piece) {
+    const struct weight *w = p->weight;
+    int64_t start = piece * w->piece, end = min_of(start + w->piece, w->k);
+    float scale = find_scale(p, row, start, end), zero = (float)w->zero, values[SEGMENT];
+    float least = w->kind == CODES8 ? -127.0f : -8.0f, most = w->kind == CODES8 ? 127.0f : 7.0f;
+    char *to = piece_of(w, output, piece);
+    memcpy(to, &scale, 4);
+    for (int64_t k = start; k < end; k += SEGMENT) {
+        uint8_t codes[SEGMENT];
+        int64_t count = min_of(SEGMENT, end - k);
+        read_source(&p->source, row, k, count, values);
+        for (int64_t i = 0; i < count; i++)
+            codes[i] = (uint8_t)(zero + (scale != 0 ? quantized(values[i], scale, least, most) : 0));
+        store_codes(w, to, k - start, count, codes);
+    }
+}
+
+/* Store a piece of a row of codes. */
+static void copy_piece(const struct pack *p, int64_t row, int64_t output, int64_t piece) {
+    const struct weight *w = p->weight;
+    int64_t start = piece * w->piece, at = row * num_pieces(w) + piece;
+    char *to = piece_of(w, output, piece);
+    memcpy(to, p->source.scales + at, 4);
+    if (w->has_minimums) memcpy(to + LANES * 4, p->source.minimums + at, 4);
+    store_codes(w, to, 0, min_of(w->piece, w->k - start),
+                (const uint8_t *)p->source.data + row * w->k + start);
+}
+
+/* Zeros past the last output, which count nothing: their scales are 0 too. */
+static void clear_piece(const struct pack *p, int64_t output, int64_t piece) {
+    const struct weight *w = p->weight;
+    int64_t bytes = ceil_div(min_of(w->piece, w->k - piece * w->piece), LAYOUTS[w->kind].unit);
+    char *to = piece_of(w, output, piece);
+    memset(to, 0, 4);
+    if (w->has_minimums) memset(to + LANES * 4, 0, 4);
+    for (int64_t i = 0; i < bytes; i++)
+        memset(to + HEADER_BYTES(w->has_minimums) + i * LANES * 4, 0, 4);
 }
 
 /* Pack one panel, or the part of it that this source has; zeros after the last output. */
@@ -139,28 +197,82 @@ static void pack_task(const void *args, int64_t index, int thread) {
     int64_t panel = p->first_row / LANES + index, last = p->first_row + p->rows;
     int64_t first = max_of(panel * LANES, p->first_row);
     int64_t end = last == w->n ? (panel + 1) * LANES : min_of((panel + 1) * LANES, last);
-    for (int64_t output = first; output < min_of(end, last) && w->kind == INT8; output++)
-        find_scale(p, output - p->first_row, output);
+    for (int64_t piece = 0; piece < num_pieces(w); piece++)
+        for (int64_t output = first; output < end; output++) {
+            int64_t row = output - p->first_row;
+            if (output >= last) clear_piece(p, output, piece);
+            else if (p->source.type == SOURCE_CODES) copy_piece(p, row, output, piece);
+            else round_piece(p, row, output, piece);
+        }
+    if (is_codes((int)w->kind)) return;
     for (int64_t k = 0; k < w->k; k += SEGMENT)
         for (int64_t output = first; output < end; output++) {
             float values[SEGMENT] = {0};
             int64_t count = min_of(SEGMENT, w->k - k), row = output - p->first_row;
             if (output < last) read_source(&p->source, row, k, count, values);
-            if (w->kind == INT8) pack_int8(p, output, k, count, values);
-            else pack_floats(p, row, output, k, count, values);
+            pack_floats(p, row, output, k, count, values);
         }
 }
 
-/* Packs a source of `rows` rows as outputs first_row and on. Returns -1, or the index, row by row,
- * of a value that the kind cannot hold. */
-int64_t penstock_pack(struct weight *weight, int64_t first_row, int64_t rows, const void *data,
-                      int64_t type, int64_t row_stride, int64_t column_stride) {
+/* Packs a source of `rows` rows as outputs first_row and on; codes have their scales and minimums,
+ * and their rows lie one behind the other. Returns -1, or the index, row by row, of a value that the
+ * kind cannot hold. */
+int64_t penstock_pack(const struct weight *weight, int64_t first_row, int64_t rows,
+                      const void *data, int64_t type, int64_t row_stride, int64_t column_stride,
+                      const float *scales, const float *minimums) {
     _Atomic int64_t bad = -1;
-    struct pack p = {weight, {data, type, row_stride, column_stride}, first_row, rows, &bad};
+    struct source source = {data, type, row_stride, column_stride, scales, minimums};
+    struct pack p = {weight, source, first_row, rows, &bad};
     int64_t end = first_row + rows;
     if (end == weight->n) end = num_groups(weight) * GROUP * LANES;
     unsigned arithmetic = enter();
     run_region(pack_task, &p, ceil_div(end, LANES) - first_row / LANES, LANES * weight->k);
     leave(arithmetic);
     return bad;
+}
+
+struct lookup {
+    const struct weight *weight;
+    const int64_t *ids;
+    float *out;
+};
+
+/* The value of an output at k; `panel` is where its panel begins. */
+static float weight_value(const struct weight *w, const char *panel, int64_t lane, int64_t k) {
+    int64_t unit = LAYOUTS[w->kind].unit, at = (k / unit * LANES + lane) * unit + k % unit;
+    if (w->kind == FLOAT32) return ((const float *)panel)[at];
+    uint16_t bits = ((const uint16_t *)panel)[at];
+    return w->kind == FLOAT16 ? half_to_float(bits) : float_of((uint32_t)bits << 16);
+}
+
+static float code_value(const struct weight *w, int64_t output, int64_t k) {
+    const char *piece = piece_of(w, output, k / w->piece);
+    int64_t i = k % w->piece, unit = LAYOUTS[w->kind].unit;
+    int byte = (uint8_t)piece[HEADER_BYTES(w->has_minimums) + i / unit * LANES * 4 + i % 4];
+    int code = w->kind == CODES8 ? byte : i % unit < 4 ? byte & 15 : byte >> 4;
+    float scale = float_of(load_unit(piece)), value = (float)(code - w->zero) * scale;
+    return w->has_minimums ? value - float_of(load_unit(piece + LANES * 4)) : value;
+}
+
+static void lookup_task(const void *args, int64_t index, int thread) {
+    (void)thread;
+    const struct lookup *l = args;
+    const struct weight *w = l->weight;
+    int64_t output = l->ids[index], lane = output % LANES;
+    const char *panel = (const char *)w->data + output / LANES * panel_bytes(w);
+    float *out = l->out + index * w->k;
+    for (int64_t k = 0; k < w->k; k++)
+        out[k] = is_codes((int)w->kind) ? code_value(w, output, k)
+                                        : weight_value(w, panel, lane, k);
+}
+
+/* The outputs of these numbers as rows [count, k]. */
+int64_t penstock_rows(const struct weight *weight, const int64_t *ids, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= weight->n) return BAD_ROW;
+    struct lookup l = {weight, ids, out};
+    unsigned arithmetic = enter();
+    run_region(lookup_task, &l, count, 8 * weight->k);
+    leave(arithmetic);
+    return DONE;
 }

@@ -7,7 +7,7 @@ layers are known: see `choose_attention.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -70,13 +70,14 @@ def _choose(
     if device.type == "cpu" and weights != "fp8":
         kernels = _kernels(config, progress)
         if kernels is not None:
-            kind = _kernel_weights(config)
+            kind = _kernel_weights(config, hf_config)
             if kernels.level == "avx512_bf16" and kind == "float16" and config.dtype == "auto":
                 progress(_FASTER)
             return CpuOps(kernels, kind)
-    if weights == "int8":
+    if weights == "int8" or (weights == "int4" and device.type == "cpu"):
         raise ModelError(
-            "--quantization int8: only the cpu kernels compute with it, and they do not run here"
+            f"--quantization {weights}: only the cpu kernels compute with it, and they do not run "
+            "here"
         )
     if config.attention_backend == "cpu":
         reason = f"the device is {device}" if device.type != "cpu" else f"it has no {weights}"
@@ -154,6 +155,8 @@ def choose_weights(
     flag = f"--quantization {config.quantization}"
     if config.quantization == "int8":
         return "int8"
+    if config.quantization == "int4" and device.type == "cpu":
+        return "int4"
     if config.exact:
         raise ModelError(f"{flag}: its products are not exact; leave out --exact")
     if device.type == "cuda" and config.dtype not in _WITH_FEW_BITS:
@@ -162,8 +165,6 @@ def choose_weights(
         if device.type == "cuda" and not multiplies_fp8(device):
             raise ModelError(f"{flag}: needs a GPU of compute capability 8.9 or later")
         return "fp8"
-    if device.type != "cuda":
-        raise ModelError(f"{flag}: needs a GPU; on a cpu int8 is served")
     if not multiplies_int4(device):
         raise ModelError(f"{flag}: needs a GPU of compute capability 8.0 or later")
     if not has_torchao():
@@ -184,10 +185,17 @@ def _kernels(config: ShardConfig, progress: Callable[[str], None]) -> CpuKernels
         return None
 
 
-def _kernel_weights(config: ShardConfig) -> KernelKind:
-    if config.quantization == "int8":
-        return "int8"
-    return "float16" if config.dtype == "auto" else cast(KernelKind, config.dtype)
+def _kernel_weights(
+    config: ShardConfig, hf_config: PreTrainedConfig
+) -> KernelKind | Literal["codes"]:
+    if config.quantization in ("int8", "int4"):
+        return cast(KernelKind, config.quantization)
+    if config.dtype != "auto":
+        return cast(KernelKind, config.dtype)
+    scheme = scheme_of(hf_config)
+    # Of several ranks each reads its part of a matrix dequantized.
+    is_whole = config.tensor_parallel_size == 1
+    return "codes" if scheme is not None and scheme.has_codes and is_whole else "float16"
 
 
 def _torch_on_cpu(

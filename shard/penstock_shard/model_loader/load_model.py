@@ -127,11 +127,12 @@ def _open(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Check
 
 
 def _checkpoint(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Checkpoint:
-    if (files.path / GGUF).exists():
-        return GgufCheckpoint(files.path, files.config)
     scheme, stacks = scheme_of(files.config), has_stacks(files.config)
     if scheme is not None:
         progress(scheme.computed_in(ops.weights))
+    if (files.path / GGUF).exists():
+        return GgufCheckpoint(files.path, plain_config(files.config))
+    if scheme is not None:
         quantized = QuantizedCheckpoint(files.path, scheme, ops.device)
         if stacks:
             refuse_stacks(quantized)

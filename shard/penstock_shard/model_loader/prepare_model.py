@@ -147,8 +147,8 @@ class _Checks:
     def _precision(self) -> str:
         """The type that decides the tolerance for logits."""
         weights = self.loaded.ops.weights
-        # With these products round activations too; with 4-bit weights they do not.
-        if weights in ("int8", "fp8", "bfloat16"):
+        # With these products round activations too.
+        if weights in ("int8", "int4", "fp8", "bfloat16"):
             return weights
         return dtype_name(self.loaded.ops.dtype)
 

@@ -10,6 +10,8 @@ from penstock_shard.ops.base import Ops
 
 # Rows copied at once.
 _ROWS = 1024
+# Kinds of weights beside which a table in float32 would be large.
+_SMALL = ("float16", "int8", "int4", "codes")
 
 
 class Embedding:
@@ -35,10 +37,10 @@ class Embedding:
 
 def _stored_dtype(table: Tensor, ops: Ops) -> torch.dtype:
     """The ops' dtype, if that is not float32; else the checkpoint's own, but float16 in place of
-    float32 where the other weights are float16 or int8.
+    float32 where the other weights are float16 or smaller.
     """
     if ops.dtype is not torch.float32:
         return ops.dtype
-    if ops.weights in ("float16", "int8") and table.dtype is torch.float32:
+    if ops.weights in _SMALL and table.dtype is torch.float32:
         return torch.float16
     return table.dtype

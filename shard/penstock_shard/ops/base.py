@@ -7,7 +7,7 @@ ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -20,9 +20,11 @@ from penstock_shard.attention.base import (
     LayerCache,
     LayerSpec,
 )
+from penstock_shard.checkpoint.codes import Codes
 
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
-WeightKind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]
+# `codes`: those that a checkpoint stores, and float16 for what it does not.
+WeightKind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4", "codes"]
 
 
 class Matrix(Protocol):
@@ -158,6 +160,10 @@ class Ops(Protocol):
         is a choice. Raises ValueError, with a message that can follow a tensor's name, for a value
         that the kind of weights cannot hold.
         """
+
+    @property
+    def pack_codes(self) -> Callable[[Sequence[Codes]], Matrix] | None:
+        """Packs codes, one below the other, as one matrix; None where products do not take them."""
 
     def pack_experts(
         self, experts: Iterable[Sequence[Tensor]], count: int, *, exact: bool = False

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 from penstock_shard.attention.cpu import CpuBackend
-from penstock_shard.kernels.cpu import CpuKernels, KvCache, PackedWeight
+from penstock_shard.checkpoint.codes import Codes
+from penstock_shard.kernels.cpu import CodeLayout, CpuKernels, KvCache, PackedWeight
 from penstock_shard.kernels.cpu import WeightKind as KernelKind
 from penstock_shard.kernels.cpu_recurrent import Steps
 from penstock_shard.ops.base import (
@@ -24,37 +28,59 @@ from penstock_shard.ops.base import (
 )
 from penstock_shard.ops.experts import ExpertList, combine, route
 
+# Groups of codes are multiples of this.
+UNIT = 8
+
 
 class CpuMatrix:
-    """A weight packed into the panels that the kernels read."""
+    """A weight packed into the panels that the kernels read: one, or several with layouts of their
+    own, one below the other.
+    """
 
-    __slots__ = ("_kernels", "_packed")
+    __slots__ = ("_kernels", "_order", "_parts", "has_rows")
 
-    def __init__(self, kernels: CpuKernels, packed: PackedWeight) -> None:
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        parts: Sequence[PackedWeight],
+        *,
+        has_rows: bool,
+        order: Tensor | None = None,
+    ) -> None:
+        """`order` int64 [K]: the input that each column is multiplied by, if not its own."""
         self._kernels = kernels
-        self._packed = packed
+        self._parts = parts
+        self._order = order
+        self.has_rows = has_rows
 
     @property
     def out_features(self) -> int:
-        return self._packed.n
+        return sum(part.n for part in self._parts)
 
     @property
     def in_features(self) -> int:
-        return self._packed.k
+        return self._parts[0].k
 
     @property
     def nbytes(self) -> int:
-        return self._packed.nbytes
+        return sum(part.nbytes for part in self._parts)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        return self._kernels.linear(x, self._packed, bias, out)
-
-    @property
-    def has_rows(self) -> bool:
-        return self._packed.kind != "int8"
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        if len(self._parts) == 1:
+            return self._kernels.linear(x, self._parts[0], bias, out)
+        if out is None:
+            out = x.new_empty(len(x), self.out_features)
+        first = 0
+        for part in self._parts:
+            some = None if bias is None else bias[first : first + part.n]
+            self._kernels.linear(x, part, some, out[:, first : first + part.n])
+            first += part.n
+        return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self._packed.rows(ids)
+        return self._kernels.rows(self._parts[0], ids)
 
 
 class CpuOps:
@@ -62,12 +88,12 @@ class CpuOps:
 
     exact = True
 
-    def __init__(self, kernels: CpuKernels, weights: KernelKind) -> None:
+    def __init__(self, kernels: CpuKernels, weights: KernelKind | Literal["codes"]) -> None:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.weights: WeightKind = weights
         self.backend: AttentionBackend = CpuBackend(kernels)
-        self._kind = weights
+        self._kind: KernelKind = "float16" if weights == "codes" else weights
         self._kernels = kernels
 
     @property
@@ -79,9 +105,30 @@ class CpuOps:
         return False
 
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
-        return CpuMatrix(
-            self._kernels, self._kernels.pack(parts, "float32" if exact else self._kind)
-        )
+        kind = "float32" if exact else self._kind
+        has_rows = kind not in ("int8", "int4")
+        return CpuMatrix(self._kernels, [self._kernels.pack(parts, kind)], has_rows=has_rows)
+
+    @property
+    def pack_codes(self) -> Callable[[Sequence[Codes]], Matrix] | None:
+        return self._pack_codes if self.weights == "codes" else None
+
+    def _pack_codes(self, parts: Sequence[Codes]) -> Matrix:
+        layouts = [_layout(part) for part in parts]
+        order = parts[0].order
+        if None in layouts or not all(_is_same(part.order, order) for part in parts):
+            return self.pack([part.dense() for part in parts])
+        packed = [
+            self._kernels.pack_codes(
+                [(part.values, part.scales, part.minimums) for _, part in run], layout
+            )
+            for layout, run in itertools.groupby(
+                zip(layouts, parts, strict=True), key=itemgetter(0)
+            )
+            if layout is not None
+        ]
+        has_rows = len(packed) == 1 and order is None
+        return CpuMatrix(self._kernels, packed, has_rows=has_rows, order=order)
 
     def pack_experts(
         self, experts: Iterable[Sequence[Tensor]], count: int, *, exact: bool = False
@@ -181,3 +228,19 @@ class CpuOps:
 
 def _steps(batch: AttentionBatch) -> Steps:
     return Steps(batch.cu_queries, batch.seq_lens_tensor, batch.block_table)
+
+
+def _layout(codes: Codes) -> CodeLayout | None:
+    """How the kernels store these codes; None if they do not."""
+    group = codes.group
+    if codes.scales.shape[1] == 1:
+        group = -(-codes.values.shape[1] // UNIT) * UNIT
+    if group % UNIT:
+        return None
+    return CodeLayout(codes.bits, group, codes.zero, codes.minimums is not None)
+
+
+def _is_same(order: Tensor | None, other: Tensor | None) -> bool:
+    if order is None or other is None:
+        return order is other
+    return torch.equal(order, other)

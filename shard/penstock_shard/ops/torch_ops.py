@@ -111,6 +111,10 @@ class TorchOps:
     def dense_head(self) -> bool:
         return self.weights in ("fp8", "int4")
 
+    @property
+    def pack_codes(self) -> None:
+        """Products are of floats, or of what the weights are rounded to at load."""
+
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         if exact or self.keeps_tensors:
             if len(parts) == 1:

@@ -14,12 +14,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock_shard.checkpoint.codes import Codes
 from penstock_shard.errors import cannot_hold
 from penstock_shard.models.decoder.linear import Linear
 from penstock_shard.models.decoder.spec import DecoderSpec, LatentSpec, tensor_shapes
 from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.models.latent_heads import LatentHeads
 from penstock_shard.ops.base import Experts, Matrix, Ops
+from penstock_shard.ops.experts import ExpertList
 
 _REPORT_S = 3.0
 
@@ -29,6 +31,9 @@ class TensorSource(Protocol):
 
     def read(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
         """The tensors, good until the context ends."""
+
+    def codes(self, name: str) -> Codes | None:
+        """The matrix as the codes that it is stored as; None if it is stored otherwise."""
 
 
 class RandomTensors:
@@ -44,6 +49,9 @@ class RandomTensors:
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
         yield [self._make(name) for name in names]
+
+    def codes(self, name: str) -> None:
+        """Random weights are no codes."""
 
     def _make(self, name: str) -> Tensor:
         if len(self._shapes[name]) == 1 and not name.endswith("bias"):
@@ -95,12 +103,14 @@ class TensorReader:
         """Packs the tensors of these names for every expert, times its scale; those of one expert
         become one matrix, one below the other.
         """
+        names = [[prefix + each.format(expert) for each in patterns] for expert in range(count)]
+        if scales is None and self._codes(names[0]) is not None:
+            return ExpertList(self.matrix(each) for each in names)
         reading: Sequence[str] = ()
 
         def parts() -> Iterator[list[Tensor]]:
             nonlocal reading
-            for expert in range(count):
-                reading = [prefix + pattern.format(expert) for pattern in patterns]
+            for expert, reading in enumerate(names):
                 with self._source.read(reading) as tensors:
                     if scales is not None:
                         tensors = [part.float() * scales[expert] for part in tensors]
@@ -118,6 +128,10 @@ class TensorReader:
         self, names: Sequence[str], *, exact: bool = False, scale: Tensor | None = None
     ) -> Matrix:
         """`scale` [K] multiplies the matrix's inputs."""
+        codes = None if exact or scale is not None else self._codes(names)
+        if codes is not None:
+            self._count(names, codes.nbytes)
+            return codes
         with self._source.read(names) as parts:
             if scale is not None:
                 parts = [part.to(scale.device) * scale for part in parts]
@@ -128,7 +142,18 @@ class TensorReader:
         self._count(names, matrix.nbytes)
         return matrix
 
-    def embedding(self, name: str) -> Embedding:
+    def _codes(self, names: Sequence[str]) -> Matrix | None:
+        """The matrix in codes, if these ops multiply them and all of it is stored as codes."""
+        if self.ops.pack_codes is None:
+            return None
+        codes = [found for name in names if (found := self._source.codes(name)) is not None]
+        return self.ops.pack_codes(codes) if len(codes) == len(names) else None
+
+    def embedding(self, name: str) -> Embedding | Matrix:
+        codes = self._codes([name])
+        if codes is not None and codes.has_rows:
+            self._count([name], codes.nbytes)
+            return codes
         with self._source.read([name]) as (table,):
             try:
                 embedding = Embedding(table, self.ops)

@@ -37,6 +37,8 @@ _TOLERANCE = {
     "int8": 0.5,
     "fp8": 0.5,
     "int4": 0.5,
+    # Weights that are read here are dequantized, and kept in float16.
+    "codes": 0.03,
 }
 # Half of float16's smallest step: the rounding error of values that are nearly zero.
 _SMALLEST = 2.0**-25
