@@ -17,7 +17,7 @@ from models.gguf_maker import HALVES, make_gguf, random_blocks
 from models.model_steps import cut_logits
 from models.quantized_maker import Format, awq, gptq, make_quantized, packed, scaled
 
-from penstock_shard.checkpoint.gguf_codes import read_codes
+from penstock_shard.checkpoint.codes.gguf_blocks import read_codes
 from penstock_shard.checkpoint.gguf_files import unfold
 from penstock_shard.config import ShardConfig
 from penstock_shard.model_loader.load_model_runner import load_model_runner

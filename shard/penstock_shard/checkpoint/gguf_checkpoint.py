@@ -16,8 +16,8 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from penstock_shard.checkpoint.codes import Codes
-from penstock_shard.checkpoint.gguf_codes import read_codes
+from penstock_shard.checkpoint.codes.codes import Codes
+from penstock_shard.checkpoint.codes.gguf_blocks import read_codes
 from penstock_shard.checkpoint.gguf_files import open_file
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.checkpoint.text_names import text_names

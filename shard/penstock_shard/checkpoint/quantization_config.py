@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from penstock_shard.checkpoint.codes import Codes
-from penstock_shard.checkpoint.dequantize import (
+from penstock_shard.checkpoint.codes.codes import Codes
+from penstock_shard.checkpoint.codes.stored_matrices import (
     AwqMatrix,
     GptqMatrix,
     PackedMatrix,

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock_shard.checkpoint.codes import Codes
+from penstock_shard.checkpoint.codes.codes import Codes
 from penstock_shard.checkpoint.text_names import text_names
 from penstock_shard.checkpoint.weight_files import weight_files
 from penstock_shard.errors import ModelError

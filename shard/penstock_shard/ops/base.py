@@ -20,7 +20,7 @@ from penstock_shard.attention.base import (
     LayerCache,
     LayerSpec,
 )
-from penstock_shard.checkpoint.codes import Codes
+from penstock_shard.checkpoint.codes.codes import Codes
 
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 # `codes`: those that a checkpoint stores, and float16 for what it does not.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 from penstock_shard.attention.cpu import CpuBackend
-from penstock_shard.checkpoint.codes import Codes
+from penstock_shard.checkpoint.codes.codes import Codes
 from penstock_shard.kernels.cpu import CodeLayout, CpuKernels, KvCache, PackedWeight
 from penstock_shard.kernels.cpu import WeightKind as KernelKind
 from penstock_shard.kernels.cpu_recurrent import Steps

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock_shard.checkpoint.codes import Codes
+from penstock_shard.checkpoint.codes.codes import Codes
 from penstock_shard.errors import cannot_hold
 from penstock_shard.models.decoder.linear import Linear
 from penstock_shard.models.decoder.spec import DecoderSpec, LatentSpec, tensor_shapes

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock_shard.checkpoint.codes import Codes
+from penstock_shard.checkpoint.codes.codes import Codes
 
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock_shard.checkpoint.codes import Codes, with_zeros
+from penstock_shard.checkpoint.codes.codes import Codes, with_zeros
 
 _WORD = 32
 # AWQ's order of eight columns in a word: column j is nibble _AWQ_PLACES[j].
