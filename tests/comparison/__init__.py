@@ -1,0 +1,1 @@
+"""Tests of two checkouts. A package, so that the servers that they share end with them."""
