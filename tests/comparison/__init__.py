@@ -1,1 +1,0 @@
-"""Tests of two checkouts. A package, so that the servers that they share end with them."""
