@@ -1,9 +1,12 @@
-"""Which tests run in the soak only, and which in one process; what the garbage collector sees."""
+"""Which tests run in the soak only, which in one process, and when what they share ends; what the
+garbage collector sees.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +39,22 @@ _OF_THE_TOY = {
     f"tests/integration/test_{name}.py"
     for name in ("form_pages", "launch_command", "model_serving", "parallel_shard")
 }
+
+
+class _Folder(pytest.Package):
+    """One whose fixtures of the scope `package` end with its tests, without an `__init__.py`. Else
+    they are the session's: servers that nobody asks take a second of each minute all the same.
+    """
+
+    def setup(self) -> None:
+        """There is no module to set up."""
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if (path / "conftest.py").exists() and not (path / "__init__.py").exists():
+        folder: _Folder = _Folder.from_parent(parent, path=path)
+        return folder
+    return None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -139,7 +139,7 @@ class Container:
             process.kill()
         self.process.wait()
         gone = "every process of the container has ended"
-        wait_until(lambda: not any(map(is_alive, family)), timeout_s=10, what=gone)
+        wait_until(lambda: not any(map(is_alive, family)), timeout_s=30, what=gone)
 
     def stop(self) -> int:
         """As `docker stop`: SIGTERM, and the exit status; an error where the grace period ends."""

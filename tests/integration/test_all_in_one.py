@@ -128,7 +128,7 @@ def test_tgis_flags_and_variables_are_heeded(tgi: Started) -> None:
     assert tgi.health() == 0
     assert "# MAX_BEST_OF: no counterpart: " in tgi.log
     # It looks for itself, once in a while.
-    wait_until(lambda: "penstock is ready" in tgi.log, timeout_s=10, what="it says so")
+    wait_until(lambda: "penstock is ready" in tgi.log, timeout_s=30, what="it says so")
 
 
 @pytest.mark.soak

@@ -230,7 +230,7 @@ def test_serve_prints_a_curl_line_that_works(served: _Served) -> None:
 def test_serve_restarts_a_child_that_dies(served: _Served, module: str) -> None:
     child = served.child(module)
     child.kill()
-    wait_until(lambda: not is_alive(child), timeout_s=5, what="the child is gone")
+    wait_until(lambda: not is_alive(child), timeout_s=30, what="the child is gone")
     wait_until(served.answers, timeout_s=30, what="it answers again")
     assert f"the {module.removeprefix('penstock_')}" in served.log
 

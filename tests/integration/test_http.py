@@ -275,7 +275,7 @@ async def test_the_probes_follow_the_shard(tmp_path: Path) -> None:
         assert router.status("/health") == router.status("/live") == 200
         shard.process.kill()
         shard.process.wait()
-        wait_until(lambda: router.status("/health") == 503, timeout_s=5, what="/health is 503")
+        wait_until(lambda: router.status("/health") == 503, timeout_s=30, what="/health is 503")
         assert router.status("/live") == 200
         async with aiohttp.ClientSession(router.url) as session:
             for path, status in {"/live": 200, "/health": 503, "/ping": 503, "/ready": 503}.items():

@@ -220,10 +220,10 @@ def test_a_new_certificate_is_shown_by_all_workers_and_open_connections_stay(
         # Half of it, as no mount does but a person may.
         new = authority.issue("127.0.0.1")
         mount.pair.key.write_bytes(new.key.read_bytes())
-        wait_until(lambda: router.log.count("not the key of") == 2, timeout_s=10, what="2 lines")
+        wait_until(lambda: router.log.count("not the key of") == 2, timeout_s=30, what="2 lines")
         assert {_serial(router.address, authority) for _ in range(8)} == {before}
         mount.swap(new, authority.file)
-        wait_until(lambda: router.log.count("read again") == 2, timeout_s=10, what="2 lines")
+        wait_until(lambda: router.log.count("read again") == 2, timeout_s=30, what="2 lines")
         after = {_serial(router.address, authority) for _ in range(8)}
         assert len(after) == 1
         assert before not in after
@@ -245,7 +245,7 @@ def test_a_router_names_each_shard_it_cannot_trust_once_and_serves_with_the_othe
             return [line for line in found if "TLS handshake failed: " in line and why in line]
 
         # Once of each worker.
-        wait_until(lambda: len(lines()) == 2, timeout_s=10, what=f"a line with {why!r}")
+        wait_until(lambda: len(lines()) == 2, timeout_s=30, what=f"a line with {why!r}")
     said = len(site.router.log)
     # They are tried again and again meanwhile.
     time.sleep(1.2)

@@ -51,7 +51,7 @@ def _serve_and_ask(command: Sequence[str], folder: Path) -> str:
         everyone = [psutil.Process(serving.pid), *psutil.Process(serving.pid).children(True)]
         serving.send_signal(signal.SIGTERM)
         serving.wait(30)
-        wait_until(lambda: not any(map(is_alive, everyone)), timeout_s=10, what="all have ended")
+        wait_until(lambda: not any(map(is_alive, everyone)), timeout_s=30, what="all have ended")
         answer: str = json.loads(text)["choices"][0]["text"]
         return answer
     except AssertionError as error:

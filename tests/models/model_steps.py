@@ -46,7 +46,12 @@ def relative_errors(directory: Path, **settings: object) -> tuple[float, float]:
     """Largest and root mean square difference of logits from those of transformers, in standard
     deviations of the latter.
     """
-    sequences, logits = cut_logits(load(directory, **settings))
+    return errors_of(load(directory, **settings), directory)
+
+
+def errors_of(runner: ModelRunner, directory: Path) -> tuple[float, float]:
+    """The same of a model of this directory that is loaded."""
+    sequences, logits = cut_logits(runner)
     expected = own_logits(directory, sequences)
     errors = (logits - expected) / expected.std()
     return float(errors.abs().max()), float(errors.square().mean().sqrt())

@@ -142,7 +142,7 @@ def test_the_real_model_is_made_to_end_its_reasoning(runner: Runner) -> None:
     assert tokens(outputs)[6] == 601
 
 
-_BATCH = budget(20, 50)
+_BATCH = budget(16, 50)
 
 
 def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_ends(
@@ -152,7 +152,7 @@ def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_en
     digits without end), which no schema forbids: then it is only looked at what ends.
     """
     rng = seeded("random schemas and a real model")
-    count, max_tokens, ended = budget(20, 1000), budget(500, 1900), {1.0: 0, 100.0: 0}
+    count, max_tokens, ended = budget(16, 1000), budget(400, 1900), {1.0: 0, 100.0: 0}
     for start in range(0, count, _BATCH):
         for temperature in ended:
             schemas = [random_schema(rng) for _ in range(_BATCH)]

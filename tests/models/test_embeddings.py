@@ -14,6 +14,7 @@ from model_maker import VOCABULARY, make_model
 from models.driver import Driver, load, make_sequence
 from models.runners import make_runner
 from safetensors.torch import load_file, save_file
+from support.budget import in_soak
 from support.engines import changed, with_blocks
 from torch import Tensor
 from transformers import AutoModel, GPT2LMHeadModel
@@ -128,8 +129,10 @@ def test_tokens_beside_embeddings_are_those_without(model_dir: Directory) -> Non
     assert (found.token_id, found.logprobs) == (expected.token_id, expected.logprobs)
 
 
-@pytest.mark.parametrize("max_steps_ahead", [0, 1])
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize(
+    ("family", "max_steps_ahead"),
+    [in_soak("llama", 0), ("llama", 1), ("opt", 0), in_soak("opt", 1)],
+)
 def test_vectors_survive_preemption_and_prefix_hits(
     family: str, max_steps_ahead: int, model_dir: Directory
 ) -> None:

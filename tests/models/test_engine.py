@@ -19,13 +19,16 @@ from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 
 FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2")
+# Much like llama.
+ALIKE = ("qwen2", "qwen3")
 
 
 @pytest.mark.parametrize(
     ("family", "max_steps_ahead"),
     [
         ("llama", 0),
-        *((family, 1) for family in FAMILIES),
+        *((family, 1) for family in FAMILIES if family not in ALIKE),
+        *(in_soak(family, 1) for family in ALIKE),
         *(in_soak(family, 0) for family in FAMILIES if family != "llama"),
     ],
 )

@@ -184,12 +184,12 @@ def _tie_logits(directory: Path, target: Path) -> Path:
     ("family", "settings"),
     [
         ("llama", {}),
-        ("llama", {"kv_cache_dtype": "float16", "threads": 2}),
+        in_soak("llama", {"kv_cache_dtype": "float16", "threads": 2}),
         in_soak("llama", {"quantization": "int8"}),
         ("llama", {"quantization": "int4"}),
-        ("llama", {"dtype": "bfloat16"}),
-        ("gemma2", {}),
-        ("gpt2", {}),
+        in_soak("llama", {"dtype": "bfloat16"}),
+        in_soak("gemma2", {}),
+        in_soak("gpt2", {}),
         # Latents, and experts in groups; chunks.
         ("deepseek_v3", {}),
         ("llama4", {}),
@@ -197,7 +197,7 @@ def _tie_logits(directory: Path, target: Path) -> Path:
         ("gemma4", {}),
         # Experts, and states in three of four layers; states alone.
         ("qwen3_next", {"state_spacing": 32}),
-        ("mamba2", {"state_spacing": 32, "max_model_len": 512}),
+        in_soak("mamba2", {"state_spacing": 32, "max_model_len": 512}),
         in_soak("gemma4_text", {}),
         in_soak("falcon_h1", {"state_spacing": 32}),
         in_soak("jamba", {"state_spacing": 32}),

@@ -10,20 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from models.driver import Driver, let_generate, load, make_sequence
+from support.budget import in_soak
 from transformers import AutoModelForCausalLM
 
 SERVED = (
     "llama",
-    "qwen2",
+    in_soak("qwen2"),
     "qwen3",
     "opt",
-    "gemma2",
+    in_soak("gemma2"),
     "gpt2",
-    "mistral",
+    in_soak("mistral"),
     "gemma3",
     "gpt_oss",
     "mixtral",
-    "qwen3_moe",
+    in_soak("qwen3_moe"),
 )
 OUTPUT_TOKENS = 20
 VOCABULARY = 384

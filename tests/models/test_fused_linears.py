@@ -44,7 +44,7 @@ def sets_of(runner: ModelRunner) -> int:
     return len({weight.fused for weight in weights if isinstance(weight, FusedPart)})
 
 
-@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+@pytest.mark.parametrize("backend", ["cpu", in_soak("sdpa")])
 @pytest.mark.parametrize("family", SETS)
 def test_queries_keys_and_values_are_one_product(
     family: str, backend: str, model_dir: Directory
@@ -58,10 +58,19 @@ def test_dense_and_shared_parts_are_one_product(model_dir: Directory) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "sdpa"])
-@pytest.mark.parametrize("family", ["olmo", "stablelm", "olmoe"])
+@pytest.mark.parametrize("family", ["olmo", in_soak("stablelm"), "olmoe"])
 def test_logits_are_those_of_transformers(family: str, backend: str, model_dir: Directory) -> None:
     worst, _ = relative_errors(model_dir(family), attention_backend=backend)
     assert worst < 1e-4
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "full": {"dtype": "float32"},
+    "half": {"dtype": "auto"},
+    "int8": {"dtype": "auto", "quantization": "int8"},
+}
+FUSED = (*(name for name in SETS if SETS[name]), "deepseek_v2")
+IN_EVERY_RUN = {*((family, "half") for family in FUSED), ("olmo", "int8"), ("gpt_oss", "int8")}
 
 
 def without_fusing(patch: pytest.MonkeyPatch) -> None:
@@ -70,10 +79,13 @@ def without_fusing(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [in_soak({"dtype": "float32"}), {"dtype": "auto"}, {"dtype": "auto", "quantization": "int8"}],
+    ("family", "settings"),
+    [
+        (family, settings) if (family, weights) in IN_EVERY_RUN else in_soak(family, settings)
+        for family in FUSED
+        for weights, settings in WEIGHTS.items()
+    ],
 )
-@pytest.mark.parametrize("family", [*(name for name in SETS if SETS[name]), "deepseek_v2"])
 def test_bits_are_those_of_products_apart(
     family: str, settings: dict[str, Any], model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

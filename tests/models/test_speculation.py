@@ -15,7 +15,7 @@ import torch
 from models.drawer import Drawer, SampleRow
 from models.driver import load, make_sequence
 from models.runners import make_runner
-from support.budget import budget, seeded
+from support.budget import budget, in_soak, seeded
 from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
 from support.engines import with_blocks
@@ -250,8 +250,17 @@ def _generate(
     return outputs, logprobs, engine
 
 
-@pytest.mark.parametrize("max_steps_ahead", [0, 1])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "max_steps_ahead"),
+    [
+        ("llama", 0),
+        ("llama", 1),
+        in_soak("gemma2", 0),
+        ("gemma2", 1),
+        ("gpt2", 0),
+        in_soak("gpt2", 1),
+    ],
+)
 def test_an_engine_with_drafts_gives_the_tokens_of_one_without(
     family: str, max_steps_ahead: int, model_dir: Callable[[str], Path]
 ) -> None:

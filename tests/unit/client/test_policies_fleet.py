@@ -16,14 +16,14 @@ _SEED = 0
 
 
 def _chat(policy: str) -> Summary:
-    seconds = budget(8, 120)
+    seconds = budget(5, 120)
     fleet = SimulatedFleet(_SHARDS, make_policy(policy))
     fleet.run(chat(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
     return fleet.summary(seconds)
 
 
 def _mixed(policy: str) -> Summary:
-    seconds = budget(20, 120)
+    seconds = budget(12, 120)
     fleet = SimulatedFleet(_SHARDS, make_policy(policy))
     fleet.run(mixed(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
     return fleet.summary(seconds)

@@ -292,7 +292,7 @@ async def test_when_writing_to_a_call_fails_its_streams_end_and_the_next_call_wo
 
         client._call._call.write = write
         with pytest.raises(ShardUnavailable, match="writing to shard"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await anext(waiting)
         assert "nobody foresaw this" in caplog.text
         assert [output.token_ids async for output in client.generate(_request(""))] == [[1]]

@@ -153,7 +153,7 @@ async def test_a_reader_is_woken_for_what_has_no_tokens() -> None:
     await asyncio.sleep(0)
     scores = Logprobs([-1.0], [1])
     stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=1))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert (await reader).prompt_logprobs == Logprobs([-1.0], [1])
 
 

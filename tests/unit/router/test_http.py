@@ -833,7 +833,7 @@ async def test_without_a_shard_the_router_lives_and_is_not_healthy(byte_level: T
             assert "no shard" in answer.error["message"]
             assert answer.headers["retry-after"]
         shard.ready, shard.info = True, INFO
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await router.get("/health")).status != 200:
                 await asyncio.sleep(0.01)
         assert (await router.complete()).status == 200
@@ -857,7 +857,7 @@ async def test_a_router_says_in_one_line_why_it_is_not_healthy(byte_level: Token
                 "no shard serves yet (1 gone, 1 loading); try again shortly"
             )
         shards[0].ready = shards[0].connected = True
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await router.get("/health")).status != 200:
                 await asyncio.sleep(0.01)
         shards[0].ready, shards[0].leaving = False, True

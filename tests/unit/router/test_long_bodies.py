@@ -696,7 +696,7 @@ async def test_who_leaves_in_the_moment_of_its_turn_passes_it_on(process: FakePr
     with pytest.raises(asyncio.CancelledError):
         await second
     process.go_on.set()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await ask(pool, "c", 1, 2)
     assert process.told == ["c"]
     await pool.close()
@@ -765,7 +765,7 @@ async def test_what_is_held_for_a_body_is_one_process(
     process.go_on.set()
     pool = TextPool(2, "info")
     await ask(pool, "read", 1, 0, READ)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await ask(pool, "another", 1, 1)
     await pool.close()
 

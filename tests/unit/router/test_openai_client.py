@@ -160,7 +160,7 @@ async def test_a_stream_that_is_closed_early_is_aborted(byte_level: Tokenizer) -
             async for _ in stream:
                 break
             await stream.close()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while fleet.running:
                     await asyncio.sleep(0.001)
             assert fleet.cancelled == ["r1"]

@@ -119,7 +119,7 @@ async def _give(
     calls: Calls, call: AsyncIterator[pb.GenerateResponse], *outputs: link.Output
 ) -> pb.GenerateResponse:
     """What the caller is sent of what the engine gives once it has the requests."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         reading = asyncio.ensure_future(anext(call))
         while any(output.request_id not in calls.engine.deliver for output in outputs):
             await asyncio.sleep(0)
@@ -256,7 +256,7 @@ async def test_what_is_unfinished_when_a_call_ends_is_aborted_in_its_caller_s_na
     calls = Calls()
     call = calls.begin(_message(attempt=4), _message("b"), context=Context((b"router",)))
     reading = asyncio.ensure_future(anext(call))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(calls.engine.submitted) < 2:
             await asyncio.sleep(0)
     (unfinished, _), (finished, _) = calls.engine.submitted
@@ -284,7 +284,7 @@ async def test_a_call_that_ends_while_its_requests_are_read_leaves_no_error_behi
     call = calls.servicer.Generate(sent(), cast("Any", Context()))
     await _give(calls, call, _tokens("a", 0, 0, 1))
     await cast("Any", call).aclose()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await ended.wait()
     await asyncio.sleep(0.01)
     # A reader that was ended has no error to tell.
