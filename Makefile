@@ -11,8 +11,8 @@ FAKE ?=
 MODEL ?=
 ARGS ?=
 # Tests run in so many processes, those of a file in one, as they share what it sets up. On two cores
-# three leave a fifth of the time unused: what they start waits for much.
-WORKERS ?= 4
+# four leave a sixth of the time unused: what they start waits for much.
+WORKERS ?= 5
 BESIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Each process of the tests imports hundreds of modules: they are compiled once, whatever is usual here.

@@ -52,7 +52,8 @@ class ShardConfig(ObservingConfig):
 
     model: str | None = flag(
         None,
-        "a directory, a hub id or a GGUF file (default: the built-in toy model)",
+        "a directory, a GGUF file, or a hub id, with a colon and the end of a GGUF file's name if "
+        "there are several (default: the built-in toy model)",
         group="model",
         metavar="PATH_OR_HUB_ID",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ WEIGHTS = "model.safetensors"
 # The link to a GGUF file, in a directory that one was unfolded into.
 GGUF = "model.gguf"
 INDEX = "model.safetensors.index.json"
+
+_PICKLES = (".bin", ".pt", ".pth")
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -83,3 +86,14 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     if size < (expected := 8 + length + end):
         raise ModelError(f"{path}: is cut short: {size} of {expected} bytes")
     return tensors
+
+
+def why_no_weights(names: Sequence[str]) -> str:
+    """A line for files that hold no weights which are read."""
+    pickles = sorted(name for name in names if name.endswith(_PICKLES))
+    if pickles:
+        return (
+            f"has its weights only as pickle ({pickles[0]}), which can run code when it is read; "
+            "only safetensors are loaded (a hub model may have a converted --revision refs/pr/N)"
+        )
+    return f"there are no weights ({WEIGHTS} or {INDEX})"

@@ -1,0 +1,94 @@
+"""Perplexity of a text with a model's weights in each kind, beside float16, and their size.
+
+    python benchmarks/perplexity.py [--model DIR] [--text FILE] [FILE.gguf ...]
+
+Kinds are those of `--dtype` and `--quantization`, the types of GGUF files that the package `gguf`
+writes, and files that were made elsewhere of the same model: types such as Q4_K are written by
+llama.cpp's `llama-quantize` alone. A CPU computes them all. The built-in model and the transcript
+of its training are what is measured unless others are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from models.driver import Driver, load, make_sequence
+from models.gguf_maker import make_gguf
+from tokenizers import Tokenizer
+
+from penstock_shard.checkpoint.gguf_files import unfold
+from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
+
+KINDS: dict[str, dict[str, Any]] = {
+    "float16": {"dtype": "float16"},
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "auto", "quantization": "int8"},
+    "int4": {"dtype": "auto", "quantization": "int4"},
+}
+GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+# Of each window the first half is context.
+WINDOW_TOKENS = 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", type=Path, default=BUILTIN_MODEL, metavar="DIR")
+    parser.add_argument("--text", type=Path, default=ROOT / "training" / "transcript.md")
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE.gguf")
+    args = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    ids = tokenizer.encode(args.text.read_text(), add_special_tokens=False).ids
+    print(f"{len(ids):,} tokens of {args.text.name}")
+    print("| weights | perplexity | beside float16 | matrices, MB |\n|---|---|---|---|")
+    reference = 0.0
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, directory, settings in models(args, Path(scratch)):
+            loss, num_bytes = measure(directory, settings, ids)
+            reference = reference or loss
+            print(
+                f"| {name} | {math.exp(loss):.3f} | {math.expm1(loss - reference):+.2%} "
+                f"| {num_bytes / 1e6:.2f} |",
+                flush=True,
+            )
+
+
+def models(args: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
+    for kind, settings in KINDS.items():
+        yield kind, args.model, settings
+    for kind in GGUF_TYPES:
+        file = make_gguf(args.model, scratch / f"{kind}.gguf", kind)
+        yield f"GGUF {kind}", unfold(file), {"dtype": "auto"}
+    for file in args.files:
+        yield file.name, unfold(file), {"dtype": "auto"}
+
+
+def measure(directory: Path, settings: dict[str, Any], ids: list[int]) -> tuple[float, int]:
+    """Mean negative log-likelihood a token, and bytes of the weights."""
+    runner = load(directory, kv_blocks=256, threads=2, **settings)
+    driver = Driver(runner)
+    found: list[float] = []
+    half = WINDOW_TOKENS // 2
+    for start in range(0, len(ids) - half, half):
+        window = ids[start : start + WINDOW_TOKENS]
+        sequence = make_sequence(window, prompt_logprobs=0, max_tokens=1)
+        result = driver.step([(sequence, len(window))])[0]
+        assert result.prompt_logprobs is not None
+        found += result.prompt_logprobs.chosen[half if start else 0 :]
+        driver.finish(sequence)
+    return -sum(found) / len(found), runner.weights_bytes
+
+
+if __name__ == "__main__":
+    main()

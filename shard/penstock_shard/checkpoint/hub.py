@@ -1,0 +1,274 @@
+"""Models and adapters of a hub: what of them is wanted, downloaded or found in the cache.
+
+HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are read by huggingface_hub, which takes half a
+second to import: it is imported where a model is of a hub.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from penstock_shard.checkpoint.adapter_files import CONFIG
+from penstock_shard.checkpoint.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from penstock_shard.checkpoint.gguf_files import is_gguf
+from penstock_shard.checkpoint.weight_files import INDEX, WEIGHTS, why_no_weights
+from penstock_shard.config import ShardConfig
+from penstock_shard.errors import ModelError
+
+# A model's name, and behind a colon which of its GGUF files.
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+# Besides weights: configurations, vocabularies, chat templates.
+_WANTED = (".json", ".jinja", ".txt", ".model")
+# Of sentence-transformers; see `pooling_files`.
+_POOLING = re.compile(r"\d+_Pooling/config\.json")
+# One of several files of a model.
+_PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_ADAPTER_FILES = [CONFIG, ADAPTER_WEIGHTS]
+_PROGRESS_S = 5.0
+
+
+def is_hub_id(name: str) -> bool:
+    return _ID.fullmatch(name) is not None
+
+
+def fetch_model(
+    name: str, config: ShardConfig, needs_weights: bool, progress: Callable[[str], None]
+) -> tuple[Path, str]:
+    """Download what is missing of a model, or take the cached copy if the hub is away: a directory
+    or a GGUF file, and the commit. Raises ModelError.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    # The base class of the HTTP library's errors; which library that is differs by release.
+    transport_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
+    cache = Path(config.download_dir or constants.HF_HUB_CACHE).expanduser()
+    revision = config.revision or constants.DEFAULT_REVISION
+    model, _, file = name.partition(":")
+    hub = _Hub(model, file, revision, cache, constants.ENDPOINT)
+    try:
+        with _one_line(hub):
+            return hub.download(needs_weights, config.trust_remote_code, progress)
+    except OfflineModeIsEnabled:
+        return hub.cached("HF_HUB_OFFLINE is set")
+    except transport_error as error:
+        return hub.cached(f"cannot reach {constants.ENDPOINT}: {error}")
+
+
+def fetch_adapter(source: str, config: ShardConfig) -> Path:
+    """The directory of an adapter. Raises ModelError."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    cache = Path(config.download_dir or constants.HF_HUB_CACHE).expanduser()
+    hub = _Hub(source, "", constants.DEFAULT_REVISION, cache, constants.ENDPOINT)
+    try:
+        with _one_line(hub):
+            path = snapshot_download(source, cache_dir=cache, allow_patterns=_ADAPTER_FILES)
+    except OfflineModeIsEnabled as error:
+        raise ModelError(f"{source} is not in {cache}, and HF_HUB_OFFLINE is set") from error
+    return Path(path)
+
+
+@contextmanager
+def _one_line(hub: _Hub) -> Iterator[None]:
+    """The hub's refusals and a full disk as ModelError."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name = hub.model
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{name} is gated: accept its terms at {hub.endpoint}/{name} and set HF_TOKEN to a "
+            "token of that account"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{name}: {hub.endpoint} has no such model, or it is private: check the name and "
+            "HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{name} has no revision {hub.revision!r}") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        raise ModelError(f"{name}: {hub.endpoint} answered with HTTP status {status}") from error
+    except OfflineModeIsEnabled:
+        # An OSError too, but not the end: there may be a copy in the cache.
+        raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise ModelError(f"{name}: cannot be downloaded: {error}") from error
+        raise ModelError(
+            f"{name}: the disk is full: {hub.cache} has "
+            f"{_size(_free_bytes(hub.cache))} left; free some or give another --download-dir"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Hub:
+    """One model on one hub, kept in one cache directory."""
+
+    model: str
+    # Which GGUF file: its name, or what its name has before the suffix; else empty.
+    file: str
+    revision: str
+    cache: Path
+    endpoint: str
+
+    def download(
+        self, needs_weights: bool, code: bool, progress: Callable[[str], None]
+    ) -> tuple[Path, str]:
+        """Fetch the files that are wanted and not there; says their size first."""
+        from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        info = HfApi().model_info(self.model, revision=self.revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        gguf = self._gguf(list(sizes))
+        if not gguf and needs_weights and not any(name in sizes for name in (WEIGHTS, INDEX)):
+            raise ModelError(f"{self.model}: {why_no_weights(list(sizes))}")
+        wanted = [gguf] if gguf else _wanted(sizes, needs_weights, code)
+        missing = sum(
+            sizes[name]
+            for name in wanted
+            if not isinstance(
+                try_to_load_from_cache(self.model, name, cache_dir=self.cache, revision=info.sha),
+                str,
+            )
+        )
+        if missing:
+            self._check_room(missing)
+            progress(f"downloading {self.model}: {_size(missing)} to {self.cache}")
+        # Bars of several threads are unreadable in a log; `_reporting` writes lines.
+        disable_progress_bars()
+        with self._reporting(missing, progress):
+            path = snapshot_download(
+                self.model, revision=self.revision, cache_dir=self.cache, allow_patterns=wanted
+            )
+        return Path(path) / gguf, info.sha or ""
+
+    def cached(self, reason: str) -> tuple[Path, str]:
+        """The copy in the cache. Raises ModelError with the reason if there is none."""
+        from huggingface_hub import CacheNotFound, scan_cache_dir
+
+        try:
+            copies = [
+                copy
+                for repo in scan_cache_dir(self.cache).repos
+                if (repo.repo_id, repo.repo_type) == (self.model, "model")
+                for copy in repo.revisions
+                if self.revision in {*copy.refs, copy.commit_hash}
+            ]
+        except CacheNotFound:
+            copies = []
+        for copy in copies:
+            names = [file.file_name for file in copy.files]
+            gguf = self._gguf(names)
+            if gguf or "config.json" in names:
+                return copy.snapshot_path / gguf, copy.commit_hash
+        raise ModelError(f"{self.model} is not in {self.cache}, and {reason}")
+
+    def _gguf(self, names: Sequence[str]) -> str:
+        """The GGUF file that is meant, where it is named or nothing else is there; else empty."""
+        files = sorted(name for name in names if is_gguf(Path(name)))
+        meant = [name for name in files if _is_meant(self.file, name)] if self.file else files
+        has_others = any(name in names for name in (WEIGHTS, INDEX))
+        if not self.file and (has_others or not files):
+            return ""
+        if len(meant) == 1:
+            if _PIECE.search(meant[0]):
+                raise ModelError(f"{self.model}: {meant[0]} is one of several; they are not served")
+            return meant[0]
+        if not self.file:
+            tail = f"name one as {self.model}:{Path(files[0]).stem}"
+            raise ModelError(f"{self.model}: has {len(files)} GGUF files; {tail}")
+        found = f"{len(meant)} of its GGUF files are" if meant else "none of its GGUF files is"
+        raise ModelError(f"{self.model}: {found} {self.file}: {_few(meant or files)}")
+
+    def _check_room(self, needed: int) -> None:
+        free = _free_bytes(self.cache)
+        if needed > free:
+            raise ModelError(
+                f"{self.model} needs {_size(needed)}, but {self.cache} has {_size(free)} left; "
+                "free some or give another --download-dir"
+            )
+
+    @contextmanager
+    def _reporting(self, total: int, progress: Callable[[str], None]) -> Iterator[None]:
+        """A line every few seconds while files arrive, measured on disk."""
+        blobs = self.cache / f"models--{self.model.replace('/', '--')}" / "blobs"
+        before = _used_bytes(blobs)
+        done = threading.Event()
+
+        def report() -> None:
+            while not done.wait(_PROGRESS_S):
+                arrived = _used_bytes(blobs) - before
+                progress(f"downloading {self.model}: {_size(arrived)} of {_size(total)}")
+
+        thread = threading.Thread(target=report, name="download-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def _is_meant(wanted: str, name: str) -> bool:
+    """Whether `wanted` is the name of a file, its stem, or the end of it, such as Q4_K_M."""
+    stem, wanted = Path(name).stem.lower(), wanted.lower().removesuffix(".gguf")
+    return stem == wanted or stem.endswith(("-" + wanted, "." + wanted))
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "it has none"
+
+
+def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[str]:
+    """Files that serving needs: of the repository's top level, and how embeddings are pooled."""
+    suffixes = (*_WANTED, ".py") if code else _WANTED
+    wanted = [name for name in sizes if "/" not in name and name.endswith(suffixes)]
+    wanted += [name for name in sizes if _POOLING.fullmatch(name)]
+    if needs_weights:
+        # Some repositories hold the same weights twice, the second time as consolidated.*.
+        weights = [name for name in sizes if re.fullmatch(r"model[\w.-]*\.safetensors", name)]
+        wanted += [WEIGHTS] if WEIGHTS in weights else weights
+    return wanted
+
+
+def _free_bytes(directory: Path) -> int:
+    """Free space where the directory is or would be made."""
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _used_bytes(directory: Path) -> int:
+    """Size of the files in a directory that others write to meanwhile."""
+    total = 0
+    if directory.exists():
+        for path in directory.iterdir():
+            try:
+                total += path.stat().st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
