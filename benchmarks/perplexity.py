@@ -4,8 +4,8 @@
 
 Kinds are those of `--dtype` and `--quantization`, the types of GGUF files that the package `gguf`
 writes, and files that were made elsewhere of the same model: types such as Q4_K are written by
-llama.cpp's `llama-quantize` alone. A CPU computes them all. The built-in model and the transcript
-of its training are what is measured unless others are named.
+llama.cpp's `llama-quantize` alone. A CPU computes them all. The built-in model is measured unless
+another is named, on conversations of its kind drawn with a seed of their own unless a text is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from models.driver import Driver, load, make_sequence
 from models.gguf_maker import make_gguf
@@ -29,6 +29,8 @@ from tokenizers import Tokenizer
 
 from penstock_shard.checkpoint.gguf_files import unfold
 from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
+from penstock_shard.models.decoder.decoder import Decoder
+from training.conversations import Sampler, load_corpus
 
 KINDS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
@@ -38,24 +40,29 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "auto", "quantization": "int4"},
 }
 GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-# Of each window the first half is context.
 WINDOW_TOKENS = 512
+CONVERSATIONS, SEED = 150, 20_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", type=Path, default=BUILTIN_MODEL, metavar="DIR")
-    parser.add_argument("--text", type=Path, default=ROOT / "training" / "transcript.md")
+    parser.add_argument("--text", type=Path, metavar="FILE")
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE.gguf")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    ids = tokenizer.encode(args.text.read_text(), add_special_tokens=False).ids
-    print(f"{len(ids):,} tokens of {args.text.name}")
+    texts = conversations() if args.text is None else [args.text.read_text()]
+    windows = [
+        ids[start : start + WINDOW_TOKENS]
+        for ids in (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
+        for start in range(0, len(ids), WINDOW_TOKENS)
+    ]
+    print(f"{sum(map(len, windows)):,} tokens in {len(windows)} windows")
     print("| weights | perplexity | beside float16 | matrices, MB |\n|---|---|---|---|")
     reference = 0.0
     with tempfile.TemporaryDirectory() as scratch:
         for name, directory, settings in models(args, Path(scratch)):
-            loss, num_bytes = measure(directory, settings, ids)
+            loss, num_bytes = measure(directory, settings, windows)
             reference = reference or loss
             print(
                 f"| {name} | {math.exp(loss):.3f} | {math.expm1(loss - reference):+.2%} "
@@ -74,20 +81,30 @@ def models(args: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, Path,
         yield file.name, unfold(file), {"dtype": "auto"}
 
 
-def measure(directory: Path, settings: dict[str, Any], ids: list[int]) -> tuple[float, int]:
+def conversations() -> list[str]:
+    sampler = Sampler(load_corpus(), SEED)
+    drawn = [sampler.conversation() for _ in range(CONVERSATIONS)]
+    return [
+        "<|begin|>" + "".join(f"<|{each.role}|>{each.content}<|end|>" for each in conversation)
+        for conversation in drawn
+    ]
+
+
+def measure(
+    directory: Path, settings: dict[str, Any], windows: list[list[int]]
+) -> tuple[float, int]:
     """Mean negative log-likelihood a token, and bytes of the weights."""
     runner = load(directory, kv_blocks=256, threads=2, **settings)
     driver = Driver(runner)
     found: list[float] = []
-    half = WINDOW_TOKENS // 2
-    for start in range(0, len(ids) - half, half):
-        window = ids[start : start + WINDOW_TOKENS]
+    for window in windows:
         sequence = make_sequence(window, prompt_logprobs=0, max_tokens=1)
         result = driver.step([(sequence, len(window))])[0]
         assert result.prompt_logprobs is not None
-        found += result.prompt_logprobs.chosen[half if start else 0 :]
-        driver.finish(sequence)
-    return -sum(found) / len(found), runner.weights_bytes
+        found += result.prompt_logprobs.chosen
+        driver.preempt(sequence)
+    assert isinstance(runner.model, Decoder)
+    return -sum(found) / len(found), runner.model._weights.nbytes
 
 
 if __name__ == "__main__":

@@ -151,7 +151,9 @@ class ShardConfig(ObservingConfig):
         "model)",
         choices=("auto", "cpu", "sdpa", "flash_attn", "torch_varlen", "triton"),
     )
-    enforce_eager: bool = flag(False, "do not use CUDA graphs")
+    enforce_eager: bool = flag(
+        False, "do not record decode steps: as CUDA graphs, or as calls of kernels on a cpu"
+    )
     gpu_memory_utilization: float = flag(
         0.9, "share of GPU memory to use", above=0, at_most=1, metavar="F"
     )

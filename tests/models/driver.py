@@ -24,12 +24,15 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def load(directory: Path, **settings: object) -> ModelRunner:
-    """A runner on one cpu thread with 64 blocks, in float32 as the references are."""
+    """A runner on one cpu thread with 64 blocks, in float32 as the references are. Its model is not
+    wrapped for recording steps unless `enforce_eager` is false.
+    """
     values: dict[str, object] = {
         "device": "cpu",
         "dtype": "float32",
         "threads": 1,
         "kv_blocks": 64,
+        "enforce_eager": True,
         **settings,
     }
     config = ShardConfig(**values)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def test_groups_that_the_kernels_do_not_store_are_kept_in_float16(
 
 def _weights(directory: Path, **settings: Any) -> tuple[Any, list[str]]:
     said: list[str] = []
-    config = ShardConfig(device="cpu", threads=1, kv_blocks=64, **settings)
+    config = ShardConfig(device="cpu", threads=1, kv_blocks=64, enforce_eager=True, **settings)
     runner = load_model_runner(config, directory, progress=said.append)
     assert isinstance(runner.model, Decoder)
     return runner.model._weights, said

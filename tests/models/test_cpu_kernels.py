@@ -182,6 +182,17 @@ def test_codes_are_multiplied_as_what_they_stand_for(
         assert (out[:, n + 22 :] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_of_a_table_are_looked_up_as_they_are(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    table = torch.randn(50, 37, generator=generator("table")).to(dtype)
+    ids = torch.tensor([49, 0, 7, 7])
+    assert torch.equal(kernels.look_up(table, ids), table[ids].float())
+    assert kernels.look_up(table, ids[:0]).shape == (0, 37)
+    for wrong in (-1, 50):
+        with pytest.raises(IndexError, match="a row is outside the weight"):
+            kernels.look_up(table, torch.tensor([0, wrong]))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_row_times_codes_has_the_same_bits_alone_and_among_others(
     kernels: CpuKernels, layout: CodeLayout

@@ -26,6 +26,7 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.models.cuda_graphs import GraphedModel
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.sequence import SequenceState
 from penstock_shard.worker.base import Runner
@@ -40,6 +41,7 @@ _WIDTHS = {
     "mamba2": {},
     "qwen3_next": {},
 }
+_RECORDED = {"llama"}
 
 
 @dataclass(frozen=True)
@@ -215,11 +217,18 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(
         directory = make_family(tmp_path / "model", family, vocab_size=_VOCABULARY, **widths)
     else:
         directory = make_model(tmp_path / "model", family, vocab_size=_VOCABULARY)
-    loaded = load(_tie_logits(directory, tmp_path / "tied"), kv_blocks=1024, **settings)
+    tied = _tie_logits(directory, tmp_path / "tied")
+    loaded = load(tied, kv_blocks=1024, enforce_eager=False, **settings)
     assert loaded.info.batch_invariant
+    # Steps of few rows are recorded and replayed, where they can be.
+    graphs = loaded.model if isinstance(loaded.model, GraphedModel) else None
+    graphs = graphs if graphs is not None and graphs.num_graphs else None
+    assert (graphs is not None) == (family in _RECORDED)
     # Prompt log-probabilities in passes of a few tokens, as at the size of real vocabularies.
-    runner = make_runner(loaded.model, loaded.info)
-    ahead = make_runner(loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=1))
+    runner = make_runner(loaded.model, loaded.info, graphs=graphs)
+    ahead = make_runner(
+        loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=1), graphs=graphs
+    )
     asked = _random_requests(rng, budget(6, 500 if family == "llama" else 100), _VOCABULARY)
     alone = [_serve(runner, [item], chunk=512, at_once=1)[0] for item in asked]
     torch.manual_seed(rng.randrange(2**32))

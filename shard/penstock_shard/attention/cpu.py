@@ -17,7 +17,7 @@ class CpuBackend:
 
     name = "cpu"
     block_multiple = KEY_TILE
-    capturable = False
+    capturable = True
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels

@@ -33,6 +33,7 @@ _FILES = (
     "instructions.h",
     "linear.h",
     "products.h",
+    "recorded.h",
     "recurrent.h",
     "rows.h",
     "threads.h",

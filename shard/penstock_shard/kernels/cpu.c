@@ -22,6 +22,12 @@ INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+static int in_bounds(const int64_t *values, int64_t count, int64_t low, int64_t end) {
+    for (int64_t i = 0; i < count; i++)
+        if (values[i] < low || values[i] >= end) return 0;
+    return 1;
+}
+
 #include "products.h"
 #include "weights.h"
 
@@ -29,5 +35,6 @@ INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #include "rows.h"
 #include "attention.h"
 #include "recurrent.h"
+#include "recorded.h"
 
 #include "instructions.h"

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from penstock_shard.kernels.build_cpu import KernelBuildError, libraries, wanted_levels
 from penstock_shard.kernels.c_calls import check, declare, plain, pointer, say
 from penstock_shard.kernels.cpu_recurrent import RecurrentKernels
+from penstock_shard.kernels.recorded_calls import RECORDABLE, RecordedCalls
 
 WeightKind = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
@@ -166,14 +168,36 @@ class CpuKernels:
         self._differs = declare(library, "differs", "", ctypes.c_int64)
         self._set_threads = declare(library, "set_threads", "i", None)
         self._pack = declare(library, "pack", "piipiiipp", ctypes.c_int64)
-        self._rows = declare(library, "rows", "ppip", ctypes.c_int64)
-        self._linear = declare(library, "linear", "pipppi", ctypes.c_int64)
-        self._add_rms_norm = declare(library, "add_rms_norm", "pppiiffp", None)
-        self._gated_activation = declare(library, "gated_activation", "piiip", None)
-        self._rope_and_cache = declare(library, "rope_and_cache", "piipppppiippffp", ctypes.c_int64)
-        self._write_cache = declare(library, "write_cache", "ppppi", ctypes.c_int64)
-        self._attention = declare(library, "attention", "piippppiififpp", ctypes.c_int64)
+        self._rows = self._declare(library, "rows")
+        self._look_up = self._declare(library, "look_up")
+        self._linear = self._declare(library, "linear")
+        self._add_rms_norm = self._declare(library, "add_rms_norm")
+        self._gated_activation = self._declare(library, "gated_activation")
+        self._rope_and_cache = self._declare(library, "rope_and_cache")
+        self._write_cache = self._declare(library, "write_cache")
+        self._attention = self._declare(library, "attention")
+        self._call_again = declare(library, "call_again", "pi", ctypes.c_int64)
         self.recurrent = RecurrentKernels(library)
+
+    @staticmethod
+    def _declare(library: ctypes.CDLL, name: str) -> Callable[..., Any]:
+        result = None if name in ("add_rms_norm", "gated_activation") else ctypes.c_int64
+        return declare(library, name, RECORDABLE[name], result)
+
+    @contextmanager
+    def recording(self) -> Iterator[RecordedCalls]:
+        """Record what is called within, but for packing and `recurrent`."""
+        recorded = RecordedCalls(self._call_again)
+        functions = {name: getattr(self, f"_{name}") for name in RECORDABLE}
+        for name, function in functions.items():
+            setattr(self, f"_{name}", recorded.noting(name, function))
+            setattr(self, name, recorded.holding(getattr(self, name)))
+        try:
+            yield recorded
+        finally:
+            for name, function in functions.items():
+                setattr(self, f"_{name}", function)
+                delattr(self, name)
 
     def check_instructions(self) -> None:
         """Raises KernelBuildError if instructions compute otherwise here than they are defined."""
@@ -254,6 +278,22 @@ class CpuKernels:
         out = torch.empty(len(ids), weight.k, dtype=torch.float32)
         ids = ids.contiguous()
         check(self._rows(weight.address, ids.data_ptr(), len(ids), out.data_ptr()))
+        return out
+
+    def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Rows of a table [V, H] of float32, float16 or bfloat16 at ids int64 [T], float32 [T, H].
+        Raises IndexError for one that is not there.
+        """
+        size, width = table.shape
+        if not table.is_contiguous() or ids.dtype is not torch.int64 or not ids.is_contiguous():
+            raise ValueError(f"look_up: table {say(table)}, ids {say(ids)}")
+        out = torch.empty(len(ids), width, dtype=torch.float32)
+        kind = _SOURCE_TYPES[table.dtype]
+        check(
+            self._look_up(
+                table.data_ptr(), kind, size, width, ids.data_ptr(), len(ids), out.data_ptr()
+            )
+        )
         return out
 
     def linear(

@@ -126,12 +126,6 @@ static void store_key_value(const struct cache *c, int64_t slot, int64_t head, c
     store_strided(value, step, element(c->values, (token + offset) * step, half), 1, half);
 }
 
-static int in_bounds(const int64_t *values, int64_t count, int64_t low, int64_t end) {
-    for (int64_t i = 0; i < count; i++)
-        if (values[i] < low || values[i] >= end) return 0;
-    return 1;
-}
-
 struct store {
     const struct cache *cache;
     const float *key, *value;

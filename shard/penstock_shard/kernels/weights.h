@@ -276,3 +276,28 @@ int64_t penstock_rows(const struct weight *weight, const int64_t *ids, int64_t c
     leave(arithmetic);
     return DONE;
 }
+
+struct table {
+    const void *data;
+    int64_t type, width;
+    const int64_t *ids;
+    float *out;
+};
+
+static void look_up_task(const void *args, int64_t index, int thread) {
+    (void)thread;
+    const struct table *t = args;
+    struct source source = {t->data, t->type, t->width, 1, NULL, NULL};
+    read_source(&source, t->ids[index], 0, t->width, t->out + index * t->width);
+}
+
+/* Rows of a table [size, width] at these numbers, [count, width]. */
+int64_t penstock_look_up(const void *data, int64_t type, int64_t size, int64_t width,
+                         const int64_t *ids, int64_t count, float *out) {
+    struct table t = {data, type, width, ids, out};
+    if (!in_bounds(ids, count, 0, size)) return BAD_ROW;
+    unsigned arithmetic = enter();
+    run_region(look_up_task, &t, count, width);
+    leave(arithmetic);
+    return DONE;
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,12 +20,14 @@ from penstock_shard.model_loader.choose_ops import choose_ops
 from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.transformers_loader import load_config, resolve_device
 from penstock_shard.models.base import CausalModel
+from penstock_shard.models.cpu_graphs import MOST_ROWS, CpuGraph
 from penstock_shard.models.cuda_graphs import GraphedModel
 from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.transformers import unsupported
 from penstock_shard.models.transformers.sparse_indexers import most_unselected_tokens
 from penstock_shard.ops.base import Ops
+from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.ops.quantized import captures_fp8
 
 
@@ -78,9 +81,11 @@ def _graphs(
     max_model_len: int,
     progress: Callable[[str], None],
 ) -> GraphedModel | None:
-    """The part, wrapped for recording decodes as CUDA graphs; None if it cannot or must not be."""
-    if part.device.type != "cuda" or config.enforce_eager or not ops.backend.capturable:
+    """The part, wrapped for recording decodes; None if it cannot or must not be."""
+    if config.enforce_eager or not ops.backend.capturable:
         return None
+    if isinstance(ops, CpuOps):
+        return _cpu_graphs(config, part, ops, max_model_len)
     if isinstance(part, Decoder) and not part.capturable:
         progress("CUDA graphs: none, experts are multiplied one after the other")
         return None
@@ -94,6 +99,16 @@ def _graphs(
     return GraphedModel(
         part, config.max_step_logits, max_model_len, serves_adapters=config.serves_adapters
     )
+
+
+def _cpu_graphs(
+    config: ShardConfig, part: CausalModel, ops: CpuOps, max_model_len: int
+) -> GraphedModel | None:
+    if not isinstance(part, Decoder) or not part.capturable or config.tensor_parallel_size > 1:
+        return None
+    most = min(MOST_ROWS, config.max_step_logits)
+    pool = partial(CpuGraph, ops.kernels)
+    return GraphedModel(part, most, max_model_len, lambda: pool, exact_rows=True)
 
 
 def rank_device(config: ShardConfig, index: int) -> torch.device:

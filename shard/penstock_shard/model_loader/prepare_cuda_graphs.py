@@ -1,4 +1,4 @@
-"""CUDA graphs of a loaded model: measures their memory, records them and checks their replays.
+"""Graphs of a loaded model: measures their memory, records them and checks their replays.
 
 If a model cannot be recorded, or a replay gives other logits than the model, steps are launched
 kernel by kernel, and a log line says so.
@@ -50,6 +50,13 @@ class GraphPreparation:
     progress: Callable[[str], None]
     # Whether a row's bits are the same in any step: then a replay must give the same bits.
     is_exact: bool = False
+    # Whether each is recorded when a step first needs it.
+    on_demand: bool = False
+
+    @property
+    def what(self) -> str:
+        """What a line calls them."""
+        return "recorded decode steps" if self.on_demand else "CUDA graphs"
 
     def measure(self, block_size: int) -> int | None:
         """Estimate the bytes of all graphs; None if the model cannot be recorded. Allocates a cache
@@ -74,7 +81,7 @@ class GraphPreparation:
                     f"CUDA graphs: one of {shapes[0].num_rows} tokens does not fit into memory "
                     "beside the weights; lower --max-num-seqs, or give --enforce-eager"
                 ) from error
-            self.progress(f"CUDA graphs: none, the model cannot be recorded: {_line(error)}")
+            self.progress(f"{self.what}: none, the model cannot be recorded: {_line(error)}")
             return None
         finally:
             self.graphs.free()
@@ -110,16 +117,17 @@ class GraphPreparation:
             return self._give_up(f"logits differ from the model's by {worst:.2g} ({bound:.2g})")
         took = f"{time.perf_counter() - started_s:.1f} s"
         mebibytes = (used_bytes(self.graphs.device) - before) >> 20
-        self.progress(
-            f"CUDA graphs: {len(shapes)} for steps of up to {shapes[0].num_rows} tokens, "
-            f"{mebibytes} MiB, recorded in {took}"
-        )
+        if not self.on_demand:
+            self.progress(
+                f"{self.what}: {len(shapes)} for steps of up to {shapes[0].num_rows} tokens, "
+                f"{mebibytes} MiB, recorded in {took}"
+            )
         return True
 
     def _give_up(self, reason: str) -> bool:
         self.graphs.drop()
         empty_caches(self.graphs.device)
-        self.progress(f"CUDA graphs: none, {reason}")
+        self.progress(f"{self.what}: none, {reason}")
         return False
 
     def _expected(self, block_size: int, num_blocks: int, has_adapters: bool) -> _Decodes | None:

@@ -20,6 +20,7 @@ from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.transformers import unsupported
 from penstock_shard.models.transformers.transformers_model import TransformersModel
+from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.selfcheck.batch_invariance import first_variance
 from penstock_shard.selfcheck.random_steps import RandomSteps, Row, random_steps
 
@@ -105,6 +106,7 @@ def _graph_preparation(
         loaded.max_model_len,
         progress,
         is_exact,
+        on_demand=isinstance(loaded.ops, CpuOps),
     )
 
 

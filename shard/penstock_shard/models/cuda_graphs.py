@@ -1,5 +1,5 @@
-"""Decode steps, whose rows have one token each, captured as CUDA graphs and replayed: the GPU then
-does not wait for kernel launches.
+"""Decode steps, whose rows have one token each, captured as graphs and replayed: the GPU then does
+not wait for kernel launches, nor a CPU for Python (`cpu_graphs`).
 
 A graph computes a fixed number of rows over block tables of a fixed width, at fixed addresses.
 Smaller steps are filled up with padding rows, which see one token, in a block that no request has.
@@ -45,6 +45,8 @@ _NARROW_ROW_TOKENS = 1024
 # are powers of two, and the largest, get wider tables and graphs with adapters: so adapters need
 # fewer graphs. Padding rows cost such a step little: its products read all adapters anyway.
 _WIDER = 4
+# Of graphs that are captured when they are needed, that which is captured and checked at load.
+_ROWS_AT_LOAD = 4
 # Numbers in `StepInputs.extra` for each row: its request's, and for a token id that only the device
 # knows yet, its request's and its index in the step.
 _EXTRA_PER_ROW = 3
@@ -174,9 +176,11 @@ class GraphedModel:
         make_pool: Callable[[], Callable[[], Graph]] = GraphPool,
         *,
         serves_adapters: bool = False,
+        exact_rows: bool = False,
     ) -> None:
         """Graphs for steps of at most `max_rows` rows; with `serves_adapters`, also for steps whose
-        rows have adapters.
+        rows have adapters. With `exact_rows` a graph is captured for each number of rows, without
+        padding, when a step of so many is run first.
         """
         self.device = model.device
         self._model = model
@@ -184,6 +188,7 @@ class GraphedModel:
         self._max_model_len = max_model_len
         self._make_pool = make_pool
         self._serves_adapters = serves_adapters
+        self._exact_rows = exact_rows
         self._make_graph: Callable[[], Graph] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         # For each cache group.
@@ -224,8 +229,10 @@ class GraphedModel:
     # ---- graphs ----
 
     def shapes(self, block_size: int) -> list[GraphShape]:
-        """The shapes to capture, the largest first."""
+        """The shapes to capture at load, the largest first."""
         most_blocks = -(-self._max_model_len // block_size)
+        if self._exact_rows:
+            return [GraphShape(min(_ROWS_AT_LOAD, self._max_rows), most_blocks)]
         shapes: set[GraphShape] = set()
         counts = _row_counts(self._max_rows)
         for rows in counts:
@@ -250,8 +257,11 @@ class GraphedModel:
         """
         if self._make_graph is None:
             self._make_graph = self._make_pool()
-            all_bytes = [self._layout(shape).num_bytes for shape in self.shapes(block_size)]
-            self._memory = torch.zeros(max(all_bytes), dtype=torch.uint8, device=self.device)
+            all_shapes = self.shapes(block_size)
+            if self._exact_rows:
+                all_shapes = [all_shapes[0]._replace(num_rows=self._max_rows)]
+            num_bytes = max(self._layout(shape).num_bytes for shape in all_shapes)
+            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         self._block_size, self._pad_blocks = block_size, pad_blocks
         for shape in shapes:
             self._captured[shape] = self._capture(shape, self._make_graph())
@@ -274,11 +284,21 @@ class GraphedModel:
         """The inputs of the smallest graph that such a step fits; None if there is none. The caller
         writes all of them: rows beyond the step's own are filled by `pad`.
         """
+        if self._exact_rows:
+            return self._exact_inputs(num_rows, has_adapters)
         shapes = self._shapes[has_adapters]
         for index in range(bisect_left(shapes, (num_rows, 0)), len(shapes)):
             if shapes[index].num_blocks >= num_blocks:
                 return self._captured[shapes[index]].static
         return None
+
+    def _exact_inputs(self, num_rows: int, has_adapters: bool) -> StaticInputs | None:
+        if has_adapters or num_rows > self._max_rows:
+            return None
+        shape = self.shapes(self._block_size)[0]._replace(num_rows=num_rows)
+        if shape not in self._captured:
+            self.capture([shape], self._block_size, self._pad_blocks)
+        return self._captured[shape].static
 
     def pad(self, arrays: StepInputs[NDArray[Any]], num_rows: int) -> None:
         """Turn all rows after the first `num_rows` into padding rows."""

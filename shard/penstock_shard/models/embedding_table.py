@@ -20,7 +20,7 @@ class Embedding:
     def __init__(self, table: Tensor, ops: Ops) -> None:
         """Copies the table. Raises ValueError for a value that float16 cannot hold."""
         self.table = torch.empty(table.shape, dtype=_stored_dtype(table, ops), device=ops.device)
-        self._dtype = ops.dtype
+        self._ops = ops
         # In pieces, so that the mapped file and the copy are never both in memory as a whole.
         for start in range(0, len(table), _ROWS):
             piece = table[start : start + _ROWS]
@@ -31,8 +31,7 @@ class Embedding:
 
     def rows(self, ids: Tensor) -> Tensor:
         """ids int64 [...] -> [..., H]."""
-        found = self.table.index_select(0, ids.reshape(-1)).to(self._dtype)
-        return found.view(*ids.shape, -1)
+        return self._ops.look_up(self.table, ids.reshape(-1)).view(*ids.shape, -1)
 
 
 def _stored_dtype(table: Tensor, ops: Ops) -> torch.dtype:

@@ -185,6 +185,9 @@ class Ops(Protocol):
     def set_threads(self, count: int) -> None:
         """Set the number of compute threads on cpu; no effect on other devices."""
 
+    def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Rows of a table [V, H] at ids int64 [T], [T, H] in the dtype of activations."""
+
     def scratch(self, *shape: int) -> Tensor | None:
         """Memory to pass as `out`; None if these ops would not use it."""
 

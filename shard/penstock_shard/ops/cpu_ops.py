@@ -94,7 +94,7 @@ class CpuOps:
         self.weights: WeightKind = weights
         self.backend: AttentionBackend = CpuBackend(kernels)
         self._kind: KernelKind = "float16" if weights == "codes" else weights
-        self._kernels = kernels
+        self.kernels = kernels
 
     @property
     def keeps_tensors(self) -> bool:
@@ -107,7 +107,10 @@ class CpuOps:
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         kind = "float32" if exact else self._kind
         has_rows = kind not in ("int8", "int4")
-        return CpuMatrix(self._kernels, [self._kernels.pack(parts, kind)], has_rows=has_rows)
+        return CpuMatrix(self.kernels, [self.kernels.pack(parts, kind)], has_rows=has_rows)
+
+    def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
+        return self.kernels.look_up(table, ids)
 
     @property
     def pack_codes(self) -> Callable[[Sequence[Codes]], Matrix] | None:
@@ -119,7 +122,7 @@ class CpuOps:
         if None in layouts or not all(_is_same(part.order, order) for part in parts):
             return self.pack([part.dense() for part in parts])
         packed = [
-            self._kernels.pack_codes(
+            self.kernels.pack_codes(
                 [(part.values, part.scales, part.minimums) for _, part in run], layout
             )
             for layout, run in itertools.groupby(
@@ -128,7 +131,7 @@ class CpuOps:
             if layout is not None
         ]
         has_rows = len(packed) == 1 and order is None
-        return CpuMatrix(self._kernels, packed, has_rows=has_rows, order=order)
+        return CpuMatrix(self.kernels, packed, has_rows=has_rows, order=order)
 
     def pack_experts(
         self, experts: Iterable[Sequence[Tensor]], count: int, *, exact: bool = False
@@ -142,7 +145,7 @@ class CpuOps:
         return combine(rows, routing)
 
     def set_threads(self, count: int) -> None:
-        self._kernels.set_threads(count)
+        self.kernels.set_threads(count)
         torch.set_num_threads(count)
 
     def scratch(self, *shape: int) -> Tensor:
@@ -157,12 +160,12 @@ class CpuOps:
         offset: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        return self._kernels.add_rms_norm(x, residual, weight, eps, offset, out)
+        return self.kernels.add_rms_norm(x, residual, weight, eps, offset, out)
 
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
     ) -> Tensor:
-        return self._kernels.gated_activation(gate_up, kind, out)
+        return self.kernels.gated_activation(gate_up, kind, out)
 
     def rope_and_cache(
         self,
@@ -175,7 +178,7 @@ class CpuOps:
         norm: HeadNorm | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        return self._kernels.rope_and_cache(
+        return self.kernels.rope_and_cache(
             qkv,
             cache,
             positions,
@@ -199,15 +202,15 @@ class CpuOps:
         *,
         silu: bool,
     ) -> Tensor:
-        return self._kernels.recurrent.short_conv(x, weight, bias, state, _steps(batch), silu=silu)
+        return self.kernels.recurrent.short_conv(x, weight, bias, state, _steps(batch), silu=silu)
 
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        return self._kernels.recurrent.delta_rule(qkv, decay, beta, state, _steps(batch))
+        return self.kernels.recurrent.delta_rule(qkv, decay, beta, state, _steps(batch))
 
     def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-        return self._kernels.recurrent.decay(x, rate, bias)
+        return self.kernels.recurrent.decay(x, rate, bias)
 
     def selective_scan(
         self,
@@ -220,10 +223,10 @@ class CpuOps:
         state: Tensor,
         batch: AttentionBatch,
     ) -> Tensor:
-        return self._kernels.recurrent.selective_scan(x, dt, a, b, c, d, state, _steps(batch))
+        return self.kernels.recurrent.selective_scan(x, dt, a, b, c, d, state, _steps(batch))
 
     def softplus(self, x: Tensor, bias: Tensor, low: float, high: float) -> Tensor:
-        return self._kernels.recurrent.softplus(x, bias, low, high)
+        return self.kernels.recurrent.softplus(x, bias, low, high)
 
 
 def _steps(batch: AttentionBatch) -> Steps:

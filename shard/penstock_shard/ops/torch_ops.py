@@ -111,6 +111,9 @@ class TorchOps:
     def dense_head(self) -> bool:
         return self.weights in ("fp8", "int4")
 
+    def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
+        return table.index_select(0, ids).to(self.dtype)
+
     @property
     def pack_codes(self) -> None:
         """Products are of floats, or of what the weights are rounded to at load."""
