@@ -2,8 +2,9 @@
 
     python benchmarks/peer_models.py DIR
 
-Writes DIR/130m (hidden 768, 12 layers, vocabulary 32,000) and DIR/3m (hidden 128, 4 layers,
-vocabulary 8,192): Llama, bfloat16 and float32. The same weights each time. The tokenizers are
+Writes DIR/130m (hidden 768, 12 layers, vocabulary 32,000), DIR/1b (hidden 2,048, 22 layers) and
+DIR/3m (hidden 128, 4 layers, vocabulary 8,192): Llama, bfloat16 but for the last, which is float32.
+The same weights each time. The tokenizers are
 byte-level BPE, trained on the sources of Python's standard library, because every id a random
 model picks must be text: what is measured is streams of text.
 """
@@ -26,6 +27,16 @@ from model_maker import make_model
 # Model, dtype of its weights, and what differs from model_maker's llama-130m.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "130m": ("bfloat16", {}),
+    "1b": (
+        "bfloat16",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+        },
+    ),
     "3m": (
         "float32",
         {

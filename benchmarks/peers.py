@@ -5,12 +5,14 @@
 peers.md says how to put the others into DIR, and what was measured. One that is not there is left
 out and named. In each round each contender is started, warmed up, loaded by `penstock bench` and
 stopped; whatever else the machine does meanwhile is counted, and a disturbed run is repeated.
-Prints a table of medians in Markdown.
+Prints a table of medians in Markdown, and draws them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -69,12 +71,13 @@ class Case:
 
 CASES = {
     "130m": Case(prompt_tokens=128, output_tokens=64, streams=(1, 16)),
+    "1b": Case(prompt_tokens=128, output_tokens=64, streams=(1, 16)),
     "3m": Case(prompt_tokens=64, output_tokens=128, streams=(64, 256)),
 }
 
-_PENSTOCK = (
-    f"{sys.executable} -m penstock_cli.main serve {{model}} --port {{port}} "
-    "--shard-port {port2} --threads {threads} --served-model-name bench"
+_SERVE = (
+    "--port {port} --shard-port {port2} --threads {threads} --max-num-seqs {slots} "
+    "--served-model-name bench"
 )
 _LLAMA = (
     "{peers}/llama-build/bin/llama-server --alias bench --host 127.0.0.1 --port {port} "
@@ -118,12 +121,23 @@ def _vllm(weights: str, dtype: str) -> Contender:
     )
 
 
+def _penstock(weights: str, model: str = "{model}", flags: str = "") -> Contender:
+    serve = f"{sys.executable} -m penstock_cli.main serve"
+    return Contender(f"penstock {weights}", f"{serve} {model} {_SERVE} {flags}")
+
+
 CONTENDERS = (
-    Contender("penstock f16", f"{_PENSTOCK} --dtype float16"),
-    Contender("penstock int8", f"{_PENSTOCK} --quantization int8"),
+    _penstock("f16", flags="--dtype float16"),
+    _penstock("bf16", flags="--dtype bfloat16"),
+    _penstock("int8", flags="--quantization int8"),
+    _penstock("int4", flags="--quantization int4"),
+    _penstock("q8_0", "{model}-q8_0.gguf"),
+    _penstock("q4_k_m", "{model}-q4_k_m.gguf"),
     _llama("f16"),
     _llama("f32"),
     _llama("q8_0"),
+    _llama("q4_0"),
+    _llama("q4_k_m"),
     _vllm("f32", "float32"),
     _vllm("bf16", "bfloat16"),
     Contender(
@@ -198,6 +212,8 @@ def main() -> None:
                 report = {"machine": machine(bench), "runs": runs}
                 args.output.write_text(json.dumps(report, indent=2) + "\n")
             print(markdown(bench, runs))
+            if args.plot and runs:
+                plot(bench, runs, args.plot)
 
 
 def parse_args() -> argparse.Namespace:
@@ -220,7 +236,11 @@ def parse_args() -> argparse.Namespace:
         help="wait so long for a quiet machine before each run (default: %(default)s)")  # fmt: skip
     add("--logs", type=Path, metavar="DIR", help="keep what the servers print")
     add("--output", type=Path, metavar="FILE", help="every run as JSON")
-    return parser.parse_args()
+    add("--plot", type=Path, metavar="FILE", help="tokens/s as PNG")
+    args = parser.parse_args()
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot: needs matplotlib; pip install 'penstock[bench]'")
+    return args
 
 
 def cpu_list(text: str) -> tuple[int, ...]:
@@ -460,6 +480,32 @@ def markdown(bench: Bench, runs: Sequence[dict[str, Any]]) -> str:
         rows = [run for run in runs if run["streams"] == streams]
         lines += ["", f"{streams} streams", "", *table(rows)]
     return "\n".join(lines)
+
+
+def plot(bench: Bench, runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """A bar for each server and number of streams: the median of output tokens/s."""
+    figure = importlib.import_module("matplotlib.figure").Figure(
+        figsize=(9.0, 0.5 + 0.32 * len(bench.case.streams) * len({r["contender"] for r in runs})),
+        layout="constrained",
+    )
+    for axes, streams in zip(
+        figure.subplots(len(bench.case.streams), squeeze=False)[:, 0],
+        bench.case.streams,
+        strict=True,
+    ):
+        speeds: dict[str, list[float]] = {}
+        for run in runs:
+            if run["streams"] == streams:
+                speeds.setdefault(run["contender"], []).append(run["bench"]["output_tokens_per_s"])
+        medians = sorted((statistics.median(found), name) for name, found in speeds.items())
+        colours = ["#c0392b" if name.startswith("penstock") else "#95a5a6" for _, name in medians]
+        bars = axes.barh([name for _, name in medians], [speed for speed, _ in medians])
+        for bar, colour in zip(bars, colours, strict=True):
+            bar.set_color(colour)
+        axes.bar_label(bars, fmt="%.0f", padding=3)
+        axes.set_title(f"{bench.case_name}, {streams} streams: output tokens/s", loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=90)
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[str]:
