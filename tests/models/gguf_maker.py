@@ -49,6 +49,14 @@ def make_gguf(
     config = json.loads((model_dir / "config.json").read_text())
     arch = config["model_type"]
     writer = gguf.GGUFWriter(path, arch)
+    # As llama.cpp's converter does.
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(model_dir.name)
+    writer.add_size_label("4M")
+    writer.add_license("apache-2.0")
+    writer.add_tags(["text-generation"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_fields(writer, arch, config, fields)
     if pieces:
         _add_pieces(writer, pieces, config["vocab_size"])

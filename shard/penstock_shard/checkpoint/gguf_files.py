@@ -121,6 +121,8 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     if types:
         config.quantization_config = {"quant_method": GGUF_METHOD, "types": types}
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    # transformers puts the file's name of the model here, which says nothing of how it computes.
+    vars(config).pop("_model_name_or_path", None)
     config.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(
         path.parent, gguf_file=path.name, local_files_only=True
