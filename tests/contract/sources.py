@@ -52,6 +52,12 @@ def _parsed(source: str) -> ast.Module:
         return ast.parse(source)
 
 
+@functools.cache
+def _import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
+    nodes = ast.walk(_parsed(source))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 Modules = Mapping[str, Module]
 
 
@@ -77,10 +83,10 @@ def imports(module: Module, known: Modules) -> Iterator[str]:
 
     `from package import name` is the module `package.name` where there is one, else the package.
     """
-    for node in ast.walk(module.tree()):
+    for node in _import_statements(module.source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = _absolute(module, node)
             for alias in node.names:
                 full = f"{base}.{alias.name}"

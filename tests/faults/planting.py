@@ -18,6 +18,9 @@ PACKAGES = ("proto", "client", "router", "shard")
 
 _DEFINITION = re.compile(r"\b(?:def|class) (\w+)")
 
+# What definitions may stand in: no expression.
+_HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -148,7 +151,7 @@ def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definit
         if isinstance(node, Definition):
             yield prefix + node.name, node
             yield from _definitions(node, f"{prefix}{node.name}.")
-        else:
+        elif isinstance(node, _HOLDERS):
             yield from _definitions(node, prefix)
 
 

@@ -38,3 +38,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return made[family]
 
     return directory
+
+
+@pytest.fixture
+def short_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that do not ask whether results depend on the batch: what is found at load of that
+    is found in a few small steps. The whole check would be a quarter of their time.
+    """
+    from penstock_shard.selfcheck import batch_invariance
+
+    for name, value in (("_LENGTH", 4), ("_CHUNK", 3), ("_LAST", 1), ("_FILLER_CHUNK", 3)):
+        monkeypatch.setattr(batch_invariance, name, value)
+    monkeypatch.setattr(batch_invariance, "_ROWS", (3,))
+    monkeypatch.setattr(batch_invariance, "_MAX_DECODES", 1)
+    monkeypatch.setattr(batch_invariance, "_EDGE", range(3, 4))

@@ -35,6 +35,8 @@ def importers(wanted: Collection[str], modules: Modules) -> set[str]:
 
 def defines_kernels(module: Module) -> bool:
     """Whether a function of it is compiled by Triton."""
+    if "triton." not in module.source:
+        return False
     functions = [node for node in ast.walk(module.tree()) if isinstance(node, ast.FunctionDef)]
     marks = [ast.unparse(mark) for function in functions for mark in function.decorator_list]
     return any(mark.startswith("triton.") for mark in marks)

@@ -27,6 +27,8 @@ from penstock_shard.models.transformers.transformers_model import TransformersMo
 from penstock_shard.ops.base import Matrix
 from penstock_shard.ops.cpu_ops import CpuOps
 
+pytestmark = pytest.mark.usefixtures("short_check")
+
 Directory = Callable[[str], Path]
 FAMILIES = ("gpt2", "opt", "phi", "olmo", "olmoe", "gpt_oss", "deepseek_v2")
 

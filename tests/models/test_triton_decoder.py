@@ -37,7 +37,6 @@ from penstock_shard.ops.base import Ops, WeightKind
 from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.ops.quantized import round_in_torch
 from penstock_shard.ops.torch_ops import TorchOps
-from penstock_shard.selfcheck import batch_invariance
 from penstock_shard.selfcheck import ops as check
 from penstock_shard.selfcheck.batch_invariance import first_variance
 from penstock_shard.selfcheck.random_steps import Row, random_steps
@@ -112,17 +111,10 @@ def test_exact_ops_give_the_same_bits_in_any_step(family: str, model_dir: Direct
         assert torch.equal(steps.run([*fillers, (watched, 12, 2)])[-2:], whole[12:])
 
 
+@pytest.mark.usefixtures("short_check")
 def test_the_check_at_load_tells_exact_ops_from_others(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_invariance, "_LENGTH", 4)
-    monkeypatch.setattr(batch_invariance, "_CHUNK", 3)
-    monkeypatch.setattr(batch_invariance, "_ROWS", (3,))
-    monkeypatch.setattr(batch_invariance, "_LAST", 1)
-    monkeypatch.setattr(batch_invariance, "_MAX_DECODES", 1)
-    monkeypatch.setattr(batch_invariance, "_FILLER_CHUNK", 3)
-    monkeypatch.setattr(batch_invariance, "_EDGE", range(3, 4))
-
     def check(ops: TritonOps) -> str | None:
         model = make_decoder(model_dir("llama"), ops)
         return first_variance(model, VOCABULARY, 64, 16, F32, lambda count: None, 1)
