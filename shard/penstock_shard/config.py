@@ -103,6 +103,11 @@ class ShardConfig(ObservingConfig):
         at_least=0,
     )
     max_restarts: int = _count(5, "give up after this many failed engine starts in a row")
+    standby: bool = flag(
+        False,
+        "keep a second engine process that has imported everything, so that a new engine is ready "
+        "seconds sooner when one dies (about 0.4 GB of memory)",
+    )
     drain: str = flag(
         "migrate",
         "on SIGTERM, move running requests to other shards at once, or let them finish here; those "

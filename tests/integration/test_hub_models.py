@@ -19,10 +19,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from models.gguf_maker import make_gguf
 from safetensors.numpy import save
-
-from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret"
@@ -42,6 +39,7 @@ SCRIPT = """
 import os, sys
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
+from penstock_shard.checkpoint.hub import fetch_model
 from penstock_shard.checkpoint.model_source import resolve_model
 if os.environ.get("TEST_DISK_FULL"):
     import errno, pathlib
@@ -53,11 +51,14 @@ if os.environ.get("TEST_DISK_FULL"):
 model, revision, directory = sys.argv[1:]
 config = ShardConfig(model=model, revision=revision or None, download_dir=directory or None)
 try:
-    source = resolve_model(config, progress=lambda line: print(line, file=sys.stderr))
+    progress = lambda line: print(line, file=sys.stderr)
+    if os.environ.get("TEST_FETCHES_ONLY"):
+        print(*fetch_model(model, config, True, progress))
+        sys.exit()
+    source = resolve_model(config, progress=progress)
 except ModelError as error:
     sys.exit(f"error: {error}")
-if not os.environ.get("TEST_UNFOLDS"):
-    assert "torch" not in sys.modules and "transformers" not in sys.modules
+assert "torch" not in sys.modules and "transformers" not in sys.modules
 print(source.path, source.revision)
 """
 
@@ -260,22 +261,19 @@ def test_a_disk_that_fills_up_is_one_line(hub: Hub, tmp_path: Path) -> None:
     assert "org/good: the disk is full" in line
 
 
-def gguf_files(tmp_path: Path, *kinds: str) -> dict[str, bytes]:
-    """Of the built-in model."""
-    files = {"README.md": b"# files"}
-    for kind in kinds:
-        path = make_gguf(BUILTIN_MODEL, tmp_path / "written.gguf", kind)
-        files[f"Toy-4M-{kind}.gguf"] = path.read_bytes()
-    return files
+def gguf_files(*kinds: str) -> dict[str, bytes]:
+    """What is in them is the business of test_gguf.py."""
+    return {"README.md": b"# files", **{f"Toy-4M-{kind}.gguf": b"GGUF" for kind in kinds}}
 
 
 def test_a_gguf_file_of_a_hub_model_is_named_by_its_end(hub: Hub, tmp_path: Path) -> None:
-    hub.models["org/toy-GGUF"] = gguf_files(tmp_path, "Q8_0", "Q4_0")
-    environment = {"TEST_UNFOLDS": "1"}
+    hub.models["org/toy-GGUF"] = gguf_files("Q8_0", "Q4_0")
+    environment = {"TEST_FETCHES_ONLY": "1"}
     for name in ("org/toy-GGUF:q4_0", "org/toy-GGUF:Toy-4M-Q4_0.gguf", "org/toy-GGUF:Toy-4M-Q4_0"):
         found = resolve(hub, tmp_path, name, **environment)
         assert found.returncode == 0, found.stderr
-        assert found.stdout.split()[1] == COMMIT
+        path, commit = found.stdout.split()
+        assert (Path(path).name, commit) == ("Toy-4M-Q4_0.gguf", COMMIT)
         assert hub.fetched == ["Toy-4M-Q4_0.gguf"]
     offline = resolve(hub, tmp_path, "org/toy-GGUF:Q4_0", HF_HUB_OFFLINE="1", **environment)
     assert offline.returncode == 0, offline.stderr
@@ -289,8 +287,8 @@ def test_a_gguf_file_of_a_hub_model_is_named_by_its_end(hub: Hub, tmp_path: Path
 
 
 def test_the_only_gguf_file_of_a_model_needs_no_name(hub: Hub, tmp_path: Path) -> None:
-    hub.models["org/one"] = gguf_files(tmp_path, "Q8_0")
-    assert resolve(hub, tmp_path, "org/one", TEST_UNFOLDS="1").returncode == 0
+    hub.models["org/one"] = gguf_files("Q8_0")
+    assert resolve(hub, tmp_path, "org/one", TEST_FETCHES_ONLY="1").returncode == 0
     hub.models["org/parts"] = {f"m-0000{part}-of-00002.gguf": b"" for part in (1, 2)}
     line = refusal(resolve(hub, tmp_path, "org/parts:m-00001-of-00002"))
     assert "m-00001-of-00002.gguf is one of several; they are not served" in line

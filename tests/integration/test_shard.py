@@ -13,7 +13,7 @@ import grpc
 import psutil
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from support.processes import Shard, running, wait_until
+from support.processes import Shard, is_alive, running, wait_until
 
 from penstock_cli.health import main as health
 from penstock_client import (
@@ -504,6 +504,25 @@ async def test_sigterm_lets_running_requests_finish_and_exits_with_0(tmp_path: P
             service.process.terminate()
             assert len(await tokens) == 100
         assert await asyncio.to_thread(service.process.wait, 10) == 0
+
+
+async def test_a_spare_engine_takes_over_and_is_replaced(tmp_path: Path) -> None:
+    shard = Shard(tmp_path / "log", "--standby")
+    with running(shard):
+        wait_until(lambda: len(shard.engines) == 2, timeout_s=30, what="a spare engine")
+        first, spare = sorted(shard.engines, key=lambda engine: engine.create_time())
+        first.kill()
+        line = "the spare engine process takes over"
+        wait_until(lambda: line in shard.log, timeout_s=30, what="the log says so")
+        wait_until(lambda: len(shard.engines) == 2, timeout_s=30, what="another spare engine")
+        assert spare in shard.engines
+        shard.wait_healthy()
+        async with ShardClient(shard.address) as client:
+            assert len(await _tokens(client, GenerationRequest([1, 2, 3], max_tokens=4))) == 4
+        engines = shard.engines
+        shard.process.terminate()
+        shard.process.wait(30)
+        wait_until(lambda: not any(map(is_alive, engines)), timeout_s=30, what="both have ended")
 
 
 def test_a_port_in_use_is_one_clear_line(shard: Shard) -> None:

@@ -131,12 +131,13 @@ class Service(ABC):
     @property
     def engine(self) -> psutil.Process:
         """The engine process of a shard, which has others too."""
+        wait_until(lambda: bool(self.engines), timeout_s=START_TIMEOUT_S, what="an engine process")
+        return self.engines[0]
 
-        def engines() -> list[psutil.Process]:
-            return [child for child in self.children if self.engine_module in _command_of(child)]
-
-        wait_until(lambda: bool(engines()), timeout_s=START_TIMEOUT_S, what="an engine process")
-        return engines()[0]
+    @property
+    def engines(self) -> list[psutil.Process]:
+        """The engine process, and the spare one of a shard with --standby."""
+        return [child for child in self.children if self.engine_module in _command_of(child)]
 
     def environment(self, log_file: Path) -> dict[str, str]:
         """Its variables beyond this process's own."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib
 import logging
 import os
 import queue
@@ -25,6 +26,7 @@ from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.create_engine import create_engine, create_matchers
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.ipc.messages import (
+    IMPORT_FIRST,
     EngineEnd,
     Inbox,
     LoadFailed,
@@ -56,7 +58,9 @@ def run() -> NoReturn:
 
 
 def main() -> int:
-    """Run until the server is gone; the exit status. The only argument is a socket's descriptor."""
+    """Run until the server is gone; the exit status. The first argument is a socket's descriptor, a
+    second one may be IMPORT_FIRST.
+    """
     # Service managers signal all processes at once; the server drains, and decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -64,6 +68,8 @@ def main() -> int:
     # compiles a schema.
     sys.setswitchinterval(_SWITCH_S)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
+    if IMPORT_FIRST in sys.argv[2:]:
+        importlib.import_module("penstock_shard.model_loader.load_model_runner")
     start = link.receive()
     if not isinstance(start, Start):
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock_common.child_environment import child_environment
@@ -26,9 +26,13 @@ class ChildProcess:
 
 
 async def start_child(
-    module: str, *needed: str, added: Mapping[str, str] = _NOTHING, output: int | None = None
+    module: str,
+    *needed: str,
+    added: Mapping[str, str] = _NOTHING,
+    output: int | None = None,
+    arguments: Sequence[str] = (),
 ) -> ChildProcess:
-    """Run a module of Python's, whose argument is its end of the socket.
+    """Run a module of Python's, whose first argument is its end of the socket.
 
     It gets the variables `needed` of our environment and those that are `added`, and writes to
     `output`, a file descriptor or a constant of `asyncio.subprocess`. Raises `OSError`.
@@ -37,7 +41,7 @@ async def start_child(
     try:
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, str(theirs.fileno())),
+                *(sys.executable, "-m", module, str(theirs.fileno()), *arguments),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,

@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 # ---- server -> engine ----
 
 
+# The argument with which an engine process imports what models need before its first message.
+IMPORT_FIRST = "--import-first"
+
+
 class Start(msgspec.Struct, array_like=True, tag="start"):
     """The first message: what to load. After a restart `adapters` (names and sources) replace those
     of the configuration; the engine then leaves out what it can no longer load.

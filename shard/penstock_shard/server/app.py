@@ -29,7 +29,13 @@ from penstock_shard.server.metrics_collector import serve_metrics
 from penstock_shard.server.request_log_line import log_request
 from penstock_shard.server.request_record import Follower
 from penstock_shard.server.servicer import ShardServicer
-from penstock_shard.server.supervisor import EngineFailed, EngineSupervisor, ModelRefused
+from penstock_shard.server.standby import Standby
+from penstock_shard.server.supervisor import (
+    EngineFailed,
+    EngineSupervisor,
+    ModelRefused,
+    start_engine,
+)
 from penstock_shard.server.tracing import trace_request
 
 logger = logging.getLogger(__name__)
@@ -45,7 +51,8 @@ _USAGE_STATUS = 2
 
 async def serve(config: ShardConfig) -> int:
     """Serve until a signal or until the engine cannot be started; the exit status."""
-    engine = EngineSupervisor(config)
+    standby = _standby(config)
+    engine = EngineSupervisor(config, start_engine if standby is None else standby.take)
     if (port := config.metrics_port) is not None:
         try:
             serve_metrics(engine, config)
@@ -72,6 +79,8 @@ async def serve(config: ShardConfig) -> int:
             background.create_task(_report_health(engine, health_servicer)),
             background.create_task(_announce(engine, config, port)),
         ]
+        if standby is not None:
+            reporting.append(background.create_task(_keep_spare(engine, standby)))
         status = await _run_until_stopped(engine, servicer, config)
         await server.stop(grace=0.5)
         for task in reporting:
@@ -79,6 +88,28 @@ async def serve(config: ShardConfig) -> int:
     if sink is not None:
         await asyncio.to_thread(sink.close)
     return status
+
+
+def _standby(config: ShardConfig) -> Standby | None:
+    if not config.standby:
+        return None
+    # The fake runner has nothing to import, and may be where torch is not.
+    imports_first = config.runner != "fake"
+    return Standby(start_engine, functools.partial(start_engine, imports_first=imports_first))
+
+
+async def _keep_spare(engine: EngineSupervisor, standby: Standby) -> None:
+    """Have a spare whenever the engine is ready: until then it would take its processor."""
+    changed = engine.listen()
+    try:
+        while True:
+            if engine.ready is not None and not engine.draining:
+                await standby.prepare()
+            await changed.wait()
+            changed.clear()
+    finally:
+        engine.unlisten(changed)
+        await standby.close()
 
 
 def _follower(

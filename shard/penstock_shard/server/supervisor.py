@@ -46,13 +46,15 @@ _HUNG_STEPS = 10
 Deliver = Callable[[messages.Output], None]
 
 
-async def start_engine() -> ChildProcess:
-    """A process that reads and writes the messages of `ipc/messages.py`. Raises `OSError` where the
-    system refuses, for lack of memory or descriptors say.
+async def start_engine(*, imports_first: bool = False) -> ChildProcess:
+    """A process that reads and writes the messages of `ipc/messages.py`; with `imports_first` it
+    imports what models need before it reads any. Raises `OSError` where the system refuses, for
+    lack of memory or descriptors say.
     """
     # OpenMP threads that spin while they wait would take the processor from other threads.
     added = {"OMP_WAIT_POLICY": "PASSIVE"}
-    return await start_child("penstock_shard.engine.main", *HUB, added=added)
+    arguments = [messages.IMPORT_FIRST] if imports_first else []
+    return await start_child("penstock_shard.engine.main", *HUB, added=added, arguments=arguments)
 
 
 class EngineFailed(Exception):
