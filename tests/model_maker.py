@@ -327,8 +327,9 @@ def _randomise_constants(module: Any) -> None:
 
     with torch.no_grad():
         # Also those that are no parameters, but are saved, such as biases of routers.
-        for constant in module.state_dict().values():
-            if constant.dim() == 1 and constant.is_floating_point():
+        for name, constant in module.state_dict().items():
+            is_constant = constant.dim() == 1 or name.endswith("_bias")
+            if is_constant and constant.is_floating_point():
                 constant.add_(torch.randn_like(constant) * 0.1)
 
 

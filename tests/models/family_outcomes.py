@@ -42,7 +42,7 @@ OUTCOMES: dict[str, str] = {
     "glm4v": THEIRS,
     "glm5_next": _IMAGES,
     "glm_moe_dsa": THEIRS,
-    "gpt_oss": THEIRS,
+    "gpt_oss": OURS,
     "granite": THEIRS,
     "granitemoe": THEIRS,
     "granitemoehybrid": THEIRS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,22 @@ import torch
 from model_maker import make_model, write_tokenizer
 from models.driver import load
 from models.gguf_maker import HALVES, make_gguf, random_blocks
-from models.model_steps import cut_logits
-from models.quantized_maker import Format, awq, gptq, make_quantized, packed, scaled
+from models.model_steps import cut_logits, own_logits
+from models.quantized_maker import (
+    Format,
+    awq,
+    change_config,
+    gptq,
+    make_quantized,
+    packed,
+    scaled,
+)
+from safetensors.torch import load_file, save_file
 
 from penstock_shard.checkpoint.codes.gguf_blocks import read_codes
 from penstock_shard.checkpoint.gguf_files import unfold
 from penstock_shard.config import ShardConfig
+from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.worker.model_runner import ModelRunner
@@ -113,6 +124,66 @@ def test_experts_are_multiplied_by_their_codes(model_dir: Directory, tmp_path: P
     runner, error = error_of(stored)
     assert 0 < error < _BOUND
     assert runner.info.batch_invariant
+
+
+def with_mxfp4(directory: Path, plain: Path) -> Path:
+    """A model of gpt-oss with random blocks in place of its experts' matrices, and with the numbers
+    that they stand for.
+    """
+    random = np.random.default_rng(seed())
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    tensors = load_file(plain / "model.safetensors")
+    shutil.copytree(plain, directory)
+    stored = dict(tensors)
+    for name, stack in tensors.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts, inputs, outputs = stack.shape
+        blocks = random.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = random.integers(121, 126, (experts, outputs, inputs // 32), np.uint8)
+        values = numbers[np.stack((blocks & 15, blocks >> 4), axis=-1)]
+        values = (
+            values.reshape(*scales.shape, 32) * 2.0 ** (scales.astype(np.float32) - 127)[..., None]
+        )
+        dense = torch.from_numpy(values.reshape(experts, outputs, inputs).astype(np.float32))
+        tensors[name] = dense.transpose(1, 2).contiguous()
+        del stored[name]
+        stored[f"{name}_blocks"] = torch.from_numpy(blocks)
+        stored[f"{name}_scales"] = torch.from_numpy(scales)
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    change_config(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return directory
+
+
+def test_experts_in_mxfp4_are_multiplied_by_their_codes(tmp_path: Path) -> None:
+    plain = make_model(tmp_path / "plain", "gpt_oss", hidden_size=64, intermediate_size=96)
+    stored = with_mxfp4(tmp_path / "stored", plain)
+    _, expected = cut_logits(load(plain))
+    sequences, found = cut_logits(load(stored))
+    # The numbers themselves are the same.
+    assert (found - expected).abs().max() < 1e-4 * expected.std()
+    assert (found - own_logits(plain, sequences)).abs().max() < 1e-3 * expected.std()
+    runner, error = error_of(stored)
+    assert 0 < error < _BOUND
+    assert (runner.info.dtype, runner.info.batch_invariant) == ("codes", True)
+
+
+def test_blocks_in_mxfp4_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    plain = make_model(tmp_path / "plain", "gpt_oss", hidden_size=64, intermediate_size=96)
+    stored = with_mxfp4(tmp_path / "stored", plain)
+    tensors = load_file(stored / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name][:, :, :2].contiguous()
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    line = (
+        rf"{name}: has the shape \[4, 64, 2\]; with matrices of 96 inputs it must be \[4, 64, 3\]"
+    )
+    with pytest.raises(ModelError, match=line):
+        load(stored)
+    change_config(wide(tmp_path / "other"), {"quant_method": "mxfp4"})
+    with pytest.raises(ModelError, match="mxfp4 is served of gpt-oss alone"):
+        load(tmp_path / "other" / "model")
 
 
 def test_groups_that_the_kernels_do_not_store_are_kept_in_float16(

@@ -388,6 +388,10 @@ def test_gated_activation(kernels: CpuKernels, width: int) -> None:
     gelu = kernels.gated_activation(gate_up, "gelu_tanh")
     expected = functional.gelu(gate, approximate="tanh") * up
     torch.testing.assert_close(gelu.double(), expected, rtol=3e-6, atol=3e-6)
+    clamped = kernels.gated_activation(gate_up, "clamped_swiglu")
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(clamped.double(), expected, rtol=3e-6, atol=3e-6)
 
 
 def test_what_is_not_a_number_stays_so_whatever_its_bits(kernels: CpuKernels) -> None:

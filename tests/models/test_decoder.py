@@ -36,6 +36,7 @@ DECODERS = (
     "mixtral",
     "qwen3_moe",
     "deepseek_v3",
+    "gpt_oss",
     "llama4",
     "gemma4",
 )

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("short_check")
 
 Directory = Callable[[str], Path]
 # Sets of siblings in each of the three layers, of seven projections at most.
-SETS = {"opt": 1, "olmo": 2, "stablelm": 2, "gpt_oss": 1, "olmoe": 1, "gpt2": 0}
+SETS = {"opt": 1, "olmo": 2, "stablelm": 2, "olmoe": 1, "gpt2": 0}
 # Dense and shared experts' gates and ups, of three layers two with experts.
 SETS_OF_DEEPSEEK = 3
 
@@ -72,7 +72,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "auto", "quantization": "int8"},
 }
 FUSED = (*(name for name in SETS if SETS[name]), "deepseek_v2")
-IN_EVERY_RUN = {*((family, "half") for family in FUSED), ("olmo", "int8"), ("gpt_oss", "int8")}
+IN_EVERY_RUN = {*((family, "half") for family in FUSED), ("olmo", "int8"), ("olmoe", "int8")}
 
 
 def without_fusing(patch: pytest.MonkeyPatch) -> None:

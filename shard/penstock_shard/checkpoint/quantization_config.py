@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from penstock_shard.checkpoint.codes.codes import Codes
+from penstock_shard.checkpoint.codes.mxfp4 import GROUP
 from penstock_shard.checkpoint.codes.stored_matrices import (
     AwqMatrix,
     GptqMatrix,
@@ -28,10 +29,11 @@ from penstock_shard.checkpoint.codes.stored_matrices import (
     StoredMatrix,
 )
 from penstock_shard.checkpoint.gguf_files import GGUF_METHOD
+from penstock_shard.checkpoint.mxfp4_experts import MXFP4_METHOD
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError
 
-_METHODS = ("compressed-tensors", "fp8", "gptq", "awq", GGUF_METHOD)
+_METHODS = ("compressed-tensors", "fp8", "gptq", "awq", MXFP4_METHOD, GGUF_METHOD)
 _FP8, _INT8 = "F8_E4M3", "I8"
 # Formats of compressed-tensors whose matrices are read here.
 _FORMATS = {
@@ -146,6 +148,7 @@ def scheme_of(config: PreTrainedConfig) -> Scheme | None:
         "fp8": _fp8_scheme,
         "gptq": _gptq_scheme,
         "awq": _awq_scheme,
+        MXFP4_METHOD: _mxfp4_scheme,
         GGUF_METHOD: _gguf_scheme,
     }
     if method not in readers:
@@ -254,6 +257,10 @@ def _awq_scheme(stated: Mapping[str, Any]) -> Scheme:
         raise _refused("zero_point", False, [True])
     group = int(stated.get("group_size", stated.get("q_group_size", 128)))
     return Scheme(method="awq", bits=frozenset({4}), groups=frozenset({group} - {-1}))
+
+
+def _mxfp4_scheme(stated: Mapping[str, Any]) -> Scheme:
+    return Scheme(method=MXFP4_METHOD, bits=frozenset({4}), groups=frozenset({GROUP}))
 
 
 def _gguf_scheme(stated: Mapping[str, Any]) -> Scheme:

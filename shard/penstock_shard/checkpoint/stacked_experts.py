@@ -1,7 +1,8 @@
 """Checkpoints with stacks of experts, read as if each expert were stored by itself.
 
 A layer has them as two tensors: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. Where tools have
-written [E, 2 I, H] and [E, H, I], they are read as such.
+written [E, 2 I, H] and [E, H, I], they are read as such. Where there are biases they are stacks
+too.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from penstock_shard.errors import ModelError
 # Text types whose checkpoints have such stacks, and what configurations call an expert's size.
 _SIZES = {
     "gemma4_text": "moe_intermediate_size",
+    "gpt_oss": "intermediate_size",
     "llama4_text": "intermediate_size",
     "mistral4": "moe_intermediate_size",
     "qwen3_5_moe_text": "moe_intermediate_size",
     "qwen3_vl_moe_text": "moe_intermediate_size",
 }
+# Of these gates and ups are in turns, and stacks have biases beside them.
+_IN_TURNS = {"gpt_oss"}
+_TRANSPOSED = {"gpt_oss", "llama4_text"}
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One matrix [O, I] of one expert in a stack."""
+    """One matrix [O, I] of one expert in a stack, or its biases [O]."""
 
     stack: str
     expert: int
@@ -54,14 +59,21 @@ class StackedExperts(Checkpoint):
         self._parts: dict[str, _Part] = {}
         text = config.get_text_config()
         # Qwen3-VL-MoE's text is computed by the code of Qwen3-MoE, which has no such stacks.
-        self._is_transposed = text.model_type == "llama4_text"
+        self._is_transposed = text.model_type in _TRANSPOSED
         self._is_theirs = text.model_type != "qwen3_vl_moe_text"
-        wide = int(getattr(text, _SIZES[text.model_type]) or 0)
+        self._in_turns = text.model_type in _IN_TURNS
+        wide, hidden = int(getattr(text, _SIZES[text.model_type]) or 0), int(text.hidden_size)
+        # The outputs of each stack's matrices, and their inputs.
+        self._sizes = {
+            GATE_UP: ({"gate_proj": wide, "up_proj": wide}, hidden),
+            DOWN: ({"down_proj": hidden}, wide),
+        }
         for name in list(self.shapes):
-            if name.endswith(GATE_UP):
-                self._divide(name, {"gate_proj": wide, "up_proj": wide}, int(text.hidden_size))
-            elif name.endswith(DOWN):
-                self._divide(name, {"down_proj": int(text.hidden_size)}, wide)
+            for ending, (outputs, inputs) in self._sizes.items():
+                if name.endswith(ending):
+                    self._divide(name, outputs, inputs)
+                elif name.endswith(f"{ending}_bias"):
+                    self._divide_biases(name, outputs)
 
     def for_transformers(self) -> Checkpoint:
         return Checkpoint(self._model_dir) if self._is_theirs else self
@@ -78,11 +90,35 @@ class StackedExperts(Checkpoint):
                 f"{stack}: has the shape {[count, *shape]}; the configuration says "
                 f"{[count, *matrix[::-1]]}"
             )
-        for expert, (name, rows) in _each(count, outputs):
+        for expert, (name, rows) in self._each(count, outputs):
             part = f"{stack.rpartition('.')[0]}.{expert}.{name}.weight"
             self._parts[part] = _Part(stack, expert, rows, is_transposed)
             self.shapes[part] = (outputs[name], inputs)
             self.stored[part], self.dtypes[part] = stored, dtype
+
+    def _divide_biases(self, stack: str, outputs: dict[str, int]) -> None:
+        """List each expert's biases in place of the stack [E, O]."""
+        count, *shape = self.shapes.pop(stack)
+        stored, dtype = self.stored.pop(stack), self.dtypes.pop(stack)
+        if shape != [sum(outputs.values())]:
+            raise ModelError(
+                f"{stack}: has the shape {[count, *shape]}; the configuration says "
+                f"{[count, sum(outputs.values())]}"
+            )
+        for expert, (name, rows) in self._each(count, outputs):
+            part = f"{stack.rpartition('.')[0]}.{expert}.{name}.bias"
+            self._parts[part] = _Part(stack, expert, rows, is_transposed=False)
+            self.shapes[part] = (outputs[name],)
+            self.stored[part], self.dtypes[part] = stored, dtype
+
+    def _each(self, count: int, outputs: dict[str, int]) -> Iterator[tuple[int, tuple[str, slice]]]:
+        """Each expert's matrices, and which of its outputs they are."""
+        for expert in range(count):
+            start = 0
+            for turn, (name, rows) in enumerate(outputs.items()):
+                in_turns = slice(turn, None, len(outputs))
+                yield expert, (name, in_turns if self._in_turns else slice(start, start + rows))
+                start += rows
 
     def _tensor(self, name: str) -> Tensor:
         part = self._parts.get(name)
@@ -97,12 +133,3 @@ def refuse_stacks(checkpoint: Checkpoint) -> None:
     for name in checkpoint.shapes:
         if name.endswith((GATE_UP, DOWN)):
             raise ModelError(f"{name}: stacks of experts are not served in quantized checkpoints")
-
-
-def _each(count: int, outputs: dict[str, int]) -> Iterator[tuple[int, tuple[str, slice]]]:
-    """Each expert's matrices, and which of its outputs they are."""
-    for expert in range(count):
-        start = 0
-        for name, rows in outputs.items():
-            yield expert, (name, slice(start, start + rows))
-            start += rows

@@ -25,10 +25,10 @@ from penstock_shard.kernels.cpu_recurrent import RecurrentKernels
 from penstock_shard.kernels.recorded_calls import RECORDABLE, RecordedCalls
 
 WeightKind = Literal["float32", "float16", "bfloat16", "int8", "int4"]
-Activation = Literal["silu", "gelu_tanh", "sigmoid"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_swiglu"]
 
 WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "bfloat16", "int8", "int4")
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "sigmoid")
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "sigmoid", "clamped_swiglu")
 # Block sizes are multiples of this: 16 keys form a tile.
 KEY_TILE = 16
 

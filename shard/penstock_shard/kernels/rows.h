@@ -46,7 +46,7 @@ void penstock_add_rms_norm(const float *x, float *residual, const float *weight,
     leave(arithmetic);
 }
 
-enum { SILU, GELU_TANH, SIGMOID };
+enum { SILU, GELU_TANH, SIGMOID, CLAMPED_SWIGLU };
 
 struct gate {
     const float *gate_up;
@@ -66,6 +66,18 @@ INLINE v16 activated(v16 x, int64_t kind) {
     return v_div(top, v_add(v_all(1.0f), v_exp(v_sub(v_all(0.0f), u))));
 }
 
+/* The activation of a gate times its partner. Clamped as gpt-oss has it: a gate is at most 7, its
+ * partner within 7 of 0, to which 1 is added; the sigmoid is of 1.702 times the gate. The second
+ * argument of v_max is what comes of a NaN. */
+INLINE v16 gated(v16 gate, v16 up, int64_t kind) {
+    if (kind != CLAMPED_SWIGLU) return v_mul(activated(gate, kind), up);
+    v16 zero = v_all(0.0f), one = v_all(1.0f), least = v_all(-7.0f);
+    v16 low = v_max(least, v_sub(zero, gate)); /* of the gate, which is at most 7 then, negated */
+    up = v_max(least, v_sub(zero, v_max(least, v_sub(zero, up))));
+    v16 share = v_div(one, v_add(one, v_exp(v_mul(v_all(1.702f), low))));
+    return v_mul(v_mul(v_sub(zero, low), share), v_add(up, one));
+}
+
 static void gate_task(const void *args, int64_t row, int thread) {
     (void)thread;
     const struct gate *a = args;
@@ -73,8 +85,8 @@ static void gate_task(const void *args, int64_t row, int thread) {
     float *out = a->out + row * a->width;
     int64_t i = 0, n = a->width;
     for (; i + LANES <= n; i += LANES)
-        v_store(out + i, v_mul(activated(v_load(gate + i), a->kind), v_load(up + i)));
-    v16 rest = v_mul(activated(v_load_part(gate + i, n - i), a->kind), v_load_part(up + i, n - i));
+        v_store(out + i, gated(v_load(gate + i), v_load(up + i), a->kind));
+    v16 rest = gated(v_load_part(gate + i, n - i), v_load_part(up + i, n - i), a->kind);
     v_store_part(out + i, rest, n - i);
 }
 

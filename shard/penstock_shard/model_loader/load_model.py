@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from penstock_shard.attention.base import LayerSpec
 from penstock_shard.checkpoint.gguf_checkpoint import GgufCheckpoint
+from penstock_shard.checkpoint.mxfp4_experts import MXFP4_METHOD, Mxfp4Experts
 from penstock_shard.checkpoint.quantization_config import (
     QuantizedCheckpoint,
     plain_config,
@@ -132,6 +133,10 @@ def _checkpoint(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) ->
         progress(scheme.computed_in(ops.weights))
     if (files.path / GGUF).exists():
         return GgufCheckpoint(files.path, plain_config(files.config))
+    if scheme is not None and scheme.method == MXFP4_METHOD:
+        if not stacks:
+            raise ModelError(f"quantization_config: {MXFP4_METHOD} is served of gpt-oss alone")
+        return Mxfp4Experts(files.path, files.config)
     if scheme is not None:
         quantized = QuantizedCheckpoint(files.path, scheme, ops.device)
         if stacks:
@@ -176,6 +181,8 @@ class _Loading:
             return spec
         if isinstance(checkpoint, QuantizedCheckpoint):
             checkpoint.leave_out(checkpoint.zero_biases - tensor_shapes(spec).keys())
+        if self.ranks is not None and spec.experts is not None and spec.experts.names.has_biases:
+            raise NotOurs("biases of experts over several ranks")
         check_tensors(spec, checkpoint.shapes)
         return _as_stored(spec, checkpoint)
 

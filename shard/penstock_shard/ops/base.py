@@ -22,7 +22,10 @@ from penstock_shard.attention.base import (
 )
 from penstock_shard.checkpoint.codes.codes import Codes
 
-Activation = Literal["silu", "gelu_tanh", "sigmoid"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_swiglu"]
+# Of the last, which is gpt-oss's: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate), with gates of at
+# most SWIGLU_LIMIT and ups within it.
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 # `codes`: those that a checkpoint stores, and float16 for what it does not.
 WeightKind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4", "codes"]
 
@@ -94,8 +97,10 @@ class RoutingRule:
 class Routing:
     """The k experts of each of a step's T tokens, as R = T * k rows sorted by expert."""
 
-    # The token of each row, int64 [R]; rows of one expert are in the order of their tokens.
+    # The token and the expert of each row, int64 [R]; rows of one expert are in the order of their
+    # tokens.
     tokens: Tensor
+    experts: Tensor
     # int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1].
     offsets: Tensor
     # The rows of each token, its best expert's first, int64 [T, k]; and their weights, float32.

@@ -86,6 +86,7 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
     rows.scatter_(0, order, torch.arange(len(order), device=logits.device))
     return Routing(
         tokens=order // top_k,
+        experts=experts,
         offsets=torch.searchsorted(experts, bounds, out_int32=True),
         rows=rows.view(-1, top_k),
         weights=weights,

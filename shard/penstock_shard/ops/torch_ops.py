@@ -13,6 +13,8 @@ from torch.nn import functional
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerCache, LayerSpec
 from penstock_shard.ops import recurrent
 from penstock_shard.ops.base import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     Activation,
     Experts,
     HeadNorm,
@@ -185,6 +187,9 @@ class TorchOps:
             return functional.silu(gate).mul_(up)
         if kind == "sigmoid":
             return torch.sigmoid(gate).mul_(up)
+        if kind == "clamped_swiglu":
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return torch.sigmoid(SWIGLU_ALPHA * gate).mul_(gate).mul_(up + 1)
         return functional.gelu(gate, approximate="tanh").mul_(up)
 
     def rope_and_cache(

@@ -60,6 +60,7 @@ class AttentionWeights:
             gate=gate,
             value_norm=self._reader.ones(layer.head_dim_v) if spec.value_norms else None,
             norm_eps=spec.norm_eps,
+            sinks=self._reader.vector(f"{prefix}sinks") if layer.has_sinks else None,
         )
 
     def _gated_columns(self, layer: LayerSpec) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig
 
 from penstock_shard.models.decoder.spec import LLAMA_NAMES, ExpertNames, ModuleNames
+from penstock_shard.ops.base import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,17 @@ class Family:
     scales_inputs: bool = False
     # Whether attention's output matrix has a bias where queries, keys and values have.
     output_bias: bool = True
+    # As gpt-oss: each query sees a score of its head besides, and an activation of its own.
+    gpt_oss: bool = False
 
 
 # Values that configurations of DeepSeek V3 state and transformers does not read.
 _DEEPSEEK_V3_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 # The same of Qwen3.5.
 _QWEN35_VALUES = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
-ASSUMED_VALUES: dict[str, Any] = _DEEPSEEK_V3_VALUES | _QWEN35_VALUES
+# Of gpt-oss those that the kernels have.
+_GPT_OSS_VALUES = {"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
+ASSUMED_VALUES: dict[str, Any] = _DEEPSEEK_V3_VALUES | _QWEN35_VALUES | _GPT_OSS_VALUES
 _LAYER_WINDOWS = frozenset(
     {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
 )
@@ -117,6 +122,12 @@ _QWEN_NAMES = ExpertNames(
     gate="mlp.experts.{}.gate_proj.weight",
     up="mlp.experts.{}.up_proj.weight",
     down="mlp.experts.{}.down_proj.weight",
+)
+_GPT_OSS_NAMES = dataclasses.replace(
+    _QWEN_NAMES,
+    router="mlp.router.weight",
+    router_bias="mlp.router.bias",
+    has_biases=True,
 )
 # Experts as DeepSeek V3 has them.
 _DEEPSEEK_NAMES = dataclasses.replace(
@@ -299,6 +310,17 @@ FAMILIES = {
         _EXPERT_READS | _QWEN_EXPERT_READS | _LAYER_WINDOWS | {"attention_bias"},
         head_norms="learned",
         experts=_QWEN_NAMES,
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        "GptOss",
+        _EXPERT_READS
+        | _GPT_OSS_VALUES.keys()
+        | {"attention_bias", "layer_types", "sliding_window"}
+        # Said again in other words.
+        | {"experts_per_token", "initial_context_length"},
+        experts=_GPT_OSS_NAMES,
+        gpt_oss=True,
     ),
     "qwen3_next": Family(
         "qwen3_next",

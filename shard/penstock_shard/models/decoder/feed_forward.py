@@ -99,6 +99,11 @@ class Sparse:
     scales_inputs: bool = False
     # What the inputs of experts, but not the router's, are multiplied by, [H].
     input_weight: Tensor | None = None
+    # What is added to the router's logits, [E], and to the products of each expert, [E, 2I] and
+    # [E, H].
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     @property
     def capturable(self) -> bool:
@@ -112,15 +117,20 @@ class Sparse:
     ) -> Tensor:
         # No adapters for what is routed: `check_fit` refuses those with matrices for experts.
         ops = self.ops
-        routing = ops.route(self.router.linear(hidden), self.rule, self.bias)
+        routing = ops.route(self.router.linear(hidden, self.router_bias), self.rule, self.bias)
         rows = hidden[routing.tokens]
         if self.input_weight is not None:
             rows = rows * self.input_weight
         if self.scales_inputs:
             rows, routing = _scaled(rows, routing)
         gate_up = self.gate_up.grouped(rows, routing.offsets)
+        if self.gate_up_bias is not None:
+            gate_up += self.gate_up_bias[routing.experts]
         active = ops.gated_activation(gate_up, self.activation)
-        update = ops.combine(self.down.grouped(active, routing.offsets), routing, scratch.update)
+        down = self.down.grouped(active, routing.offsets)
+        if self.down_bias is not None:
+            down += self.down_bias[routing.experts]
+        update = ops.combine(down, routing, scratch.update)
         if self.shared is None:
             return update
         shared = self.shared(hidden, NO_SCRATCH, adapters)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from penstock_shard.models.decoder.feed_forward import Dense, DenseAndSparse, Sparse
-from penstock_shard.models.decoder.spec import EXPERT_NORMS, DecoderSpec, ExpertsSpec
+from penstock_shard.models.decoder.spec import (
+    EXPERT_NORMS,
+    DecoderSpec,
+    ExpertsSpec,
+    bias_of,
+)
 from penstock_shard.models.decoder.tensor_reader import TensorReader
 
 
@@ -65,9 +71,15 @@ class FeedForwardWeights:
         """`router_scale` [H] multiplies the router's inputs, `scales` each expert's output: both
         are made part of the matrices.
         """
-        names, bias = experts.names, None
-        if names.bias is not None:
-            bias = self._reader.vector(prefix + names.bias)
+        names = experts.names
+        bias, router_bias = (
+            None if name is None else self._reader.vector(prefix + name)
+            for name in (names.bias, names.router_bias)
+        )
+        gate_up_bias, down_bias = None, None
+        if names.has_biases:
+            gate_up_bias = self._biases(experts, prefix, (names.gate, names.up))
+            down_bias = self._biases(experts, prefix, (names.down,))
         return Sparse(
             self._reader.ops,
             self._spec.activation,
@@ -81,4 +93,17 @@ class FeedForwardWeights:
             if names.shared_gate is None
             else self._reader.matrix([prefix + names.shared_gate], exact=True),
             scales_inputs=experts.scales_inputs,
+            router_bias=router_bias,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
         )
+
+    def _biases(self, experts: ExpertsSpec, prefix: str, patterns: Sequence[str]) -> Tensor:
+        """Those beside the weights of these names, one behind the other for each expert, [E, N] in
+        the dtype of activations.
+        """
+        biases = [
+            torch.cat([self._reader.vector(prefix + bias_of(each.format(e))) for each in patterns])
+            for e in range(experts.num_experts)
+        ]
+        return torch.stack(biases).to(self._reader.ops.dtype)

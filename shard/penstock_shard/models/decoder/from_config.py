@@ -85,6 +85,8 @@ def _activation(config: PreTrainedConfig, family: Family) -> Activation:
     name = config.hidden_activation if family.gemma else getattr(config, "hidden_act", "silu")
     if family.conv:
         return "silu"
+    if family.gpt_oss:
+        return "clamped_swiglu"
     # Convolutions before the delta rule are activated by the kernels.
     if name not in _ACTIVATIONS or (family.delta and name != "silu"):
         raise NotOurs(f"activation {name}")
@@ -251,6 +253,7 @@ def _heads(config: PreTrainedConfig, family: Family, num_heads: int) -> LayerSpe
         head_dim_v=head_dim,
         scale=float(query_size**-0.5),
         softcap=getattr(config, "attn_logit_softcapping", None),
+        has_sinks=family.gpt_oss,
     )
 
 

@@ -53,9 +53,12 @@ def _angles(rotary: Any, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if isinstance(made, Tensor):
         # Llama 4's are complex numbers.
         return made[0].real, made[0].imag
+    cos, sin = made[0][0], made[1][0]
+    if cos.shape[1] == len(getattr(rotary, "inv_freq", ())):
+        # gpt-oss's have each angle once.
+        return cos, sin
     # The second half repeats the first.
-    cos, sin = (part[0].chunk(2, dim=-1)[0] for part in made)
-    return cos, sin
+    return cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
 
 
 def _temperature(config: PreTrainedConfig, positions: Tensor, *, rotates: bool) -> Tensor | None:

@@ -71,6 +71,8 @@ class HeadAttention:
     # Ones, float32 [Dv], if values are normed.
     value_norm: Tensor | None = None
     norm_eps: float = 0.0
+    # Scores of a key that each query sees besides and whose value is 0, float32 [Hq].
+    sinks: Tensor | None = None
 
     def __call__(
         self,
@@ -99,7 +101,13 @@ class HeadAttention:
         if rope.temperature is not None:
             query.mul_(rope.temperature[positions].view(-1, 1, 1))
         attended = self.ops.backend.attend(
-            cache, query, batch, scale=spec.scale, window=spec.window, softcap=spec.softcap
+            cache,
+            query,
+            batch,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=self.sinks,
         )
         attended = attended.view(len(hidden), -1)
         if self.gate is None:

@@ -32,6 +32,9 @@ class ExpertNames:
     down: str
     # What is added to an expert's score when experts are chosen.
     bias: str | None = None
+    # What is added to the router's logits; and whether each expert's matrices have biases.
+    router_bias: str | None = None
+    has_biases: bool = False
     # The module of the experts that each token goes to, which are stored as one; and what gates it.
     shared: str | None = None
     shared_gate: str | None = None
@@ -208,6 +211,8 @@ def _head_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Sha
     queries *= 2 if spec.gates_heads else 1
     if spec.head_norms == "learned":
         yield f"self_attn.{spec.names.query_norm}.weight", (layer.head_dim,)
+    if layer.has_sinks:
+        yield "self_attn.sinks", (layer.num_heads,)
     if spec.head_norms == "learned" and layer.reads is None:
         yield f"self_attn.{spec.names.key_norm}.weight", (layer.head_dim,)
     rows_of = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
@@ -291,12 +296,17 @@ def _dense_shapes(spec: DecoderSpec, module: str, wide: int) -> Iterator[tuple[s
 def _expert_shapes(spec: DecoderSpec, experts: ExpertsSpec) -> Iterator[tuple[str, Shape]]:
     names, wide, hidden = experts.names, experts.intermediate_size, spec.hidden_size
     yield names.router, (experts.num_experts, hidden)
-    if names.bias is not None:
-        yield names.bias, (experts.num_experts,)
+    for bias in filter(None, (names.bias, names.router_bias)):
+        yield bias, (experts.num_experts,)
     for expert in range(experts.num_experts):
-        yield names.gate.format(expert), (wide, hidden)
-        yield names.up.format(expert), (wide, hidden)
-        yield names.down.format(expert), (hidden, wide)
+        for name, shape in (
+            (names.gate, (wide, hidden)),
+            (names.up, (wide, hidden)),
+            (names.down, (hidden, wide)),
+        ):
+            yield name.format(expert), shape
+            if names.has_biases:
+                yield bias_of(name.format(expert)), shape[:1]
     if names.shared is not None:
         yield from _dense_shapes(spec, names.shared, experts.shared_size)
     if names.shared_gate is not None:
@@ -306,6 +316,11 @@ def _expert_shapes(spec: DecoderSpec, experts: ExpertsSpec) -> Iterator[tuple[st
         yield "router.per_expert_scale", (experts.num_experts,)
         for name in ("post_feedforward_layernorm_1", *EXPERT_NORMS):
             yield f"{name}.weight", (hidden,)
+
+
+def bias_of(weight: str) -> str:
+    """The name of the bias beside a weight of this name."""
+    return f"{weight.removesuffix('weight')}bias"
 
 
 def _linear_shapes(
