@@ -117,9 +117,9 @@ _LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 1900}
 
 @pytest.fixture(scope="module")
 def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Router, Shard]]:
-    """Steps of 150 ms, so that a step can be told from the time a message takes."""
+    """Steps of 400 ms, so that a step can be told from the time a message takes."""
     logs = tmp_path_factory.mktemp("slow")
-    flags = ("--step-ms", "150", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+    flags = ("--step-ms", "400", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
     shard = Shard(logs / "shard", *flags)
     router = Router(logs / "router", [shard.address])
     with running(shard, router):

@@ -1,8 +1,9 @@
 /* Products of rows of activations with columns of weights, of keys or of values.
  *
  * acc[r][16 v + lane] (+)= sum over i < k of x[r][i] * w[v][i][lane], for a tile of R rows and NV
- * vectors of columns that stays in registers; one loop for all kinds of weights. One product serves linear layers (w: panels of packed
- * weights), scores (w: tiles of keys) and sums of values (w: rows of values).
+ * vectors of columns that stays in registers: one loop for floats of all kinds, and one for codes.
+ * One product serves linear layers (w: panels of packed weights), scores (w: tiles of keys) and sums
+ * of values (w: rows of values).
  */
 
 /* How weights lie. A unit is as many values of k as lie side by side in `bytes` of each lane, and
