@@ -3,6 +3,8 @@
 #define BLOCK_UNITS 128 /* units in a block that several tiles share: 4 panels fit a cache */
 #define MAX_CHUNK 240   /* most rows that one task multiplies with a group of panels */
 #define AHEAD 4096      /* bytes to prefetch ahead in a stream of weights */
+#define NEAR (1 << 16)  /* a group of so many bytes or less is prefetched whole, before its turn */
+#define RUNS 4          /* runs of groups that a thread takes in a product, at least */
 
 struct linear {
     const float *x, *bias;
@@ -41,6 +43,7 @@ static void multiply_block(const struct linear *l, struct block b, float *acc) {
      * of k, the next block. */
     int codes = is_codes((int)w->kind), whole = b.rows <= MAX_ROWS || codes;
     int64_t block = whole ? units : BLOCK_UNITS, ahead = whole ? AHEAD : BLOCK_UNITS * row_bytes;
+    if (whole && GROUP * panel_bytes(w) <= NEAR) ahead = GROUP * panel_bytes(w);
     /* Of codes fewer rows and more columns, so that a row's units are read for more products. */
     int64_t most = codes ? MAX_ROWS / 2 : MAX_ROWS;
     const void *pointers[2 * GROUP];
@@ -123,7 +126,10 @@ static int64_t compute_linear(struct linear *l) {
         if (!l->units) return NO_MEMORY;
         run_region(prepare, l, l->rows, 4 * w->k);
     }
-    run_region(linear_task, l, num_groups(w) * l->num_chunks, w->k * GROUP * LANES * l->chunk);
+    int64_t count = num_groups(w) * l->num_chunks;
+    int64_t grain = 1 + MIN_BATCH / (w->k * GROUP * LANES * l->chunk + 1);
+    /* A thread goes on with the group that it has prefetched. */
+    run_batches(linear_task, l, count, max_of(grain, count / (RUNS * pool.threads)));
     return DONE;
 }
 

@@ -152,9 +152,8 @@ static void *work(void *thread) {
     return NULL;
 }
 
-/* `cost`: multiplications, or the like, in one task; small tasks are taken several at a time. */
-static void run_region(task_fn task, const void *args, int64_t count, int64_t cost) {
-    int64_t grain = 1 + MIN_BATCH / (cost + 1);
+/* Tasks are taken `grain` at a time. */
+static void run_batches(task_fn task, const void *args, int64_t count, int64_t grain) {
     if (count <= grain || pool.threads == 1) {
         for (int64_t i = 0; i < count; i++) task(args, i, 0);
         return;
@@ -174,6 +173,11 @@ static void run_region(task_fn task, const void *args, int64_t count, int64_t co
     }
     run_tasks(0);
     await_batches((count + grain - 1) / grain);
+}
+
+/* `cost`: multiplications, or the like, in one task; small tasks are taken several at a time. */
+static void run_region(task_fn task, const void *args, int64_t count, int64_t cost) {
+    run_batches(task, args, count, 1 + MIN_BATCH / (cost + 1));
 }
 
 /* Memory that is kept for later calls; its contents are not. NULL if there is not enough. */
