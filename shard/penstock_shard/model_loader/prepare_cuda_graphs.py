@@ -24,6 +24,8 @@ from penstock_shard.selfcheck.random_steps import RandomSequence, RandomSteps
 _LEAST_GRAPH_BYTES = 2 * 2**20
 # The first is longer than the part of a sequence that one program of our decode attention reads.
 _CHECK_LENGTHS = (300, 40, 7, 23)
+# Kernels of a CPU read a sequence in one way, whatever its length.
+_CHECK_LENGTHS_ON_DEMAND = (20, 17, 7, 3)
 # How far a replay's logits may be from the model's, in standard deviations of these: a different
 # number of rows is multiplied by different kernels.
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.5}
@@ -134,7 +136,8 @@ class GraphPreparation:
         """Decodes computed by the model itself; None if the cache has no room for any."""
         assert self.graphs.num_graphs == 0, "what is to be compared with would be a replay"
         steps = RandomSteps(self.graphs, self.vocab_size, block_size, num_blocks)
-        lengths = [length for length in _CHECK_LENGTHS if length <= self.max_model_len]
+        wanted = _CHECK_LENGTHS_ON_DEMAND if self.on_demand else _CHECK_LENGTHS
+        lengths = [length for length in wanted if length <= self.max_model_len]
         while sum(-(-length // block_size) for length in lengths) > num_blocks:
             lengths.pop(0)
         if not lengths:
