@@ -289,6 +289,13 @@ def test_a_gguf_file_of_a_hub_model_is_named_by_its_end(hub: Hub, tmp_path: Path
 def test_the_only_gguf_file_of_a_model_needs_no_name(hub: Hub, tmp_path: Path) -> None:
     hub.models["org/one"] = gguf_files("Q8_0")
     assert resolve(hub, tmp_path, "org/one", TEST_FETCHES_ONLY="1").returncode == 0
+    # In a folder, and found there offline.
+    hub.models["org/deep"] = {"Q8/Toy-4M-Q8_0.gguf": b"GGUF"}
+    for offline in ("", "1"):
+        found = resolve(
+            hub, tmp_path, "org/deep:Q8_0", TEST_FETCHES_ONLY="1", HF_HUB_OFFLINE=offline
+        )
+        assert found.stdout.split()[0].endswith("Q8/Toy-4M-Q8_0.gguf"), found.stderr
     hub.models["org/parts"] = {f"m-0000{part}-of-00002.gguf": b"" for part in (1, 2)}
     line = refusal(resolve(hub, tmp_path, "org/parts:m-00001-of-00002"))
     assert "m-00001-of-00002.gguf is one of several; they are not served" in line

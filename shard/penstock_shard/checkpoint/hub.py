@@ -177,7 +177,7 @@ class _Hub:
         except CacheNotFound:
             copies = []
         for copy in copies:
-            names = [file.file_name for file in copy.files]
+            names = [str(file.file_path.relative_to(copy.snapshot_path)) for file in copy.files]
             gguf = self._gguf(names)
             if gguf or "config.json" in names:
                 return copy.snapshot_path / gguf, copy.commit_hash
