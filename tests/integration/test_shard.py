@@ -310,7 +310,8 @@ async def test_a_slow_reader_gets_everything_in_fewer_pieces(client: ShardClient
         await asyncio.sleep(0.5)
         outputs = [output async for output in stream]
     assert [i for output in outputs for i in output.token_ids] == quick
-    assert len(outputs) == 1
+    # One, unless the machine is so busy that some came later.
+    assert len(outputs) < len(quick) / 2
 
 
 def test_the_tokenizer_arrives_whole(shard: Shard) -> None:
