@@ -13,6 +13,7 @@ import grpc
 import psutil
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.budget import in_soak
 from support.processes import Shard, is_alive, running, wait_until
 
 from penstock_cli.health import main as health
@@ -507,8 +508,13 @@ async def test_sigterm_lets_running_requests_finish_and_exits_with_0(tmp_path: P
         assert await asyncio.to_thread(service.process.wait, 10) == 0
 
 
-async def test_a_spare_engine_takes_over_and_is_replaced(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "log", "--standby")
+@pytest.mark.parametrize(
+    "flags", [("--runner", "fake"), in_soak(("--model", str(BUILTIN), "--device", "cpu"))]
+)
+async def test_a_spare_engine_takes_over_and_is_replaced(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    shard = Shard(tmp_path / "log", "--standby", *flags)
     with running(shard):
         wait_until(lambda: len(shard.engines) == 2, timeout_s=30, what="a spare engine")
         first, spare = sorted(shard.engines, key=lambda engine: engine.create_time())
