@@ -1,11 +1,12 @@
 """Which tests run in the soak only, which in one process, and when what they share ends; what the
-garbage collector sees.
+garbage collector sees; where compiled kernels are.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 # What is imported and collected stays: not looked through while it is made, nor in each collection
 # after that, which would take half a second.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels are compiled once for a checkout; what loads make is kept for one run."""
+    cache = config.rootpath / "build" / "test-cache"
+    os.environ.setdefault("PENSTOCK_CACHE", str(cache))
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(cache / "loads", ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -159,6 +159,15 @@ class ShardConfig(ObservingConfig):
     enforce_eager: bool = flag(
         False, "do not record decode steps: as CUDA graphs, or as calls of kernels on a cpu"
     )
+    load_cache_bytes: int = flag(
+        16 * 2**30,
+        "on cpu, disk for what loads made of models' files, beside the compiled kernels: the next "
+        "start takes it instead, and is ready seconds sooner; 0: keep none",
+        name="--load-cache",
+        read=size,
+        at_least=0,
+        metavar="BYTES",
+    )
     gpu_memory_utilization: float = flag(
         0.9, "share of GPU memory to use", above=0, at_most=1, metavar="F"
     )

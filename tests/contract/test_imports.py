@@ -31,8 +31,8 @@ HTTP_USERS = (
 TENSOR_ROOMS = tuple(
     f"penstock_shard.{room}."
     for room in (
-        *("attention", "checkpoint", "device", "distributed", "kernels", "lora", "model_loader"),
-        *("models", "ops", "selfcheck", "worker"),
+        *("attention", "checkpoint", "device", "distributed", "kernels", "load_cache", "lora"),
+        *("model_loader", "models", "ops", "selfcheck", "worker"),
     )
 )
 # These of them stay free of torch: what runs without it needs them.

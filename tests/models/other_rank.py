@@ -27,7 +27,7 @@ from penstock_shard.distributed.messages import (
 from penstock_shard.distributed.parallel_model import follow
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import LoraBank, LoraLimits, Shares
-from penstock_shard.model_loader import adapter_store
+from penstock_shard.model_loader import load_rank
 from penstock_shard.model_loader.load_rank import load_part
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.ops.base import Ops
@@ -44,7 +44,7 @@ def load_as_told(
     def make_bank(limits: LoraLimits, ops: Ops, *, shares: Shares, **_: bool) -> LoraBank:
         return LoraBank(limits, ops, stacked=stacked, shares=shares)
 
-    with patch.object(adapter_store, "LoraBank", make_bank):
+    with patch.object(load_rank, "LoraBank", make_bank):
         return load_part(config, directory, ranks, lambda text: None)
 
 

@@ -31,8 +31,8 @@ from penstock_shard.attention.torch_varlen import make_torch_varlen
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.errors import ModelError
-from penstock_shard.model_loader import choose_attention
-from penstock_shard.model_loader.choose_attention import (
+from penstock_shard.model_loader.choices import choose_attention
+from penstock_shard.model_loader.choices.choose_attention import (
     AttentionOptions,
     choose_backend,
     serves_latents,

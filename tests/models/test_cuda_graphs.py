@@ -39,7 +39,7 @@ from torch import Tensor
 from penstock_shard.attention.base import AttentionBatch, StateSpec
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
-from penstock_shard.model_loader import load_rank
+from penstock_shard.model_loader.choices import choose_graphs as choose
 from penstock_shard.model_loader.prepare_cuda_graphs import GraphPreparation
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import (
@@ -386,19 +386,20 @@ def test_a_decoder_whose_layers_cannot_be_recorded_has_no_graphs(
     monkeypatch.setattr(Decoder, "layers", (attends,))
     ops: Any = SimpleNamespace(backend=SimpleNamespace(capturable=True), weights="bfloat16")
     config = ShardConfig(model="any")
+    loaded: Any = SimpleNamespace(part=decoder, ops=ops, max_model_len=120)
     lines: list[str] = []
     for capturable in (True, False):
         monkeypatch.setattr(Decoder, "capturable", capturable)
-        found = load_rank._graphs(config, decoder, ops, 120, lines.append)
+        found = choose.choose_graphs(config, loaded, lines.append)
         assert (found is not None) is capturable
     monkeypatch.setattr(Decoder, "capturable", True)
     monkeypatch.setattr(Decoder, "layers", (attends, has_state))
-    assert load_rank._graphs(config, decoder, ops, 120, lines.append) is None
+    assert choose.choose_graphs(config, loaded, lines.append) is None
     monkeypatch.setattr(Decoder, "layers", (attends,))
-    monkeypatch.setattr(load_rank, "captures_fp8", lambda device: False)
-    assert load_rank._graphs(config, decoder, ops, 120, lines.append) is not None
+    monkeypatch.setattr(choose, "captures_fp8", lambda device: False)
+    assert choose.choose_graphs(config, loaded, lines.append) is not None
     ops.weights = "fp8"
-    assert load_rank._graphs(config, decoder, ops, 120, lines.append) is None
+    assert choose.choose_graphs(config, loaded, lines.append) is None
     assert lines == [
         "CUDA graphs: none, experts are multiplied one after the other",
         "CUDA graphs: none, states are updated one sequence after the other",

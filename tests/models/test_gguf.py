@@ -19,6 +19,7 @@ from models.runners import make_runner
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from penstock_shard.checkpoint import gguf_files
 from penstock_shard.checkpoint.gguf_files import unfold
 from penstock_shard.checkpoint.model_source import BUILTIN_MODEL, resolve_model
 from penstock_shard.config import ShardConfig
@@ -68,6 +69,30 @@ def test_a_file_is_the_model_of_its_numbers(family: str, kind: str, tmp_path: Pa
     found = logprobs(unfold(file))
     assert [token for token, _ in found[1]] == [token for token, _ in expected[1]]
     np.testing.assert_allclose(found[0].chosen, expected[0].chosen, atol=1e-4)
+
+
+def test_what_is_unfolded_serves_the_next_start_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_LOAD_CACHE", str(tmp_path / "kept"))
+    file = make_gguf(make(tmp_path), tmp_path / "model.gguf", "Q8_0")
+    first = unfold(file, keep=True)
+    assert first.parent == tmp_path / "kept" / "gguf"
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_files, "open_file", None)
+        assert unfold(file, keep=True) == first
+    file.touch()
+    again = unfold(file, keep=True)
+    assert again != first
+    assert (again / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
+    # Only the latest stay.
+    monkeypatch.setattr(gguf_files, "_MOST_KEPT", 1)
+    assert unfold(file, keep=True) == again
+    assert not first.exists()
+    # None is used where others may write.
+    first.parent.chmod(0o777)
+    assert unfold(file, keep=True).parent != first.parent
+    assert unfold(file).parent != first.parent
 
 
 def test_a_file_brings_its_tokenizer_and_its_chat_template(tmp_path: Path) -> None:

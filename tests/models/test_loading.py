@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ from penstock_shard.distributed.start_ranks import RankSpec
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader import load_model_runner as create
-from penstock_shard.model_loader import load_rank, prepare_kv_memory, rank_main
+from penstock_shard.model_loader import load_rank, load_whole, prepare_kv_memory, rank_main
 from penstock_shard.model_loader.block_count import KVShape, choose_pools
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.model_loader.prepare_kv_memory import MemoryPreparation
@@ -69,7 +69,7 @@ import torch
 from penstock_shard.config import ShardConfig
 from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.transformers_loader import load_config
-from penstock_shard.model_loader.choose_ops import choose_ops
+from penstock_shard.model_loader.choices.choose_ops import choose_ops
 
 
 def status_bytes(name):
@@ -281,7 +281,7 @@ def test_what_needs_kernels_is_refused_without_them(
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler."""
     from penstock_shard.kernels.build_cpu import KernelBuildError
-    from penstock_shard.model_loader import choose_ops
+    from penstock_shard.model_loader.choices import choose_ops
 
     def fail(**_: object) -> None:
         raise KernelBuildError("no C compiler: none of cc, gcc, clang is there")
@@ -407,14 +407,17 @@ def test_memory_of_the_process_that_started_this_one_is_not_its_own() -> None:
     assert int(result.stdout) < len(ballast) // 8
 
 
-@pytest.mark.parametrize("where", ["load_part", "adapter_store", "_embedding"])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(load_whole, "load_part"), (create, "adapter_store"), (create, "_embedding")],
+)
 def test_memory_that_ends_anywhere_at_load_is_one_line(
-    where: str, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+    where: ModuleType, name: str, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMore about it")
 
-    monkeypatch.setattr(create, where, fail)
+    monkeypatch.setattr(where, name, fail)
     with pytest.raises(ModelError, match=r"^out of memory at load: Tried .*--max-num-seqs") as told:
         load(model_dir("llama"))
     assert "More about it" not in str(told.value)

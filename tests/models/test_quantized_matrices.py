@@ -24,9 +24,9 @@ from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.config import ShardConfig
 from penstock_shard.device import triton_support
 from penstock_shard.errors import ModelError
-from penstock_shard.model_loader import choose_ops as choose
-from penstock_shard.model_loader.choose_kv_cache_dtype import choose_kv_cache_dtype
-from penstock_shard.model_loader.choose_ops import choose_ops, choose_weights
+from penstock_shard.model_loader.choices import choose_ops as choose
+from penstock_shard.model_loader.choices.choose_kv_cache_dtype import choose_kv_cache_dtype
+from penstock_shard.model_loader.choices.choose_ops import choose_ops, choose_weights
 from penstock_shard.ops import quantized, torch_ops
 from penstock_shard.ops.quantized import (
     FP8,

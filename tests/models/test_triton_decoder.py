@@ -22,10 +22,11 @@ from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.config import ShardConfig
 from penstock_shard.device import triton_support
 from penstock_shard.errors import ModelError
-from penstock_shard.model_loader import choose_attention, fingerprint
-from penstock_shard.model_loader import choose_ops as choose
-from penstock_shard.model_loader.choose_attention import AttentionOptions
-from penstock_shard.model_loader.choose_ops import choose_ops
+from penstock_shard.model_loader import fingerprint
+from penstock_shard.model_loader.choices import choose_attention
+from penstock_shard.model_loader.choices import choose_ops as choose
+from penstock_shard.model_loader.choices.choose_attention import AttentionOptions
+from penstock_shard.model_loader.choices.choose_ops import choose_ops
 from penstock_shard.model_loader.load_model import ModelFiles, load_model
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.decoder.decoder import Decoder

@@ -1,5 +1,5 @@
 """The attention backends, best first: their names and how each is made, not how they work;
-`model_loader/choose_attention.py` decides which one a model gets.
+`model_loader/choices/choose_attention.py` decides which one a model gets.
 """
 
 from __future__ import annotations

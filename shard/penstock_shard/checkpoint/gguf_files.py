@@ -7,7 +7,10 @@ gguf reads the file and says what its codes stand for.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -15,6 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock_shard.checkpoint.weight_files import GGUF, read_object
+from penstock_shard.device.cache_directory import (
+    code_hash,
+    file_identity,
+    is_there,
+    load_directory,
+)
 from penstock_shard.errors import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -36,6 +45,8 @@ GGUF_METHOD = "gguf"
 _FLOATS = ("F32", "F16", "BF16", "F64")
 # What transformers and gguf raise for a file that they cannot read.
 _ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
+# Directories that are kept; a tokenizer takes up to 20 MB.
+_MOST_KEPT = 16
 _ARCHITECTURE, _TOKENIZER = "general.architecture", "tokenizer.ggml.model"
 # Factors of a rotation, where they are not plain, as Llama 3.1 has them.
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -47,12 +58,48 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf"
 
 
-def unfold(path: Path) -> Path:
+def unfold(path: Path, *, keep: bool = False) -> Path:
     """A directory with the file's configuration and tokenizer, and a link to it, for as long as the
-    process runs. Raises ModelError for a file that is none, or of what is not served.
+    process runs or, with `keep`, for later ones too. Raises ModelError for a file that is none, or
+    of what is not served.
     """
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file")
+    kept = _kept(path) if keep else None
+    if kept is not None and kept.exists():
+        return kept
+    made = Path(tempfile.mkdtemp(prefix="penstock-gguf-", dir=kept and kept.parent))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    _unfold_into(made, path)
+    if kept is not None:
+        # Another shard may have made it meanwhile.
+        with contextlib.suppress(OSError):
+            return made.rename(kept)
+    return made
+
+
+def _kept(path: Path) -> Path | None:
+    """Where the directory is kept; None where nothing can be. Removes what has not been used for
+    longest, if there are many.
+    """
+    digest = hashlib.blake2b(f"{path.resolve()} {file_identity(path)}".encode(), digest_size=16)
+    digest.update(code_hash().encode())
+    kept = load_directory() / "gguf" / digest.hexdigest()
+    try:
+        if is_there(kept):
+            os.utime(kept)
+        for old in sorted(kept.parent.iterdir(), key=_used_s)[:-_MOST_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError:
+        return None
+    return kept
+
+
+def _used_s(directory: Path) -> float:
+    return directory.stat().st_mtime
+
+
+def _unfold_into(directory: Path, path: Path) -> None:
     reader = open_file(path)
     architecture = _text(reader, _ARCHITECTURE)
     if architecture not in _SERVED:
@@ -61,14 +108,11 @@ def unfold(path: Path) -> Path:
             f"{', '.join(_SERVED)}"
         )
     _check_fields(path, reader, architecture)
-    directory = Path(tempfile.mkdtemp(prefix="penstock-gguf-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / GGUF).symlink_to(path.resolve())
     try:
         _write_parts(path, directory, reader)
     except _ERRORS as error:
         raise ModelError(f"{path}: cannot be read as a model: {first_line(error)}") from error
-    return directory
 
 
 def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:

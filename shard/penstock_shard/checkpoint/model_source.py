@@ -46,7 +46,9 @@ def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> Mo
         path = Path(config.model).expanduser()
     elif config.model is not None:
         path, revision = fetch_model(config.model, config, needs_weights, progress)
-    source = ModelSource(unfold(path) if is_gguf(path) else path, revision)
+    if is_gguf(path):
+        path = unfold(path, keep=config.load_cache_bytes > 0)
+    source = ModelSource(path, revision)
     check_directory(source.path, needs_weights=needs_weights)
     return source
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock_shard.errors import ModelError
-from penstock_shard.models.transformers import unsupported
-from penstock_shard.models.transformers.transformers_model import layer_stacks
+from penstock_shard.models.transformers.transformers_model import layer_stacks, own_logits
 from penstock_shard.ops.base import Ops
+from penstock_shard.selfcheck.own_attention import check_logits
 
 _NUM_TOKENS = 8
 
@@ -43,18 +43,6 @@ def logits_of_whole(module: PreTrainedModel) -> WholeLogits:
     return WholeLogits(token_ids, layers, logits[0].float())
 
 
-def own_logits(module: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """Logits [B, L, V] of token_ids [B, L] by the module with its own attention."""
-    implementation = module.config._attn_implementation
-    module.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            logits: Tensor = module(input_ids=token_ids, use_cache=False).logits
-    finally:
-        module.set_attn_implementation(implementation)
-    return logits
-
-
 def check_division(module: PreTrainedModel, whole: WholeLogits, ops: Ops, size: int) -> None:
     """To be called by all ranks. Raises ModelError if their logits differ by more than rounding."""
     # What was computed whole had the weights as they are stored.
@@ -62,7 +50,8 @@ def check_division(module: PreTrainedModel, whole: WholeLogits, ops: Ops, size: 
     token_ids, logits = whole.token_ids.to(ops.device), whole.logits.to(ops.device)
     try:
         with _only(module, whole.layers):
-            unsupported.check_logits(module, token_ids, logits, precision)
+            own = own_logits(module, token_ids)[0]
+        check_logits(type(module).__name__, own, logits, precision)
     except ModelError as error:
         raise ModelError(
             f"--tensor-parallel-size {size}: {type(module).__name__} divided by its plan in "

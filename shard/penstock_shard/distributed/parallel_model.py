@@ -22,7 +22,6 @@ from penstock_shard.attention.cache_groups import CacheLayout
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.device.gpu_memory import PeakMemory, free_bytes
 from penstock_shard.distributed.collectives import Ranks
-from penstock_shard.distributed.division_check import own_logits
 from penstock_shard.distributed.messages import (
     Call,
     FreeMemory,
@@ -35,11 +34,10 @@ from penstock_shard.distributed.messages import (
 from penstock_shard.distributed.rank_connections import Followers
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import AdapterWeights, LoraBank, LowRank
-from penstock_shard.models.base import CausalModel, ForwardOutput
+from penstock_shard.models.base import CausalModel, ForwardOutput, WithOwnAttention
 from penstock_shard.models.cuda_graphs import GraphedModel, GraphShape, StaticInputs
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.step_inputs import StepInputs
-from penstock_shard.models.transformers.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)
 
@@ -275,8 +273,8 @@ def _place(bank: LoraBank, ranks: Ranks, device: torch.device, adapter: PlaceAda
 
 
 def _compute_own(part: CausalModel, token_ids: Tensor) -> None:
-    assert isinstance(part, TransformersModel)
-    own_logits(part.module, token_ids.to(part.device))
+    assert isinstance(part, WithOwnAttention)
+    part.own_logits(token_ids.to(part.device))
 
 
 def _capture(model: CausalModel, arguments: Sequence[int]) -> None:

@@ -70,6 +70,7 @@ def main() -> int:
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     if IMPORT_FIRST in sys.argv[2:]:
         importlib.import_module("penstock_shard.model_loader.load_model_runner")
+        importlib.import_module("penstock_shard.model_loader.load_whole")
     start = link.receive()
     if not isinstance(start, Start):
         return 0

@@ -5,14 +5,12 @@
 builds every level that the compiler supports, for container images. A cached library needs no
 compiler.
 
-Environment: CC (compiler), PENSTOCK_CACHE (directory, default $XDG_CACHE_HOME/penstock or
-~/.cache/penstock), PENSTOCK_CPU_LEVEL (the level to use instead of the best).
+Environment: CC (compiler), PENSTOCK_CPU_LEVEL (the level to use instead of the best), and
+PENSTOCK_CACHE (see `device/cache_directory.py`).
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
 import hashlib
 import os
 import platform
@@ -25,6 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock_common.child_environment import child_environment
+from penstock_shard.device.cache_directory import (
+    cache_directory,
+    is_there,
+    replace_file,
+    temporary_directory,
+)
 
 # The first file is compiled; it includes the others.
 _FILES = (
@@ -113,15 +117,15 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
     """
     name = _library_name(level)
     try:
-        library = _cache_directory() / name
-        if _is_there(library):
+        library = cache_directory() / name
+        if is_there(library):
             yield library
         yield _compile(level, library)
     except OSError as error:
         # Reported because every start then compiles.
         progress(f"the cache of compiled kernels is not used: {error}")
     try:
-        yield _compile(level, _temporary_directory() / name)
+        yield _compile(level, temporary_directory() / name)
     except OSError as error:
         raise KernelBuildError(f"nowhere to put compiled kernels: {error}") from error
 
@@ -137,27 +141,6 @@ def _library_name(level: str) -> str:
 
 def _flags(level: str) -> tuple[str, ...]:
     return (*_COMMON_FLAGS, *_LEVEL_FLAGS[level])
-
-
-def _is_there(library: Path) -> bool:
-    """Whether the cache has the library; makes its directory. Raises OSError where the cache cannot
-    be used, or is not safe: whoever can write there runs code as our user.
-    """
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(library.parent)
-    if not library.exists():
-        return False
-    _check_owner(library)
-    return True
-
-
-def _check_owner(path: Path) -> None:
-    status = path.stat()
-    if status.st_uid not in (0, os.getuid()):
-        raise PermissionError(f"{path} belongs to user {status.st_uid}; it must be root's or ours")
-    if status.st_mode & 0o022:
-        mode = f"{status.st_mode & 0o777:o}"
-        raise PermissionError(f"{path} has mode {mode}; group and others must not write to it")
 
 
 def _sources() -> list[bytes]:
@@ -191,25 +174,6 @@ def _macos_features() -> set[str]:
         ["sysctl", "-n", *names], capture_output=True, text=True, env=child_environment()
     )
     return set(found.stdout.lower().split())
-
-
-def _cache_directory() -> Path:
-    if chosen := os.environ.get("PENSTOCK_CACHE"):
-        return Path(chosen)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "penstock"
-    try:
-        return Path.home() / ".cache" / "penstock"
-    except RuntimeError:
-        # The user has no home directory, as in some containers.
-        return _temporary_directory()
-
-
-@functools.cache
-def _temporary_directory() -> Path:
-    directory = tempfile.mkdtemp(prefix="penstock-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return Path(directory)
 
 
 def _compiler() -> list[str]:
@@ -253,8 +217,7 @@ def _compile(level: str, library: Path) -> Path:
             raise KernelBuildError(f"{command[0]} could not compile {SOURCES[0].name}: {reason}")
         # Readable by other users, since an image may run as any.
         Path(name).chmod(0o755)
-        _sync(name)
-        Path(name).replace(library)
+        replace_file(Path(name), library)
     finally:
         Path(name).unlink(missing_ok=True)
     return library
@@ -265,20 +228,14 @@ def _first_error(output: str) -> str:
     return next((line for line in lines if "error" in line), lines[0])
 
 
-def _sync(name: str) -> None:
-    """Flush to disk before the rename, or a crash could leave an empty library."""
-    with open(name, "rb") as file:
-        os.fsync(file.fileno())
-
-
 def main() -> int:
     """Build all levels in the cache; 0 if at least one could be built."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     built = 0
     for level in LEVELS if x86 else ("portable",):
-        library = _cache_directory() / _library_name(level)
+        library = cache_directory() / _library_name(level)
         try:
-            if not _is_there(library):
+            if not is_there(library):
                 _compile(level, library)
         except (KernelBuildError, OSError) as error:
             print(f"{level}: {error}", file=sys.stderr)

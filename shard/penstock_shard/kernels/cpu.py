@@ -98,6 +98,30 @@ class PackedWeight:
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Without addresses, which are another process's."""
+        struct = self._struct
+        fields = (struct.layout, struct.group, struct.zero, struct.has_minimums)
+        return packed_weight, (self.n, self.k, self.data, *fields)
+
+
+def packed_weight(
+    n: int, k: int, data: Tensor, layout: int, group: int, zero: int, has_minimums: int
+) -> PackedWeight:
+    """The weight [n, k] that is packed in data, uint8. Raises ValueError for too few bytes."""
+    if len(data) != _packed_bytes(n, k, layout, group, has_minimums):
+        raise ValueError(f"a packed weight [{n}, {k}] of layout {layout} in {len(data)} bytes")
+    struct = _WeightStruct(n, k, layout, data.data_ptr(), group, zero, has_minimums)
+    return PackedWeight(n, k, data, struct, ctypes.addressof(struct))
+
+
+def _packed_bytes(n: int, k: int, layout: int, group: int, has_minimums: int) -> int:
+    unit, num_bytes = _UNITS[layout]
+    width = -(-k // unit) * num_bytes
+    if group:
+        width += -(-k // group) * 4 * (1 + has_minimums)
+    return -(-n // _OUTPUTS) * _OUTPUTS * width
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCache:
@@ -178,6 +202,9 @@ class CpuKernels:
         self._attention = self._declare(library, "attention")
         self._call_again = declare(library, "call_again", "pi", ctypes.c_int64)
         self.recurrent = RecurrentKernels(library)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return load_kernels, (self.level,)
 
     @staticmethod
     def _declare(library: ctypes.CDLL, name: str) -> Callable[..., Any]:
@@ -550,22 +577,16 @@ def _rounding(kind: WeightKind, k: int) -> WeightKind | CodeLayout:
 
 
 def _empty_weight(n: int, k: int, layout: WeightKind | CodeLayout) -> PackedWeight:
-    outputs = -(-n // _OUTPUTS) * _OUTPUTS
     codes = layout if isinstance(layout, CodeLayout) else None
     number = _LAYOUTS[layout if codes is None else codes.bits]
-    unit, num_bytes = _UNITS[number]
-    width = -(-k // unit) * num_bytes
-    if codes is not None:
-        if not codes.group <= _MAX_GROUP or codes.group % unit:
-            raise ValueError(
-                f"a group of codes has {codes.group} columns; it must be a multiple of {unit} and "
-                f"at most {_MAX_GROUP}"
-            )
-        width += -(-k // codes.group) * 4 * (1 + codes.has_minimums)
-    data = torch.empty(outputs * width, dtype=torch.uint8)
     fields = (0, 0, 0) if codes is None else (codes.group, codes.zero, int(codes.has_minimums))
-    struct = _WeightStruct(n, k, number, data.data_ptr(), *fields)
-    return PackedWeight(n, k, data, struct, ctypes.addressof(struct))
+    if codes is not None and (codes.group > _MAX_GROUP or codes.group % _UNITS[number][0]):
+        raise ValueError(
+            f"a group of codes has {codes.group} columns; it must be a multiple of "
+            f"{_UNITS[number][0]} and at most {_MAX_GROUP}"
+        )
+    data = torch.empty(_packed_bytes(n, k, number, fields[0], fields[2]), dtype=torch.uint8)
+    return packed_weight(n, k, data, number, *fields)
 
 
 def _bad_weight(weight: Tensor, row: int, column: int, kind: WeightKind) -> str:

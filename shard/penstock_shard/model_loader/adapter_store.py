@@ -14,11 +14,8 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.errors import ModelError
-from penstock_shard.lora.lora import LoraBank, LoraLimits, LowRank, check_fit
-from penstock_shard.model_loader.load_model import ModelPart
+from penstock_shard.lora.lora import LoraBank, LowRank, check_fit
 from penstock_shard.models.base import CausalModel
-from penstock_shard.models.lora_targets import make_adaptable
-from penstock_shard.ops.base import Ops
 from penstock_shard.worker.base import ReadAdapter
 
 
@@ -51,23 +48,6 @@ class ModelAdapters:
         if self._whole is not None:
             self._whole.drop_adapter(index)
         self._bank.drop(index)
-
-
-def open_bank(
-    config: ShardConfig, loaded: ModelPart, ops: Ops, progress: Callable[[str], None]
-) -> LoraBank | None:
-    """Set aside places for adapters in a loaded model; None if the configuration serves none.
-
-    Raises ModelError if the model cannot have adapters.
-    """
-    if not config.serves_adapters:
-        return None
-    limits = LoraLimits(config.max_loras, config.max_lora_rank)
-    bank = LoraBank(limits, ops, stacked=ops.device.type != "cpu", shares=loaded.shares)
-    make_adaptable(loaded.model, bank)
-    if bank.nbytes:
-        progress(f"adapters: {bank.nbytes / 1e6:.0f} MB set aside for {config.max_loras}")
-    return bank
 
 
 def adapter_store(

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn import functional
 
@@ -73,7 +72,7 @@ def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype, parallel_siz
         torch.__version__,
         torch_bits(),
         # Our decoder takes configuration defaults and rotary tables from transformers.
-        transformers.__version__,
+        importlib.metadata.version("transformers"),
         # Decides which tokens a constraint allows.
         importlib.metadata.version("llguidance"),
         str(MODEL_REVISION),

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from penstock_shard.checkpoint.weight_files import read_object
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.sampling_ranges import usable_defaults
+from penstock_shard.models.loaded_model import ModelFacts
 
 
 def generation_defaults(
-    model_dir: Path, config: PreTrainedConfig, progress: Callable[[str], None]
+    model_dir: Path, facts: ModelFacts, progress: Callable[[str], None]
 ) -> tuple[tuple[int, ...], dict[str, float]]:
     """The model's eos ids, and its default sampling values.
 
@@ -22,7 +21,7 @@ def generation_defaults(
     cannot be read.
     """
     generation = _read(model_dir)
-    eos_token_ids, outside = _eos_token_ids(generation, config)
+    eos_token_ids, outside = _eos_token_ids(generation, facts)
     if outside:
         progress(f"eos_token_id: {outside} are not in the vocabulary; left out")
     defaults, unusable = usable_defaults(_stated_sampling(generation))
@@ -32,20 +31,23 @@ def generation_defaults(
 
 
 def _eos_token_ids(
-    generation: dict[str, Any], config: PreTrainedConfig
+    generation: dict[str, Any], facts: ModelFacts
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Eos ids from generation_config.json, else from the configuration or the part of it that is
-    for text, () if none has any; and apart those outside the vocabulary, as banning them before
-    min_tokens would index out of range.
+    """Eos ids from generation_config.json, else from the configuration, () if none has any; and
+    apart those outside the vocabulary, as banning them before min_tokens would index out of range.
     """
-    text = config.get_text_config()
-    value = generation.get("eos_token_id")
-    for place in (config, text):
-        if value is None:
-            value = getattr(place, "eos_token_id", None)
-    stated = value if isinstance(value, list | tuple) else () if value is None else (int(value),)
-    usable = tuple(token_id for token_id in stated if 0 <= token_id < text.vocab_size)
+    stated = as_ids(generation.get("eos_token_id"))
+    if stated is None:
+        stated = facts.eos_token_ids or ()
+    usable = tuple(token_id for token_id in stated if 0 <= token_id < facts.vocab_size)
     return usable, [token_id for token_id in stated if token_id not in usable]
+
+
+def as_ids(value: Any) -> tuple[int, ...] | None:
+    """The ids that a configuration states as a list or as one; None if it states none."""
+    if value is None:
+        return None
+    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
 
 
 def _stated_sampling(generation: dict[str, Any]) -> dict[str, object]:

@@ -36,7 +36,7 @@ from penstock_shard.distributed.division_check import check_division, logits_of_
 from penstock_shard.distributed.parallel_linear import parallel_weights
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Shares
-from penstock_shard.model_loader.choose_attention import (
+from penstock_shard.model_loader.choices.choose_attention import (
     AttentionOptions,
     choose_backend,
     serves_latents,
@@ -49,6 +49,7 @@ from penstock_shard.models.decoder.spec import DecoderSpec, NotOurs, check_tenso
 from penstock_shard.models.decoder.tensor_reader import RandomTensors, TensorSource
 from penstock_shard.models.decoder.weights import DecoderWeights, read_weights
 from penstock_shard.models.latent_heads import LatentHeads
+from penstock_shard.models.loaded_model import no_check
 from penstock_shard.models.transformers import unsupported
 from penstock_shard.models.transformers.fused_linears import fuse_linears, probing
 from penstock_shard.models.transformers.latent_attention import latent_heads
@@ -76,10 +77,6 @@ class ModelFiles:
     dummy: bool = False
 
 
-def _nothing() -> None:
-    """The check of a model that needs none."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelPart:
     """A model, or one rank's part of it."""
@@ -88,7 +85,7 @@ class ModelPart:
     # This rank's share of each divided linear layer.
     shares: Shares = field(default_factory=dict)
     # All ranks must call it once each has its part. Raises ModelError.
-    check: Callable[[], None] = _nothing
+    check: Callable[[], None] = no_check
 
 
 def load_model(
@@ -218,7 +215,7 @@ class _Loading:
         module = load_module(self.files.path, self.files.config, self._options())
         unsupported.check_class(module)
         shares: Shares = {}
-        check = _nothing
+        check = no_check
         if ranks is not None:
             logits = logits_of_whole(module)
             shares = divide_module(module, ranks)

@@ -1,32 +1,26 @@
 """A model directory -> a `ModelRunner` that is ready.
 
-In this order: load the model, set slots for adapters aside, check it, describe it.
+In this order: load the model and check it, or take what an earlier start kept of that; allocate
+memory; describe it.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock_shard.attention.backend_order import describe_backend
 from penstock_shard.checkpoint.pooling_files import pooling_of
-from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
-from penstock_shard.distributed.group import gather_group
 from penstock_shard.errors import ModelError, report_out_of_memory
 from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
 from penstock_shard.model_loader.adapter_store import adapter_store
 from penstock_shard.model_loader.fingerprint import fingerprint
 from penstock_shard.model_loader.generation_config import generation_defaults
-from penstock_shard.model_loader.load_rank import load_part, rank_device
+from penstock_shard.model_loader.load_checked import CheckedLoad, load_checked
 from penstock_shard.model_loader.prepare_model import PreparedModel, prepare_model
 from penstock_shard.models.base import CausalModel
-from penstock_shard.models.loaded_model import LoadedModel
-from penstock_shard.models.transformers import unsupported
 from penstock_shard.structured_output.matcher_state import MaskFiller
 from penstock_shard.worker.capabilities import CAPABILITIES
 from penstock_shard.worker.logits_processors.order import every_processor
@@ -47,9 +41,10 @@ def load_model_runner(
     `progress` gets one line for each stage. Raises ModelError, with one line that says what to do,
     if the model cannot be loaded, would be served wrongly, or does not fit.
     """
-    loaded, weights_hash = _load(config, model_dir, progress)
-    prepared = prepare_model(config, loaded, progress)
-    info = _info(config, model_dir, loaded, prepared, weights_hash, progress)
+    load = load_checked(config, model_dir, progress)
+    loaded = load.loaded
+    prepared = prepare_model(config, loaded, load.checks, progress)
+    info = _info(config, model_dir, load, prepared, progress)
     return ModelRunner(
         loaded.model,
         info,
@@ -60,61 +55,27 @@ def load_model_runner(
     )
 
 
-def _load(
-    config: ShardConfig, model_dir: Path, progress: Callable[[str], None]
-) -> tuple[LoadedModel, str]:
-    """The model, over all its ranks, and its weights' hash."""
-    group = None
-    if config.tensor_parallel_size > 1:
-        group = gather_group(config, model_dir, rank_device(config, 0), progress)
-    with _hashing(config, model_dir) as hashing:
-        loaded = load_part(config, model_dir, None if group is None else group.ranks, progress)
-        weights_hash = hashing.result()
-    if group is not None:
-        whole = group.whole(loaded, loaded.ops.backend.name, weights_hash)
-        loaded = loaded.over_ranks(whole)
-    return loaded, weights_hash
-
-
-@contextmanager
-def _hashing(config: ShardConfig, model_dir: Path) -> Iterator[Future[str]]:
-    """Compute the weights' hash in a thread while they are loaded."""
-    stop = threading.Event()
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        try:
-            yield pool.submit(
-                hash_weights,
-                model_dir,
-                config_only=config.load_format == "dummy",
-                with_code=config.trust_remote_code,
-                stop=stop,
-            )
-        finally:
-            # If loading failed, do not wait for the hash.
-            stop.set()
-
-
 def _info(
     config: ShardConfig,
     model_dir: Path,
-    loaded: LoadedModel,
+    load: CheckedLoad,
     prepared: PreparedModel,
-    weights_hash: str,
     progress: Callable[[str], None],
 ) -> RunnerInfo:
     """The runner's `RunnerInfo`. Raises ModelError if the model's files cannot be read."""
+    loaded, checks, weights_hash = load.loaded, load.checks, load.weights_hash
     model, ops = loaded.model, loaded.ops
-    eos_token_ids, defaults = generation_defaults(model_dir, loaded.hf_config, progress)
+    eos_token_ids, defaults = generation_defaults(model_dir, loaded.facts, progress)
     embedding = _embedding(config, model_dir, model, progress)
     ranks = config.tensor_parallel_size
     return RunnerInfo(
-        architecture=unsupported.architecture_of(loaded.hf_config),
+        architecture=loaded.facts.architecture,
         weights_hash=weights_hash,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         eos_token_ids=eos_token_ids,
         default_sampling=defaults,
-        block_size=prepared.kv_shape.block_size,
+        block_size=checks.block_size,
         pools=tuple(prepared.pools),
         kv_bytes_per_token=prepared.kv_shape.bytes_per_token,
         kv_bytes_per_sequence=prepared.kv_shape.bytes_per_sequence,
@@ -131,12 +92,10 @@ def _info(
         # On cpu the step itself needs the processor that would prepare the next one.
         max_scored_tokens=max(_LEAST_SCORED, _SCORED_BYTES // (4 * loaded.vocab_size)),
         max_steps_ahead=0 if model.device.type == "cpu" else 1,
-        worst_step_s=prepared.worst_step_s,
-        batch_invariant=prepared.batch_invariant,
+        worst_step_s=checks.worst_step_s,
+        batch_invariant=checks.batch_invariant,
         numerics_fingerprint=(
-            fingerprint(weights_hash, ops, loaded.kv_dtype, ranks)
-            if prepared.batch_invariant
-            else ""
+            fingerprint(weights_hash, ops, loaded.kv_dtype, ranks) if checks.batch_invariant else ""
         ),
     )
 

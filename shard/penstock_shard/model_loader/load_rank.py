@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,28 +12,25 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device.cpu_threads import default_threads
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.errors import ModelError
-from penstock_shard.model_loader.adapter_store import open_bank
-from penstock_shard.model_loader.choose_attention import AttentionOptions
-from penstock_shard.model_loader.choose_kv_cache_dtype import choose_kv_cache_dtype
-from penstock_shard.model_loader.choose_ops import choose_ops
-from penstock_shard.model_loader.load_model import ModelFiles, load_model
-from penstock_shard.model_loader.transformers_loader import load_config, resolve_device
-from penstock_shard.models.base import CausalModel
-from penstock_shard.models.cpu_graphs import MOST_ROWS, CpuGraph
-from penstock_shard.models.cuda_graphs import GraphedModel
-from penstock_shard.models.decoder.decoder import Decoder
-from penstock_shard.models.loaded_model import LoadedModel
+from penstock_shard.lora.lora import LoraBank, LoraLimits
+from penstock_shard.model_loader.choices.choose_attention import AttentionOptions
+from penstock_shard.model_loader.choices.choose_device import resolve_device
+from penstock_shard.model_loader.choices.choose_kv_cache_dtype import choose_kv_cache_dtype
+from penstock_shard.model_loader.choices.choose_ops import choose_ops
+from penstock_shard.model_loader.generation_config import as_ids
+from penstock_shard.model_loader.load_model import ModelFiles, ModelPart, load_model
+from penstock_shard.model_loader.transformers_loader import load_config
+from penstock_shard.models.loaded_model import LoadedModel, ModelFacts
+from penstock_shard.models.lora_targets import make_adaptable
 from penstock_shard.models.transformers import unsupported
 from penstock_shard.models.transformers.sparse_indexers import most_unselected_tokens
 from penstock_shard.ops.base import Ops
-from penstock_shard.ops.cpu_ops import CpuOps
-from penstock_shard.ops.quantized import captures_fp8
 
 
 def load_part(
     config: ShardConfig, model_dir: Path, ranks: Ranks | None, progress: Callable[[str], None]
 ) -> LoadedModel:
-    """Load the model of a directory, or with several ranks this rank's part of it.
+    """Load the model of a directory, or with several ranks this rank's part of it; without graphs.
 
     Raises ModelError if it cannot be loaded or would be served wrongly.
     """
@@ -58,57 +54,43 @@ def load_part(
         # With exact products, sums over ranks must have the same bits in any batch too.
         ranks.in_order = ops.exact
     # Before memory is measured, as places for adapters take some.
-    bank = open_bank(config, loaded, ops, progress)
-    graphs = _graphs(config, part, ops, max_model_len, progress)
+    bank = _open_bank(config, loaded, ops, progress)
     return LoadedModel(
         part=part,
         bank=bank,
         check=loaded.check,
-        model=graphs or part,
-        graphs=graphs,
+        model=part,
+        graphs=None,
         ops=ops,
         kv_dtype=cached_as,
-        hf_config=hf_config,
+        facts=_facts(hf_config),
         max_model_len=max_model_len,
         threads=threads,
     )
 
 
-def _graphs(
-    config: ShardConfig,
-    part: CausalModel,
-    ops: Ops,
-    max_model_len: int,
-    progress: Callable[[str], None],
-) -> GraphedModel | None:
-    """The part, wrapped for recording decodes; None if it cannot or must not be."""
-    if config.enforce_eager or not ops.backend.capturable:
-        return None
-    if isinstance(ops, CpuOps):
-        return _cpu_graphs(config, part, ops, max_model_len)
-    if isinstance(part, Decoder) and not part.capturable:
-        progress("CUDA graphs: none, experts are multiplied one after the other")
-        return None
-    if any(layer.state is not None for layer in part.layers):
-        progress("CUDA graphs: none, states are updated one sequence after the other")
-        return None
-    if ops.weights == "fp8" and not captures_fp8(part.device):
-        progress("CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU")
-        return None
-    # In a graph, a step with drafts has a row for each of its logits.
-    return GraphedModel(
-        part, config.max_step_logits, max_model_len, serves_adapters=config.serves_adapters
-    )
+def _facts(config: PreTrainedConfig) -> ModelFacts:
+    text = config.get_text_config()
+    stated = [as_ids(getattr(place, "eos_token_id", None)) for place in (config, text)]
+    eos_token_ids = stated[1] if stated[0] is None else stated[0]
+    return ModelFacts(unsupported.architecture_of(config), int(text.vocab_size), eos_token_ids)
 
 
-def _cpu_graphs(
-    config: ShardConfig, part: CausalModel, ops: CpuOps, max_model_len: int
-) -> GraphedModel | None:
-    if not isinstance(part, Decoder) or not part.capturable or config.tensor_parallel_size > 1:
+def _open_bank(
+    config: ShardConfig, loaded: ModelPart, ops: Ops, progress: Callable[[str], None]
+) -> LoraBank | None:
+    """Set aside places for adapters in a loaded model; None if the configuration serves none.
+
+    Raises ModelError if the model cannot have adapters.
+    """
+    if not config.serves_adapters:
         return None
-    most = min(MOST_ROWS, config.max_step_logits)
-    pool = partial(CpuGraph, ops.kernels)
-    return GraphedModel(part, most, max_model_len, lambda: pool, exact_rows=True)
+    limits = LoraLimits(config.max_loras, config.max_lora_rank)
+    bank = LoraBank(limits, ops, stacked=ops.device.type != "cpu", shares=loaded.shares)
+    make_adaptable(loaded.model, bank)
+    if bank.nbytes:
+        progress(f"adapters: {bank.nbytes / 1e6:.0f} MB set aside for {config.max_loras}")
+    return bank
 
 
 def rank_device(config: ShardConfig, index: int) -> torch.device:

@@ -114,6 +114,7 @@ def _load(
     """Load this rank's part of the model, and report to rank 0."""
     from penstock_shard.checkpoint.weights_hash import hash_weights
     from penstock_shard.distributed.collectives import join as meet
+    from penstock_shard.model_loader.choices.choose_graphs import choose_graphs
     from penstock_shard.model_loader.load_rank import load_part, rank_device
 
     config = join.config
@@ -122,6 +123,7 @@ def _load(
     line.send(Arrived())
     ranks = meet(device, place.rank, place.size, address, join.store_port)
     loaded = load_part(config, model_dir, ranks, _say_nothing)
+    loaded = loaded.with_graphs(choose_graphs(config, loaded, _say_nothing))
     weights_hash = ""
     if place.is_elsewhere and place.device_index == 0:
         dummy, with_code = config.load_format == "dummy", config.trust_remote_code

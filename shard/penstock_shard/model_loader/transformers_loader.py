@@ -58,16 +58,6 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig
     return config
 
 
-def resolve_device(name: str) -> torch.device:
-    """The torch device of --device. Raises ModelError where there is no CUDA device."""
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ModelError("--device cuda: torch finds no CUDA device here")
-    if name == "cpu" or not has_cuda:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def resolve_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     """The dtype of weights on a GPU: for "auto" the model's own."""
     if name != "auto":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -74,3 +74,11 @@ class CausalModel(Protocol):
         """Inside the context, forward runs one layer of each kind, and maybe the last layer: for
         checks of results and of memory, to which more layers of the same kinds add nothing.
         """
+
+
+@runtime_checkable
+class WithOwnAttention(Protocol):
+    """A model whose code has an attention of its own, which ours stands in for."""
+
+    def own_logits(self, token_ids: Tensor) -> Tensor:
+        """Logits [B, L, V] of token_ids [B, L], with the model's own attention and no cache."""

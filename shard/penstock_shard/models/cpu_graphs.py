@@ -45,6 +45,13 @@ class CpuGraph:
 
 
 class _KernelsAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises RuntimeError when torch computes anything."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch would import its compiler, which takes half a second, to keep it from this."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

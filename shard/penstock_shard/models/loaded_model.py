@@ -7,12 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig
 
 from penstock_shard.lora.lora import LoraBank
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.ops.base import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is told of a model beside how it computes, as its configuration states it."""
+
+    # Its name, such as LlamaForCausalLM.
+    architecture: str
+    vocab_size: int
+    # May be outside the vocabulary; None if none are stated.
+    eos_token_ids: tuple[int, ...] | None
+
+
+def no_check() -> None:
+    """The check of a model that needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +47,18 @@ class LoadedModel:
     ops: Ops
     # Dtype of cached keys and values.
     kv_dtype: torch.dtype
-    hf_config: PreTrainedConfig
+    facts: ModelFacts
     max_model_len: int
     # Compute threads on cpu.
     threads: int
 
     @property
     def vocab_size(self) -> int:
-        return int(self.hf_config.get_text_config().vocab_size)
+        return self.facts.vocab_size
+
+    def with_graphs(self, graphs: Graphs | None) -> LoadedModel:
+        """The same, with steps that are run by `graphs`, which wraps `part`."""
+        return dataclasses.replace(self, model=graphs or self.part, graphs=graphs)
 
     def over_ranks(self, whole: Graphs) -> LoadedModel:
         """Rank 0's loaded model once all ranks have their parts; `whole` runs steps on all."""

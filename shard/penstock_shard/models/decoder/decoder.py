@@ -63,6 +63,10 @@ class Decoder:
         self._running = self._layers
         self._scratch: dict[int, _Scratch] = {}
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Kept as what it is made of: without a cache."""
+        return Decoder, (self._spec, self._weights, self._ops)
+
     def _with_weights(self, layer: LayerSpec) -> _Layer:
         layout = self._caches.layout
         group = layout.group_of[layer.index]
@@ -76,6 +80,11 @@ class Decoder:
     @property
     def hidden_size(self) -> int:
         return self._spec.hidden_size
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights."""
+        return self._weights.nbytes
 
     @property
     def capturable(self) -> bool:

@@ -277,6 +277,9 @@ class TransformersModel:
                 logits = self._call(input_ids, positions, rows)
         return ForwardOutput(logits, torch.cat(diverted))
 
+    def own_logits(self, token_ids: Tensor) -> Tensor:
+        return own_logits(self.module, token_ids)
+
     @contextmanager
     def _diverted(self, num_logits: int) -> Iterator[list[Tensor]]:
         """Of what comes to the head, all but the first rows goes into the list instead.
@@ -323,6 +326,18 @@ class TransformersModel:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+
+def own_logits(module: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """Logits [B, L, V] of token_ids [B, L] by the module with its own attention."""
+    implementation = module.config._attn_implementation
+    module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits: Tensor = module(input_ids=token_ids, use_cache=False).logits
+    finally:
+        module.set_attn_implementation(implementation)
+    return logits
 
 
 def layer_stacks(

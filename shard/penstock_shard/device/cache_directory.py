@@ -1,0 +1,96 @@
+"""Where compiled kernels and kept loads are: directories that nobody else can write to. And what
+names in them are made of.
+
+Environment: PENSTOCK_CACHE (default $XDG_CACHE_HOME/penstock or ~/.cache/penstock), and
+PENSTOCK_LOAD_CACHE for kept loads (default `loads` in that), as kernels may come with an image.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+# The outermost package, however deep this module is within.
+_PACKAGE = Path(__file__).parents[__name__.count(".") - 1]
+_LIBRARIES = ("torch", "transformers", "safetensors", "gguf")
+
+
+def cache_directory() -> Path:
+    """The directory, which may not be there yet."""
+    if chosen := os.environ.get("PENSTOCK_CACHE"):
+        return Path(chosen)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "penstock"
+    try:
+        return Path.home() / ".cache" / "penstock"
+    except RuntimeError:
+        # The user has no home directory, as in some containers.
+        return temporary_directory()
+
+
+def load_directory() -> Path:
+    """Where loads are kept; it may not be there yet."""
+    chosen = os.environ.get("PENSTOCK_LOAD_CACHE")
+    return Path(chosen) if chosen else cache_directory() / "loads"
+
+
+@functools.cache
+def temporary_directory() -> Path:
+    """A directory for as long as the process runs."""
+    directory = tempfile.mkdtemp(prefix="penstock-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file of the cache is there; makes its directory. Raises OSError where that cannot
+    be used, or is not safe: whoever can write there runs code as our user.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(path.parent)
+    if not path.exists():
+        return False
+    _check_owner(path)
+    return True
+
+
+def _check_owner(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid not in (0, os.getuid()):
+        raise PermissionError(f"{path} belongs to user {status.st_uid}; it must be root's or ours")
+    if status.st_mode & 0o022:
+        mode = f"{status.st_mode & 0o777:o}"
+        raise PermissionError(f"{path} has mode {mode}; group and others must not write to it")
+
+
+def replace_file(made: Path, path: Path) -> None:
+    """Give a file that was written beside its place its name. It is on disk before that, or a crash
+    could leave an empty one.
+    """
+    with made.open("rb") as file:
+        os.fsync(file.fileno())
+    made.replace(path)
+
+
+def file_identity(path: Path) -> str:
+    """Its name, and what changes when its content does."""
+    status = path.stat()
+    numbers = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return f"{path.name} {numbers}"
+
+
+def code_hash() -> str:
+    """Of our code and the versions of libraries: what is kept has the layout of their objects."""
+    total = hashlib.blake2b(platform.python_version().encode(), digest_size=16)
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        total.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes())
+    for name in _LIBRARIES:
+        total.update(f"{name} {importlib.metadata.version(name)}\0".encode())
+    return total.hexdigest()

@@ -1,0 +1,69 @@
+"""A name for all that a load depends on: what is kept under it may take the load's place.
+
+The files are known by what the system says of them, not by their bytes: a file cannot be changed
+without a new time of change, and reading all of a model takes as long as loading it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock_common.flags import flags_of
+from penstock_shard.config import ShardConfig
+from penstock_shard.device.cache_directory import code_hash, file_identity
+from penstock_shard.device.cpu_threads import default_threads
+from penstock_shard.kernels.build_cpu import kernel_hash, wanted_levels
+
+# The groups of flags that have one which a load reads; a needless one costs a load, no more.
+_GROUPS = {
+    "model",
+    "engine",
+    "equal results",
+    "a model over several devices",
+    "scheduling",
+    "KV cache",
+}
+_PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
+
+
+def load_key(config: ShardConfig, model_dir: Path) -> str:
+    """32 hex digits (blake2b-128). Raises OSError for a file that cannot be looked at, and
+    KernelBuildError for a level of kernels that does not run here.
+    """
+    total = hashlib.blake2b(digest_size=16)
+    for part in _parts(config, model_dir):
+        total.update(part.encode() + b"\0")
+    return total.hexdigest()
+
+
+def _parts(config: ShardConfig, model_dir: Path) -> Iterator[str]:
+    yield code_hash()
+    yield kernel_hash()
+    yield from wanted_levels()
+    yield _processor()
+    yield str(default_threads())
+    yield from _flags(config)
+    for path in sorted(model_dir.iterdir()):
+        if path.is_file():
+            yield file_identity(path)
+
+
+def _flags(config: ShardConfig) -> Iterator[str]:
+    group = ""
+    for field in flags_of(type(config)):
+        group = field.metadata.get("group") or group
+        if group in _GROUPS:
+            yield f"{field.name} {getattr(config, field.name)!r}"
+
+
+def _processor() -> str:
+    """What torch's functions may round by."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    first = lines[: lines.index("")] if "" in lines else lines
+    return "\n".join(line for line in first if line.partition(":")[0].strip() in _PROCESSOR)

@@ -1,0 +1,1 @@
+"""What computes a model: ops, attention backend, dtype of cached keys and values."""

@@ -1,0 +1,17 @@
+"""Which torch device --device means here."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock_shard.errors import ModelError
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of --device. Raises ModelError where there is no CUDA device."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ModelError("--device cuda: torch finds no CUDA device here")
+    if name == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
