@@ -41,15 +41,20 @@ _FILES = (
     "recurrent.h",
     "rows.h",
     "threads.h",
+    "tiles.h",
     "vectors.h",
     "weights.h",
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 # Best first. A machine that runs one level runs those after it too.
-LEVELS = ("avx512_bf16", "avx512", "avx2", "portable")
+TILES = "avx512_amx"
+LEVELS = (TILES, "avx512_bf16", "avx512", "avx2", "portable")
+# The first with tiles by their definition: for tests, where no processor has the instructions.
+MODEL_OF_TILES = "avx512_amx_model"
 # CPU features by their names in /proc/cpuinfo.
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx2", "fma", "f16c"}
 _NEEDED_FEATURES = {
+    TILES: {*_AVX512, "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
     "avx512_bf16": {*_AVX512, "avx512_bf16"},
     "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
@@ -70,6 +75,11 @@ _AVX512_FLAGS = (
     *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"),
 )
 _LEVEL_FLAGS = {
+    TILES: (
+        *(*_AVX512_FLAGS, "-mavx512bf16", "-DPENSTOCK_TILES=1"),
+        *("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    ),
+    MODEL_OF_TILES: (*_AVX512_FLAGS, "-DPENSTOCK_TILES=2"),
     "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16"),
     "avx512": _AVX512_FLAGS,
     "avx2": ("-DPENSTOCK_LEVEL=1", "-mavx2", "-mfma", "-mf16c"),

@@ -29,6 +29,7 @@ static int in_bounds(const int64_t *values, int64_t count, int64_t low, int64_t 
 }
 
 #include "products.h"
+#include "tiles.h"
 #include "weights.h"
 
 #include "linear.h"

@@ -2,9 +2,9 @@
 layouts (packed weights, the paged cache).
 
 All results have the same bits whatever the number of rows or threads and whatever the level
-(avx512_bf16, avx512, avx2, portable); a row of a result depends on that row alone (in attention:
-and on its sequence). Activations are float32 and contiguous. A call releases the interpreter lock;
-calls run one at a time.
+(avx512_amx, avx512_bf16, avx512, avx2, portable), but for bfloat16 with tiles (`uses_tiles`); a row
+of a result depends on that row alone (in attention: and on its sequence). Activations are float32
+and contiguous. A call releases the interpreter lock; calls run one at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock_shard.kernels.build_cpu import KernelBuildError, libraries, wanted_levels
+from penstock_shard.kernels.build_cpu import (
+    MODEL_OF_TILES,
+    TILES,
+    KernelBuildError,
+    libraries,
+    wanted_levels,
+)
 from penstock_shard.kernels.c_calls import check, declare, plain, pointer, say
 from penstock_shard.kernels.cpu_recurrent import RecurrentKernels
 from penstock_shard.kernels.recorded_calls import RECORDABLE, RecordedCalls
@@ -225,6 +231,11 @@ class CpuKernels:
             for name, function in functions.items():
                 setattr(self, f"_{name}", function)
                 delattr(self, name)
+
+    @property
+    def uses_tiles(self) -> bool:
+        """Whether products of bfloat16 are summed as tile instructions do it; see tiles.h."""
+        return self.level in (TILES, MODEL_OF_TILES)
 
     def check_instructions(self) -> None:
         """Raises KernelBuildError if instructions compute otherwise here than they are defined."""

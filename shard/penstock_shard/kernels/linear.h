@@ -42,10 +42,12 @@ static void multiply_block(const struct linear *l, struct block b, float *acc) {
     /* Prefetch the next cache lines of the stream of weights, or, where several tiles share a block
      * of k, the next block. */
     int codes = is_codes((int)w->kind), whole = b.rows <= MAX_ROWS || codes;
+    int64_t piece = codes ? w->piece / LAYOUTS[w->kind].unit : units;
+    int tiles = takes_tiles((int)w->kind, piece, b.rows);
     int64_t block = whole ? units : BLOCK_UNITS, ahead = whole ? AHEAD : BLOCK_UNITS * row_bytes;
     if (whole && GROUP * panel_bytes(w) <= NEAR) ahead = GROUP * panel_bytes(w);
     /* Of codes fewer rows and more columns, so that a row's units are read for more products. */
-    int64_t most = codes ? MAX_ROWS / 2 : MAX_ROWS;
+    int64_t most = tiles ? TILE_ROWS : codes ? MAX_ROWS / 2 : MAX_ROWS;
     const void *pointers[2 * GROUP];
     struct product p = {.w = pointers, .ldx = words, .step = LANES, .ld = GROUP * LANES,
                         .next = GROUP, .kind = (int)w->kind,
@@ -56,13 +58,14 @@ static void multiply_block(const struct linear *l, struct block b, float *acc) {
             pointers[GROUP + v] = (const char *)pointers[v] + ahead;
         }
         p.k = p.piece = min_of(block, units - start);
-        if (codes) p.piece = w->piece / LAYOUTS[w->kind].unit;
+        if (codes) p.piece = piece;
         p.resume = start > 0;
         for (int64_t r = 0, rows; r < b.rows; r += rows) {
             rows = next_tile(b.rows - r, most);
             p.x = l->units + (b.row + r) * words + start;
             p.acc = acc + (whole ? 0 : r * p.ld);
-            multiply(rows, GROUP, p);
+            if (tiles) multiply_tiles(rows, &p);
+            else multiply(rows, GROUP, p);
             if (start + block >= units)
                 store_rows(l, (struct block){b.row + r, rows, b.column}, p.acc);
         }
@@ -122,7 +125,8 @@ static int64_t compute_linear(struct linear *l) {
     l->units = l->x;
     if (!is_float((int)w->kind)) {
         task_fn prepare = w->kind == BFLOAT16 ? round_task : quantize_task;
-        l->units = room(&pool.shared, (size_t)(l->rows * row_words(w)) * 4);
+        int64_t rows = l->rows + (HAS_TILES ? TILE_ROWS - 1 : 0);
+        l->units = room(&pool.shared, (size_t)(rows * row_words(w)) * 4);
         if (!l->units) return NO_MEMORY;
         run_region(prepare, l, l->rows, 4 * w->k);
     }

@@ -26,6 +26,7 @@ from penstock_shard.errors import ModelError
 from penstock_shard.kernels.build_cpu import kernel_hash
 from penstock_shard.models.base import MODEL_REVISION
 from penstock_shard.ops.base import Ops
+from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.worker.sampling.sampler import SAMPLER_REVISION
 
 _DIGEST_BYTES = 16
@@ -84,6 +85,8 @@ def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype, parallel_siz
 
 def _kernels(ops: Ops) -> tuple[str, ...]:
     """Hash of the kernels, with the compiler's version and the device for Triton's."""
+    if isinstance(ops, CpuOps) and ops.weights == "bfloat16" and ops.kernels.uses_tiles:
+        return (kernel_hash(), "tiles")
     if ops.backend.name != "triton":
         return (kernel_hash(),)
     return (_triton_hash(), importlib.metadata.version("triton"), *_device(ops.device))

@@ -35,6 +35,8 @@ from penstock_shard.selfcheck.ops import triton_fault
 
 # Values of --dtype with which weights on a GPU may be fp8 or int4: activations are bfloat16 then.
 _WITH_FEW_BITS = ("auto", "bfloat16")
+# Levels of the kernels with instructions for bfloat16.
+_WITH_BFLOAT16 = ("avx512_amx", "avx512_bf16")
 _FASTER = (
     "this CPU multiplies bfloat16 faster: --dtype bfloat16 gave 1.7 times the tokens with 16 "
     "streams, from activations that are rounded to it"
@@ -71,7 +73,7 @@ def _choose(
         kernels = _kernels(config, progress)
         if kernels is not None:
             kind = _kernel_weights(config, hf_config)
-            if kernels.level == "avx512_bf16" and kind == "float16" and config.dtype == "auto":
+            if kernels.level in _WITH_BFLOAT16 and kind == "float16" and config.dtype == "auto":
                 progress(_FASTER)
             return CpuOps(kernels, kind)
     if weights == "int8" or (weights == "int4" and device.type == "cpu"):
