@@ -39,6 +39,8 @@ LAYOUTS = (
     CodeLayout(4, 32, 8),
     CodeLayout(4, 32, 0, has_minimums=True),
     CodeLayout(4, 128, 0, has_minimums=True),
+    CodeLayout(4, 32, 8, in_halves=True),
+    CodeLayout(8, 32, 128, has_minimums=True, in_halves=True),
     CodeLayout(8, 16, 32),
     CodeLayout(8, 32, 128),
     CodeLayout(8, 64, 0, has_minimums=True),
@@ -66,8 +68,10 @@ def random_codes(
     """Codes, scales and minimums."""
     values = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8, generator=random)
     groups = (n, -(-k // layout.group))
-    scales = torch.randn(groups, generator=random)
-    return values, scales, torch.randn(groups, generator=random) if layout.has_minimums else None
+    scales, minimums = torch.randn(2, *groups, generator=random)
+    if layout.in_halves:
+        scales, minimums = scales.half().float(), minimums.half().float()
+    return values, scales, minimums if layout.has_minimums else None
 
 
 def meant(part: tuple[Tensor, Tensor, Tensor | None], layout: CodeLayout) -> Tensor:
@@ -99,11 +103,11 @@ def stored(weight: Tensor, kind: WeightKind) -> Tensor:
 
 
 def int4_stored(weight: Tensor) -> Tensor:
-    """Of each 32 columns the largest is 8 steps below zero."""
+    """Of each 32 columns the largest is 8 steps below zero; a step is a number in float16."""
     n, k = weight.shape
     groups = functional.pad(weight.float(), (0, -k % 32)).view(n, -1, 32)
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    scale = largest / -8
+    scale = (largest / -8).half().float()
     steps = torch.where(scale == 0, 0, groups / scale).round().clamp(-8, 7)
     return (steps * scale).view(n, -1)[:, :k]
 

@@ -42,6 +42,8 @@ KEY_TILE = 16
 # weights.h.
 _OUTPUTS = 64
 _PANEL = 16
+# Codes of a panel begin at a multiple of this.
+_LINE = 64
 # The number of each layout, how many values of k lie side by side in it, and the bytes of them.
 _LAYOUTS = {"float32": 0, "float16": 1, "bfloat16": 2, 8: 3, 4: 4}
 _UNITS = ((1, 4), (1, 2), (2, 4), (4, 4), (8, 4))
@@ -61,7 +63,7 @@ class _WeightStruct(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("group", ctypes.c_int64),
         ("zero", ctypes.c_int64),
-        ("has_minimums", ctypes.c_int64),
+        ("header", ctypes.c_int64),
     )
 
 
@@ -81,13 +83,19 @@ class _CacheStruct(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
     """How a weight of codes is scale * (code - zero) - minimum: bits of a code, columns that share
-    a scale, the zero, and whether there are minimums.
+    a scale, the zero, whether there are minimums, and whether these and scales are in float16.
     """
 
     bits: Literal[4, 8]
     group: int
     zero: int
     has_minimums: bool = False
+    in_halves: bool = False
+
+    @property
+    def header(self) -> int:
+        """As in products.h."""
+        return self.has_minimums + 2 * self.in_halves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,26 +115,27 @@ class PackedWeight:
     def __reduce__(self) -> tuple[object, ...]:
         """Without addresses, which are another process's."""
         struct = self._struct
-        fields = (struct.layout, struct.group, struct.zero, struct.has_minimums)
+        fields = (struct.layout, struct.group, struct.zero, struct.header)
         return packed_weight, (self.n, self.k, self.data, *fields)
 
 
 def packed_weight(
-    n: int, k: int, data: Tensor, layout: int, group: int, zero: int, has_minimums: int
+    n: int, k: int, data: Tensor, layout: int, group: int, zero: int, header: int
 ) -> PackedWeight:
     """The weight [n, k] that is packed in data, uint8. Raises ValueError for too few bytes."""
-    if len(data) != _packed_bytes(n, k, layout, group, has_minimums):
+    if len(data) != _packed_bytes(n, k, layout, group, header):
         raise ValueError(f"a packed weight [{n}, {k}] of layout {layout} in {len(data)} bytes")
-    struct = _WeightStruct(n, k, layout, data.data_ptr(), group, zero, has_minimums)
+    struct = _WeightStruct(n, k, layout, data.data_ptr(), group, zero, header)
     return PackedWeight(n, k, data, struct, ctypes.addressof(struct))
 
 
-def _packed_bytes(n: int, k: int, layout: int, group: int, has_minimums: int) -> int:
+def _packed_bytes(n: int, k: int, layout: int, group: int, header: int) -> int:
     unit, num_bytes = _UNITS[layout]
-    width = -(-k // unit) * num_bytes
+    panel = -(-k // unit) * num_bytes * _PANEL
     if group:
-        width += -(-k // group) * 4 * (1 + has_minimums)
-    return -(-n // _OUTPUTS) * _OUTPUTS * width
+        headers = -(-k // group) * _PANEL * (2 if header & 2 else 4) * (1 + header % 2)
+        panel += -(-headers // _LINE) * _LINE
+    return -(-n // _OUTPUTS) * _OUTPUTS // _PANEL * panel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -584,13 +593,13 @@ def _rounding(kind: WeightKind, k: int) -> WeightKind | CodeLayout:
     """How floats are packed."""
     if kind == "int8":
         return CodeLayout(8, -(-k // 4) * 4, 128)
-    return CodeLayout(4, _INT4_GROUP, 8) if kind == "int4" else kind
+    return CodeLayout(4, _INT4_GROUP, 8, in_halves=True) if kind == "int4" else kind
 
 
 def _empty_weight(n: int, k: int, layout: WeightKind | CodeLayout) -> PackedWeight:
     codes = layout if isinstance(layout, CodeLayout) else None
     number = _LAYOUTS[layout if codes is None else codes.bits]
-    fields = (0, 0, 0) if codes is None else (codes.group, codes.zero, int(codes.has_minimums))
+    fields = (0, 0, 0) if codes is None else (codes.group, codes.zero, codes.header)
     if codes is not None and (codes.group > _MAX_GROUP or codes.group % _UNITS[number][0]):
         raise ValueError(
             f"a group of codes has {codes.group} columns; it must be a multiple of "

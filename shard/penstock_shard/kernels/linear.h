@@ -51,7 +51,7 @@ static void multiply_block(const struct linear *l, struct block b, float *acc) {
     const void *pointers[2 * GROUP];
     struct product p = {.w = pointers, .ldx = words, .step = LANES, .ld = GROUP * LANES,
                         .next = GROUP, .kind = (int)w->kind,
-                        .has_minimums = (int)w->has_minimums};
+                        .header = (int)w->header, .codes_at = codes_at(w)};
     for (int64_t start = 0; start < units; start += block) {
         for (int v = 0; v < GROUP; v++) {
             pointers[v] = panels + v * panel_bytes(w) + start * row_bytes;

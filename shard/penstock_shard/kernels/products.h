@@ -12,10 +12,13 @@ enum { FLOAT32, FLOAT16, BFLOAT16, CODES8, CODES4, KINDS };
 static const struct { int unit, bytes, words; } LAYOUTS[KINDS] = {
     {1, 4, 1}, {1, 2, 1}, {2, 4, 1}, {4, 4, 1}, {8, 4, 2}};
 
-/* Codes have a scale, and may have a minimum, for each piece of k: a piece begins with those of 16
- * columns, and in a row of activations with what is to be known of it. */
+/* Codes have a scale, and may have a minimum, for each piece of k: a header has those of 16 columns,
+ * in float32 or, where that loses nothing, in float16. In a row of activations a piece begins with
+ * what is to be known of it. */
 enum { X_SCALE, X_START, X_LOW, X_HEADER };
-#define HEADER_BYTES(has_minimums) ((has_minimums) ? 2 * LANES * 4 : LANES * 4)
+enum { HAS_MINIMUMS = 1, IN_HALVES = 2 };
+#define NUMBER_BYTES(header) ((header) & IN_HALVES ? 2 : 4)
+#define HEADER_BYTES(header) (LANES * NUMBER_BYTES(header) << ((header) & HAS_MINIMUMS))
 
 struct product {
     const float *x;        /* units: floats, pairs of bfloat16, or steps of int8 by pieces */
@@ -27,7 +30,8 @@ struct product {
     int64_t pointers;      /* number of pointers for a piece; pieces of codes need none */
     int64_t next;          /* distance in `w` from a pointer to the one to prefetch */
     int kind, resume;      /* add to the sums in acc */
-    int has_minimums;
+    int header;        /* of codes: what headers have */
+    int64_t codes_at;  /* and where in a panel codes begin, behind all headers */
 };
 
 #define MAX_ROWS (PENSTOCK_LEVEL == 2 ? 12 : PENSTOCK_LEVEL == 1 ? 6 : 4)
@@ -83,24 +87,32 @@ INLINE v16i add_codes(const int kind, v16i sum, const float *x, v16i codes) {
     return kind == CODES8 ? v_dot_codes8(sum, x, codes) : v_dot_codes4(sum, x, codes);
 }
 
-/* acc + the sum of a piece of codes, scaled; `x` and `w` are where the piece begins. */
-INLINE void add_piece(float *acc, v16i sum, const float *x, const char *w, int has_minimums) {
-    v16 scale = v_mul(v_all(x[X_SCALE]), v_load((const float *)w));
+/* The scales of a header (which = 0), or its minimums (1). */
+INLINE v16 load_header(const char *at, int header, int which) {
+    if (header & IN_HALVES) return v_load_half((const uint16_t *)at + which * LANES);
+    return v_load((const float *)at + which * LANES);
+}
+
+/* acc + the sum of a piece of codes, scaled; `x` and `at` are where the piece and its header begin. */
+INLINE void add_piece(float *acc, v16i sum, const float *x, const char *at, int header) {
+    v16 scale = v_mul(v_all(x[X_SCALE]), load_header(at, header, 0));
     v16 total = v_fma(v_of_ints(sum), scale, v_load(acc));
-    if (has_minimums) total = v_fma(v_all(x[X_LOW]), v_load((const float *)w + LANES), total);
+    if (header & HAS_MINIMUMS) total = v_fma(v_all(x[X_LOW]), load_header(at, header, 1), total);
     v_store(acc, total);
 }
 
-/* The same of codes, whose pieces lie one behind the other: sums of integers within a piece, which
- * are scaled and added to acc. */
+/* The same of codes: sums of integers within a piece, which are scaled and added to acc. */
 INLINE void tile_of_codes(const int R, const int NV, const int kind, const struct product *p) {
     v16i sum[MAX_ROWS][4];
     const float *x[4] = {p->x, p->x + 3 * p->ldx, p->x + 6 * p->ldx, p->x + 9 * p->ldx};
     const int words = LAYOUTS[kind].words;
     const int64_t bytes = p->step * LAYOUTS[kind].bytes, ldx = p->ldx;
-    const int64_t header = HEADER_BYTES(p->has_minimums);
-    const char *w[4], *next[4];
-    UNROLL for (int v = 0; v < NV; v++) w[v] = p->w[v], next[v] = p->w[v + p->next];
+    const char *at[4], *w[4], *next[4];
+    UNROLL for (int v = 0; v < NV; v++) {
+        at[v] = p->w[v];
+        w[v] = at[v] + p->codes_at;
+        next[v] = (const char *)p->w[v + p->next] + p->codes_at;
+    }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < NV; v++)
             v_store(p->acc + r * p->ld + LANES * v, v_all(0.0f));
@@ -111,11 +123,10 @@ INLINE void tile_of_codes(const int R, const int NV, const int kind, const struc
                 sum[r][v] = v_ints((int32_t)load_unit(x[r / 3] + r % 3 * ldx + X_START));
         UNROLL for (int j = 0; j < (R + 2) / 3; j++) x[j] += X_HEADER;
         for (int64_t i = 0; i < count; i++) {
-            const int64_t at = header + i * bytes;
-            UNROLL for (int v = 0; v < NV; v++) __builtin_prefetch(next[v] + at);
+            UNROLL for (int v = 0; v < NV; v++) __builtin_prefetch(next[v] + i * bytes);
             UNROLL for (int word = 0; word < words; word++) {
                 v16i codes[4];
-                UNROLL for (int v = 0; v < NV; v++) codes[v] = load_codes(kind, w[v] + at, word);
+                UNROLL for (int v = 0; v < NV; v++) codes[v] = load_codes(kind, w[v] + i * bytes, word);
                 UNROLL for (int r = 0; r < R; r++)
                     UNROLL for (int v = 0; v < NV; v++)
                         sum[r][v] = add_codes(kind, sum[r][v], x[r / 3] + r % 3 * ldx + word,
@@ -127,10 +138,11 @@ INLINE void tile_of_codes(const int R, const int NV, const int kind, const struc
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int v = 0; v < NV; v++)
                 add_piece(p->acc + r * p->ld + LANES * v, sum[r][v],
-                          x[r / 3] + r % 3 * ldx - behind, w[v], p->has_minimums);
+                          x[r / 3] + r % 3 * ldx - behind, at[v], p->header);
         UNROLL for (int v = 0; v < NV; v++) {
-            w[v] += header + count * bytes;
-            next[v] += header + count * bytes;
+            at[v] += HEADER_BYTES(p->header);
+            w[v] += count * bytes;
+            next[v] += count * bytes;
         }
     }
 }

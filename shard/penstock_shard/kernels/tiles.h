@@ -119,14 +119,14 @@ INLINE void start_sums(const int kind, const struct product *p, int64_t rows, co
 }
 
 INLINE void end_sums(const int kind, const struct product *p, int64_t rows, const float *x,
-                     const char *const *w, const struct tile *sums) {
+                     const char *const *at, const struct tile *sums) {
     for (int v = 0; v < 4; v++)
         for (int64_t r = 0; r < rows; r++) {
             float *acc = p->acc + r * p->ld + v * LANES;
             if (kind == CODES8) {
                 v16i sum;
                 memcpy(&sum, sums[v].at[r], sizeof sum);
-                add_piece(acc, sum, x + r * p->ldx, w[v], p->has_minimums);
+                add_piece(acc, sum, x + r * p->ldx, at[v], p->header);
             } else {
                 memcpy(acc, sums[v].at[r], TILE_BYTES);
             }
@@ -136,10 +136,10 @@ INLINE void end_sums(const int kind, const struct product *p, int64_t rows, cons
 /* The product of at most TILE_ROWS rows and four vectors of columns. Of `p.x` there are TILE_ROWS
  * rows, whatever the last ones hold. */
 INLINE void tile_product(const int kind, int64_t rows, const struct product *p) {
-    const int64_t header = kind == CODES8 ? HEADER_BYTES(p->has_minimums) : 0;
     const int64_t start = kind == CODES8 ? X_HEADER : 0;
     const float *x = p->x;
-    const char *w[4] = {p->w[0], p->w[1], p->w[2], p->w[3]};
+    const char *at[4], *w[4];
+    for (int v = 0; v < 4; v++) at[v] = p->w[v], w[v] = at[v] + p->codes_at;
     struct tile sums[4];
     if (kind == CODES8)
         for (int64_t r = 0; r < rows; r++) memset(p->acc + r * p->ld, 0, 4 * TILE_BYTES);
@@ -152,15 +152,15 @@ INLINE void tile_product(const int kind, int64_t rows, const struct product *p) 
 #undef LOAD
         for (int64_t i = 0; i < count; i += TILE_UNITS) {
             const char *from[4];
-            for (int v = 0; v < 4; v++) from[v] = w[v] + header + i * TILE_BYTES;
+            for (int v = 0; v < 4; v++) from[v] = w[v] + i * TILE_BYTES;
             add_units(kind, x + start + i, p->ldx, from, min_of(TILE_UNITS, count - i));
         }
 #define STORE(sum, column) store_tile(sum, &sums[sum]);
         EACH_PANEL(STORE)
 #undef STORE
-        end_sums(kind, p, rows, x, w, sums);
+        end_sums(kind, p, rows, x, at, sums);
         x += start + count;
-        for (int v = 0; v < 4; v++) w[v] += header + count * TILE_BYTES;
+        for (int v = 0; v < 4; v++) at[v] += HEADER_BYTES(p->header), w[v] += count * TILE_BYTES;
     }
     end_tiles();
 }

@@ -6,8 +6,8 @@
  * bits lie as two units of 8, one in the lower halves of the bytes and one in the higher.
  *
  * A weight of codes is scale * (code - zero) - minimum, with a scale, and a minimum if there are any,
- * for each output and each piece of `piece` values of k. They are floats, and lie before the codes
- * of their piece: [16] scales, [16] minimums.
+ * for each output and each piece of `piece` values of k. A panel begins with these, [16] scales and
+ * [16] minimums of each piece; its codes begin at a whole cache line.
  */
 
 #define GROUP 4
@@ -18,7 +18,7 @@ enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16, SOURCE_CODES };
 struct weight {
     int64_t n, k, kind;
     void *data;
-    int64_t piece, zero, has_minimums; /* of codes */
+    int64_t piece, zero, header; /* of codes */
 };
 
 /* Floats of any strides; or codes, rows of k bytes, with the scales and minimums [rows, pieces]. */
@@ -40,9 +40,12 @@ INLINE int64_t num_units(const struct weight *w) { return ceil_div(w->k, LAYOUTS
 INLINE int64_t num_pieces(const struct weight *w) {
     return is_codes((int)w->kind) ? ceil_div(w->k, w->piece) : 0;
 }
+/* Where in a panel codes begin. */
+INLINE int64_t codes_at(const struct weight *w) {
+    return ceil_div(num_pieces(w) * HEADER_BYTES(w->header), 64) * 64;
+}
 INLINE int64_t panel_bytes(const struct weight *w) {
-    return num_units(w) * LANES * LAYOUTS[w->kind].bytes
-           + num_pieces(w) * HEADER_BYTES(w->has_minimums);
+    return num_units(w) * LANES * LAYOUTS[w->kind].bytes + codes_at(w);
 }
 
 static float source_value(const struct source *s, int64_t i) {
@@ -114,19 +117,38 @@ static void pack_floats(const struct pack *p, int64_t row, int64_t output, int64
             float_to_bfloat(values[i]);
 }
 
-/* Where a piece of an output begins: its scale. Its codes lie behind the header of its 16. */
-INLINE char *piece_of(const struct weight *w, int64_t output, int64_t piece) {
-    const int64_t bytes = w->piece / LAYOUTS[w->kind].unit * LANES * LAYOUTS[w->kind].bytes
-                          + HEADER_BYTES(w->has_minimums);
-    return (char *)w->data + output / LANES * panel_bytes(w) + piece * bytes
+/* Where the scale (which = 0) or the minimum (1) of a piece of an output is. */
+INLINE char *number_of(const struct weight *w, int64_t output, int64_t piece, int which) {
+    return (char *)w->data + output / LANES * panel_bytes(w) + piece * HEADER_BYTES(w->header)
+           + (which * LANES + output % LANES) * NUMBER_BYTES(w->header);
+}
+
+static void store_number(const struct weight *w, int64_t output, int64_t piece, int which,
+                         float value) {
+    uint16_t half = float_to_half(value);
+    char *to = number_of(w, output, piece, which);
+    if (w->header & IN_HALVES) memcpy(to, &half, 2);
+    else memcpy(to, &value, 4);
+}
+
+static float load_number(const struct weight *w, int64_t output, int64_t piece, int which) {
+    const char *at = number_of(w, output, piece, which);
+    uint16_t half;
+    memcpy(&half, at, 2);
+    return w->header & IN_HALVES ? half_to_float(half) : float_of(load_unit(at));
+}
+
+/* Where the codes of a piece of an output begin. */
+INLINE uint8_t *piece_of(const struct weight *w, int64_t output, int64_t piece) {
+    const int64_t bytes = w->piece / LAYOUTS[w->kind].unit * LANES * LAYOUTS[w->kind].bytes;
+    return (uint8_t *)w->data + output / LANES * panel_bytes(w) + codes_at(w) + piece * bytes
            + output % LANES * 4;
 }
 
 /* Store the codes i and on of a piece, in order; zeros up to the end of the last unit. */
-static void store_codes(const struct weight *w, char *piece, int64_t i, int64_t count,
+static void store_codes(const struct weight *w, uint8_t *to, int64_t i, int64_t count,
                         const uint8_t *codes) {
     int unit = LAYOUTS[w->kind].unit;
-    uint8_t *to = (uint8_t *)piece + HEADER_BYTES(w->has_minimums);
     for (int64_t end = i + ceil_div(count, unit) * unit, last = i + count; i < end; i++) {
         uint8_t code = i < last ? *codes++ : 0, *byte = to + i / unit * LANES * 4 + i % 4;
         if (i % unit < 4) *byte = code;
@@ -146,7 +168,8 @@ static float find_scale(const struct pack *p, int64_t row, int64_t start, int64_
             if (fabsf(values[i]) > fabsf(most)) most = values[i];
         }
     }
-    return p->weight->kind == CODES8 ? fabsf(most) / 127.0f : most / -8.0f;
+    float scale = p->weight->kind == CODES8 ? fabsf(most) / 127.0f : most / -8.0f;
+    return p->weight->header & IN_HALVES ? half_to_float(float_to_half(scale)) : scale;
 }
 
 /* Quantize a piece of a row, and store it. */
@@ -155,8 +178,8 @@ static void round_piece(const struct pack *p, int64_t row, int64_t output, int64
     int64_t start = piece * w->piece, end = min_of(start + w->piece, w->k);
     float scale = find_scale(p, row, start, end), zero = (float)w->zero, values[SEGMENT];
     float least = w->kind == CODES8 ? -127.0f : -8.0f, most = w->kind == CODES8 ? 127.0f : 7.0f;
-    char *to = piece_of(w, output, piece);
-    memcpy(to, &scale, 4);
+    uint8_t *to = piece_of(w, output, piece);
+    store_number(w, output, piece, 0, scale);
     for (int64_t k = start; k < end; k += SEGMENT) {
         uint8_t codes[SEGMENT];
         int64_t count = min_of(SEGMENT, end - k);
@@ -171,10 +194,9 @@ static void round_piece(const struct pack *p, int64_t row, int64_t output, int64
 static void copy_piece(const struct pack *p, int64_t row, int64_t output, int64_t piece) {
     const struct weight *w = p->weight;
     int64_t start = piece * w->piece, at = row * num_pieces(w) + piece;
-    char *to = piece_of(w, output, piece);
-    memcpy(to, p->source.scales + at, 4);
-    if (w->has_minimums) memcpy(to + LANES * 4, p->source.minimums + at, 4);
-    store_codes(w, to, 0, min_of(w->piece, w->k - start),
+    store_number(w, output, piece, 0, p->source.scales[at]);
+    if (w->header & HAS_MINIMUMS) store_number(w, output, piece, 1, p->source.minimums[at]);
+    store_codes(w, piece_of(w, output, piece), 0, min_of(w->piece, w->k - start),
                 (const uint8_t *)p->source.data + row * w->k + start);
 }
 
@@ -182,11 +204,10 @@ static void copy_piece(const struct pack *p, int64_t row, int64_t output, int64_
 static void clear_piece(const struct pack *p, int64_t output, int64_t piece) {
     const struct weight *w = p->weight;
     int64_t bytes = ceil_div(min_of(w->piece, w->k - piece * w->piece), LAYOUTS[w->kind].unit);
-    char *to = piece_of(w, output, piece);
-    memset(to, 0, 4);
-    if (w->has_minimums) memset(to + LANES * 4, 0, 4);
-    for (int64_t i = 0; i < bytes; i++)
-        memset(to + HEADER_BYTES(w->has_minimums) + i * LANES * 4, 0, 4);
+    uint8_t *to = piece_of(w, output, piece);
+    store_number(w, output, piece, 0, 0);
+    if (w->header & HAS_MINIMUMS) store_number(w, output, piece, 1, 0);
+    for (int64_t i = 0; i < bytes; i++) memset(to + i * LANES * 4, 0, 4);
 }
 
 /* Pack one panel, or the part of it that this source has; zeros after the last output. */
@@ -246,12 +267,11 @@ static float weight_value(const struct weight *w, const char *panel, int64_t lan
 }
 
 static float code_value(const struct weight *w, int64_t output, int64_t k) {
-    const char *piece = piece_of(w, output, k / w->piece);
-    int64_t i = k % w->piece, unit = LAYOUTS[w->kind].unit;
-    int byte = (uint8_t)piece[HEADER_BYTES(w->has_minimums) + i / unit * LANES * 4 + i % 4];
+    int64_t piece = k / w->piece, i = k % w->piece, unit = LAYOUTS[w->kind].unit;
+    int byte = piece_of(w, output, piece)[i / unit * LANES * 4 + i % 4];
     int code = w->kind == CODES8 ? byte : i % unit < 4 ? byte & 15 : byte >> 4;
-    float scale = float_of(load_unit(piece)), value = (float)(code - w->zero) * scale;
-    return w->has_minimums ? value - float_of(load_unit(piece + LANES * 4)) : value;
+    float value = (float)(code - w->zero) * load_number(w, output, piece, 0);
+    return w->header & HAS_MINIMUMS ? value - load_number(w, output, piece, 1) : value;
 }
 
 static void lookup_task(const void *args, int64_t index, int thread) {

@@ -117,7 +117,8 @@ class CpuOps:
         return self._pack_codes if self.weights == "codes" else None
 
     def _pack_codes(self, parts: Sequence[Codes]) -> Matrix:
-        layouts = [_layout(part) for part in parts]
+        in_halves = all(_fit_halves(part) for part in parts)
+        layouts = [_layout(part, in_halves) for part in parts]
         order = parts[0].order
         if None in layouts or not all(_is_same(part.order, order) for part in parts):
             return self.pack([part.dense() for part in parts])
@@ -233,14 +234,20 @@ def _steps(batch: AttentionBatch) -> Steps:
     return Steps(batch.cu_queries, batch.seq_lens_tensor, batch.block_table)
 
 
-def _layout(codes: Codes) -> CodeLayout | None:
+def _fit_halves(codes: Codes) -> bool:
+    """Whether scales and minimums are the same in float16."""
+    numbers = (codes.scales,) if codes.minimums is None else (codes.scales, codes.minimums)
+    return all(torch.equal(each.half().float(), each) for each in numbers)
+
+
+def _layout(codes: Codes, in_halves: bool) -> CodeLayout | None:
     """How the kernels store these codes; None if they do not."""
     group = codes.group
     if codes.scales.shape[1] == 1:
         group = -(-codes.values.shape[1] // UNIT) * UNIT
     if group % UNIT:
         return None
-    return CodeLayout(codes.bits, group, codes.zero, codes.minimums is not None)
+    return CodeLayout(codes.bits, group, codes.zero, codes.minimums is not None, in_halves)
 
 
 def _is_same(order: Tensor | None, other: Tensor | None) -> bool:
