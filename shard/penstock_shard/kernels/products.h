@@ -93,17 +93,18 @@ INLINE v16 load_header(const char *at, int header, int which) {
     return v_load((const float *)at + which * LANES);
 }
 
-/* acc + the sum of a piece of codes, scaled; `x` and `at` are where the piece and its header begin. */
-INLINE void add_piece(float *acc, v16i sum, const float *x, const char *at, int header) {
+/* total + the sum of a piece of codes, scaled; `x` and `at` are where the piece and its header begin. */
+INLINE v16 add_piece(v16 total, v16i sum, const float *x, const char *at, int header) {
     v16 scale = v_mul(v_all(x[X_SCALE]), load_header(at, header, 0));
-    v16 total = v_fma(v_of_ints(sum), scale, v_load(acc));
+    total = v_fma(v_of_ints(sum), scale, total);
     if (header & HAS_MINIMUMS) total = v_fma(v_all(x[X_LOW]), load_header(at, header, 1), total);
-    v_store(acc, total);
+    return total;
 }
 
-/* The same of codes: sums of integers within a piece, which are scaled and added to acc. */
+/* The same of codes: sums of integers within a piece, which are scaled and added up. */
 INLINE void tile_of_codes(const int R, const int NV, const int kind, const struct product *p) {
     v16i sum[MAX_ROWS][4];
+    v16 total[MAX_ROWS][4];
     const float *x[4] = {p->x, p->x + 3 * p->ldx, p->x + 6 * p->ldx, p->x + 9 * p->ldx};
     const int words = LAYOUTS[kind].words;
     const int64_t bytes = p->step * LAYOUTS[kind].bytes, ldx = p->ldx;
@@ -114,8 +115,7 @@ INLINE void tile_of_codes(const int R, const int NV, const int kind, const struc
         next[v] = (const char *)p->w[v + p->next] + p->codes_at;
     }
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int v = 0; v < NV; v++)
-            v_store(p->acc + r * p->ld + LANES * v, v_all(0.0f));
+        UNROLL for (int v = 0; v < NV; v++) total[r][v] = v_all(0.0f);
     for (int64_t left = p->k, count; left > 0; left -= count) {
         count = min_of(left, p->piece);
         UNROLL for (int r = 0; r < R; r++)
@@ -137,14 +137,16 @@ INLINE void tile_of_codes(const int R, const int NV, const int kind, const struc
         const int64_t behind = X_HEADER + count * words;
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int v = 0; v < NV; v++)
-                add_piece(p->acc + r * p->ld + LANES * v, sum[r][v],
-                          x[r / 3] + r % 3 * ldx - behind, at[v], p->header);
+                total[r][v] = add_piece(total[r][v], sum[r][v],
+                                        x[r / 3] + r % 3 * ldx - behind, at[v], p->header);
         UNROLL for (int v = 0; v < NV; v++) {
             at[v] += HEADER_BYTES(p->header);
             w[v] += count * bytes;
             next[v] += count * bytes;
         }
     }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < NV; v++) v_store(p->acc + r * p->ld + LANES * v, total[r][v]);
 }
 
 typedef void (*tile_fn)(const struct product *p);
@@ -176,12 +178,18 @@ TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
 static const tile_fn TILES[KINDS][3][MAX_ROWS + 1] = {TABLE(float), TABLE(half), TABLE(bfloat),
                                                       TABLE(codes8), TABLE(codes4)};
 
+/* Of codes in several pieces sums of integers and of floats share the registers. */
+#define MOST_SUMS (PENSTOCK_LEVEL == 2 ? 12 : 4)
+
 /* The product of at most MAX_ROWS rows and any number of vectors of columns. */
 static void multiply(int64_t rows, int64_t vectors, struct product p) {
     unsigned arithmetic = 0;
+    int several = is_codes(p.kind) && p.piece < p.k;
     if (FLUSHES && p.kind == BFLOAT16) arithmetic = flushing_arithmetic();
     for (int64_t left = vectors; left > 0;) {
         int width = left >= 4 ? 2 : left >= 2 ? 1 : 0;
+        if (several && width == 2 && rows > MOST_SUMS / 4) width = 1;
+        if (several && width == 1 && rows > MOST_SUMS / 2) width = 0;
         while (!TILES[p.kind][width][rows]) width--;
         TILES[p.kind][width][rows](&p);
         left -= 1 << width;

@@ -126,7 +126,7 @@ INLINE void end_sums(const int kind, const struct product *p, int64_t rows, cons
             if (kind == CODES8) {
                 v16i sum;
                 memcpy(&sum, sums[v].at[r], sizeof sum);
-                add_piece(acc, sum, x + r * p->ldx, at[v], p->header);
+                v_store(acc, add_piece(v_load(acc), sum, x + r * p->ldx, at[v], p->header));
             } else {
                 memcpy(acc, sums[v].at[r], TILE_BYTES);
             }
