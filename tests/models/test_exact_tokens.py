@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_maker import make_model
+from model_maker import make_model, write_tokenizer
 from models.driver import load
+from models.gguf_maker import make_gguf
 from models.runners import make_runner
 from models.tiny_families import make_family
 from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak, seeded
 from support.engines import packed
 
+from penstock_shard.checkpoint.gguf_files import unfold
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import Output
@@ -41,7 +43,9 @@ _WIDTHS = {
     "mamba2": {},
     "qwen3_next": {},
 }
-_RECORDED = {"llama"}
+_RECORDED = {"llama", "gguf"}
+# Types of a file's matrices that are not Q4_0.
+_MIXED = {"attn_v": "Q8_0", "attn_k": "F16", "ffn_down": "Q4_1", "output": "Q8_0"}
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,20 @@ def _tie_logits(directory: Path, target: Path) -> Path:
     return target
 
 
+def _make(family: str, tmp_path: Path) -> Path:
+    """A model with more tokens than the sampler looks at first."""
+    target = tmp_path / "model"
+    if family == "gguf":
+        plain = make_model(target, "llama", vocab_size=_VOCABULARY)
+        write_tokenizer(plain)
+        return unfold(make_gguf(plain, tmp_path / "model.gguf", "Q4_0", kinds=_MIXED))
+    if family in _WIDTHS:
+        directory = make_family(target, family, vocab_size=_VOCABULARY, **_WIDTHS[family])
+    else:
+        directory = make_model(target, family, vocab_size=_VOCABULARY)
+    return _tie_logits(directory, tmp_path / "tied")
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -190,6 +208,8 @@ def _tie_logits(directory: Path, target: Path) -> Path:
         in_soak("llama", {"quantization": "int8"}),
         ("llama", {"quantization": "int4"}),
         in_soak("llama", {"dtype": "bfloat16"}),
+        # Codes of three kinds, some with minimums, and halves, within one product too.
+        ("gguf", {"dtype": "auto"}),
         in_soak("gemma2", {}),
         in_soak("gpt2", {}),
         # Latents, and experts in groups; chunks.
@@ -211,14 +231,8 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(
     tmp_path: Path,
 ) -> None:
     rng = seeded("exact tokens")
-    # More tokens than the sampler looks at first.
-    if family in _WIDTHS:
-        widths = _WIDTHS[family]
-        directory = make_family(tmp_path / "model", family, vocab_size=_VOCABULARY, **widths)
-    else:
-        directory = make_model(tmp_path / "model", family, vocab_size=_VOCABULARY)
-    tied = _tie_logits(directory, tmp_path / "tied")
-    loaded = load(tied, kv_blocks=1024, enforce_eager=False, **settings)
+    directory = _make(family, tmp_path)
+    loaded = load(directory, kv_blocks=1024, enforce_eager=False, **settings)
     assert loaded.info.batch_invariant
     # Steps of few rows are recorded and replayed, where they can be.
     graphs = loaded.model if isinstance(loaded.model, GraphedModel) else None
