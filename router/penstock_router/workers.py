@@ -40,11 +40,11 @@ from penstock_client.fleet.discovery import authority
 from penstock_common.child_environment import TRACES, reduce_environment
 from penstock_common.listening import listen
 from penstock_common.logs import set_up_logging
+from penstock_common.malloc import return_large_blocks
 from penstock_common.port_holder import why_not
 from penstock_common.tls import TlsFilesUnusable
 from penstock_common.trace_export import open_sink
 from penstock_router.config import RouterConfig
-from penstock_router.malloc import return_large_blocks
 from penstock_router.server.connections import Runner
 from penstock_router.server.https import https_context
 from penstock_router.store.response_store import StoreUnusable, store_file

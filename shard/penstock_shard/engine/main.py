@@ -21,6 +21,7 @@ import time
 from typing import NoReturn
 
 from penstock_common.logs import set_up_logging
+from penstock_common.malloc import return_free_memory
 from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.create_engine import create_engine, create_matchers
@@ -104,6 +105,7 @@ def main() -> int:
     # All objects so far live as long as the process: keep the garbage collector from walking them.
     gc.collect()
     gc.freeze()
+    return_free_memory()
     files = loaded.tokenizer_files
     # The server may be gone at any time; then there is nobody to report to.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -23,6 +23,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from penstock_common.malloc import return_free_memory
 from penstock_shard.ipc.framing import encode_frame, exactly, receive_frame
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.check_messages import Answer, Check, Start, patience_s
@@ -64,6 +65,8 @@ def _read_tokenizer(lane: socket.socket, start: Start) -> Compiler | None:
         lane.sendall(encode_frame(Answer(str(error))))
         return None
     lane.sendall(encode_frame(Answer()))
+    # Before there are forks, which share what they do not write to.
+    return_free_memory()
     return compiler
 
 
