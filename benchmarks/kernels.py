@@ -30,11 +30,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock_shard.kernels.cpu import (
-    WEIGHT_KINDS,
     CpuKernels,
     KvCache,
     load_kernels,
     make_cache,
+)
+from penstock_shard.kernels.weight_layouts import (
+    WEIGHT_KINDS,
 )
 
 N, K = 3072, 768

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock_common.flags import OneLineParser, flag, one_of, usable_key
 from penstock_common.logs import FORMATS
-from penstock_common.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
+from penstock_common.tracing.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 
 # The keys of `metric_aliases.SETS`, which is not imported here: that takes too long for a --help.
 METRIC_NAMES = ("vllm", "tgi")

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web, web_urldispatcher
 
 from penstock_common.tasks import run_lasting
-from penstock_common.tracing import SpanSink
+from penstock_common.tracing.spans import SpanSink
 from penstock_common.version import VERSION
 from penstock_router.admission.admission import Admission
 from penstock_router.admission.api_keys import Keys

@@ -43,7 +43,7 @@ from penstock_common.logs import set_up_logging
 from penstock_common.malloc import return_large_blocks
 from penstock_common.port_holder import why_not
 from penstock_common.tls import TlsFilesUnusable
-from penstock_common.trace_export import open_sink
+from penstock_common.tracing.trace_export import open_sink
 from penstock_router.config import RouterConfig
 from penstock_router.server.connections import Runner
 from penstock_router.server.https import https_context

@@ -23,13 +23,15 @@ from torch.nn import functional
 from penstock_shard.kernels import build_cpu
 from penstock_shard.kernels.cpu import (
     ACTIVATIONS,
-    WEIGHT_KINDS,
-    CodeLayout,
     CpuKernels,
     KvCache,
-    WeightKind,
     load_kernels,
     make_cache,
+)
+from penstock_shard.kernels.weight_layouts import (
+    WEIGHT_KINDS,
+    CodeLayout,
+    WeightKind,
 )
 
 ROW_COUNTS = (1, 2, 3, 7, 64, 512)

@@ -51,7 +51,7 @@ from penstock_client.types import (
 from penstock_common.clock import Clock
 from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_common.tasks import run_lasting
-from penstock_common.tracing import SpanContext
+from penstock_common.tracing.spans import SpanContext
 
 _MAX_BACK_OFF_S = 1.0
 # After sending for this long, give the event loop a turn.

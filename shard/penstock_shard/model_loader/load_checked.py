@@ -16,9 +16,14 @@ from penstock_shard.attention import base as attention_base
 from penstock_shard.attention import cpu as attention_cpu
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.cache_directory import load_directory
-from penstock_shard.kernels import cpu
+from penstock_shard.kernels import cpu, weight_layouts
 from penstock_shard.kernels.build_cpu import KernelBuildError
-from penstock_shard.kernels.cpu import load_kernels, packed_weight
+from penstock_shard.kernels.cpu import (
+    load_kernels,
+)
+from penstock_shard.kernels.weight_layouts import (
+    packed_weight,
+)
 from penstock_shard.load_cache.load_cache import LoadCache
 from penstock_shard.load_cache.load_key import load_key
 from penstock_shard.model_loader import check_model
@@ -46,7 +51,7 @@ from penstock_shard.ops.cpu_ops import CpuOps
 _OF_LOADS = (
     *(attention_base, attention_cpu, check_model, cpu, cpu_ops, decoder, embedding_table, experts),
     *(feed_forward, gated_delta_net, latent_heads, linear, loaded_model, ops_base, self_attention),
-    *(short_conv, spec, weights),
+    *(short_conv, spec, weight_layouts, weights),
 )
 
 

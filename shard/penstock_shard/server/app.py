@@ -19,8 +19,8 @@ from grpc_reflection.v1alpha import reflection
 
 from penstock_common.port_holder import holder_of, why_not
 from penstock_common.tls import TlsFilesUnusable
-from penstock_common.trace_export import open_sink
-from penstock_common.tracing import SpanSink
+from penstock_common.tracing.spans import SpanSink
+from penstock_common.tracing.trace_export import open_sink
 from penstock_proto.transport import server_credentials, server_options
 from penstock_shard.config import ShardConfig
 from penstock_shard.server import proto_codec

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock_common.tracing import SpanContext, begin
+from penstock_common.tracing.spans import SpanContext, begin
 from penstock_shard.ipc.messages import Error, Load, Output, Work
 from penstock_shard.ipc.request import FinishReason
 from penstock_shard.server.validation import MAX_ID_CHARACTERS, IncomingRequest

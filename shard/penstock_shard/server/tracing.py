@@ -6,7 +6,7 @@ Attribute names are OpenTelemetry's where it has one. Spans never hold token ids
 
 from __future__ import annotations
 
-from penstock_common.tracing import Span, SpanSink, Value
+from penstock_common.tracing.spans import Span, SpanSink, Value
 from penstock_shard.server import proto_codec
 from penstock_shard.server.request_record import ShardRecord
 

@@ -45,7 +45,7 @@ from penstock_client.fleet.output_verification import Verification
 from penstock_client.load_balancing.base import Candidate, Decision
 from penstock_client.load_balancing.policies import make_policy
 from penstock_common.request_bounds import TRIAL_TOKENS
-from penstock_common.tracing import SpanContext
+from penstock_common.tracing.spans import SpanContext
 
 _instances = itertools.count()
 

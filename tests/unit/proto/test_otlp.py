@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from support.otlp import receiving
 
-from penstock_common import otlp
-from penstock_common.otlp import OtlpSink
-from penstock_common.tracing import Event, Span, SpanContext
+from penstock_common.tracing import otlp
+from penstock_common.tracing.otlp import OtlpSink
+from penstock_common.tracing.spans import Event, Span, SpanContext
 
 CONTEXT = SpanContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=True)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock_common.trace_export import TracingConfig, read_tracing
-from penstock_common.tracing import SpanContext, begin
+from penstock_common.tracing.spans import SpanContext, begin
+from penstock_common.tracing.trace_export import TracingConfig, read_tracing
 
 # How long examples take says more of the machine than of the code.
 ANY_PACE = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)

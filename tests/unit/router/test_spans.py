@@ -9,7 +9,7 @@ import pytest
 from unit.router.router_doubles import FakeFleet, memory_router
 from unit.router.test_request_log import failed_over, record_of
 
-from penstock_common.tracing import Span, SpanContext
+from penstock_common.tracing.spans import Span, SpanContext
 from penstock_router.observe.request_record import RequestRecord
 from penstock_router.observe.tracing import METHOD, RequestTraces
 from penstock_shard.server import tracing

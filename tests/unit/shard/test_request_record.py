@@ -12,7 +12,7 @@ import pytest
 from support.engines import make_engine, make_request
 
 from penstock_common.logs import JsonFormatter, TextFormatter
-from penstock_common.tracing import Span
+from penstock_common.tracing.spans import Span
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Load, Output, Work
 from penstock_shard.ipc.request import FinishReason

@@ -19,7 +19,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
-from penstock_common.tracing import Span
+from penstock_common.tracing.spans import Span
 from penstock_common.version import VERSION
 
 # A few megabytes; those of a second at some thousand requests a second.

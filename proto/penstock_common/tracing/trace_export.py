@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock_common.tracing import SpanSink
+from penstock_common.tracing.spans import SpanSink
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _TRACES_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -73,6 +73,6 @@ def _share(text: str) -> float:
 
 def open_sink(config: TracingConfig, service: str) -> SpanSink:
     """A sink of spans of this service, which OTEL_SERVICE_NAME may call otherwise."""
-    from penstock_common.otlp import OtlpSink
+    from penstock_common.tracing.otlp import OtlpSink
 
     return OtlpSink(config.url, service)

@@ -1,0 +1,1 @@
+"""Spans of requests, and how they are exported."""

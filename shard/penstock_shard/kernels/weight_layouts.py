@@ -1,0 +1,124 @@
+"""Weights in the kernels' own layouts, which weights.h describes."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+WeightKind = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "bfloat16", "int8", "int4")
+
+# Outputs of a packed weight are padded to a multiple of this, and lie in panels of so many; see
+# weights.h.
+_OUTPUTS = 64
+_PANEL = 16
+# Codes of a panel begin at a multiple of this.
+_LINE = 64
+# The number of each layout, how many values of k lie side by side in it, and the bytes of them.
+_LAYOUTS = {"float32": 0, "float16": 1, "bfloat16": 2, 8: 3, 4: 4}
+_UNITS = ((1, 4), (1, 2), (2, 4), (4, 4), (8, 4))
+# Largest group of codes: sums of their products stay exact in int32.
+_MAX_GROUP = 1 << 17
+# The group of int4, as of GGUF's Q4_0.
+_INT4_GROUP = 32
+
+
+class _WeightStruct(ctypes.Structure):
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("layout", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+        ("zero", ctypes.c_int64),
+        ("header", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLayout:
+    """How a weight of codes is scale * (code - zero) - minimum: bits of a code, columns that share
+    a scale, the zero, whether there are minimums, and whether these and scales are in float16.
+    """
+
+    bits: Literal[4, 8]
+    group: int
+    zero: int
+    has_minimums: bool = False
+    in_halves: bool = False
+
+    @property
+    def header(self) -> int:
+        """As in products.h."""
+        return self.has_minimums + 2 * self.in_halves
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight [n, k] in the kernels' own layout."""
+
+    n: int
+    k: int
+    data: Tensor
+    _struct: _WeightStruct = field(repr=False)
+    address: int = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Without addresses, which are another process's."""
+        struct = self._struct
+        fields = (struct.layout, struct.group, struct.zero, struct.header)
+        return packed_weight, (self.n, self.k, self.data, *fields)
+
+
+def packed_weight(
+    n: int, k: int, data: Tensor, layout: int, group: int, zero: int, header: int
+) -> PackedWeight:
+    """The weight [n, k] that is packed in data, uint8. Raises ValueError for too few bytes."""
+    if len(data) != _packed_bytes(n, k, layout, group, header):
+        raise ValueError(f"a packed weight [{n}, {k}] of layout {layout} in {len(data)} bytes")
+    struct = _WeightStruct(n, k, layout, data.data_ptr(), group, zero, header)
+    return PackedWeight(n, k, data, struct, ctypes.addressof(struct))
+
+
+def _packed_bytes(n: int, k: int, layout: int, group: int, header: int) -> int:
+    unit, num_bytes = _UNITS[layout]
+    panel = -(-k // unit) * num_bytes * _PANEL
+    if group:
+        headers = -(-k // group) * _PANEL * (2 if header & 2 else 4) * (1 + header % 2)
+        panel += -(-headers // _LINE) * _LINE
+    return -(-n // _OUTPUTS) * _OUTPUTS // _PANEL * panel
+
+
+def rounding(kind: WeightKind, k: int) -> WeightKind | CodeLayout:
+    """How floats are packed."""
+    if kind == "int8":
+        return CodeLayout(8, -(-k // 4) * 4, 128)
+    return CodeLayout(4, _INT4_GROUP, 8, in_halves=True) if kind == "int4" else kind
+
+
+def empty_weight(n: int, k: int, layout: WeightKind | CodeLayout) -> PackedWeight:
+    codes = layout if isinstance(layout, CodeLayout) else None
+    number = _LAYOUTS[layout if codes is None else codes.bits]
+    fields = (0, 0, 0) if codes is None else (codes.group, codes.zero, codes.header)
+    if codes is not None and (codes.group > _MAX_GROUP or codes.group % _UNITS[number][0]):
+        raise ValueError(
+            f"a group of codes has {codes.group} columns; it must be a multiple of "
+            f"{_UNITS[number][0]} and at most {_MAX_GROUP}"
+        )
+    data = torch.empty(_packed_bytes(n, k, number, fields[0], fields[2]), dtype=torch.uint8)
+    return packed_weight(n, k, data, number, *fields)
+
+
+def bad_weight(weight: Tensor, row: int, column: int, kind: WeightKind) -> str:
+    if kind in ("int8", "int4"):
+        return f"weight has a value that is not finite in row {row}; {kind} cannot hold it"
+    value, most = float(weight[row, column]), torch.finfo(getattr(torch, kind)).max
+    return f"weight[{row}, {column}] is {value:g}; {kind} holds at most {most:g}"
