@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return made[family]
 
     return directory
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load is made anew: tests change what loads do, and names of kept ones do not tell."""
+    if "torch" in sys.modules:
+        from penstock_shard.model_loader import load_checked
+
+        monkeypatch.setattr(load_checked, "_may_keep", lambda config: False)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def load(directory: Path, **settings: object) -> ModelRunner:
     """A runner on one cpu thread with 64 blocks, in float32 as the references are. Its model is not
-    wrapped for recording steps unless `enforce_eager` is false, and its load is not kept.
+    wrapped for recording steps unless `enforce_eager` is false.
     """
     values: dict[str, object] = {
         "device": "cpu",
@@ -33,7 +33,6 @@ def load(directory: Path, **settings: object) -> ModelRunner:
         "threads": 1,
         "kv_blocks": 64,
         "enforce_eager": True,
-        "load_cache_bytes": 0,
         **settings,
     }
     config = ShardConfig(**values)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import os
 import subprocess
@@ -16,13 +17,14 @@ from model_maker import make_model
 from models.driver import load
 from models.model_steps import cut_logits
 from models.test_decoder import SERVED
+from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak, seeded
 from torch import Tensor
 
 from penstock_shard.attention.cpu import CpuBackend
 from penstock_shard.config import ShardConfig
 from penstock_shard.kernels.build_cpu import supported_levels
-from penstock_shard.kernels.cpu import load_kernels
+from penstock_shard.kernels.cpu import CpuKernels, load_kernels
 from penstock_shard.model_loader import fingerprint
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.ops.cpu_ops import CpuMatrix, CpuOps
@@ -143,6 +145,31 @@ def test_a_product_whose_bits_depend_on_the_number_of_rows_is_found(
     check_variance_is_found(model_dir(family), "512 rows with 1 threads")
 
 
+def test_cached_values_that_differ_are_found_though_no_logit_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention adds nothing in a model whose output matrices are zero."""
+    directory = make_model(tmp_path / "model", "llama")
+    weights = load_file(directory / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("o_proj.weight"):
+            weight.zero_()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    assert load(directory, dtype="auto").info.batch_invariant
+    rope_and_cache = CpuKernels.rope_and_cache
+
+    def differing(self: CpuKernels, qkv: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if len(qkv) == 1:
+            qkv = qkv.clone()
+            qkv[:, -1] += 1.0
+        return rope_and_cache(self, qkv, *arguments, **named)
+
+    monkeypatch.setattr(CpuKernels, "rope_and_cache", differing)
+    runner, lines = lines_of_a_load(directory, enforce_eager=True)
+    assert not runner.info.batch_invariant
+    assert any("in the KV cache decodes after a chunk with 1 threads" in line for line in lines)
+
+
 def test_attention_whose_bits_depend_on_chunks_is_found(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,8 +280,15 @@ def test_the_fingerprint_names_all_that_decides_about_bits(
     ]
     monkeypatch.setattr("torch.__version__", "2.13.99")
     others.append(named())
-    # Of torch, of what reads configurations and makes rotary tables, of our own Python.
-    for name in ("transformers.__version__", "MODEL_REVISION", "SAMPLER_REVISION"):
+    # Of what reads configurations and makes rotary tables, and of our own Python.
+    version = importlib.metadata.version
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "importlib.metadata.version",
+            lambda name: "5.99.0" if name == "transformers" else version(name),
+        )
+        others.append(named())
+    for name in ("MODEL_REVISION", "SAMPLER_REVISION"):
         monkeypatch.setattr(f"penstock_shard.model_loader.fingerprint.{name}", "5.99.0")
         others.append(named())
     assert len({first, *others}) == 11

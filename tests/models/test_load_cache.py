@@ -35,6 +35,11 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
 
 @pytest.fixture
+def nothing_kept() -> None:
+    """Here loads are kept."""
+
+
+@pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache with this machine's kernels, and where in it loads are."""
     load_kernels()

@@ -182,6 +182,9 @@ class AttentionBackend(Protocol):
         `values_in_keys` the key alone.
         """
 
+    def memory(self, cache: LayerCache) -> tuple[Tensor, ...]:
+        """The tensors [num_blocks, ...] of the cache: keys, and values unless they are in keys."""
+
     def attend(
         self,
         cache: LayerCache,
@@ -265,6 +268,9 @@ class PairBackend:
         self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
     ) -> None:
         write_paged_pair(cache, key, value, slots)
+
+    def memory(self, cache: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return cache[:1] if has_values_in_keys(cache) else cache
 
 
 def causal_mask(

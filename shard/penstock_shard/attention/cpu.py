@@ -39,6 +39,9 @@ class CpuBackend:
     def write(self, cache: KvCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
         self._kernels.write_cache(cache, key.contiguous(), value.contiguous(), slots)
 
+    def memory(self, cache: KvCache) -> tuple[Tensor, ...]:
+        return (cache.values,) if cache.keys is None else (cache.keys, cache.values)
+
     def attend(
         self,
         cache: KvCache,

@@ -51,6 +51,11 @@ class CausalModel(Protocol):
     def free(self) -> None:
         """Drop the KV cache."""
 
+    def read_block(self, group: int, block_id: int) -> Tensor:
+        """The bytes of a block of a cache group, uint8: of its layers in order, keys and then
+        values, or the state. A copy.
+        """
+
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states of all layers that have one, in this order: from which block to which."""
 

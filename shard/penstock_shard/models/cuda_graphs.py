@@ -218,6 +218,9 @@ class GraphedModel:
         self.drop()
         self._model.free()
 
+    def read_block(self, group: int, block_id: int) -> Tensor:
+        return self._model.read_block(group, block_id)
+
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         self._model.copy_states(copies)
 

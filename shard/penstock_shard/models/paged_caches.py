@@ -39,6 +39,8 @@ class PagedCaches:
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
         self._caches: dict[int, LayerCache] = {}
+        # The tensors of each layer's cache, whose first dimension are blocks.
+        self._memory: dict[int, tuple[Tensor, ...]] = {}
 
     def allocate(
         self,
@@ -61,13 +63,29 @@ class PagedCaches:
                 state = plane[0].state
                 if state is not None:
                     cache = StateCache.of(state, num_blocks, device)
+                    memory: tuple[Tensor, ...] = (cache.inputs, cache.matrices)
                 else:
                     cache = backend.make_cache(plane[0], num_blocks, block_size, dtype, device)
+                    memory = backend.memory(cache)
                 self._caches.update((layer.index, cache) for layer in plane)
+                self._memory.update((layer.index, memory) for layer in plane)
 
     def free(self) -> None:
         """Drop all caches."""
         self._caches = {}
+        self._memory = {}
+
+    def read_block(self, group: int, block_id: int) -> Tensor:
+        """The bytes of a block of a cache group, uint8, copied: of its layers in order, keys and
+        then values, or the state.
+        """
+        parts = [
+            part[block_id].reshape(-1).view(torch.uint8)
+            for layer, memory in sorted(self._memory.items())
+            if self.layout.group_of[layer] == group
+            for part in memory
+        ]
+        return torch.cat(parts)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states of all layers that have one, in this order: from which block to which."""

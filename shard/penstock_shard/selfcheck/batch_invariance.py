@@ -1,4 +1,4 @@
-"""Tests at load whether a model's logits have the same bits however steps are cut.
+"""Tests at load whether a model's logits and its KV cache have the same bits however steps are cut.
 
 One sequence is computed whole, and then again in every way a scheduler may cut it and beside other
 sequences, with several numbers of threads. One layer of each kind runs: layers of a kind run the
@@ -66,8 +66,11 @@ def first_variance(
         for count in sorted({1, 2, threads}) if on_cpu else [1]:
             set_threads(count)
             for name, way in watched.ways():
+                where = f"{name} with {count} threads" if on_cpu else name
                 if not all(watched.is_as_expected(rows) for rows in way):
-                    return f"{name} with {count} threads" if on_cpu else name
+                    return where
+                if not watched.is_cached_as_expected():
+                    return f"in the KV cache {where}"
     return None
 
 
@@ -88,16 +91,33 @@ class _Watched:
         watched = sorted(position for position in positions if 0 <= position < length)
         self._index = {position: i for i, position in enumerate(watched)}
         self._expected = torch.empty(0)
+        self._expected_bytes = torch.empty(0)
 
     def expect(self) -> None:
-        """Compute the sequence whole, and take its logits as the expected ones."""
+        """Compute the sequence whole, and take its logits, keys and values as the expected ones."""
         _, self._expected = self._run([self._piece(0, self._length)])
+        self._expected_bytes = self._cached()
 
     def is_as_expected(self, rows: abc.Sequence[Row]) -> bool:
         """Compute the rows; whether their compared tokens' logits have the expected bits."""
         positions, logits = self._run(rows)
         expected = self._expected[[self._index[position] for position in positions]]
         return torch.equal(_bits(logits), _bits(expected))
+
+    def is_cached_as_expected(self) -> bool:
+        """Whether all blocks of the sequence have the expected bytes, but for its states."""
+        return torch.equal(self._cached(), self._expected_bytes)
+
+    def _cached(self) -> Tensor:
+        model = self._steps.model
+        groups = zip(model.cache_layout.groups, self._sequence.block_ids, strict=True)
+        blocks = [
+            model.read_block(group, block_id)
+            for group, (spec, block_ids) in enumerate(groups)
+            if not spec.has_state
+            for block_id in block_ids
+        ]
+        return torch.cat(blocks) if blocks else torch.empty(0)
 
     def _run(self, rows: abc.Sequence[Row]) -> tuple[list[int], Tensor]:
         """Positions of the compared tokens in the rows, and their logits [n, V]."""
