@@ -29,15 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.kernels.cpu import (
-    CpuKernels,
-    KvCache,
-    load_kernels,
-    make_cache,
-)
-from penstock_shard.kernels.weight_layouts import (
-    WEIGHT_KINDS,
-)
+from penstock_shard.kernels.cpu import CpuKernels, KvCache, load_kernels, make_cache
+from penstock_shard.kernels.weight_layouts import WEIGHT_KINDS
 
 N, K = 3072, 768
 ROWS = (1, 2, 4, 8, 16, 64, 128, 512)

@@ -21,18 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock_shard.kernels import build_cpu
-from penstock_shard.kernels.cpu import (
-    ACTIVATIONS,
-    CpuKernels,
-    KvCache,
-    load_kernels,
-    make_cache,
-)
-from penstock_shard.kernels.weight_layouts import (
-    WEIGHT_KINDS,
-    CodeLayout,
-    WeightKind,
-)
+from penstock_shard.kernels.cpu import ACTIVATIONS, CpuKernels, KvCache, load_kernels, make_cache
+from penstock_shard.kernels.weight_layouts import WEIGHT_KINDS, CodeLayout, WeightKind
 
 ROW_COUNTS = (1, 2, 3, 7, 64, 512)
 # (n, k): odd, smaller and larger than a panel, a group and a block of k.

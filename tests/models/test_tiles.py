@@ -12,13 +12,8 @@ from support.budget import budget, seeded
 from torch import Tensor
 
 from penstock_shard.kernels.build_cpu import MODEL_OF_TILES, supported_levels
-from penstock_shard.kernels.cpu import (
-    CpuKernels,
-    load_kernels,
-)
-from penstock_shard.kernels.weight_layouts import (
-    CodeLayout,
-)
+from penstock_shard.kernels.cpu import CpuKernels, load_kernels
+from penstock_shard.kernels.weight_layouts import CodeLayout
 from penstock_shard.model_loader.choices import choose_ops
 from penstock_shard.worker.model_runner import ModelRunner
 

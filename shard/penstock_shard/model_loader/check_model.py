@@ -39,7 +39,6 @@ def check_model(
 ) -> CheckResults:
     """Raises ModelError if the model computes wrongly, or does not go with the flags."""
     block_size = _block_size(config, loaded)
-    progress("checking what the model computes")
     checks = _Checks(config, loaded, block_size, progress)
     checks.attention()
     worst_step_s = checks.numbers()

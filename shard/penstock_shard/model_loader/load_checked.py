@@ -18,12 +18,8 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.device.cache_directory import load_directory
 from penstock_shard.kernels import cpu, weight_layouts
 from penstock_shard.kernels.build_cpu import KernelBuildError
-from penstock_shard.kernels.cpu import (
-    load_kernels,
-)
-from penstock_shard.kernels.weight_layouts import (
-    packed_weight,
-)
+from penstock_shard.kernels.cpu import load_kernels
+from penstock_shard.kernels.weight_layouts import packed_weight
 from penstock_shard.load_cache.load_cache import LoadCache
 from penstock_shard.load_cache.load_key import load_key
 from penstock_shard.model_loader import check_model
@@ -89,6 +85,7 @@ def load_checked(
             lines.append(line)
 
     loaded, weights_hash = load_whole(config, model_dir, note)
+    progress("checking what the model computes")
     checks = check_model.check_model(config, loaded, note)
     load = CheckedLoad(loaded, weights_hash, checks, tuple(lines))
     part = loaded.part
@@ -134,7 +131,7 @@ def _key(config: ShardConfig, model_dir: Path) -> str:
 def _take(config: ShardConfig, kept: CheckedLoad, progress: Callable[[str], None]) -> CheckedLoad:
     for line in kept.lines:
         progress(line)
-    progress("taken as an earlier start kept it")
+    progress("weights, and what the checks found, are from an earlier start")
     loaded = kept.loaded
     loaded.ops.set_threads(loaded.threads)
     graphs = choose_graphs(config, loaded, progress)

@@ -13,18 +13,10 @@ from torch import Tensor
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 from penstock_shard.attention.cpu import CpuBackend
 from penstock_shard.checkpoint.codes.codes import Codes
-from penstock_shard.kernels.cpu import (
-    CpuKernels,
-    KvCache,
-)
+from penstock_shard.kernels.cpu import CpuKernels, KvCache
 from penstock_shard.kernels.cpu_recurrent import Steps
-from penstock_shard.kernels.weight_layouts import (
-    CodeLayout,
-    PackedWeight,
-)
-from penstock_shard.kernels.weight_layouts import (
-    WeightKind as KernelKind,
-)
+from penstock_shard.kernels.weight_layouts import CodeLayout, PackedWeight
+from penstock_shard.kernels.weight_layouts import WeightKind as KernelKind
 from penstock_shard.ops.base import (
     Activation,
     Experts,

@@ -20,13 +20,8 @@ from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.device.triton_support import fault_on, is_installed, remember
 from penstock_shard.errors import ModelError
 from penstock_shard.kernels.build_cpu import KernelBuildError
-from penstock_shard.kernels.cpu import (
-    CpuKernels,
-    load_kernels,
-)
-from penstock_shard.kernels.weight_layouts import (
-    WeightKind as KernelKind,
-)
+from penstock_shard.kernels.cpu import CpuKernels, load_kernels
+from penstock_shard.kernels.weight_layouts import WeightKind as KernelKind
 from penstock_shard.model_loader.transformers_loader import resolve_dtype
 from penstock_shard.ops.base import Ops, WeightKind
 from penstock_shard.ops.cpu_ops import CpuOps
