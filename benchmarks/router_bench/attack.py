@@ -227,6 +227,7 @@ def _honest(site: Site, seed: int, args: argparse.Namespace) -> Row:
         "live_max_ms": 1e3 * max(took_s),
         "long_accepted": long_row["accepted"],
         "long_lost": long_row["requests"] - long_row["accepted"],
+        **{f"long_{why}": long_row[why] for why in ("refused", "failed", "hung")},
         "long_ttft_p99_ms": long_row["ttft_p99_ms"],
     }
 
