@@ -85,7 +85,8 @@ class PagedCaches:
             if self.layout.group_of[layer] == group
             for part in memory
         ]
-        return torch.cat(parts)
+        # A group without layers has blocks of no memory.
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states of all layers that have one, in this order: from which block to which."""
