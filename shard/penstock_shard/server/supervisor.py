@@ -406,10 +406,11 @@ class EngineSupervisor:
                 reason = self._refusal or manner
                 raise EngineFailed(f"{failures} engines failed in a row: {reason}")
             if self._worked:
-                back_off_s = _FIRST_BACK_OFF_S
+                # Whoever lost an output waits for it.
+                back_off_s = 0.0
             logger.warning("starting the engine again in %.2f s", back_off_s)
             await asyncio.sleep(back_off_s)
-            back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
+            back_off_s = min(max(2 * back_off_s, _FIRST_BACK_OFF_S), _MAX_BACK_OFF_S)
 
     async def _run_once(self) -> str:
         """Run one engine to its end. Returns how it ended, for an error without a message of its
