@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -18,11 +19,15 @@ from support.budget import in_soak
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.cache_directory import cache_directory
-from penstock_shard.kernels.cpu import load_kernels
+from penstock_shard.kernels import cpu
+from penstock_shard.kernels.build_cpu import KernelBuildError
+from penstock_shard.kernels.cpu import CpuKernels, load_kernels
 from penstock_shard.load_cache import load_key as key_module
 from penstock_shard.load_cache.load_cache import LoadCache
 from penstock_shard.load_cache.load_key import load_key
+from penstock_shard.model_loader import load_checked as load_checked_module
 from penstock_shard.model_loader import load_whole
+from penstock_shard.model_loader.choices import choose_ops
 from penstock_shard.model_loader.load_checked import load_checked
 from penstock_shard.worker.model_runner import ModelRunner
 
@@ -232,6 +237,39 @@ def test_what_others_may_write_is_not_read(model_dir: Directory, cache: Path) ->
         line = f"a kept load is not used: {file}: {path} has mode {mode:o}"
         assert any(said.startswith(line) for said in lines_of(model_dir("llama")))
         path.chmod(was)
+
+
+def test_a_load_whose_kernels_are_gone_is_made_anew(
+    model_dir: Directory, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines_of(model_dir("llama"))
+
+    @functools.wraps(load_kernels)
+    def fail(*_: object, **__: object) -> CpuKernels:
+        raise KernelBuildError("no C compiler")
+
+    # The name by which a kept load makes them, and the one by which a load does.
+    monkeypatch.setattr(cpu, "load_kernels", fail)
+    monkeypatch.setattr(load_checked_module, "load_kernels", fail)
+    monkeypatch.setattr(choose_ops, "load_kernels", fail)
+    lines = lines_of(model_dir("llama"))
+    assert any(line.startswith("without cpu kernels (no C compiler)") for line in lines)
+    assert FROM_EARLIER not in lines
+
+
+def test_what_root_keeps_for_all_is_read_though_its_time_cannot_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    kept = LoadCache(tmp_path / "loads", 2**20, [], lines.append)
+    kept.write("a", {"x": 1}, 10)
+
+    def fail(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", fail)
+    assert kept.read("a") == {"x": 1}
+    assert not lines
 
 
 def test_nothing_but_the_named_types_is_made_of_a_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ objects of the types that are named. And a file that somebody else may have writ
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import zipfile
@@ -39,7 +40,9 @@ class LoadCache:
     progress: Callable[[str], None]
 
     def read(self, key: str) -> Any:
-        """What is kept under the key; None if nothing usable is."""
+        """What is kept under the key; None if nothing usable is. Raises what making it raises, as
+        where kernels that it needs cannot be built.
+        """
         path = self._path(key)
         try:
             if not is_there(path):
@@ -50,13 +53,16 @@ class LoadCache:
                     raise zipfile.BadZipFile
             with torch.serialization.safe_globals(list(self.types)):
                 value = torch.load(path, map_location="cpu", weights_only=True)
-            os.utime(path)
-            return value
         except OSError as error:
             self.progress(f"a kept load is not used: {path}: {first_line(error)}")
+            return None
         except _NOT_OURS:
             self.progress(f"a kept load is not used: {path}: is damaged, or none of this version")
-        return None
+            return None
+        # It may be another's, as root's.
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return value
 
     def write(self, key: str, value: object, nbytes: int) -> None:
         """Keep a value of about so many bytes, if there is room for it."""

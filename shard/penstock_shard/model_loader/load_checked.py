@@ -66,12 +66,9 @@ def load_checked(
     config: ShardConfig, model_dir: Path, progress: Callable[[str], None]
 ) -> CheckedLoad:
     """Raises ModelError if the model cannot be loaded, or would be served wrongly."""
-    key = ""
     cache = LoadCache(load_directory(), config.load_cache_bytes, _kept_types(), progress)
-    if _may_keep(config):
-        key = _key(config, model_dir)
-    kept = cache.read(key) if key else None
-    if isinstance(kept, CheckedLoad):
+    key = _key(config, model_dir) if _may_keep(config) else ""
+    if key and (kept := _read(cache, key)) is not None:
         return _take(config, kept, progress)
     # Imported here, as it imports transformers, which takes seconds.
     from penstock_shard.model_loader.load_whole import load_whole
@@ -126,6 +123,15 @@ def _key(config: ShardConfig, model_dir: Path) -> str:
         return load_key(config, model_dir)
     except (OSError, KernelBuildError):
         return ""
+
+
+def _read(cache: LoadCache, key: str) -> CheckedLoad | None:
+    """None where there is none, or no kernels to compute it with, which the load will say."""
+    try:
+        kept = cache.read(key)
+    except KernelBuildError:
+        return None
+    return kept if isinstance(kept, CheckedLoad) else None
 
 
 def _take(config: ShardConfig, kept: CheckedLoad, progress: Callable[[str], None]) -> CheckedLoad:
