@@ -163,9 +163,10 @@ def _serve(
                 for sequence in sequences
                 if sequence.state is SequenceState.RUNNING and sequence.preemptions < 3
             ]
-            if running and put_downs.random() < 0.3:
+            if running and put_downs.random() < 0.5:
                 scheduler._preempt(put_downs.choice(running), "a reason")
-    if put_downs is not None:
+    # Of a few that are short it may be that hardly any is.
+    if put_downs is not None and len(asked) >= 20:
         assert sum(sequence.preemptions for sequence in sequences) > len(sequences) // 4
     return answers
 
