@@ -81,6 +81,11 @@ def test_what_is_unfolded_serves_the_next_start_too(
     with monkeypatch.context() as patch:
         patch.setattr(gguf_files, "open_file", None)
         assert unfold(file, keep=True) == first
+    for name in ("config.json", "tokenizer.json"):
+        (first / name).write_text("")
+        assert unfold(file, keep=True) == first
+        assert json.loads((first / name).read_text())
+    assert [each.name for each in first.parent.iterdir()] == [first.name]
     file.touch()
     again = unfold(file, keep=True)
     assert again != first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from models.driver import Driver, load, make_sequence
 from models.tiny_families import make_family
 from support.budget import in_soak
 
+from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.cache_directory import cache_directory
 from penstock_shard.kernels import cpu
@@ -113,6 +115,7 @@ def test_a_start_from_a_kept_load_imports_no_transformers(
     program = """
 import sys
 from pathlib import Path
+from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig
 from penstock_shard.model_loader.load_runner import load_runner
 lines = []
@@ -150,7 +153,13 @@ def test_a_file_that_changed_makes_another_load(model_dir: Directory, tmp_path: 
     keys.add(load_key(config, directory))
     (directory / "config.json").touch()
     keys.add(load_key(config, directory))
-    assert len(keys) == 3
+    # Weights in a folder, as an index may name them.
+    (directory / "parts").mkdir()
+    weights.rename(directory / "parts" / weights.name)
+    keys.add(load_key(config, directory))
+    (directory / "parts" / weights.name).touch()
+    keys.add(load_key(config, directory))
+    assert len(keys) == 5
 
 
 @pytest.mark.parametrize(
@@ -165,7 +174,9 @@ def test_a_file_that_changed_makes_another_load(model_dir: Directory, tmp_path: 
         ({"port": 9}, False),
         ({"aging_s": 9.0}, True),
         ({"log_level": "debug"}, False),
-        ({"constraint_threads": 2}, False),
+        ({"constraint_threads": 2}, True),
+        ({"speculative_tokens": 4}, True),
+        ({"host": "0.0.0.0"}, False),
     ],
 )
 def test_flags_that_a_load_reads_make_another(
@@ -221,7 +232,10 @@ def test_a_damaged_file_is_left_and_replaced(model_dir: Directory, cache: Path) 
     whole = file.read_bytes()
     middle = len(whole) // 2
     turned = bytes(byte ^ 255 for byte in whole[middle : middle + 64])
-    for damaged in (b"", whole[:1000], whole[:middle] + turned + whole[middle + 64 :]):
+    # The compression of a file in it.
+    method = whole.find(b"PK\x01\x02") + 10
+    packed = whole[:method] + b"\x08" + whole[method + 1 :]
+    for damaged in (b"", whole[:1000], whole[:middle] + turned + whole[middle + 64 :], packed):
         file.write_bytes(damaged)
         lines = lines_of(model_dir("llama"))
         assert any(line.startswith(f"a kept load is not used: {file}") for line in lines)
@@ -305,3 +319,17 @@ def test_a_cache_that_cannot_be_written_costs_a_line(tmp_path: Path) -> None:
     assert cache.read("a") is None
     assert lines[0].startswith("this load is not kept for the next start: ")
     assert lines[1].startswith("a kept load is not used: ")
+
+
+def test_the_weights_hash_covers_weights_in_folders(model_dir: Directory, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model_dir("llama"), directory)
+    (directory / "w").mkdir()
+    weights = (directory / "model.safetensors").rename(directory / "w" / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": "w/model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = hash_weights(directory)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert hash_weights(directory) != before

@@ -45,6 +45,8 @@ GGUF_METHOD = "gguf"
 _FLOATS = ("F32", "F16", "BF16", "F64")
 # What transformers and gguf raise for a file that they cannot read.
 _ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
+# Of what is kept: a file with the hash of the others.
+_DIGEST = "digest"
 # Directories that are kept; a tokenizer takes up to 20 MB.
 _MOST_KEPT = 16
 _ARCHITECTURE, _TOKENIZER = "general.architecture", "tokenizer.ggml.model"
@@ -66,16 +68,36 @@ def unfold(path: Path, *, keep: bool = False) -> Path:
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file")
     kept = _kept(path) if keep else None
-    if kept is not None and kept.exists():
+    if kept is not None and _is_whole(kept):
         return kept
     made = Path(tempfile.mkdtemp(prefix="penstock-gguf-", dir=kept and kept.parent))
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     _unfold_into(made, path)
-    if kept is not None:
-        # Another shard may have made it meanwhile.
-        with contextlib.suppress(OSError):
-            return made.rename(kept)
-    return made
+    if kept is None:
+        return made
+    (made / _DIGEST).write_text(_digest(made))
+    if kept.exists() and not _is_whole(kept):
+        shutil.rmtree(kept, ignore_errors=True)
+    # Another shard may have made it meanwhile.
+    with contextlib.suppress(OSError):
+        return made.rename(kept)
+    return kept if _is_whole(kept) else made
+
+
+def _is_whole(kept: Path) -> bool:
+    """Whether all of it is there, as it was written."""
+    try:
+        return (kept / _DIGEST).read_text() == _digest(kept)
+    except (OSError, ValueError):
+        return False
+
+
+def _digest(directory: Path) -> str:
+    total = hashlib.blake2b(digest_size=16)
+    for path in sorted(directory.iterdir()):
+        if path.name not in (_DIGEST, GGUF):
+            total.update(f"{path.name}\0".encode() + path.read_bytes())
+    return total.hexdigest()
 
 
 def _kept(path: Path) -> Path | None:
@@ -86,6 +108,7 @@ def _kept(path: Path) -> Path | None:
     digest.update(code_hash().encode())
     kept = load_directory() / "gguf" / digest.hexdigest()
     try:
+        is_there(kept.parent)
         if is_there(kept):
             os.utime(kept)
         for old in sorted(kept.parent.iterdir(), key=_used_s)[:-_MOST_KEPT]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
-from penstock_shard.checkpoint.weight_files import GGUF
+from penstock_shard.checkpoint.weight_files import GGUF, weight_files
 
 _PIECE_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
@@ -48,7 +48,9 @@ def hash_weights(
 
 def _pieces(model_dir: Path, config_only: bool, with_code: bool) -> Iterator[tuple[Path, int]]:
     """(file, offset) of each piece: config.json, then weights and code by name."""
-    weights = [] if config_only else sorted(model_dir.glob("*.safetensors"))
+    # An index may name some in folders.
+    named = [] if config_only else [each for each in weight_files(model_dir) if each.name != GGUF]
+    weights = [] if config_only else sorted({*model_dir.glob("*.safetensors"), *named})
     weights += [] if weights or config_only else sorted(model_dir.glob(GGUF))
     code = sorted(model_dir.glob("*.py")) if with_code else []
     for path in (model_dir / "config.json", *weights, *code):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,10 @@ from penstock_shard.errors import first_line
 _SUFFIX = ".load"
 # What torch raises for a file that is damaged, or that names what is not there.
 _DAMAGED = (ArithmeticError, EOFError, LookupError, RuntimeError, TypeError, ValueError)
-_NOT_OURS = (*_DAMAGED, AttributeError, ImportError, UnpicklingError, zipfile.BadZipFile)
+_OF_ZIP = (zipfile.BadZipFile, zlib.error)
+_NOT_OURS = (*_DAMAGED, AttributeError, ImportError, UnpicklingError, *_OF_ZIP)
+# No write takes so long: what is left of one that was killed.
+_ABANDONED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class LoadCache:
         """
         path = self._path(key)
         try:
-            if not is_there(path):
+            if not is_there(path) or not path.is_file():
                 return None
             with zipfile.ZipFile(path) as file:
                 # Torch does not look whether bytes of tensors are those that were written.
@@ -89,6 +94,9 @@ class LoadCache:
         files = [(path, path.stat()) for path in self.directory.glob(f"*{_SUFFIX}*")]
         files.sort(key=lambda file: file[1].st_mtime)
         total = sum(status.st_size for _, status in files)
+        for path, status in files:
+            if path.suffix == ".part" and time.time() - status.st_mtime > _ABANDONED_S:
+                path.unlink(missing_ok=True)
         for path, status in files:
             if total + nbytes <= self.max_bytes:
                 return

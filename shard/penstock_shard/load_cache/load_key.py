@@ -12,20 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock_common.flags import flags_of
+from penstock_common.shared_flags import OBSERVING
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.cache_directory import code_hash, file_identity
 from penstock_shard.device.cpu_threads import default_threads
 from penstock_shard.kernels.build_cpu import kernel_hash, wanted_levels
 
-# The groups of flags that have one which a load reads; a needless one costs a load, no more.
-_GROUPS = {
-    "model",
-    "engine",
-    "equal results",
-    "a model over several devices",
-    "scheduling",
-    "KV cache",
-}
+# The groups of flags of which no load reads any. One that it does not read costs a load, no more.
+_APART = {"server", OBSERVING, "fake runner (no torch, no weights)"}
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
 
 
@@ -46,7 +40,8 @@ def _parts(config: ShardConfig, model_dir: Path) -> Iterator[str]:
     yield _processor()
     yield str(default_threads())
     yield from _flags(config)
-    for path in sorted(model_dir.iterdir()):
+    # In folders too, as an index may name weights there.
+    for path in sorted(model_dir.rglob("*")):
         if path.is_file():
             yield file_identity(path)
 
@@ -55,7 +50,7 @@ def _flags(config: ShardConfig) -> Iterator[str]:
     group = ""
     for field in flags_of(type(config)):
         group = field.metadata.get("group") or group
-        if group in _GROUPS:
+        if group not in _APART:
             yield f"{field.name} {getattr(config, field.name)!r}"
 
 
