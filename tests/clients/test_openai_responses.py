@@ -57,7 +57,7 @@ def test_a_stream_is_the_same_response_in_many_pieces(client) -> None:
     events = list(client.responses.create(**ASKED, stream=True))
     pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(pieces) == whole.output_text
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[0].type == "response.created"
     assert events[-1].type == f"response.{whole.status}"
