@@ -153,11 +153,14 @@ def test_a_file_that_changed_makes_another_load(model_dir: Directory, tmp_path: 
     keys.add(load_key(config, directory))
     (directory / "config.json").touch()
     keys.add(load_key(config, directory))
-    # Weights in a folder, as an index may name them.
-    (directory / "parts").mkdir()
-    weights.rename(directory / "parts" / weights.name)
+    # Weights in a folder, which an index names.
+    in_folder = directory / "parts" / weights.name
+    in_folder.parent.mkdir()
+    weights.rename(in_folder)
+    index = {"weight_map": {"model.norm.weight": "parts/model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     keys.add(load_key(config, directory))
-    (directory / "parts" / weights.name).touch()
+    in_folder.touch()
     keys.add(load_key(config, directory))
     assert len(keys) == 5
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from penstock_shard.checkpoint.weight_files import GGUF, read_object
 from penstock_shard.device.cache_directory import (
     code_hash,
+    ensure_safe,
     file_identity,
-    is_there,
     load_directory,
 )
 from penstock_shard.errors import ModelError, first_line
@@ -108,8 +108,8 @@ def _kept(path: Path) -> Path | None:
     digest.update(code_hash().encode())
     kept = load_directory() / "gguf" / digest.hexdigest()
     try:
-        is_there(kept.parent)
-        if is_there(kept):
+        ensure_safe(kept.parent)
+        if ensure_safe(kept):
             os.utime(kept)
         for old in sorted(kept.parent.iterdir(), key=_used_s)[:-_MOST_KEPT]:
             shutil.rmtree(old, ignore_errors=True)

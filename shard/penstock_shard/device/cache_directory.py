@@ -49,9 +49,9 @@ def temporary_directory() -> Path:
     return Path(directory)
 
 
-def is_there(path: Path) -> bool:
+def ensure_safe(path: Path) -> bool:
     """Whether a file of the cache is there; makes its directory. Raises OSError where that cannot
-    be used, or is not safe: whoever can write there runs code as our user.
+    be used, or others may write to it or to the file: they would run code as our user.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(path.parent)
@@ -80,10 +80,9 @@ def replace_file(made: Path, path: Path) -> None:
 
 
 def file_identity(path: Path) -> str:
-    """Its name, and what changes when its content does."""
+    """What the system says of a file, and changes when its content does."""
     status = path.stat()
-    numbers = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return f"{path.name} {numbers}"
+    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def code_hash() -> str:

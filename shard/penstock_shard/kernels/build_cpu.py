@@ -25,7 +25,7 @@ from pathlib import Path
 from penstock_common.child_environment import child_environment
 from penstock_shard.device.cache_directory import (
     cache_directory,
-    is_there,
+    ensure_safe,
     replace_file,
     temporary_directory,
 )
@@ -128,7 +128,7 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
     name = _library_name(level)
     try:
         library = cache_directory() / name
-        if is_there(library):
+        if ensure_safe(library):
             yield library
         yield _compile(level, library)
     except OSError as error:
@@ -245,7 +245,7 @@ def main() -> int:
     for level in LEVELS if x86 else ("portable",):
         library = cache_directory() / _library_name(level)
         try:
-            if not is_there(library):
+            if not ensure_safe(library):
                 _compile(level, library)
         except (KernelBuildError, OSError) as error:
             print(f"{level}: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 /* CPU kernels of the shard: linear layers, paged attention and what lies between them.
  *
  * Every result has the same bits whatever the number of rows, the number of threads and the level
- * this file is compiled for (see vectors.h). That holds because
+ * this file is compiled for (see vectors.h; of bfloat16 in tiles see tiles.h). That holds because
  *   - an output of a product is one chain of fused multiply-adds in order of k, from 0, however
  *     rows and columns are tiled; its partial sum may lie in memory between two blocks of k;
  *   - a sum over a row has 16 partial sums, one for each index modulo 16, added by one fixed tree;

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from penstock_shard.device.cache_directory import is_there, replace_file
+from penstock_shard.device.cache_directory import ensure_safe, replace_file
 from penstock_shard.errors import first_line
 
 _SUFFIX = ".load"
@@ -50,7 +50,7 @@ class LoadCache:
         """
         path = self._path(key)
         try:
-            if not is_there(path) or not path.is_file():
+            if not ensure_safe(path) or not path.is_file():
                 return None
             with zipfile.ZipFile(path) as file:
                 # Torch does not look whether bytes of tensors are those that were written.
@@ -75,7 +75,7 @@ class LoadCache:
             return
         path = self._path(key)
         try:
-            is_there(path)
+            ensure_safe(path)
             self._make_room(nbytes)
             handle, name = tempfile.mkstemp(dir=self.directory, suffix=f"{_SUFFIX}.part")
             made = Path(name)
@@ -91,12 +91,12 @@ class LoadCache:
 
     def _make_room(self, nbytes: int) -> None:
         """Remove files until so many bytes fit, those first that were not read for longest."""
+        for path in self.directory.glob("*.part"):
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink(missing_ok=True)
         files = [(path, path.stat()) for path in self.directory.glob(f"*{_SUFFIX}*")]
         files.sort(key=lambda file: file[1].st_mtime)
         total = sum(status.st_size for _, status in files)
-        for path, status in files:
-            if path.suffix == ".part" and time.time() - status.st_mtime > _ABANDONED_S:
-                path.unlink(missing_ok=True)
         for path, status in files:
             if total + nbytes <= self.max_bytes:
                 return

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from penstock_common.flags import flags_of
 from penstock_common.shared_flags import OBSERVING
+from penstock_shard.checkpoint.weight_files import weight_files
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.cache_directory import code_hash, file_identity
 from penstock_shard.device.cpu_threads import default_threads
@@ -24,8 +25,8 @@ _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "mic
 
 
 def load_key(config: ShardConfig, model_dir: Path) -> str:
-    """32 hex digits (blake2b-128). Raises OSError for a file that cannot be looked at, and
-    KernelBuildError for a level of kernels that does not run here.
+    """32 hex digits (blake2b-128). Raises OSError for a file that cannot be looked at, ModelError
+    for an index that cannot be read, KernelBuildError for kernels that do not run here.
     """
     total = hashlib.blake2b(digest_size=16)
     for part in _parts(config, model_dir):
@@ -40,10 +41,10 @@ def _parts(config: ShardConfig, model_dir: Path) -> Iterator[str]:
     yield _processor()
     yield str(default_threads())
     yield from _flags(config)
-    # In folders too, as an index may name weights there.
-    for path in sorted(model_dir.rglob("*")):
-        if path.is_file():
-            yield file_identity(path)
+    files = {path for path in model_dir.iterdir() if path.is_file()}
+    # An index may name weights in folders.
+    for path in sorted(files.union(weight_files(model_dir))):
+        yield f"{path} {file_identity(path)}"
 
 
 def _flags(config: ShardConfig) -> Iterator[str]:

@@ -16,6 +16,7 @@ from penstock_shard.attention import base as attention_base
 from penstock_shard.attention import cpu as attention_cpu
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.cache_directory import load_directory
+from penstock_shard.errors import ModelError
 from penstock_shard.kernels import cpu, weight_layouts
 from penstock_shard.kernels.build_cpu import KernelBuildError
 from penstock_shard.kernels.cpu import load_kernels
@@ -121,7 +122,7 @@ def _key(config: ShardConfig, model_dir: Path) -> str:
     """Empty where there is none: the load will say why."""
     try:
         return load_key(config, model_dir)
-    except (OSError, KernelBuildError):
+    except (OSError, ModelError, KernelBuildError):
         return ""
 
 
