@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ KINDS = ("llama", "gpt_oss", "deepseek_v3")
 OTHERS = ("mistral", "ministral3", "gemma2", "gemma3", "gemma4", "mixtral", "qwen3_moe", "llama4")
 WITH_STATES = ("qwen3_next", in_soak("lfm2"))
 FROM_EARLIER = "weights, and what the checks found, are from an earlier start"
+NOT_KEPT = "this load is not kept for the next start"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
 
@@ -309,9 +311,19 @@ def test_a_full_cache_loses_what_was_not_read_for_longest(tmp_path: Path) -> Non
     cache.write("d", torch.zeros(2000), 9_000)
     found = {file.stem for file in (tmp_path / "loads").iterdir()}
     assert found == {"a", "c", "d"}
+    assert not lines
     cache.write("e", torch.zeros(2), 40_000)
     assert not (tmp_path / "loads" / "e.load").exists()
-    assert not lines
+    assert lines == [f"{NOT_KEPT}: its 40000 bytes are more than --load-cache"]
+
+
+def test_a_full_disk_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    cache = LoadCache(tmp_path / "loads", 2**20, [], lines.append)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9))
+    cache.write("a", torch.zeros(2), 10)
+    assert lines == [f"{NOT_KEPT}: [Errno 28] No space left on device: '{tmp_path / 'loads'}'"]
+    assert not list((tmp_path / "loads").iterdir())
 
 
 def test_a_cache_that_cannot_be_written_costs_a_line(tmp_path: Path) -> None:

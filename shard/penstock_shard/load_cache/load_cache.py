@@ -7,7 +7,9 @@ objects of the types that are named. And a file that somebody else may have writ
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import tempfile
 import time
 import zipfile
@@ -24,6 +26,7 @@ from penstock_shard.device.cache_directory import ensure_safe, replace_file
 from penstock_shard.errors import first_line
 
 _SUFFIX = ".load"
+_NOT_KEPT = "this load is not kept for the next start"
 # What torch raises for a file that is damaged, or that names what is not there.
 _DAMAGED = (ArithmeticError, EOFError, LookupError, RuntimeError, TypeError, ValueError)
 _OF_ZIP = (zipfile.BadZipFile, zlib.error)
@@ -72,11 +75,14 @@ class LoadCache:
     def write(self, key: str, value: object, nbytes: int) -> None:
         """Keep a value of about so many bytes, if there is room for it."""
         if nbytes > self.max_bytes:
+            self.progress(f"{_NOT_KEPT}: its {nbytes} bytes are more than --load-cache")
             return
         path = self._path(key)
         try:
             ensure_safe(path)
             self._make_room(nbytes)
+            if shutil.disk_usage(self.directory).free < nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
             handle, name = tempfile.mkstemp(dir=self.directory, suffix=f"{_SUFFIX}.part")
             made = Path(name)
             try:
@@ -85,9 +91,9 @@ class LoadCache:
                 replace_file(made, path)
             finally:
                 made.unlink(missing_ok=True)
-        # torch raises the second where a disk is full.
+        # torch raises the second where a disk fills up.
         except (OSError, RuntimeError) as error:
-            self.progress(f"this load is not kept for the next start: {first_line(error)}")
+            self.progress(f"{_NOT_KEPT}: {first_line(error)}")
 
     def _make_room(self, nbytes: int) -> None:
         """Remove files until so many bytes fit, those first that were not read for longest."""
