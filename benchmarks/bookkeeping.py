@@ -50,10 +50,11 @@ def main() -> None:
 def _fake_runner(args: argparse.Namespace, scratch: Path) -> Runner:
     from support.engines import EOS_ID, runner_info
 
+    from penstock_shard.worker.fake_kv import FakeKv
     from penstock_shard.worker.fake_runner import FakeRunner
 
     info = runner_info(num_blocks=65_536, max_model_len=4096, max_steps_ahead=0)
-    return FakeRunner(info, range(EOS_ID), step_s=0.0)
+    return FakeRunner(info, range(EOS_ID), step_s=0.0, kv=FakeKv(info))
 
 
 def _model_runner(args: argparse.Namespace, scratch: Path) -> Runner:

@@ -25,6 +25,7 @@ from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.base import ReadAdapter
+from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.fake_runner import FakeRunner
 from simulation.virtual_time import InlineExecutor, Process, VirtualLoop
 
@@ -243,12 +244,14 @@ class SimulatedEngine:
         def overslept(seconds: float) -> None:
             assert seconds <= 1e-6, f"a step is collected {seconds} s before its end"
 
+        info = info_of(self._kind)
         return FakeRunner(
-            info_of(self._kind),
+            info,
             ORDINARY_IDS,
             step_s=self._kind.step_s,
             eos_rate=self._kind.eos_rate,
             crash_on=POISON_ID,
+            kv=FakeKv(info),
             clock=self._loop.time,
             sleep=overslept,
             crash=crash,

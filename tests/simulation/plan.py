@@ -110,16 +110,19 @@ def draw(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(seed)
     poisoned = rng.random() < 0.1
+    groups = CACHE_GROUPS[seed % len(CACHE_GROUPS)]
+    # A state cannot go back behind a rejected draft.
+    drafts = [0] if any(group.has_state for group in groups) else [0, 0, 3]
     kind = EngineKind(
         step_s=rng.choice([0.005, 0.02, 0.05]),
         num_blocks=rng.choice([40, 64, 256]),
         max_num_seqs=rng.choice([2, 4, 8]),
         max_num_batched_tokens=rng.choice([16, 64, 256]),
-        speculative_tokens=rng.choice([0, 0, 3]),
+        speculative_tokens=rng.choice(drafts),
         eos_rate=rng.choice([0.0, 0.02]),
         load_s=rng.choice([0.1, 1.0]),
         is_exact=rng.random() < 0.8,
-        cache_groups=CACHE_GROUPS[seed % len(CACHE_GROUPS)],
+        cache_groups=groups,
     )
     next_kind = dataclasses.replace(
         kind,

@@ -19,6 +19,7 @@ from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.fake_runner import EMBEDDING_SIZE, FAKE_CAPABILITIES, FakeRunner
 from support.shadow import Fails, ShadowRunner
 
@@ -134,7 +135,7 @@ def make_engine(
         max_steps_ahead=max_steps_ahead,
         cache_groups=cache_groups,
     )
-    fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=eos_rate)
+    fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=eos_rate, kv=FakeKv(info))
     runner = ShadowRunner(fake, fails)
     blocks = BlockManager(
         info.pools,

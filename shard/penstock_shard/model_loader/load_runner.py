@@ -17,6 +17,7 @@ from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Pooling
 from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
 from penstock_shard.worker.base import Runner
+from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.fake_runner import (
     EMBEDDING_SIZE,
     FAKE_CAPABILITIES,
@@ -116,6 +117,7 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         eos_rate=config.fake_eos_rate,
         crash_on=config.fake_crash_on,
         adapters=_fake_adapters(config),
+        kv=FakeKv(info),
     )
 
 

@@ -4,9 +4,10 @@ Its token is a hash of its weights' name, the prompt, all output so far, every s
 the seed and the position, so code that loses or mixes up one of them gets other tokens. It never
 draws what a constraint, a spent thinking budget, allowed ids, bad words or min_tokens rule out; a
 penalty or a bias is in the hash and has no other effect. Log-probabilities come from the same hash.
-An embedding is a hash of weights' name, prompt and pooling. A sequence ends early only at
-`eos_rate`. A step takes `step_s`, counted, as on a device stream, from when it is launched and the
-step before it is over.
+An embedding is a hash of weights' name, prompt and pooling. With a `FakeKv`, all this is other from
+where a sequence reads a KV block that holds something else than its tokens write. A sequence ends
+early only at `eos_rate`. A step takes `step_s`, counted, as on a device stream, from when it is
+launched and the step before it is over.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids
 from penstock_shard.worker.base import AdapterStore, Admission, Batch, ReadAdapter, RowResult
 from penstock_shard.worker.capabilities import CAPABILITIES
+from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.token_state import BadWords, Thinking
 
 FAKE_CAPABILITIES = CAPABILITIES | {"embed"}
@@ -57,6 +59,8 @@ class _Sequence:
     constraint: ConstraintState | None
     thinking: Thinking | None
     num_hashed: int = 0
+    # In all its hashes from when it read a wrong KV block on.
+    misread: bytes = b""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -103,12 +107,14 @@ class FakeRunner:
         eos_rate: float = 0.0,
         crash_on: int | None = None,
         adapters: AdapterStore | None = None,
+        kv: FakeKv | None = None,
         clock: Clock = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         crash: Callable[[], object] = _exit,
     ) -> None:
         self._info = info
         self._adapters = adapters
+        self._kv = kv
         self._ordinary_ids = ordinary_ids
         self._step_s = step_s
         self._eos_rate = eos_rate
@@ -138,17 +144,37 @@ class FakeRunner:
     def launch(self, batch: Batch) -> None:
         for admission in batch.admitted:
             self._sequences[admission.slot] = self._begin(admission)
+            if self._kv is not None:
+                self._kv.admit(admission)
+        if self._kv is not None:
+            self._kv.add_blocks(batch)
         self._free_at_s = max(self._free_at_s, self._clock()) + self._step_s
         self._launched.append((batch, self._free_at_s))
 
     def collect(self) -> list[RowResult]:
         batch, done_at_s = self._launched.popleft()
+        if self._kv is not None:
+            self._read_kv(self._kv, batch)
         results = [self._run(batch, row) for row in range(batch.num_rows)]
         self._sleep(max(0.0, done_at_s - self._clock()))
         return results
 
     def release(self, slot: int) -> None:
         self._sequences.pop(slot, None)
+
+    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
+        assert self._kv is not None
+        self._kv.read_block(group, block_id, into)
+
+    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
+        assert self._kv is not None
+        self._kv.write_block(group, block_id, data)
+
+    def _read_kv(self, kv: FakeKv, batch: Batch) -> None:
+        kv.run(batch, lambda slot: self._sequences[slot].token_ids)
+        for slot in batch.slots:
+            if kv.misread[slot]:
+                self._sequences[slot].misread = b"misread"
 
     # ---- tokens from hashes ----
 
@@ -232,7 +258,8 @@ class FakeRunner:
             sequence.digest = hashlib.blake2b(packed, digest_size=32).digest()
         sequence.num_hashed = len(sequence.token_ids)
         place = struct.pack("<QI", sequence.request.sampling.seed, position)
-        return hashlib.blake2b(sequence.digest + place, digest_size=32).digest()
+        hashed = sequence.digest + place + sequence.misread
+        return hashlib.blake2b(hashed, digest_size=32).digest()
 
     def _token(self, sequence: _Sequence, draw: bytes, position: int) -> int | None:
         """None if all are banned."""
@@ -283,7 +310,7 @@ class FakeRunner:
     def _embedding(self, sequence: _Sequence, pooling: Pooling) -> bytes:
         """Values from -1 to 1, float32."""
         packed = np.array(sequence.token_ids, dtype="<u4").tobytes()
-        seed = self._salt + pooling.value.encode() + packed
+        seed = self._salt + pooling.value.encode() + packed + sequence.misread
         digest = hashlib.shake_256(seed).digest(4 * EMBEDDING_SIZE)
         values = np.frombuffer(digest, dtype="<i4") / 2.0**31
         return values.astype("<f4").tobytes()
@@ -295,7 +322,8 @@ class FakeRunner:
         for index in range(start + 1, end + 1):
             token_id = sequence.token_ids[index]
             before = sequence.token_ids[max(0, index - 8) : index + 1]
-            draw = hashlib.blake2b(struct.pack(f"<{len(before)}I", *before)).digest()
+            packed = struct.pack(f"<{len(before)}I", *before) + sequence.misread
+            draw = hashlib.blake2b(packed).digest()
             self._add_logprobs(columns, draw, token_id, top_n)
         return columns
 

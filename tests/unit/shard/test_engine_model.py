@@ -27,6 +27,7 @@ from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
+from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.fake_runner import FakeRunner
 
 _EOS_RATE = 0.05
@@ -62,7 +63,7 @@ class ModelledEngine:
             max_steps_ahead=max_steps_ahead,
             cache_groups=cache_groups,
         )
-        fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=_EOS_RATE)
+        fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=_EOS_RATE, kv=FakeKv(info))
         self.runner = ShadowRunner(fake, fails)
         self.blocks = BlockManager.of(info, max_batched)
         limits = SchedulerLimits(max_num_seqs, max_batched, max(1, max_batched // 2))
