@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Fault(
         "A prefix is found though layers with a window lack blocks that the next token sees",
-        "BlockManager._longest",
+        "PrefixCache.longest",
         becomes("count -= 1", "return count"),
         caught_by="test_a_prefix_ends_where_every_group_has_what_the_next_token_sees",
     ),

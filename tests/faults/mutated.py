@@ -6,7 +6,7 @@ from faults.mutation import Mutant, Target
 
 TARGETS = {
     "block manager": Target(
-        ("BlockManager", "BlockPool", "PrefixTree", "Boundaries"),
+        ("BlockManager", "PrefixCache", "_runs", "BlockPool", "PrefixTree", "Boundaries"),
         ("test_kv_blocks", "test_cache_groups", "test_kept_states"),
     ),
     "fences": Target(
@@ -59,12 +59,7 @@ EQUIVALENT: dict[Mutant, str] = {
                 "preemptions_before = None",
             ),
             ("BlockManager.slide", "if first > blocks.first:", "if first >= blocks.first:"),
-            (
-                "BlockManager._find_chain",
-                "for index in range(count if parent is not None else 0):",
-                "for index in range(count if parent is not None or True else 0):",
-            ),
-            ("BlockManager._runs", "runs = [0]", "runs = [1]"),
+            ("_runs", "runs = [0]", "runs = [1]"),
             (
                 "BlockManager.cache_full_blocks",
                 "if count >= (table.num_cached + 1) * block_size:",

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, blocks_each
-from penstock_shard.kv_cache.block_pool import BlockPool, CachedBlock
+from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.kept_states import Boundaries
-from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
+from penstock_shard.kv_cache.prefix_cache import PrefixCache
+from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.sequence import Sequence
 
 _ONE_GROUP = (CacheGroup(),)
@@ -46,7 +47,7 @@ class _Table:
 
 
 class BlockManager:
-    """Owns block tables, pools of blocks and the names of what is cached in them."""
+    """Owns block tables and pools of blocks; what is cached in them has its names in `prefixes`."""
 
     def __init__(
         self,
@@ -80,8 +81,7 @@ class BlockManager:
         self._state_copies: list[tuple[int, int]] = []
         # Sequences that began at a kept state.
         self.state_hits_total = 0
-        self._tree = PrefixTree(len(self._groups))
-        self._insertions = 0
+        self._prefixes = PrefixCache(self._groups, self._pools, block_size)
         self._tables: dict[Sequence, _Table] = {}
         # What `take_new` has not returned yet, for each group.
         self._new_blocks: dict[Sequence, list[list[int]]] = {}
@@ -125,7 +125,7 @@ class BlockManager:
     @property
     def num_insertions(self) -> int:
         """How many times a block has been cached so far."""
-        return self._insertions
+        return self._prefixes.num_insertions
 
     @property
     def slides(self) -> bool:
@@ -175,7 +175,7 @@ class BlockManager:
             return 0
         table = self._table(sequence)
         found = self._find_chain(sequence, table)
-        longest = self._longest(found)
+        longest = self._prefixes.longest(found)
         if self._states:
             self._mark(sequence, table, len(found))
         del found[longest:]
@@ -276,11 +276,7 @@ class BlockManager:
 
     def uncache_since(self, since: int) -> None:
         """Uncache what was cached after `num_insertions` was `since`: it was never computed."""
-        for pool in self._pools:
-            for block_id, cached in list(pool.cached.items()):
-                if cached.insertion > since:
-                    del pool.cached[block_id]
-                    self._forget_name(cached)
+        self._prefixes.uncache_since(since)
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back. The last are reused first: a prefix's start lives longest."""
@@ -291,7 +287,7 @@ class BlockManager:
             pool.release(reversed(blocks.ids[blocks.first :]))
         self._new_blocks.pop(sequence, None)
         if table.prefix is not None:
-            self._tree.leave(table.prefix)
+            self._prefixes.leave(table.prefix)
         # Its hashes are kept: the tokens are the same when it comes again.
         self._tables[sequence] = self._empty_table(table.hashes)
 
@@ -336,7 +332,7 @@ class BlockManager:
     def _take(self, pool: BlockPool) -> int:
         block_id, cached = pool.take()
         if cached is not None:
-            self._forget_name(cached)
+            self._prefixes.forget(cached)
         return block_id
 
     # ---- prefixes ----
@@ -361,38 +357,11 @@ class BlockManager:
         """
         count = (sequence.num_tokens - 1) // self.block_size
         self._hash_full_blocks(sequence, table, count)
-        some = {*self._sliding, *self._states}
-        whole = [group for group in range(len(self._groups)) if group not in some]
-        found: list[Prefix] = []
-        parent = self._tree.find(None, self._root(sequence))
-        for index in range(count if parent is not None else 0):
-            digest, token_ids = table.hashes[index], self._tokens(sequence, index)
-            parent = self._tree.find(parent, digest, token_ids)
-            if parent is None or any(parent.block_ids[group] == NO_BLOCK for group in whole):
-                break
-            found.append(parent)
-        return found
-
-    def _longest(self, found: list[Prefix]) -> int:
-        """How many of them to use: after as many, the next token has all blocks that it sees."""
-        # For each group and each number of prefixes, how many of the last have a block.
-        runs = [(group, self._runs(group, found)) for group in self._sliding]
-        count = len(found)
-        while count and (
-            any(found[count - 1].block_ids[group] == NO_BLOCK for group in self._states)
-            or any(
-                count - run[count] > self._first_visible(group, count * self.block_size)
-                for group, run in runs
-            )
-        ):
-            count -= 1
-        return count
-
-    def _runs(self, group: int, found: list[Prefix]) -> list[int]:
-        runs = [0]
-        for prefix in found:
-            runs.append(0 if prefix.block_ids[group] == NO_BLOCK else runs[-1] + 1)
-        return runs
+        names = (
+            (digest, self._tokens(sequence, index))
+            for index, digest in enumerate(table.hashes[:count])
+        )
+        return self._prefixes.find(self._root(sequence), names)
 
     def _share(self, sequence: Sequence, table: _Table, group: int, found: list[Prefix]) -> None:
         """Refer to the blocks of a found prefix that the next token sees."""
@@ -403,7 +372,7 @@ class BlockManager:
             blocks.ids = [kept]
             if not pool.num_free and pool.num_references(kept) == 1:
                 # There is no room for a copy: it takes the state itself, which nobody else uses.
-                self._forget_name(pool.cached.pop(kept))
+                self._prefixes.forget(pool.cached.pop(kept))
                 self._new_of(sequence)[group].append(kept)
             return
         blocks.first = self._first_visible(group, len(found) * self.block_size)
@@ -420,39 +389,24 @@ class BlockManager:
         self._hash_full_blocks(sequence, table, count)
         prefix = before = table.prefix
         if prefix is None:
-            root = self._root(sequence)
-            prefix = self._tree.find(None, root) or self._tree.add(None, root)
+            prefix = self._prefixes.root(self._root(sequence))
         for index in range(table.num_cached, count):
             prefix = self._cache_block(sequence, table, prefix, index)
         prefix.num_users += 1
         if before is not None:
-            self._tree.leave(before)
+            self._prefixes.leave(before)
         table.num_cached, table.prefix = count, prefix
 
     def _cache_block(self, sequence: Sequence, table: _Table, parent: Prefix, index: int) -> Prefix:
         """Cache a block of each group. Returns the prefix that they end."""
-        digest, token_ids = table.hashes[index], self._tokens(sequence, index)
-        prefix = self._tree.find(parent, digest, token_ids)
-        if prefix is None:
-            prefix = self._tree.add(parent, digest, token_ids)
+        prefix = self._prefixes.child(parent, table.hashes[index], self._tokens(sequence, index))
         for group, blocks in enumerate(table.groups):
             # Two sequences may compute the same block at once: the first stays cached. And a block
             # may have been given back before its last token was known.
             is_there = index >= blocks.first and not self._groups[group].has_state
             if prefix.block_ids[group] == NO_BLOCK and is_there:
-                self._name(prefix, group, blocks.ids[index])
+                self._prefixes.name(prefix, group, blocks.ids[index])
         return prefix
-
-    def _name(self, prefix: Prefix, group: int, block_id: int) -> None:
-        """The block is cached under the prefix."""
-        prefix.block_ids[group] = block_id
-        self._insertions += 1
-        self._pool_of[group].cached[block_id] = CachedBlock(prefix, group, self._insertions)
-
-    def _forget_name(self, cached: CachedBlock) -> None:
-        """The block is no longer cached."""
-        cached.prefix.block_ids[cached.group] = NO_BLOCK
-        self._tree.prune(cached.prefix)
 
     # ---- states ----
 
@@ -487,7 +441,7 @@ class BlockManager:
             if prefix.block_ids[group] == NO_BLOCK and blocks.ids:
                 kept = self._take(pool)
                 self._state_copies.append((blocks.ids[0], kept))
-                self._name(prefix, group, kept)
+                self._prefixes.name(prefix, group, kept)
                 pool.release([kept])
 
     def check_integrity(self) -> None:
@@ -504,4 +458,4 @@ class BlockManager:
         for pool in self._pools:
             pool.check_integrity(counted[id(pool)])
         tables = self._tables.values()
-        self._tree.check_integrity(table.prefix for table in tables if table.prefix is not None)
+        self._prefixes.check_integrity(table.prefix for table in tables if table.prefix is not None)

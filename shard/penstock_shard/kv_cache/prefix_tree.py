@@ -27,6 +27,10 @@ class Prefix:
     # Longer prefixes that have it as their parent, and sequences that may add such.
     num_users: int = field(default=0, repr=False)
 
+    def has(self, group: int) -> bool:
+        """Whether its last tokens' keys and values of this group are anywhere."""
+        return self.block_ids[group] != NO_BLOCK
+
 
 class PrefixTree:
     """Owns the prefixes of which blocks are cached, and those that lead to them.
