@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 
 class SequenceState(enum.Enum):
-    """Whether the scheduler has a sequence queued, running or ended."""
+    """Whether the scheduler has a sequence queued, waiting for copies in its blocks, running or
+    ended.
+    """
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     ENDED = "ended"
 

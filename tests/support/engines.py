@@ -10,12 +10,14 @@ from typing import Any
 
 import msgspec
 
-from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.block_moves import BlockMoves
+from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Pooling, Request, SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup, EmbeddingDefaults, RunnerInfo, pools_for
 from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.kv_transfer.arena import Arena
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
@@ -66,7 +68,14 @@ def runner_info(
         max_steps_ahead=max_steps_ahead,
         cache_groups=cache_groups,
         state_spacing=STATE_SPACING,
+        numerics_fingerprint="fake",
+        block_bytes=fake_block_bytes(cache_groups, block_size),
     )
+
+
+def fake_block_bytes(groups: abc.Sequence[CacheGroup], block_size: int) -> tuple[int, ...]:
+    """Those of the fake runner: eight a token, or a state."""
+    return tuple(8 if group.has_state else 8 * block_size for group in groups)
 
 
 def pools_of(num_blocks: int, groups: abc.Sequence[CacheGroup]) -> tuple[int, ...]:
@@ -91,6 +100,7 @@ class EngineUnderTest:
     scheduler: Scheduler
     blocks: BlockManager
     outputs: list[Output]
+    moves: BlockMoves | None = None
 
     def step(self) -> list[Output]:
         outputs = self.engine.step()
@@ -127,6 +137,7 @@ def make_engine(
     drafter: Drafter | None = None,
     fails: Fails = lambda plan: False,
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),),
+    host_memory: memoryview | None = None,
 ) -> EngineUnderTest:
     info = runner_info(
         num_blocks=num_blocks,
@@ -137,6 +148,7 @@ def make_engine(
     )
     fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=eos_rate, kv=FakeKv(info))
     runner = ShadowRunner(fake, fails)
+    arena = None if host_memory is None else Arena(host_memory, info)
     blocks = BlockManager(
         info.pools,
         block_size,
@@ -145,10 +157,13 @@ def make_engine(
         weights_hash="fake",
         enable_prefix_caching=prefix_caching,
         state_spacing=STATE_SPACING,
+        host_slots=() if arena is None else arena.num_slots,
     )
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens)
     scheduler = create_scheduler(limits, blocks, drafter)
-    return EngineUnderTest(Engine(runner, scheduler, blocks), scheduler, blocks, [])
+    moves = None if arena is None else create_moves(arena, runner, scheduler, blocks)
+    engine = Engine(runner, scheduler, blocks, moves=moves)
+    return EngineUnderTest(engine, scheduler, blocks, [], moves)
 
 
 def make_request(

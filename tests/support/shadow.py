@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from penstock_shard.ipc.request import Request
 from penstock_shard.worker.base import Batch, RowResult, Runner, StepOutOfMemory
@@ -56,6 +57,9 @@ class ShadowRunner:
     Where `fails` says so, memory does not hold a step: it and all that were launched write what
     nobody may read.
     """
+
+    # What copied bytes of a group stand for, whichever engine copied them.
+    _copied: ClassVar[dict[tuple[bytes, int], list[Any]]] = {}
 
     def __init__(self, runner: Runner, fails: Fails = lambda step: False) -> None:
         self.info = runner.info
@@ -123,6 +127,29 @@ class ShadowRunner:
         assert slot not in in_flight, f"slot {slot} is in flight"
         self.released.append(self.held.pop(slot).request)
         self._runner.release(slot)
+
+    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
+        """The bytes are those of the runner; what they stand for is kept beside them."""
+        self._runner.read_block(group, block_id, into)
+        self._copied[bytes(into), group] = self._content(group, block_id)
+
+    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
+        self._runner.write_block(group, block_id, data)
+        content, pool = self._copied[bytes(data), group], self.info.cache_groups[group].pool
+        if self.info.cache_groups[group].has_state:
+            self._states[pool, block_id] = content[0]
+        else:
+            self._memory[pool][self._places(block_id)] = content
+
+    def _content(self, group: int, block_id: int) -> list[Any]:
+        pool = self.info.cache_groups[group].pool
+        if self.info.cache_groups[group].has_state:
+            return [self._states.get((pool, block_id))]
+        return self._memory[pool][self._places(block_id)]
+
+    def _places(self, block_id: int) -> slice:
+        size = self.info.block_size
+        return slice(block_id * size, (block_id + 1) * size)
 
     def _lose(self, step: ShadowStep) -> None:
         if self._num_void:

@@ -83,9 +83,9 @@ class MirroredModel:
         self._followers.tell(Call("free", []))
         self.model.free()
 
-    def read_block(self, group: int, block_id: int) -> Tensor:
+    def block_parts(self, group: int, block_id: int) -> Sequence[Tensor]:
         """Of rank 0's heads alone."""
-        return self.model.read_block(group, block_id)
+        return self.model.block_parts(group, block_id)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         assert not copies, "models with states are not divided"

@@ -6,9 +6,12 @@ import logging
 from collections.abc import Callable
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
 from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.kv_transfer.arena import Arena
+from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -16,6 +19,7 @@ from penstock_shard.scheduler.speculation import Speculation
 from penstock_shard.scheduler.step_time import StepTime
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
+from penstock_shard.worker.base import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +29,17 @@ def create_engine(
     config: ShardConfig,
     tell_started: Callable[[list[str]], None],
     matchers: PendingMatchers | None = None,
+    arena: Arena | None = None,
 ) -> Engine:
-    """The engine of a runner that is loaded; see `Engine`."""
+    """The engine of a runner that is loaded; see `Engine`. `arena` is for copies of blocks."""
     info = loaded.runner.info
     max_tokens = config.batched_tokens(info.device)
-    blocks = BlockManager.of(info, max_tokens, enable_prefix_caching=config.enable_prefix_caching)
+    blocks = BlockManager.of(
+        info,
+        max_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        host_slots=() if arena is None else arena.num_slots,
+    )
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_tokens,
@@ -38,7 +48,28 @@ def create_engine(
     )
     drafter = Drafter(config.speculative_tokens) if config.speculative_tokens else None
     scheduler = create_scheduler(limits, blocks, drafter, aging_s=config.aging_s)
-    return Engine(loaded.runner, scheduler, blocks, tell_started=tell_started, matchers=matchers)
+    moves = None
+    if arena is not None:
+        moves = create_moves(arena, loaded.runner, scheduler, blocks)
+    return Engine(
+        loaded.runner,
+        scheduler,
+        blocks,
+        tell_started=tell_started,
+        matchers=matchers,
+        moves=moves,
+    )
+
+
+def create_moves(
+    arena: Arena, runner: Runner, scheduler: Scheduler, blocks: BlockManager
+) -> BlockMoves:
+    """Moves between a runner's blocks and what an engine before it may have left in host memory."""
+    tier = HostTier(arena, blocks.prefixes, runner)
+    restored = tier.restore()
+    if restored:
+        logger.info("%d KV blocks of the engine before are found in host memory", restored)
+    return BlockMoves(tier, scheduler, blocks, max(runner.info.block_bytes))
 
 
 def create_scheduler(

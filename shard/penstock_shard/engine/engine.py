@@ -30,6 +30,7 @@ from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.worker.base import Batch, RowResult, Runner, StepOutOfMemory
 
 if TYPE_CHECKING:
+    from penstock_shard.engine.block_moves import BlockMoves
     from penstock_shard.engine.matchers import PendingMatchers
 
 logger = logging.getLogger(__name__)
@@ -46,9 +47,11 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         tell_started: Callable[[list[str]], None] = lambda request_ids: None,
         matchers: PendingMatchers | None = None,
+        moves: BlockMoves | None = None,
     ) -> None:
         """`tell_started` gets the ids of sequences in a step for the first time, before its launch.
-        Without `matchers` no sequence may have a constraint.
+        Without `matchers` no sequence may have a constraint; `moves` are there if host memory has
+        room for copies of blocks.
         """
         self._runner = runner
         self._scheduler = scheduler
@@ -56,6 +59,7 @@ class Engine:
         self._clock = clock
         self._tell_started = tell_started
         self._matchers = matchers
+        self._moves = moves
         self._live: dict[str, Sequence] = {}
         self._outputs: list[Output] = []
         # Launched steps that are not collected, the oldest first.
@@ -72,8 +76,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a step to launch or to collect."""
-        return len(self._live) > self._num_compiling or bool(self._in_flight)
+        """Whether there is a step to launch or to collect, or blocks to copy."""
+        if len(self._live) > self._num_compiling or self._in_flight:
+            return True
+        return self._moves is not None and self._moves.has_work
 
     @property
     def _num_compiling(self) -> int:
@@ -186,9 +192,13 @@ class Engine:
         if self.step_started_s is not None:
             ends_s = self.step_started_s + self._scheduler.predict_s()
             starts_s = max(now_s, ends_s)
+        if self._moves is not None:
+            self._moves.load()
         batch = self._scheduler.schedule(now_s, starts_s)
         self._give_back()
         self._release()
+        if self._moves is not None:
+            self._moves.save()
         if not batch.num_rows:
             return False
         if started := self._scheduler.take_started():

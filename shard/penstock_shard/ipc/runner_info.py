@@ -113,6 +113,8 @@ class RunnerInfo:
     adapters: tuple[Adapter, ...] = ()
     # What layers keep of a sequence's tokens.
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    # Bytes of a block of each cache group; empty where blocks cannot be copied.
+    block_bytes: tuple[int, ...] = ()
     # Where layers have states, these are kept for others every so many tokens.
     state_spacing: int = 512
     # Bytes of keys and values: of a token in all layers, and of a sequence of `max_model_len`; and

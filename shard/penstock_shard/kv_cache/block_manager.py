@@ -33,6 +33,20 @@ class _Blocks:
 
 
 @dataclass(slots=True)
+class Load:
+    """A copy in host memory that a sequence needs in a block of its own: at `index` in the order of
+    its tokens; `block_id` is `NO_BLOCK` until it has one.
+    """
+
+    prefix: Prefix
+    group: int
+    index: int
+    slot: int
+    block_id: int = NO_BLOCK
+    is_done: bool = False
+
+
+@dataclass(slots=True)
 class _Table:
     """What one sequence has."""
 
@@ -41,6 +55,8 @@ class _Table:
     hashes: list[bytes]
     # Where its states are kept.
     boundaries: Boundaries
+    # What is to be copied from host memory before it runs.
+    loads: list[Load] = field(default_factory=list)
     # How many of its full blocks are cached, or were found there; and the prefix of these.
     num_cached: int = 0
     prefix: Prefix | None = None
@@ -59,10 +75,11 @@ class BlockManager:
         weights_hash: str = "",
         enable_prefix_caching: bool = True,
         state_spacing: int = 512,
+        host_slots: abc.Sequence[int] = (),
     ) -> None:
         """`pools` are numbers of blocks of `block_size` tokens, and no step computes more than
         `max_chunk_tokens` of a sequence. States are kept every `state_spacing` tokens at least, a
-        multiple of `block_size`.
+        multiple of `block_size`. Host memory has `host_slots` for copies of each pool's blocks.
         """
         self.block_size = block_size
         self._groups = tuple(groups)
@@ -81,14 +98,20 @@ class BlockManager:
         self._state_copies: list[tuple[int, int]] = []
         # Sequences that began at a kept state.
         self.state_hits_total = 0
-        self._prefixes = PrefixCache(self._groups, self._pools, block_size)
+        host_pools = [BlockPool(count) for count in host_slots]
+        self.prefixes = PrefixCache(self._groups, self._pools, block_size, host_pools)
         self._tables: dict[Sequence, _Table] = {}
         # What `take_new` has not returned yet, for each group.
         self._new_blocks: dict[Sequence, list[list[int]]] = {}
 
     @classmethod
     def of(
-        cls, info: RunnerInfo, max_chunk_tokens: int, *, enable_prefix_caching: bool = True
+        cls,
+        info: RunnerInfo,
+        max_chunk_tokens: int,
+        *,
+        enable_prefix_caching: bool = True,
+        host_slots: abc.Sequence[int] = (),
     ) -> BlockManager:
         """The blocks of a runner."""
         return cls(
@@ -99,6 +122,7 @@ class BlockManager:
             weights_hash=info.weights_hash,
             enable_prefix_caching=enable_prefix_caching,
             state_spacing=info.state_spacing,
+            host_slots=host_slots,
         )
 
     # ---- counts ----
@@ -125,7 +149,7 @@ class BlockManager:
     @property
     def num_insertions(self) -> int:
         """How many times a block has been cached so far."""
-        return self._prefixes.num_insertions
+        return self.prefixes.num_insertions
 
     @property
     def slides(self) -> bool:
@@ -166,7 +190,8 @@ class BlockManager:
         return [[new[group] for new in taken] for group in range(num_groups)]
 
     def acquire_prefix(self, sequence: Sequence) -> int:
-        """Give a sequence, which has no blocks yet, those that hold its longest cached prefix.
+        """Give a sequence, which has no blocks yet, those that hold its longest cached prefix. For
+        what host memory has of it `grow` gives blocks, and `loads_of` says what is to be copied.
 
         Returns the number of tokens found. The last known token is always left to be computed,
         because sampling needs its logits.
@@ -175,7 +200,7 @@ class BlockManager:
             return 0
         table = self._table(sequence)
         found = self._find_chain(sequence, table)
-        longest = self._prefixes.longest(found)
+        longest = self.prefixes.longest(found)
         if self._states:
             self._mark(sequence, table, len(found))
         del found[longest:]
@@ -186,6 +211,7 @@ class BlockManager:
             table.prefix.num_users += 1
             for group in range(len(self._groups)):
                 self._share(sequence, table, group, found)
+            self.prefixes.use(found)
         return len(found) * self.block_size
 
     def slide(self, sequence: Sequence, start: int) -> None:
@@ -210,6 +236,9 @@ class BlockManager:
         shortages = [-pool.num_free for pool in self._pools]
         for group, blocks in enumerate(table.groups):
             shortages[self._groups[group].pool] += self._missing(group, blocks, num_tokens)
+        for load in table.loads:
+            if load.block_id == NO_BLOCK and not self._groups[load.group].has_state:
+                shortages[self._groups[load.group].pool] += 1
         most = max(shortages)
         return shortages.index(most), most
 
@@ -221,7 +250,10 @@ class BlockManager:
         """
         if self.shortage(sequence, num_tokens)[1] > 0:
             return False
-        for group, blocks in enumerate(self._tables[sequence].groups):
+        table = self._tables[sequence]
+        if table.loads:
+            self._take_for_loads(sequence, table)
+        for group, blocks in enumerate(table.groups):
             missing = self._missing(group, blocks, num_tokens)
             if missing > 0:
                 new = [self._take(self._pool_of[group]) for _ in range(missing)]
@@ -232,6 +264,31 @@ class BlockManager:
                 self._new_of(sequence)[group] += new
         return True
 
+    def loads_of(self, sequence: Sequence) -> abc.Sequence[Load]:
+        """What is to be copied into its blocks before it runs."""
+        table = self._tables.get(sequence)
+        return () if table is None else table.loads
+
+    def finish_loads(self, sequence: Sequence) -> None:
+        """It is copied: others find it in these blocks."""
+        table = self._table(sequence)
+        for load in table.loads:
+            # Another may have computed the same meanwhile. And a state is the sequence's to change.
+            is_new = load.prefix.block_ids[load.group] == NO_BLOCK
+            if is_new and not self._groups[load.group].has_state:
+                self.prefixes.name(load.prefix, load.group, load.block_id)
+        table.loads = []
+
+    def use_prefix(self, sequence: Sequence) -> None:
+        """It will be computed again: have copies of what is cached of it."""
+        if not self.prefixes.has_copies:
+            return
+        prefix, found = self._table(sequence).prefix, list[Prefix]()
+        while prefix is not None and prefix.parent is not None:
+            found.append(prefix)
+            prefix = prefix.parent
+        self.prefixes.use(found[::-1])
+
     def chunk_limit(self, sequence: Sequence, limit: int) -> int:
         """How many of `limit` more tokens of a sequence a step may compute: its state must be there
         where it is kept.
@@ -240,6 +297,11 @@ class BlockManager:
             return limit
         start = sequence.num_computed
         return min(limit, self._table(sequence).boundaries.next_after(start) - start)
+
+    @property
+    def has_state_copies(self) -> bool:
+        """Whether the next step begins with copies of states."""
+        return bool(self._state_copies)
 
     def take_state_copies(self) -> list[tuple[int, int]]:
         """The copies of states that the next step begins with: from which block to which."""
@@ -276,7 +338,7 @@ class BlockManager:
 
     def uncache_since(self, since: int) -> None:
         """Uncache what was cached after `num_insertions` was `since`: it was never computed."""
-        self._prefixes.uncache_since(since)
+        self.prefixes.uncache_since(since)
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back. The last are reused first: a prefix's start lives longest."""
@@ -284,10 +346,13 @@ class BlockManager:
         if table is None:
             return
         for pool, blocks in zip(self._pool_of, table.groups, strict=True):
-            pool.release(reversed(blocks.ids[blocks.first :]))
+            ids = blocks.ids[blocks.first :]
+            if table.loads:
+                ids = [block_id for block_id in ids if block_id != NO_BLOCK]
+            pool.release(reversed(ids))
         self._new_blocks.pop(sequence, None)
         if table.prefix is not None:
-            self._prefixes.leave(table.prefix)
+            self.prefixes.leave(table.prefix)
         # Its hashes are kept: the tokens are the same when it comes again.
         self._tables[sequence] = self._empty_table(table.hashes)
 
@@ -325,6 +390,21 @@ class BlockManager:
         count = min(self.blocks_for(num_tokens), blocks.first + self._most[group])
         return max(0, count - len(blocks.ids))
 
+    def _take_for_loads(self, sequence: Sequence, table: _Table) -> None:
+        """Take the blocks that copies in host memory go to."""
+        new_blocks = self._new_of(sequence)
+        for load in table.loads:
+            if load.block_id != NO_BLOCK:
+                continue
+            pool, ids = self._pool_of[load.group], table.groups[load.group].ids
+            load.block_id = self._take(pool)
+            if self._groups[load.group].has_state:
+                ids.append(load.block_id)
+                new_blocks[load.group].append(load.block_id)
+            else:
+                # What it got so far is what was found.
+                ids[load.index] = new_blocks[load.group][load.index] = load.block_id
+
     def _first_visible(self, group: int, start: int) -> int:
         """The first block that the token at `start` sees."""
         return self._groups[group].first_visible(start) // self.block_size
@@ -332,7 +412,7 @@ class BlockManager:
     def _take(self, pool: BlockPool) -> int:
         block_id, cached = pool.take()
         if cached is not None:
-            self._prefixes.forget(cached)
+            self.prefixes.forget(cached)
         return block_id
 
     # ---- prefixes ----
@@ -361,18 +441,21 @@ class BlockManager:
             (digest, self._tokens(sequence, index))
             for index, digest in enumerate(table.hashes[:count])
         )
-        return self._prefixes.find(self._root(sequence), names)
+        return self.prefixes.find(self._root(sequence), names)
 
     def _share(self, sequence: Sequence, table: _Table, group: int, found: list[Prefix]) -> None:
         """Refer to the blocks of a found prefix that the next token sees."""
         blocks, pool = table.groups[group], self._pool_of[group]
         if self._groups[group].has_state:
             kept = found[-1].block_ids[group]
+            if kept == NO_BLOCK:
+                table.loads.append(Load(found[-1], group, 0, found[-1].slots[group]))
+                return
             pool.refer(kept)
             blocks.ids = [kept]
             if not pool.num_free and pool.num_references(kept) == 1:
                 # There is no room for a copy: it takes the state itself, which nobody else uses.
-                self._prefixes.forget(pool.cached.pop(kept))
+                self.prefixes.forget(pool.cached.pop(kept))
                 self._new_of(sequence)[group].append(kept)
             return
         blocks.first = self._first_visible(group, len(found) * self.block_size)
@@ -380,7 +463,10 @@ class BlockManager:
         blocks.ids = [0] * blocks.first
         for prefix in found[blocks.first :]:
             block_id = prefix.block_ids[group]
-            pool.refer(block_id)
+            if block_id == NO_BLOCK:
+                table.loads.append(Load(prefix, group, len(blocks.ids), prefix.slots[group]))
+            else:
+                pool.refer(block_id)
             blocks.ids.append(block_id)
         self._new_of(sequence)[group] += blocks.ids
 
@@ -389,23 +475,23 @@ class BlockManager:
         self._hash_full_blocks(sequence, table, count)
         prefix = before = table.prefix
         if prefix is None:
-            prefix = self._prefixes.root(self._root(sequence))
+            prefix = self.prefixes.root(self._root(sequence))
         for index in range(table.num_cached, count):
             prefix = self._cache_block(sequence, table, prefix, index)
         prefix.num_users += 1
         if before is not None:
-            self._prefixes.leave(before)
+            self.prefixes.leave(before)
         table.num_cached, table.prefix = count, prefix
 
     def _cache_block(self, sequence: Sequence, table: _Table, parent: Prefix, index: int) -> Prefix:
         """Cache a block of each group. Returns the prefix that they end."""
-        prefix = self._prefixes.child(parent, table.hashes[index], self._tokens(sequence, index))
+        prefix = self.prefixes.child(parent, table.hashes[index], self._tokens(sequence, index))
         for group, blocks in enumerate(table.groups):
             # Two sequences may compute the same block at once: the first stays cached. And a block
             # may have been given back before its last token was known.
             is_there = index >= blocks.first and not self._groups[group].has_state
             if prefix.block_ids[group] == NO_BLOCK and is_there:
-                self._prefixes.name(prefix, group, blocks.ids[index])
+                self.prefixes.name(prefix, group, blocks.ids[index])
         return prefix
 
     # ---- states ----
@@ -441,7 +527,7 @@ class BlockManager:
             if prefix.block_ids[group] == NO_BLOCK and blocks.ids:
                 kept = self._take(pool)
                 self._state_copies.append((blocks.ids[0], kept))
-                self._prefixes.name(prefix, group, kept)
+                self.prefixes.name(prefix, group, kept)
                 pool.release([kept])
 
     def check_integrity(self) -> None:
@@ -458,4 +544,4 @@ class BlockManager:
         for pool in self._pools:
             pool.check_integrity(counted[id(pool)])
         tables = self._tables.values()
-        self._prefixes.check_integrity(table.prefix for table in tables if table.prefix is not None)
+        self.prefixes.check_integrity(table.prefix for table in tables if table.prefix is not None)

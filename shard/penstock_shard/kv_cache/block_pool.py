@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from penstock_shard.kv_cache.prefix_tree import Prefix
@@ -49,6 +49,10 @@ class BlockPool:
             del self._free[block_id]
         self._references[block_id] += 1
 
+    def touch(self, block_id: int) -> None:
+        """Nobody refers to it; of those like it, it is reused last."""
+        self._free.move_to_end(block_id)
+
     def num_references(self, block_id: int) -> int:
         """How many refer to a block."""
         return self._references[block_id]
@@ -63,8 +67,12 @@ class BlockPool:
                     # It holds nothing that anybody could find.
                     self._free.move_to_end(block_id, last=False)
 
-    def check_integrity(self, counted: list[int]) -> None:
-        """Compare with references counted from the block tables.
+    def check_integrity(
+        self,
+        counted: list[int],
+        places_of: Callable[[Prefix], list[int]] = lambda prefix: prefix.block_ids,
+    ) -> None:
+        """Compare with references counted from the block tables, and names with what prefixes have.
 
         Raises:
             AssertionError: the counts do not agree; the text has the numbers.
@@ -81,6 +89,6 @@ class BlockPool:
         misnamed = [
             block_id
             for block_id, (prefix, group, _) in self.cached.items()
-            if prefix.block_ids[group] != block_id
+            if places_of(prefix)[group] != block_id
         ]
         assert not misnamed, f"blocks {misnamed[:8]} are cached under prefixes that have others"

@@ -1,22 +1,52 @@
-"""Which prefixes are found, and in which blocks. Plain integers, no torch."""
+"""Which prefixes are found, in which blocks, and where copies of these are. Plain integers.
+
+Where host memory has slots for copies, a block is copied when its prefix is found a second time, or
+when who computed it is preempted. A prefix is found wherever its blocks are, and stays found when
+the device needs their memory.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import abc
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool, CachedBlock
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 
+# No more blocks wait to be copied: a copy that is not made is computed again.
+_MOST_WISHES = 65_536
+# So many of those that wait are looked at in a turn.
+_LOOKED_AT = 256
+
+
+@dataclass(slots=True)
+class Save:
+    """A block that is to be copied; `insertion` is of when it was cached."""
+
+    prefix: Prefix
+    group: int
+    block_id: int
+    insertion: int
+
 
 class PrefixCache:
-    """Owns the names of what is cached in blocks; the pools say which of these are free."""
+    """Owns the names of what is cached in blocks and copied into slots; the pools say which of
+    these are free.
+    """
 
     def __init__(
-        self, groups: abc.Sequence[CacheGroup], pools: abc.Sequence[BlockPool], block_size: int
+        self,
+        groups: abc.Sequence[CacheGroup],
+        pools: abc.Sequence[BlockPool],
+        block_size: int,
+        host_pools: abc.Sequence[BlockPool] = (),
     ) -> None:
+        """`host_pools` are slots for copies of the blocks of each pool."""
         self._groups = groups
+        self._host_pools = host_pools
         self._pools = pools
         self._block_size = block_size
         self._states = [i for i, group in enumerate(groups) if group.has_state]
@@ -27,6 +57,10 @@ class PrefixCache:
         self._tree = PrefixTree(len(groups))
         # How many times a block has been cached so far.
         self.num_insertions = 0
+        # Blocks to be copied, by prefix and group, and those of them whose memory is needed: it is
+        # theirs until the next step is launched.
+        self._wishes: dict[tuple[int, int], Save] = {}
+        self._leaving: list[Save] = []
 
     # ---- finding ----
 
@@ -82,6 +116,10 @@ class PrefixCache:
     def forget(self, cached: CachedBlock) -> None:
         """The block is no longer cached."""
         cached.prefix.block_ids[cached.group] = NO_BLOCK
+        if self._wishes:
+            save = self._wishes.pop((id(cached.prefix), cached.group), None)
+            if save is not None:
+                self._leaving.append(save)
         self._tree.prune(cached.prefix)
 
     def uncache_since(self, since: int) -> None:
@@ -90,15 +128,107 @@ class PrefixCache:
             for block_id, cached in list(pool.cached.items()):
                 if cached.insertion > since:
                     del pool.cached[block_id]
+                    save = self._wishes.pop((id(cached.prefix), cached.group), None)
+                    if save is not None:
+                        self.leave(save.prefix)
                     self.forget(cached)
 
     def leave(self, prefix: Prefix) -> None:
         """A user of the prefix is gone."""
         self._tree.leave(prefix)
 
+    # ---- copies in host memory ----
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether there is room for copies."""
+        return bool(self._host_pools)
+
+    @property
+    def num_copies(self) -> int:
+        """Slots with copies."""
+        return sum(len(pool.cached) for pool in self._host_pools)
+
+    @property
+    def has_wishes(self) -> bool:
+        """Whether blocks wait to be copied."""
+        return bool(self._wishes or self._leaving)
+
+    def use(self, prefixes: abc.Sequence[Prefix]) -> None:
+        """These were found again, or will be: have copies of their blocks. The first stay longest,
+        as the later ones are of no use without them.
+        """
+        if not self._host_pools:
+            return
+        for prefix in reversed(prefixes):
+            for group, slot in enumerate(prefix.slots):
+                if slot != NO_BLOCK:
+                    self._host_pool(group).touch(slot)
+                elif prefix.block_ids[group] != NO_BLOCK:
+                    self._wish(prefix, group)
+
+    def _wish(self, prefix: Prefix, group: int) -> None:
+        key, block_id = (id(prefix), group), prefix.block_ids[group]
+        if key in self._wishes or len(self._wishes) >= _MOST_WISHES:
+            return
+        cached = self._pools[self._groups[group].pool].cached[block_id]
+        # It must outlive its blocks.
+        prefix.num_users += 1
+        self._wishes[key] = Save(prefix, group, block_id, cached.insertion)
+
+    def take_saves(self, most: int, computed: int) -> list[Save]:
+        """Blocks to be copied before the next launch, `most` of them besides those that are reused
+        by it. Their prefixes have a user more, which leaves by `keep` or `leave`. Steps that are
+        over have computed what was cached up to the insertion `computed`.
+        """
+        due = [save for save in self._leaving if save.insertion <= computed]
+        for save in self._leaving:
+            if save.insertion > computed:
+                self.leave(save.prefix)
+        self._leaving = []
+        for key, save in itertools.islice(list(self._wishes.items()), _LOOKED_AT):
+            if len(due) >= most:
+                break
+            if save.insertion <= computed:
+                due.append(self._wishes.pop(key))
+        return due
+
+    def take_slot(self, group: int) -> int:
+        """The slot that is used least, without what it held, for what `keep` then tells of."""
+        pool = self._host_pool(group)
+        slot, cached = pool.take()
+        if cached is not None:
+            self._forget_copy(cached)
+        pool.release([slot])
+        return slot
+
+    def keep(self, prefix: Prefix, group: int, slot: int) -> None:
+        """A slot that held nothing has a copy now."""
+        pool = self._host_pool(group)
+        prefix.slots[group] = slot
+        pool.cached[slot] = CachedBlock(prefix, group, 0)
+        pool.touch(slot)
+
+    def drop(self, prefix: Prefix, group: int) -> None:
+        """The copy is none: nobody finds it any more."""
+        pool, slot = self._host_pool(group), prefix.slots[group]
+        self._forget_copy(pool.cached.pop(slot))
+        pool.refer(slot)
+        pool.release([slot])
+
+    def _forget_copy(self, cached: CachedBlock) -> None:
+        cached.prefix.slots[cached.group] = NO_BLOCK
+        self._tree.prune(cached.prefix)
+
+    def _host_pool(self, group: int) -> BlockPool:
+        return self._host_pools[self._groups[group].pool]
+
     def check_integrity(self, users: Iterable[Prefix]) -> None:
-        """As `PrefixTree.check_integrity`."""
-        self._tree.check_integrity(users)
+        """As `PrefixTree.check_integrity`, and of slots nobody has one."""
+        waiting = (*self._wishes.values(), *self._leaving)
+        self._tree.check_integrity([*users, *(save.prefix for save in waiting)])
+        for pool in self._host_pools:
+            pool.check_integrity([0] * pool.num_blocks, lambda prefix: prefix.slots)
 
 
 def _runs(group: int, found: list[Prefix]) -> list[int]:

@@ -16,24 +16,33 @@ class Prefix:
 
     Hashes may collide or be forged, so what identifies a prefix is its parent, as an object, and
     the tokens of its last block; `digest`, the chained hash, only finds it. `block_ids` has for
-    each cache group the block with the keys and values of these last tokens, or `NO_BLOCK`. One
-    without tokens, where a chain begins, has no blocks.
+    each cache group the block with the keys and values of these last tokens, or `NO_BLOCK`, and
+    `slots` where host memory has a copy. One without tokens, where a chain begins, has neither.
     """
 
     digest: bytes
     parent: Prefix | None
     token_ids: tuple[int, ...]
     block_ids: list[int]
+    slots: list[int]
+    # The number of blocks before its last.
+    index: int
     # Longer prefixes that have it as their parent, and sequences that may add such.
     num_users: int = field(default=0, repr=False)
 
     def has(self, group: int) -> bool:
         """Whether its last tokens' keys and values of this group are anywhere."""
-        return self.block_ids[group] != NO_BLOCK
+        return self.block_ids[group] != NO_BLOCK or self.slots[group] != NO_BLOCK
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none at all."""
+        # NO_BLOCK is below all others.
+        return max(self.block_ids, default=NO_BLOCK) < 0 and max(self.slots, default=NO_BLOCK) < 0
 
 
 class PrefixTree:
-    """Owns the prefixes of which blocks are cached, and those that lead to them.
+    """Owns the prefixes of which blocks are cached or copied, and those that lead to them.
 
     A prefix outlives its own blocks while a longer one has some: with a window, early blocks are
     not needed to go on behind later ones.
@@ -58,7 +67,9 @@ class PrefixTree:
     def add(self, parent: Prefix | None, digest: bytes, token_ids: tuple[int, ...] = ()) -> Prefix:
         """Add a prefix that `find` does not find, in place of any other of its hash."""
         num_blocks = 0 if parent is None else self._num_groups
-        prefix = Prefix(digest, parent, token_ids, [NO_BLOCK] * num_blocks)
+        nowhere = [NO_BLOCK] * num_blocks
+        index = -1 if parent is None else parent.index + 1
+        prefix = Prefix(digest, parent, token_ids, nowhere, nowhere.copy(), index)
         if parent is not None:
             parent.num_users += 1
         self._by_digest[digest] = prefix
@@ -68,7 +79,7 @@ class PrefixTree:
         """Forget it, and what led to it alone, if it has neither users nor blocks. Called once when
         it loses the last of either.
         """
-        while not prefix.num_users and all(each == NO_BLOCK for each in prefix.block_ids):
+        while not prefix.num_users and prefix.is_empty:
             if self._by_digest.get(prefix.digest) is prefix:
                 del self._by_digest[prefix.digest]
             if prefix.parent is None:
@@ -93,5 +104,5 @@ class PrefixTree:
             # One that was replaced may still be counted by its parent.
             found = counted[id(prefix)]
             assert prefix.num_users >= found, f"{prefix}: {found} users, {prefix.num_users} kept"
-            needed = prefix.num_users or any(each != NO_BLOCK for each in prefix.block_ids)
+            needed = prefix.num_users or not prefix.is_empty
             assert needed, f"{prefix}: is kept for nothing"

@@ -82,6 +82,7 @@ def _info(
         kv_sequences=prepared.kv_shape.sequences_in(prepared.pools),
         state_bytes=prepared.kv_shape.state_bytes,
         cache_groups=model.cache_layout.groups,
+        block_bytes=_block_bytes(model) if ranks == 1 else (),
         state_spacing=config.state_spacing,
         dtype=ops.weights,
         kv_dtype=dtype_name(loaded.kv_dtype),
@@ -98,6 +99,11 @@ def _info(
             fingerprint(weights_hash, ops, loaded.kv_dtype, ranks) if checks.batch_invariant else ""
         ),
     )
+
+
+def _block_bytes(model: CausalModel) -> tuple[int, ...]:
+    groups = range(len(model.cache_layout.groups))
+    return tuple(sum(part.nbytes for part in model.block_parts(group, 0)) for group in groups)
 
 
 def _embedding(

@@ -5,6 +5,7 @@ Imports torch only when a real model is asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,14 +111,15 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         max_steps_ahead=1,
         worst_step_s=config.step_ms / 1000,
     )
+    kv = FakeKv(info)
     return FakeRunner(
-        info,
+        dataclasses.replace(info, block_bytes=kv.block_bytes),
         ordinary,
         step_s=config.step_ms / 1000,
         eos_rate=config.fake_eos_rate,
         crash_on=config.fake_crash_on,
         adapters=_fake_adapters(config),
-        kv=FakeKv(info),
+        kv=kv,
     )
 
 

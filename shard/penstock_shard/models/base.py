@@ -51,9 +51,9 @@ class CausalModel(Protocol):
     def free(self) -> None:
         """Drop the KV cache."""
 
-    def read_block(self, group: int, block_id: int) -> Tensor:
-        """The bytes of a block of a cache group, uint8: of its layers in order, keys and then
-        values, or the state. A copy.
+    def block_parts(self, group: int, block_id: int) -> Sequence[Tensor]:
+        """The memory of a block of a cache group, each uint8 [bytes]: of its layers in order, keys
+        and then values, or the state.
         """
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -218,8 +218,8 @@ class GraphedModel:
         self.drop()
         self._model.free()
 
-    def read_block(self, group: int, block_id: int) -> Tensor:
-        return self._model.read_block(group, block_id)
+    def block_parts(self, group: int, block_id: int) -> Sequence[Tensor]:
+        return self._model.block_parts(group, block_id)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         self._model.copy_states(copies)

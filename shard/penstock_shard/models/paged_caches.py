@@ -75,18 +75,16 @@ class PagedCaches:
         self._caches = {}
         self._memory = {}
 
-    def read_block(self, group: int, block_id: int) -> Tensor:
-        """The bytes of a block of a cache group, uint8, copied: of its layers in order, keys and
-        then values, or the state.
+    def block_parts(self, group: int, block_id: int) -> list[Tensor]:
+        """The memory of a block of a cache group, each uint8 [bytes]: of its layers in order, keys
+        and then values, or the state. None for a group without layers.
         """
-        parts = [
-            part[block_id].reshape(-1).view(torch.uint8)
+        return [
+            part[block_id].view(-1).view(torch.uint8)
             for layer, memory in sorted(self._memory.items())
             if self.layout.group_of[layer] == group
             for part in memory
         ]
-        # A group without layers has blocks of no memory.
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states of all layers that have one, in this order: from which block to which."""

@@ -8,6 +8,7 @@ Scheduling needs counts and no values, so it runs a step ahead of the results.
 A step is bounded by tokens and sequences; while sequences decode, also by prompt tokens and by the
 share of long prompts. When blocks run out a sequence is preempted: its blocks are freed once no
 launched step refers to them, and it is computed again later from its prompt and its output so far.
+One of whose prefix host memory has copies gets its blocks, and runs once these are copied there.
 
 Two parts plug in: another policy (`priority_policy.py`), and drafts in decode rows
 (`speculation.py`).
@@ -86,6 +87,10 @@ class Scheduler:
         self._waiting: OrderedDict[Sequence, int] = OrderedDict()
         # In the order they joined. Values are unused.
         self._running: dict[Sequence, None] = {}
+        # Those that have blocks, into which copies in host memory are still to be copied, and those
+        # whose copies are there since the last step. Values are unused.
+        self._loading: dict[Sequence, None] = {}
+        self._loaded: dict[Sequence, None] = {}
         # Ended or preempted, but launched steps still use their blocks and slots: those are freed
         # when the steps are collected.
         self._leaving: set[Sequence] = set()
@@ -137,7 +142,20 @@ class Scheduler:
     @property
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended, running ones first."""
-        return [*self._running, *self._waiting]
+        return [*self._running, *self._loaded, *self._loading, *self._waiting]
+
+    @property
+    def loading(self) -> list[Sequence]:
+        """Sequences that wait for what `BlockManager.loads_of` says."""
+        return list(self._loading)
+
+    @property
+    def num_computed_insertions(self) -> int:
+        """Steps that are over have computed all blocks up to so many insertions."""
+        if self._launched:
+            return self._launched[0][1]
+        # States that the next step begins with are not copied yet.
+        return 0 if self._blocks.has_state_copies else self._blocks.num_insertions
 
     def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
         """Queue a sequence. The caller bounds the queue."""
@@ -153,6 +171,8 @@ class Scheduler:
         """
         if sequence.state is _RUNNING:
             del self._running[sequence]
+        elif sequence.state is SequenceState.LOADING:
+            (self._loading if sequence in self._loading else self._loaded).pop(sequence)
         else:
             self._dequeue(sequence)
         self._policy.remove(sequence)
@@ -268,6 +288,19 @@ class Scheduler:
         hopeless = self.bounds.is_hopeless(failed, first) and first.state is not _ENDED
         return first if hopeless else None
 
+    def finish_loads(self, sequence: Sequence) -> None:
+        """A sequence has what it waited for in its blocks."""
+        del self._loading[sequence]
+        self._blocks.finish_loads(sequence)
+        self._loaded[sequence] = None
+
+    def lose_loads(self, sequence: Sequence) -> None:
+        """What a sequence waited for is not there: it is queued again, the first of all."""
+        del self._loading[sequence]
+        self._leave(sequence, SequenceState.WAITING)
+        self._enqueue(sequence)
+        self._waiting.move_to_end(sequence, last=False)
+
     def predict_s(self) -> float:
         """Predicted seconds of the oldest launched step that is not collected."""
         return self._step_time.predict(self._launched[0][0])
@@ -349,12 +382,14 @@ class Scheduler:
     def _prompt_rows(
         self, prefilling: list[Sequence], budget: StepBudget, now_s: float, *, admits: bool
     ) -> Iterator[Row]:
-        """Chunks of running sequences, then of waiting sequences that are admitted.
+        """Chunks of running sequences, then of those whose copies are there, then of waiting
+        sequences that are admitted.
 
         No other is preempted here: a sequence got the blocks for its whole prompt when admitted, or
         gets the next ones for those that it gives back.
         """
-        free_seqs = max(0, self.bounds.sequences - len(self._running))
+        num_admitted = len(self._running) + len(self._loading) + len(self._loaded)
+        free_seqs = max(0, self.bounds.sequences - num_admitted)
         others = chain(prefilling, self._waiting if free_seqs else ())
         if not all(map(self._is_long, others)):
             budget.leave_half_to_short()
@@ -362,6 +397,12 @@ class Scheduler:
             limit = self._chunk_limit(sequence, budget)
             # The list still has sequences that were preempted for a decode of this step.
             if limit and sequence.state is _RUNNING and self._slide_or_preempt(sequence):
+                yield self._prompt_row(sequence, limit, budget)
+        for sequence in list(self._loaded):
+            limit = self._chunk_limit(sequence, budget)
+            if limit:
+                del self._loaded[sequence]
+                self._start(sequence)
                 yield self._prompt_row(sequence, limit, budget)
         if admits and budget.prompt_tokens:
             yield from self._admitted_rows(free_seqs, budget, now_s)
@@ -393,6 +434,8 @@ class Scheduler:
             if not self._admit(sequence):
                 return
             free_seqs -= 1
+            if sequence.state is not _RUNNING:
+                continue
             # Computed again: with a cached prefix the chunk starts later, and attends to more keys.
             yield self._prompt_row(sequence, max(1, self._chunk_limit(sequence, budget)), budget)
 
@@ -411,7 +454,8 @@ class Scheduler:
         return sequence.num_tokens > self._limits.max_prefill_tokens
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move a waiting sequence to the running ones; False when blocks are lacking.
+        """Move a waiting sequence to the running ones, or to those that wait for copies; False when
+        blocks are lacking.
 
         It gets the blocks for all its known tokens at once: with fewer it could be preempted in the
         middle of its prompt. Of those with a window it gets as many as it ever has at once.
@@ -430,15 +474,23 @@ class Scheduler:
             self._turned_away = (sequence.arrival, pool, self._blocks.free_in(pool) + missing)
             return False
         sequence.num_computed = found
+        self._dequeue(sequence)
+        if self._blocks.loads_of(sequence):
+            sequence.state = SequenceState.LOADING
+            self._loading[sequence] = None
+        else:
+            self._start(sequence)
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        """Have it run, from a row of this step on."""
         if sequence.cached_tokens is None:
             self._started.append(sequence)
-            sequence.cached_tokens = min(found, sequence.num_prompt_tokens)
-        self._dequeue(sequence)
+            sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         sequence.state = _RUNNING
         self._running[sequence] = None
         self.slots.give(sequence)
         self._admitted.append(sequence)
-        return True
 
     def _row(self, sequence: Sequence, count: int) -> Row:
         start = sequence.num_computed
@@ -475,6 +527,7 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions_total += 1
         self._preempted.append((sequence, reason))
+        self._blocks.use_prefix(sequence)
         self._leave(sequence, SequenceState.WAITING)
         self._enqueue(sequence)
         self._waiting.move_to_end(sequence, last=False)

@@ -111,13 +111,14 @@ class _Watched:
     def _cached(self) -> Tensor:
         model = self._steps.model
         groups = zip(model.cache_layout.groups, self._sequence.block_ids, strict=True)
-        blocks = [
-            model.read_block(group, block_id)
+        parts = [
+            part
             for group, (spec, block_ids) in enumerate(groups)
             if not spec.has_state
             for block_id in block_ids
+            for part in model.block_parts(group, block_id)
         ]
-        return torch.cat(blocks) if blocks else torch.empty(0)
+        return torch.cat(parts) if parts else torch.empty(0)
 
     def _run(self, rows: abc.Sequence[Row]) -> tuple[list[int], Tensor]:
         """Positions of the compared tokens in the rows, and their logits [n, V]."""

@@ -162,3 +162,13 @@ class Runner(Protocol):
         """Drop what is kept for the sequence in this slot: it has ended, or will be admitted again
         before its next row.
         """
+
+    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
+        """Copy the bytes of a block of a cache group, `RunnerInfo.block_bytes` of them, as steps
+        that are over have left them.
+        """
+
+    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
+        """Replace the bytes of a block, which no launched step reads or writes, before any step
+        that is launched later.
+        """

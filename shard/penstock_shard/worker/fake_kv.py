@@ -62,7 +62,9 @@ class FakeKv:
         slot = admission.slot
         if slot >= len(self._roots):
             self._grow(max(2 * len(self._roots), slot + 1))
-        named = f"{self._weights} {admission.request.adapter_hash}".encode()
+        # A salt is in it, so that who finds a block of another salt is found too.
+        request = admission.request
+        named = repr((self._weights, request.adapter_hash, request.cache_salt)).encode()
         digest = hashlib.blake2b(named, digest_size=_NAME_BYTES).digest()
         self._roots[slot] = self._last[slot] = int.from_bytes(digest, "little")
         self._num_written[slot] = 0

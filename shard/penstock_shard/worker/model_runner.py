@@ -138,6 +138,19 @@ class ModelRunner:
         for output in self._outputs:
             output.release(slot)
 
+    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
+        parts = self.model.block_parts(group, block_id)
+        if parts:
+            torch.frombuffer(into, dtype=torch.uint8).copy_(torch.cat(list(parts)))
+
+    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
+        parts = self.model.block_parts(group, block_id)
+        if parts:
+            sizes = [len(part) for part in parts]
+            pieces = torch.split(torch.frombuffer(data, dtype=torch.uint8), sizes)
+            for part, piece in zip(parts, pieces, strict=True):
+                part.copy_(piece)
+
     # ---- the device's part of a step ----
 
     @torch.inference_mode()

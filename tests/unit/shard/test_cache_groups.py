@@ -132,7 +132,7 @@ def test_names_of_prefixes_are_forgotten_with_the_last_block_that_needs_them() -
             make_sequence(f"filler {number}", range(7000, 7096)), 16 * (7, 1)[number]
         )
     assert blocks.num_free == 0
-    assert len(blocks._prefixes._tree) == 0
+    assert len(blocks.prefixes._tree) == 0
 
 
 def test_groups_of_one_pool_never_have_the_same_block() -> None:
@@ -236,7 +236,7 @@ def test_a_name_is_kept_while_one_of_its_sequences_goes_on() -> None:
     compute(blocks, second, 80)
     blocks.forget(second)
     use_up(blocks, blocks.num_blocks)
-    assert len(blocks._prefixes._tree) == 0
+    assert len(blocks.prefixes._tree) == 0
 
 
 def test_a_block_under_a_wrong_name_and_a_name_of_nothing_are_noticed() -> None:
@@ -257,7 +257,7 @@ def test_a_block_under_a_wrong_name_and_a_name_of_nothing_are_noticed() -> None:
             blocks.check_integrity()
         prefix.num_users += 1
     blocks.check_integrity()
-    blocks._prefixes._tree.add(None, b"nobody's")
+    blocks.prefixes._tree.add(None, b"nobody's")
     with pytest.raises(AssertionError, match="is kept for nothing"):
         blocks.check_integrity()
 

@@ -2,13 +2,15 @@
 
 What must hold: a request's tokens are those it would get alone; each has one ending, and nothing
 comes after it; blocks are accounted for exactly, and hold what their readers think they hold. That
-also where tokens are drafted, well or badly, and where memory does not hold every step.
+also where tokens are drafted, well or badly, where memory does not hold every step, and where host
+memory has copies of blocks, made by an engine that was killed perhaps.
 """
 
 from __future__ import annotations
 
 import random
 from array import array
+from functools import partial
 
 import msgspec
 from hypothesis import HealthCheck, settings
@@ -19,12 +21,13 @@ from support.drafters import FickleOracle
 from support.engines import CACHE_GROUPS, EOS_ID, make_request, runner_info
 from support.shadow import Fails, ShadowRunner
 
-from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import FinishReason, Objective, Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.kv_transfer.arena import Arena
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.fake_kv import FakeKv
@@ -55,6 +58,7 @@ class ModelledEngine:
         drafter: Drafter | None = None,
         fails: Fails = lambda step: False,
         cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),),
+        host_memory: memoryview | None = None,
     ) -> None:
         self.now_s = 1.0
         info = runner_info(
@@ -65,12 +69,23 @@ class ModelledEngine:
         )
         fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=_EOS_RATE, kv=FakeKv(info))
         self.runner = ShadowRunner(fake, fails)
-        self.blocks = BlockManager.of(info, max_batched)
+        arena = None if host_memory is None else Arena(host_memory, info)
+        host_slots = () if arena is None else arena.num_slots
+        self.blocks = BlockManager.of(info, max_batched, host_slots=host_slots)
         limits = SchedulerLimits(max_num_seqs, max_batched, max(1, max_batched // 2))
         self.most_slots = max_num_seqs * (1 + max_steps_ahead)
         self.drafter = drafter
         self.scheduler = create_scheduler(limits, self.blocks, drafter, aging_s=5.0)
-        self.engine = Engine(self.runner, self.scheduler, self.blocks, clock=lambda: self.now_s)
+        self.moves = None
+        if arena is not None:
+            self.moves = create_moves(arena, self.runner, self.scheduler, self.blocks)
+        self.engine = Engine(
+            self.runner,
+            self.scheduler,
+            self.blocks,
+            clock=lambda: self.now_s,
+            moves=self.moves,
+        )
         self.live: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], FinishReason | None] = {}
@@ -174,6 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
         by_oracle=st.booleans(),
         fail_rate=st.sampled_from((0.0, 0.0, 0.05, 0.3)),
         cache_groups=st.sampled_from(CACHE_GROUPS),
+        host_bytes=st.sampled_from((0, 0, 8192, 65536)),
         seed=st.integers(0, 2**16),
     )
     def build(
@@ -186,13 +202,15 @@ class EngineMachine(RuleBasedStateMachine):
         by_oracle: bool,
         fail_rate: float,
         cache_groups: tuple[CacheGroup, ...],
+        host_bytes: int,
         seed: int,
     ) -> None:
         rng = random.Random(seed)
         drafter = Drafter(most_drafts)
         if by_oracle:
             drafter = FickleOracle(most_drafts, Foresight(), rng)
-        self.modelled = ModelledEngine(
+        self.start = partial(
+            ModelledEngine,
             num_blocks,
             max_num_seqs,
             max_batched,
@@ -200,8 +218,10 @@ class EngineMachine(RuleBasedStateMachine):
             drafter if most_drafts and not _have_states(cache_groups) else None,
             _failing(rng, fail_rate),
             cache_groups,
+            memoryview(bytearray(host_bytes)) if host_bytes else None,
         )
-        self.modelled.may_fail = fail_rate > 0
+        self.modelled = self.start()
+        self.may_fail = self.modelled.may_fail = fail_rate > 0
         self.count = 0
 
     @rule(
@@ -261,6 +281,13 @@ class EngineMachine(RuleBasedStateMachine):
             )
         )
 
+    @precondition(lambda self: self.modelled.moves and not self.modelled.drafter)
+    @rule()
+    def die(self) -> None:
+        """Another engine finds the copies in host memory, and none of the requests."""
+        self.modelled = self.start()
+        self.modelled.may_fail = self.may_fail
+
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
         for _ in range(times):
@@ -288,7 +315,7 @@ TestEngineAgainstItsModel.settings = settings(
 
 def test_random_traffic_under_a_small_cache_keeps_every_account() -> None:
     rng = seeded("engine soak")
-    preemptions = accepted = failed = 0
+    preemptions = accepted = failed = loaded = 0
     for number in range(budget(len(CACHE_GROUPS), 800)):
         fail_rate = rng.choice((0.0, 0.0, 0.05))
         drafter = (FickleOracle(4, Foresight(), rng), None, Drafter(4))[number % 3]
@@ -301,6 +328,7 @@ def test_random_traffic_under_a_small_cache_keeps_every_account() -> None:
             None if _have_states(groups) else drafter,
             _failing(rng, fail_rate),
             groups,
+            memoryview(bytearray(rng.choice((8192, 65536)))) if number % 2 else None,
         )
         modelled.may_fail = fail_rate > 0
         _random_traffic(modelled, rng)
@@ -308,8 +336,10 @@ def test_random_traffic_under_a_small_cache_keeps_every_account() -> None:
         preemptions += modelled.scheduler.preemptions_total
         accepted += modelled.scheduler.num_accepted_tokens
         failed += modelled.runner.num_failed
-    print(f"{preemptions} preemptions, {accepted} drafts right, {failed} failed")
+        loaded += 0 if modelled.moves is None else modelled.moves.tier.loaded_total
+    print(f"{preemptions} preemptions, {accepted} drafts right, {failed} failed, {loaded} loaded")
     assert preemptions > 0
+    assert loaded > 0
     assert accepted > 0
 
 

@@ -116,8 +116,8 @@ class Decoder:
     def free(self) -> None:
         self._caches.free()
 
-    def read_block(self, group: int, block_id: int) -> Tensor:
-        return self._caches.read_block(group, block_id)
+    def block_parts(self, group: int, block_id: int) -> Sequence[Tensor]:
+        return self._caches.block_parts(group, block_id)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         self._caches.copy_states(copies)

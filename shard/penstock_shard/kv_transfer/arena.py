@@ -1,0 +1,159 @@
+"""Host memory with copies of KV blocks: records in slots, each with a name and checksums.
+
+The server makes the memory and each engine maps it, so that what is in it outlives an engine. One
+that was killed in the middle of a write leaves a record whose checksum is wrong, or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from penstock_shard.ipc.runner_info import RunnerInfo
+
+# Part of the name of what is in the memory: raise it when blocks' bytes mean something else.
+_LAYOUT_VERSION = 1
+_MAGIC = b"penstock KV\0"
+_DIGEST_BYTES = 16
+_PREAMBLE_BYTES = 4096
+_ALIGNMENT_BYTES = 64
+# Whether there is a record; CRC-32 of what follows in the header; of the block; group, index.
+_FIELDS = struct.Struct(f"<IIIII{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
+_CHECKED_FROM = struct.calcsize("<II")
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RecordName:
+    """What a copied block is: of which cache group, and of which prefix the last tokens. `index` is
+    the number of blocks before it; `digest` and `parent` are the chained hashes of the prefix and
+    of the one without the block, with none before it the root.
+    """
+
+    group: int
+    index: int
+    digest: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+def namespace_of(info: RunnerInfo) -> bytes:
+    """Where it is the same, blocks of the same name have the same bytes; empty where nothing
+    ensures that.
+    """
+    if not info.numerics_fingerprint:
+        return b""
+    named = (info.numerics_fingerprint, info.block_size, info.cache_groups, info.block_bytes)
+    packed = repr((_LAYOUT_VERSION, *named)).encode()
+    return hashlib.blake2b(packed, digest_size=_DIGEST_BYTES).digest()
+
+
+class Arena:
+    """Slots of a piece of memory, for each pool of blocks as many as it has in proportion."""
+
+    def __init__(self, memory: memoryview, info: RunnerInfo) -> None:
+        """What `memory` holds is kept if it is of the same namespace and layout.
+
+        Raises:
+            ValueError: it has no room for a block of each pool; the text names the bytes needed.
+        """
+        self._memory = memory
+        self._block_bytes = info.block_bytes
+        self._num_tokens = info.block_size
+        header_bytes = _FIELDS.size + _TOKEN_BYTES * info.block_size
+        self._header_bytes = _aligned(header_bytes)
+        largest = [0] * len(info.pools)
+        for group, size in zip(info.cache_groups, info.block_bytes, strict=True):
+            largest[group.pool] = max(largest[group.pool], size)
+        self._slot_bytes = [self._header_bytes + _aligned(size) for size in largest]
+        room = len(memory) - _PREAMBLE_BYTES
+        total = sum(map(int.__mul__, info.pools, self._slot_bytes))
+        self.num_slots = tuple(room * count // total for count in info.pools)
+        if min(self.num_slots) < 1:
+            needed = _PREAMBLE_BYTES + total // min(info.pools) + len(info.pools)
+            raise ValueError(f"one block of each kind needs {needed} bytes")
+        self._starts = [_PREAMBLE_BYTES]
+        for count, size in zip(self.num_slots, self._slot_bytes, strict=True):
+            self._starts.append(self._starts[-1] + count * size)
+        self._pool_of = [group.pool for group in info.cache_groups]
+        self._take_over(namespace_of(info))
+
+    def _take_over(self, namespace: bytes) -> None:
+        layout = repr((len(self._memory), self.num_slots)).encode()
+        preamble = _MAGIC + namespace + hashlib.blake2b(layout, digest_size=_DIGEST_BYTES).digest()
+        if self._memory[: len(preamble)] == preamble:
+            return
+        self._memory[: len(preamble)] = bytes(len(preamble))
+        for pool, count in enumerate(self.num_slots):
+            for slot in range(count):
+                self.clear(pool, slot)
+        self._memory[: len(preamble)] = preamble
+
+    def write(self, slot: int, name: RecordName, fill: Callable[[memoryview], None]) -> None:
+        """Replace what is in a slot of the group's pool; `fill` writes the block's bytes."""
+        pool = self._pool_of[name.group]
+        self.clear(pool, slot)
+        header, block = self._parts(pool, slot, name.group)
+        fill(block)
+        _FIELDS.pack_into(header, 0, 0, 0, zlib.crc32(block), *_fields(name))
+        struct.pack_into(f"<{len(name.token_ids)}I", header, _FIELDS.size, *name.token_ids)
+        struct.pack_into("<I", header, 4, zlib.crc32(header[_CHECKED_FROM:]))
+        # Last: until now there is no record.
+        struct.pack_into("<I", header, 0, 1)
+
+    def read(self, slot: int, name: RecordName) -> memoryview | None:
+        """The bytes of the block in a slot of the group's pool, until it is written again; None if
+        it is not the one of this name, or is damaged.
+        """
+        pool = self._pool_of[name.group]
+        if self.name_in(pool, slot) != name:
+            return None
+        header, block = self._parts(pool, slot, name.group)
+        checksum: int = _FIELDS.unpack_from(header)[2]
+        return block if zlib.crc32(block) == checksum else None
+
+    def name_in(self, pool: int, slot: int) -> RecordName | None:
+        """The name of what is in a slot; None if there is no record. Its block may be damaged."""
+        header, _ = self._parts(pool, slot)
+        is_there, checksum, _, group, index, digest, parent = _FIELDS.unpack_from(header)
+        if is_there != 1 or zlib.crc32(header[_CHECKED_FROM:]) != checksum:
+            return None
+        if group >= len(self._pool_of) or self._pool_of[group] != pool:
+            return None
+        token_ids = struct.unpack_from(f"<{self._num_tokens}I", header, _FIELDS.size)
+        return RecordName(group, index, digest, parent, token_ids)
+
+    def names(self) -> Iterator[tuple[int, RecordName]]:
+        """All records: slots, and the names of what is in them."""
+        for pool, count in enumerate(self.num_slots):
+            for slot in range(count):
+                name = self.name_in(pool, slot)
+                if name is not None:
+                    yield slot, name
+
+    def clear(self, pool: int, slot: int) -> None:
+        """Have no record in a slot."""
+        struct.pack_into("<I", self._memory, self._start(pool, slot), 0)
+
+    def _start(self, pool: int, slot: int) -> int:
+        return self._starts[pool] + slot * self._slot_bytes[pool]
+
+    def _parts(
+        self, pool: int, slot: int, group: int | None = None
+    ) -> tuple[memoryview, memoryview]:
+        """The header, and the bytes of a block of a group."""
+        start = self._start(pool, slot)
+        block = start + self._header_bytes
+        size = 0 if group is None else self._block_bytes[group]
+        return self._memory[start:block], self._memory[block : block + size]
+
+
+def _fields(name: RecordName) -> tuple[int, int, bytes, bytes]:
+    return name.group, name.index, name.digest, name.parent
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

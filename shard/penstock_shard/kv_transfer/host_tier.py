@@ -1,0 +1,78 @@
+"""Copies blocks of a runner to host memory and back."""
+
+from __future__ import annotations
+
+from penstock_shard.kv_cache.block_manager import Load
+from penstock_shard.kv_cache.prefix_cache import PrefixCache, Save
+from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
+from penstock_shard.kv_transfer.arena import Arena, RecordName
+from penstock_shard.worker.base import Runner
+
+
+class HostTier:
+    """The arena of an engine; which prefixes have a copy there is known to the prefix cache."""
+
+    def __init__(self, arena: Arena, prefixes: PrefixCache, runner: Runner) -> None:
+        self._arena = arena
+        self._prefixes = prefixes
+        self._runner = runner
+        # Blocks since the engine's start: copied there, copied back, found to be damaged.
+        self.saved_total = 0
+        self.loaded_total = 0
+        self.damaged_total = 0
+
+    def restore(self) -> int:
+        """Have all found that an earlier engine has left, as far as what leads to it is there too;
+        how many blocks.
+        """
+        known: dict[bytes, Prefix] = {}
+        records = sorted(self._arena.names(), key=lambda record: record[1].index)
+        found: list[Prefix] = []
+        for slot, name in records:
+            parent = known.get(name.parent)
+            if name.index == 0:
+                parent = self._prefixes.root(name.parent)
+            if parent is None or parent.index != name.index - 1:
+                continue
+            prefix = self._prefixes.child(parent, name.digest, name.token_ids)
+            if prefix.slots[name.group] == NO_BLOCK:
+                self._prefixes.keep(prefix, name.group, slot)
+            known[name.digest] = prefix
+            found.append(prefix)
+        self._prefixes.use(found)
+        return len(found)
+
+    def load(self, load: Load) -> bool:
+        """Copy a block back; False if its copy is gone, or is damaged: then nobody finds it any
+        more.
+        """
+        prefix, group = load.prefix, load.group
+        if prefix.slots[group] != load.slot:
+            return False
+        block = self._arena.read(load.slot, _name_of(prefix, group))
+        if block is None:
+            self._prefixes.drop(prefix, group)
+            self.damaged_total += 1
+            return False
+        self._runner.write_block(group, load.block_id, block)
+        self.loaded_total += 1
+        return True
+
+    def save(self, save: Save) -> None:
+        """Copy a block, which a step that is over has computed."""
+        prefix, group, block_id = save.prefix, save.group, save.block_id
+        if prefix.slots[group] == NO_BLOCK:
+            slot = self._prefixes.take_slot(group)
+            self._arena.write(
+                slot,
+                _name_of(prefix, group),
+                lambda into: self._runner.read_block(group, block_id, into),
+            )
+            self._prefixes.keep(prefix, group, slot)
+            self.saved_total += 1
+        self._prefixes.leave(prefix)
+
+
+def _name_of(prefix: Prefix, group: int) -> RecordName:
+    assert prefix.parent is not None
+    return RecordName(group, prefix.index, prefix.digest, prefix.parent.digest, prefix.token_ids)
