@@ -27,6 +27,7 @@ def parse_config(argv: abc.Sequence[str]) -> ShardConfig:
     if not config.enable_chunked_prefill:
         parser.error("--no-enable-chunked-prefill: long prompts are always computed in chunks")
     _check_sizes(parser, config)
+    _check_copies(parser, config)
     return dataclasses.replace(config, tracing=tracing_of(parser, config.otlp_endpoint))
 
 
@@ -73,6 +74,20 @@ def _check_adapters(parser: OneLineParser, config: ShardConfig) -> None:
             parser.error(f"--lora {name[:80]}: {reason}")
     if len(names) > config.max_loras:
         parser.error(f"--lora: {len(names)} adapters are over --max-loras {config.max_loras}")
+
+
+def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
+    """Whether there can be copies of KV blocks, if they are asked for."""
+    if not config.kv_host_bytes:
+        return
+    flag = f"--kv-host-bytes {config.kv_host_bytes}"
+    if not config.enable_prefix_caching:
+        parser.error(f"{flag}: with --no-enable-prefix-caching no block is used again")
+    if config.tensor_parallel_size > 1:
+        parser.error(
+            f"{flag}: with --tensor-parallel-size {config.tensor_parallel_size} each device has a "
+            "part of every block, and parts are not copied"
+        )
 
 
 def _check_sizes(parser: OneLineParser, config: ShardConfig) -> None:

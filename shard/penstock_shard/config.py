@@ -259,6 +259,15 @@ class ShardConfig(ObservingConfig):
         read=size,
         metavar="BYTES",
     )
+    kv_host_bytes: int = flag(
+        0,
+        "memory of the machine for copies of KV blocks whose prefixes are used again, as 512M or "
+        "2G: they are found when the device has reused the blocks, and by the next engine when one "
+        "dies",
+        read=size,
+        at_least=0,
+        metavar="BYTES",
+    )
     check_integrity: bool = flag(
         False,
         "whenever the engine is idle, count again which request has which KV block; an engine "

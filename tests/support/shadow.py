@@ -128,6 +128,11 @@ class ShadowRunner:
         self.released.append(self.held.pop(slot).request)
         self._runner.release(slot)
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert not self._launched
+        self._runner.copy_states(copies)
+        self._copy_states(copies)
+
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
         """The bytes are those of the runner; what they stand for is kept beside them."""
         self._runner.read_block(group, block_id, into)

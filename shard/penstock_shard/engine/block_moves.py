@@ -32,8 +32,7 @@ class BlockMoves:
         """Whether blocks wait to be copied out. Those that are to be copied back are waited for by
         sequences.
         """
-        # As long as states are not copied, nothing of the next step is computed.
-        return self._blocks.prefixes.has_wishes and not self._blocks.has_state_copies
+        return self._blocks.prefixes.has_wishes
 
     def load(self) -> None:
         """Go on with what sequences wait for. One whose copies are not there any more is queued

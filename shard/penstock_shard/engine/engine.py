@@ -200,6 +200,9 @@ class Engine:
         if self._moves is not None:
             self._moves.save()
         if not batch.num_rows:
+            if not self._in_flight and self._blocks.has_state_copies:
+                # Sequences may wait for copies of blocks, which these come before.
+                self._runner.copy_states(self._blocks.take_state_copies())
             return False
         if started := self._scheduler.take_started():
             self._tell_started([sequence.request.request_id for sequence in started])

@@ -28,6 +28,7 @@ from penstock_shard.engine.create_engine import create_engine, create_matchers
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.ipc.messages import (
     IMPORT_FIRST,
+    NO_HOST_MEMORY,
     EngineEnd,
     Inbox,
     LoadFailed,
@@ -37,6 +38,9 @@ from penstock_shard.ipc.messages import (
     Started,
 )
 from penstock_shard.ipc.request import CONSTRAINT_KINDS
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.kv_transfer.arena import Arena, namespace_of
+from penstock_shard.kv_transfer.shared_memory import map_shared_memory
 from penstock_shard.model_loader.load_runner import ModelError, load_runner
 
 logger = logging.getLogger(__name__)
@@ -59,8 +63,8 @@ def run() -> NoReturn:
 
 
 def main() -> int:
-    """Run until the server is gone; the exit status. The first argument is a socket's descriptor, a
-    second one may be IMPORT_FIRST.
+    """Run until the server is gone; the exit status. Arguments are a socket's descriptor, one of
+    memory for copies of KV blocks or NO_HOST_MEMORY, and maybe IMPORT_FIRST.
     """
     # Service managers signal all processes at once; the server drains, and decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,7 +73,7 @@ def main() -> int:
     # compiles a schema.
     sys.setswitchinterval(_SWITCH_S)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
-    if IMPORT_FIRST in sys.argv[2:]:
+    if IMPORT_FIRST in sys.argv[3:]:
         importlib.import_module("penstock_shard.model_loader.load_model_runner")
         importlib.import_module("penstock_shard.model_loader.load_whole")
     start = link.receive()
@@ -80,6 +84,7 @@ def main() -> int:
     threading.Thread(target=_receive, args=(link, inbox), daemon=True).start()
     try:
         loaded = load_runner(start.config, lambda text: link.send(Progress(text)))
+        arena = _arena(loaded.runner.info, sys.argv[2])
     except ModelError as error:
         link.send(LoadFailed(str(error)))
         return 1
@@ -99,7 +104,9 @@ def main() -> int:
     if matchers is None:
         capabilities = info.capabilities - CONSTRAINT_KINDS
         info = dataclasses.replace(info, capabilities=capabilities)
-    engine = create_engine(loaded, start.config, lambda ids: link.send(Started(ids)), matchers)
+    engine = create_engine(
+        loaded, start.config, lambda ids: link.send(Started(ids)), matchers, arena
+    )
     loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
     threading.Thread(target=_beat, args=(link, Heartbeat(loop)), daemon=True).start()
     # All objects so far live as long as the process: keep the garbage collector from walking them.
@@ -112,6 +119,22 @@ def main() -> int:
         link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
         return _run_or_say(loop, inbox)
     return 0
+
+
+def _arena(info: RunnerInfo, descriptor: str) -> Arena | None:
+    """Raises ModelError where blocks cannot be copied."""
+    if descriptor == NO_HOST_MEMORY:
+        return None
+    memory = map_shared_memory(int(descriptor))
+    flag = f"--kv-host-bytes {len(memory)}"
+    if not namespace_of(info):
+        raise ModelError(
+            f"{flag}: blocks are only copied where equal prefixes have equal bytes; use --exact"
+        )
+    try:
+        return Arena(memory, info)
+    except ValueError as error:
+        raise ModelError(f"{flag}: {error}") from None
 
 
 def _load_adapters(link: EngineEnd, start: Start, adapters: EngineAdapters) -> None:

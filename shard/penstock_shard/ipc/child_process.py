@@ -31,18 +31,20 @@ async def start_child(
     added: Mapping[str, str] = _NOTHING,
     output: int | None = None,
     arguments: Sequence[str] = (),
+    descriptors: Sequence[int] = (),
 ) -> ChildProcess:
     """Run a module of Python's, whose first argument is its end of the socket.
 
-    It gets the variables `needed` of our environment and those that are `added`, and writes to
-    `output`, a file descriptor or a constant of `asyncio.subprocess`. Raises `OSError`.
+    It gets the variables `needed` of our environment and those that are `added`, and `descriptors`
+    under the same numbers; it writes to `output`, a file descriptor or a constant of
+    `asyncio.subprocess`. Raises `OSError`.
     """
     ours, theirs = socket.socketpair()
     try:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", module, str(theirs.fileno()), *arguments),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *descriptors],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

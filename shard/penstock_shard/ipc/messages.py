@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 # ---- server -> engine ----
 
 
-# The argument with which an engine process imports what models need before its first message.
+# The second argument of an engine process, if there is no descriptor of host memory.
+NO_HOST_MEMORY = "-"
+# The third, with which it imports what models need before its first message.
 IMPORT_FIRST = "--import-first"
 
 

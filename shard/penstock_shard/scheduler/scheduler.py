@@ -20,7 +20,7 @@ from collections import OrderedDict, abc, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.fcfs_policy import FcfsPolicy
@@ -59,6 +59,16 @@ class SchedulerLimits:
     max_scored_tokens: int = 2**31
 
 
+class _Launched(NamedTuple):
+    """A step that is not collected: its size, `BlockManager.num_insertions` before it was planned,
+    and the number of its planning.
+    """
+
+    size: StepSize
+    num_insertions: int
+    number: int
+
+
 class Scheduler:
     """Owns the waiting and the running sequences, their slots, and through the block manager their
     blocks. It alone writes what is known of them.
@@ -87,18 +97,18 @@ class Scheduler:
         self._waiting: OrderedDict[Sequence, int] = OrderedDict()
         # In the order they joined. Values are unused.
         self._running: dict[Sequence, None] = {}
-        # Those that have blocks, into which copies in host memory are still to be copied, and those
-        # whose copies are there since the last step. Values are unused.
-        self._loading: dict[Sequence, None] = {}
+        # Those that have blocks, into which copies in host memory are still to be copied, with the
+        # number of the planning that gave them.
+        self._loading: dict[Sequence, int] = {}
+        # Those whose copies are there since the last step. Values are unused.
         self._loaded: dict[Sequence, None] = {}
         # Ended or preempted, but launched steps still use their blocks and slots: those are freed
         # when the steps are collected.
         self._leaving: set[Sequence] = set()
         # Sequences that were given a slot for the step that is planned.
         self._admitted: list[Sequence] = []
-        # For each launched step that is not collected, the oldest first: its size, and
-        # `BlockManager.num_insertions` before it.
-        self._launched: deque[tuple[StepSize, int]] = deque()
+        # The oldest first.
+        self._launched: deque[_Launched] = deque()
         self._arrivals = 0
         self._steps = 0
         # What `take_started` and `take_preempted` return next.
@@ -146,14 +156,19 @@ class Scheduler:
 
     @property
     def loading(self) -> list[Sequence]:
-        """Sequences that wait for what `BlockManager.loads_of` says."""
-        return list(self._loading)
+        """Sequences that wait for what `BlockManager.loads_of` says, in blocks that no launched
+        step reads or writes: states may be copied from blocks that were given back since.
+        """
+        if self._blocks.has_state_copies:
+            return []
+        over = self._launched[0].number if self._launched else self._steps + 1
+        return [sequence for sequence, number in self._loading.items() if number < over]
 
     @property
     def num_computed_insertions(self) -> int:
         """Steps that are over have computed all blocks up to so many insertions."""
         if self._launched:
-            return self._launched[0][1]
+            return self._launched[0].num_insertions
         # States that the next step begins with are not copied yet.
         return 0 if self._blocks.has_state_copies else self._blocks.num_insertions
 
@@ -209,7 +224,8 @@ class Scheduler:
             rows.insert(0 if row.count == 1 and row.samples else len(rows.starts), row)
         if not rows.starts:
             return Batch()
-        self._launched.append((size.plus(step_size(prompt_rows)), num_insertions))
+        size = size.plus(step_size(prompt_rows))
+        self._launched.append(_Launched(size, num_insertions, self._steps))
         return self._batch(rows)
 
     def update(
@@ -223,7 +239,7 @@ class Scheduler:
 
         Returns what is new of each sequence that has not ended, in the batch's order.
         """
-        size, _ = self._launched.popleft()
+        size = self._launched.popleft().size
         self.prompt_tokens_total += size.num_prompt_tokens
         self.decode_tokens_total += size.num_decodes + size.num_drafts
         if seconds is not None:
@@ -261,8 +277,7 @@ class Scheduler:
         counts. Every running sequence in them is preempted, and steps are smaller for a while.
         """
         # Blocks cached since the failed step was planned were never filled with valid keys.
-        _, num_insertions = self._launched[0]
-        self._blocks.uncache_since(num_insertions)
+        self._blocks.uncache_since(self._launched[0].num_insertions)
         self._launched.clear()
         if self._speculation is not None:
             self._speculation.drop()
@@ -303,7 +318,7 @@ class Scheduler:
 
     def predict_s(self) -> float:
         """Predicted seconds of the oldest launched step that is not collected."""
-        return self._step_time.predict(self._launched[0][0])
+        return self._step_time.predict(self._launched[0].size)
 
     def take_started(self) -> list[Sequence]:
         """Sequences that were scheduled for the first time since the last call."""
@@ -477,7 +492,7 @@ class Scheduler:
         self._dequeue(sequence)
         if self._blocks.loads_of(sequence):
             sequence.state = SequenceState.LOADING
-            self._loading[sequence] = None
+            self._loading[sequence] = self._steps
         else:
             self._start(sequence)
         return True

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -23,6 +25,9 @@ from penstock_common.tracing.spans import SpanSink
 from penstock_common.tracing.trace_export import open_sink
 from penstock_proto.transport import server_credentials, server_options
 from penstock_shard.config import ShardConfig
+from penstock_shard.device.host_memory import free_host_bytes
+from penstock_shard.ipc.child_process import ChildProcess
+from penstock_shard.kv_transfer.shared_memory import make_shared_memory
 from penstock_shard.server import proto_codec
 from penstock_shard.server.auth import KeyCheck
 from penstock_shard.server.metrics_collector import serve_metrics
@@ -51,8 +56,13 @@ _USAGE_STATUS = 2
 
 async def serve(config: ShardConfig) -> int:
     """Serve until a signal or until the engine cannot be started; the exit status."""
-    standby = _standby(config)
-    engine = EngineSupervisor(config, start_engine if standby is None else standby.take)
+    try:
+        start = functools.partial(start_engine, _host_memory(config))
+    except OSError as error:
+        _complain(f"--kv-host-bytes {config.kv_host_bytes}: {error.strerror}")
+        return _USAGE_STATUS
+    standby = _standby(config, start)
+    engine = EngineSupervisor(config, start if standby is None else standby.take)
     if (port := config.metrics_port) is not None:
         try:
             serve_metrics(engine, config)
@@ -90,12 +100,21 @@ async def serve(config: ShardConfig) -> int:
     return status
 
 
-def _standby(config: ShardConfig) -> Standby | None:
+def _host_memory(config: ShardConfig) -> int | None:
+    """A descriptor of the memory for copies of KV blocks. Raises OSError."""
+    if not config.kv_host_bytes:
+        return None
+    if config.kv_host_bytes > free_host_bytes():
+        raise OSError(errno.ENOMEM, f"only {free_host_bytes()} bytes are free here")
+    return make_shared_memory(config.kv_host_bytes)
+
+
+def _standby(config: ShardConfig, start: Callable[..., Awaitable[ChildProcess]]) -> Standby | None:
     if not config.standby:
         return None
     # The fake runner has nothing to import, and may be where torch is not.
     imports_first = config.runner != "fake"
-    return Standby(start_engine, functools.partial(start_engine, imports_first=imports_first))
+    return Standby(start, functools.partial(start, imports_first=imports_first))
 
 
 async def _keep_spare(engine: EngineSupervisor, standby: Standby) -> None:

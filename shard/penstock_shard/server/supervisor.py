@@ -46,15 +46,23 @@ _HUNG_STEPS = 10
 Deliver = Callable[[messages.Output], None]
 
 
-async def start_engine(*, imports_first: bool = False) -> ChildProcess:
+async def start_engine(
+    host_memory: int | None = None, *, imports_first: bool = False
+) -> ChildProcess:
     """A process that reads and writes the messages of `ipc/messages.py`; with `imports_first` it
-    imports what models need before it reads any. Raises `OSError` where the system refuses, for
-    lack of memory or descriptors say.
+    imports what models need before it reads any. `host_memory` is a descriptor of memory for copies
+    of KV blocks. Raises `OSError` where the system refuses, for lack of memory or descriptors say.
     """
     # OpenMP threads that spin while they wait would take the processor from other threads.
     added = {"OMP_WAIT_POLICY": "PASSIVE"}
-    arguments = [messages.IMPORT_FIRST] if imports_first else []
-    return await start_child("penstock_shard.engine.main", *HUB, added=added, arguments=arguments)
+    arguments = [messages.NO_HOST_MEMORY if host_memory is None else str(host_memory)]
+    return await start_child(
+        "penstock_shard.engine.main",
+        *HUB,
+        added=added,
+        arguments=[*arguments, messages.IMPORT_FIRST] if imports_first else arguments,
+        descriptors=() if host_memory is None else [host_memory],
+    )
 
 
 class EngineFailed(Exception):

@@ -163,6 +163,9 @@ class Runner(Protocol):
         before its next row.
         """
 
+    def copy_states(self, copies: abc.Sequence[tuple[int, int]]) -> None:
+        """Copy states while no step is launched, as a step does that begins with these copies."""
+
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
         """Copy the bytes of a block of a cache group, `RunnerInfo.block_bytes` of them, as steps
         that are over have left them.

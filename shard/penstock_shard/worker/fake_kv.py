@@ -86,9 +86,7 @@ class FakeKv:
         A row of one token, behind those that are written and in a block that was read, reads
         nothing again: that would take a step of many such rows longer than all else does.
         """
-        for source, target in batch.state_copies:
-            for pool in {group.pool for group in self._groups if group.has_state}:
-                self._memory[pool][target] = self._memory[pool][source]
+        self.copy_states(batch.state_copies)
         going_on: list[int] = []
         others: list[tuple[int, Names]] = []
         for row, (slot, start) in enumerate(zip(batch.slots, batch.starts, strict=True)):
@@ -107,6 +105,12 @@ class FakeKv:
             self._write_row(batch, row, names)
         for row, names in others:
             self._read_row(batch, row, names)
+
+    def copy_states(self, copies: abc.Iterable[tuple[int, int]]) -> None:
+        """Copy states in this order, from which block to which."""
+        for source, target in copies:
+            for pool in {group.pool for group in self._groups if group.has_state}:
+                self._memory[pool][target] = self._memory[pool][source]
 
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
         """Copy a block's bytes out of the memory."""

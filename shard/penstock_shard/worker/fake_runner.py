@@ -162,6 +162,10 @@ class FakeRunner:
     def release(self, slot: int) -> None:
         self._sequences.pop(slot, None)
 
+    def copy_states(self, copies: abc.Sequence[tuple[int, int]]) -> None:
+        if self._kv is not None:
+            self._kv.copy_states(copies)
+
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
         assert self._kv is not None
         self._kv.read_block(group, block_id, into)

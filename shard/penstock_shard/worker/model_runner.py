@@ -138,6 +138,9 @@ class ModelRunner:
         for output in self._outputs:
             output.release(slot)
 
+    def copy_states(self, copies: abc.Sequence[tuple[int, int]]) -> None:
+        self.model.copy_states(copies)
+
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
         parts = self.model.block_parts(group, block_id)
         if parts:
