@@ -176,6 +176,12 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     # Where layers have states: those that are kept for others, and sequences that began at one.
     kept_states: int = 0
     state_hits_total: int = 0
+    # Blocks that host memory has copies of; and how many were copied there and back, and how many
+    # copies were found to be damaged, since the engine's start.
+    copied_blocks: int = 0
+    saved_blocks_total: int = 0
+    loaded_blocks_total: int = 0
+    damaged_blocks_total: int = 0
 
     @property
     def computed_tokens_total(self) -> int:

@@ -78,6 +78,7 @@ def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
     text = "Sequences as long as the context that the KV cache has room for; 0 where not known."
     yield _gauge("kv_sequences", text, 0 if info is None else info.kv_sequences)
     yield from _states(load, info)
+    yield from _copies(load)
 
 
 def _states(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
@@ -89,6 +90,18 @@ def _states(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
     yield _gauge("kept_states", "States that are kept for others.", load.kept_states)
     text = "Sequences that began at a kept state: what came before it was not computed again."
     yield CounterMetricFamily("penstock_shard_state_hits", text, value=load.state_hits_total)
+
+
+def _copies(load: Load) -> Iterator[Metric]:
+    """Those of blocks in host memory (--kv-host-bytes)."""
+    text = "KV blocks that host memory has copies of."
+    yield _gauge("kv_copied_blocks", text, load.copied_blocks)
+    for name, text, value in (
+        ("saved", "KV blocks copied to host memory.", load.saved_blocks_total),
+        ("loaded", "KV blocks copied back, which were not computed.", load.loaded_blocks_total),
+        ("damaged", "Copies whose checksum was wrong: computed.", load.damaged_blocks_total),
+    ):
+        yield CounterMetricFamily(f"penstock_shard_kv_{name}_blocks", text, value=value)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

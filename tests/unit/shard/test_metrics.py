@@ -217,3 +217,16 @@ def test_what_a_token_and_a_sequence_take_is_as_the_runner_says() -> None:
     assert registry.get_sample_value("penstock_shard_kept_states") == 5
     assert registry.get_sample_value("penstock_shard_state_hits_total") == 7
     assert registry.get_sample_value("penstock_shard_kv_blocks") == 40
+
+
+def test_copies_of_blocks_are_counted() -> None:
+    supervisor = EngineSupervisor(ShardConfig())
+    registry = CollectorRegistry()
+    registry.register(ShardCollector(supervisor, ShardConfig()))
+    supervisor.load = messages.Load(
+        copied_blocks=5, saved_blocks_total=6, loaded_blocks_total=7, damaged_blocks_total=8
+    )
+    assert registry.get_sample_value("penstock_shard_kv_copied_blocks") == 5
+    assert registry.get_sample_value("penstock_shard_kv_saved_blocks_total") == 6
+    assert registry.get_sample_value("penstock_shard_kv_loaded_blocks_total") == 7
+    assert registry.get_sample_value("penstock_shard_kv_damaged_blocks_total") == 8

@@ -1,0 +1,69 @@
+"""What was cached is found after an engine is killed, and gives the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+from support.budget import budget
+from support.processes import Shard, running
+
+from penstock_client import GenerationRequest, SamplingParams, ShardClient, ShardUnavailable
+
+_LENGTH = 320
+_COUNT = budget(40, 500)
+
+
+async def _ask(client: ShardClient, prompt: list[int]) -> tuple[list[int], int]:
+    """Its tokens, and how many tokens of the prompt were cached."""
+    tokens, cached = list[int](), 0
+    async with client.submit(GenerationRequest(prompt, SamplingParams(seed=1), max_tokens=3)) as s:
+        async for output in s:
+            tokens += output.token_ids
+            cached = output.cached_tokens or cached
+    return tokens, cached
+
+
+async def _ask_all(client: ShardClient, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """All tokens, and the share of the prompts that was cached."""
+    answers = await asyncio.gather(*(_ask(client, prompt) for prompt in prompts))
+    cached = sum(cached for _, cached in answers)
+    return [tokens for tokens, _ in answers], cached / (len(prompts) * _LENGTH)
+
+
+@pytest.mark.timeout(600)
+async def test_an_engine_that_is_killed_leaves_the_next_one_its_prefix_cache(
+    tmp_path: Path,
+) -> None:
+    rng = random.Random(5)
+    # 20 blocks each: in the soak 10,000 of them.
+    prompts = [[rng.randrange(1000) for _ in range(_LENGTH)] for _ in range(_COUNT)]
+    shard = Shard(tmp_path / "log", "--step-ms", "1", "--kv-host-bytes", "16M")
+    with running(shard):
+        async with ShardClient(shard.address) as client:
+            calm, cold = await _ask_all(client, prompts)
+            again, warm = await _ask_all(client, prompts)
+            assert (again, cold) == (calm, 0)
+            assert warm > 0.9
+            # Copies are made between steps, some at a time.
+            await asyncio.sleep(1)
+            for _ in range(2):
+                instance_id = (await client.info()).instance_id
+                shard.engine.kill()
+                await _another_engine(client, instance_id)
+                after, found = await _ask_all(client, prompts)
+                assert after == calm
+                assert found >= 0.95 * warm
+    assert f"{_COUNT * 19} KV blocks of the engine before are found in host memory" in shard.log
+
+
+async def _another_engine(client: ShardClient, instance_id: str) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(ShardUnavailable):
+                if (await client.info()).instance_id != instance_id:
+                    return
+            await asyncio.sleep(0.05)

@@ -1,0 +1,107 @@
+"""Copies of a model's KV blocks: the bytes that are computed, for layers of every kind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from models.driver import load, make_sequence
+from models.tiny_families import make_family
+from support.budget import in_soak
+
+from penstock_shard.engine.create_engine import create_moves, create_scheduler
+from penstock_shard.engine.engine import Engine
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.kv_transfer.arena import Arena
+from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.worker.model_runner import ModelRunner
+
+_LENGTH = 70
+
+
+class _Served:
+    """A model behind an engine that keeps copies in this memory."""
+
+    def __init__(self, directory: Path, memory: memoryview) -> None:
+        self.runner = load(directory, max_model_len=128, state_spacing=32)
+        info = self.runner.info
+        self.arena = Arena(memory, info)
+        self.blocks = BlockManager.of(info, 24, host_slots=self.arena.num_slots)
+        scheduler = create_scheduler(SchedulerLimits(4, 24), self.blocks)
+        self.moves = create_moves(self.arena, self.runner, scheduler, self.blocks)
+        self.engine = Engine(self.runner, scheduler, self.blocks, moves=self.moves)
+
+    def ask(self, prompt: Sequence[int]) -> tuple[list[int], int]:
+        """Its tokens, and how many of the prompt's were cached."""
+        sequence = make_sequence(prompt, max_tokens=6)
+        self.engine.submit(sequence.request)
+        tokens: list[int] = []
+        cached = 0
+        while self.engine.has_work:
+            for output in self.engine.step():
+                tokens += output.token_ids
+                cached = output.cached_tokens or cached
+            self.engine.check_integrity()
+        return tokens, cached
+
+    def cached_bytes(self) -> dict[tuple[bytes, int], bytes]:
+        """What the device has, by prefix and cache group."""
+        found = {}
+        for pool in self.blocks._pools:
+            for block_id, (prefix, group, _) in pool.cached.items():
+                data = bytearray(self.runner.info.block_bytes[group])
+                self.runner.read_block(group, block_id, memoryview(data))
+                found[prefix.digest, group] = bytes(data)
+        return found
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "gemma4_text", "qwen3_next"),
+        *map(in_soak, ("gemma3_text", "llama4_text", "deepseek_v3", "mamba2", "gpt_oss")),
+    ],
+)
+def test_what_is_copied_back_is_what_is_computed(family: str, tmp_path: Path) -> None:
+    directory = make_family(tmp_path / "model", family)
+    rng = random.Random(3)
+    prompt = [rng.randrange(3, 90) for _ in range(_LENGTH)]
+    memory = memoryview(bytearray(2**22))
+    first = _Served(directory, memory)
+    tokens, cached = first.ask(prompt)
+    assert cached == 0
+    _, found = first.ask(prompt)
+    assert found > 0
+
+    second = _Served(directory, memory)
+    assert second.ask(prompt) == (tokens, found)
+    assert second.moves.tier.loaded_total > 0
+    # All that came back, computed by a third which knows nothing of the others.
+    third = _Served(directory, memoryview(bytearray(2**22)))
+    assert third.ask(prompt) == (tokens, 0)
+    computed, copied = third.cached_bytes(), second.cached_bytes()
+    both = computed.keys() & copied.keys()
+    assert len(both) >= found // second.runner.info.block_size
+    assert {name: copied[name] for name in both} == {name: computed[name] for name in both}
+
+
+def test_a_block_in_which_a_bit_is_flipped_is_computed(tmp_path: Path) -> None:
+    directory = make_family(tmp_path / "model", "llama")
+    memory = memoryview(bytearray(2**22))
+    prompt = list(range(3, 3 + _LENGTH))
+    first = _Served(directory, memory)
+    tokens, _ = first.ask(prompt)
+    first.ask(prompt)
+    slot = next(slot for slot, name in first.arena.names() if name.index == 1)
+    _, block = first.arena._parts(0, slot, 0)
+    block[len(block) // 2] ^= 1
+    second = _Served(directory, memory)
+    assert second.ask(prompt) == (tokens, 16)
+    assert second.moves.tier.damaged_total == 1
+
+
+def test_blocks_of_a_model_are_as_long_as_it_says(tmp_path: Path) -> None:
+    runner: ModelRunner = load(make_family(tmp_path / "model", "llama"))
+    assert runner.info.block_bytes == (runner.info.kv_bytes_per_token * runner.info.block_size,)
