@@ -150,13 +150,15 @@ class Attempt:
     """One attempt at a request. A higher number ends a lower one and takes over.
 
     `instance_id` names the engine it is for ("" is any); `hand_back` asks the shard to hand the
-    request back when its KV blocks run out; a `suspect` was running in two engines that died.
+    request back when its KV blocks run out; a `suspect` was running in two engines that died;
+    `kv_source` is the address of a shard that may have KV blocks of it ("" is none).
     """
 
     number: int = 0
     instance_id: str = ""
     hand_back: bool = False
     suspect: bool = False
+    kv_source: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "stop", "output", "constraint", "objective", "model", "adapter", "cache_salt", "label", "traceparent", "instance_id", "hand_back", "suspect", "number", "thinking_budget", "adapter_hash", "caller")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "stop", "output", "constraint", "objective", "model", "adapter", "cache_salt", "label", "traceparent", "instance_id", "hand_back", "suspect", "number", "thinking_budget", "adapter_hash", "caller", "kv_source")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class GenerateRequest(_message.Message):
     THINKING_BUDGET_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_HASH_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
+    KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -51,7 +52,8 @@ class GenerateRequest(_message.Message):
     thinking_budget: ThinkingBudget
     adapter_hash: str
     caller: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., label: _Optional[str] = ..., traceparent: _Optional[str] = ..., instance_id: _Optional[str] = ..., hand_back: _Optional[bool] = ..., suspect: _Optional[bool] = ..., number: _Optional[int] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ..., adapter_hash: _Optional[str] = ..., caller: _Optional[str] = ...) -> None: ...
+    kv_source: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., label: _Optional[str] = ..., traceparent: _Optional[str] = ..., instance_id: _Optional[str] = ..., hand_back: _Optional[bool] = ..., suspect: _Optional[bool] = ..., number: _Optional[int] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ..., adapter_hash: _Optional[str] = ..., caller: _Optional[str] = ..., kv_source: _Optional[str] = ...) -> None: ...
 
 class ThinkingBudget(_message.Message):
     __slots__ = ("max_tokens", "begin_token_id", "end_token_id", "begun")
@@ -517,3 +519,23 @@ class UnloadAdapterRequest(_message.Message):
 class UnloadAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FetchBlocksRequest(_message.Message):
+    __slots__ = ("namespace", "root", "digests", "token_ids", "num_known")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    root: bytes
+    digests: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_known: int
+    def __init__(self, namespace: _Optional[bytes] = ..., root: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_known: _Optional[int] = ...) -> None: ...
+
+class FetchBlocksResponse(_message.Message):
+    __slots__ = ("record",)
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    record: bytes
+    def __init__(self, record: _Optional[bytes] = ...) -> None: ...

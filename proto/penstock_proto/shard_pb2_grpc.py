@@ -451,3 +451,83 @@ class Shard:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class KvTransferStub:
+    """What shards have for each other. Needs a key that clients do not have; UNIMPLEMENTED where none is
+    configured.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.FetchBlocks = channel.unary_stream(
+                '/penstock.v1.KvTransfer/FetchBlocks',
+                request_serializer=penstock__proto_dot_shard__pb2.FetchBlocksRequest.SerializeToString,
+                response_deserializer=penstock__proto_dot_shard__pb2.FetchBlocksResponse.FromString,
+                _registered_method=True)
+
+
+class KvTransferServicer:
+    """What shards have for each other. Needs a key that clients do not have; UNIMPLEMENTED where none is
+    configured.
+    """
+
+    def FetchBlocks(self, request, context):
+        """The KV blocks that the callee has of a prefix, parents first: of the longest one after which a
+        token finds all that it reads. Missing is normal: then there are fewer, or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KvTransferServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'FetchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchBlocks,
+                    request_deserializer=penstock__proto_dot_shard__pb2.FetchBlocksRequest.FromString,
+                    response_serializer=penstock__proto_dot_shard__pb2.FetchBlocksResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'penstock.v1.KvTransfer', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('penstock.v1.KvTransfer', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KvTransfer:
+    """What shards have for each other. Needs a key that clients do not have; UNIMPLEMENTED where none is
+    configured.
+    """
+
+    @staticmethod
+    def FetchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.KvTransfer/FetchBlocks',
+            penstock__proto_dot_shard__pb2.FetchBlocksRequest.SerializeToString,
+            penstock__proto_dot_shard__pb2.FetchBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -77,7 +77,9 @@ def _check_adapters(parser: OneLineParser, config: ShardConfig) -> None:
 
 
 def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
-    """Whether there can be copies of KV blocks, if they are asked for."""
+    """Whether there can be copies of KV blocks, and peers, if they are asked for."""
+    if config.kv_peers:
+        _check_peers(parser, config)
     if not config.kv_host_bytes:
         return
     flag = f"--kv-host-bytes {config.kv_host_bytes}"
@@ -88,6 +90,20 @@ def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
             f"{flag}: with --tensor-parallel-size {config.tensor_parallel_size} each device has a "
             "part of every block, and parts are not copied"
         )
+
+
+def _check_peers(parser: OneLineParser, config: ShardConfig) -> None:
+    flag = f"--kv-peers {' '.join(config.kv_peers)}"
+    for address in config.kv_peers:
+        host, _, port = address.rpartition(":")
+        if not (host and port.isdecimal()):
+            parser.error(f"--kv-peers {address}: must be HOST:PORT")
+    if not config.kv_host_bytes:
+        parser.error(f"{flag}: blocks come and go by host memory; give --kv-host-bytes")
+    if config.kv_peer_key is None:
+        parser.error(f"{flag}: set PENSTOCK_KV_PEER_KEY, the same for all of them")
+    if config.kv_peer_key == config.api_key:
+        parser.error("PENSTOCK_KV_PEER_KEY: it is the key of clients, who may not fetch KV blocks")
 
 
 def _check_sizes(parser: OneLineParser, config: ShardConfig) -> None:

@@ -268,6 +268,23 @@ class ShardConfig(ObservingConfig):
         at_least=0,
         metavar="BYTES",
     )
+    kv_peers: tuple[str, ...] = flag(
+        (),
+        "other shards, each HOST:PORT, from which KV blocks are fetched rather than computed, and "
+        "which may fetch ours; a name may stand for several; needs --kv-host-bytes and "
+        "PENSTOCK_KV_PEER_KEY",
+        metavar="ADDRESS",
+        several=True,
+    )
+    kv_peer_key: str | None = key(
+        "PENSTOCK_KV_PEER_KEY", "the key that shards have for each other, which no client has"
+    )
+    kv_peer_ca_file: str | None = flag(
+        None,
+        "speak TLS with peers, whose certificates are of these authorities; ours is that of "
+        "--tls-cert-file",
+        metavar="FILE",
+    )
     check_integrity: bool = flag(
         False,
         "whenever the engine is idle, count again which request has which KV block; an engine "

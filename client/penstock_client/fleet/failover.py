@@ -276,14 +276,19 @@ class Continuations:
 
     # ---- choosing ----
 
-    def _choose(self, stream: FleetStream, among: Iterable[ShardState]) -> tuple[ShardState, str]:
-        """The shard that the policy chooses, and the reason."""
+    def _choose(
+        self, stream: FleetStream, among: Iterable[ShardState]
+    ) -> tuple[ShardState, str, str]:
+        """The shard that the policy chooses, the reason, and where KV blocks for it may be."""
         candidates = [shard.candidate() for shard in among]
         request = stream.request
         decision = self._policy.choose(candidates, request, request.session)
         reason = "pinned" if request.shard else decision.reason
         self._observe("sent", reason)
-        return self._shards[decision.address], reason
+        # Where it ran last they are there up to its last token.
+        source = stream.attempts[-1].shard if stream.attempts else decision.kv_source
+        source = "" if source == decision.address else source
+        return self._shards[decision.address], reason, source
 
     def _fitting(self, stream: FleetStream) -> list[ShardState]:
         now_s, request = self._clock(), stream.request
@@ -389,7 +394,7 @@ class Continuations:
             self._check_tokenizer(stream.request)
         self._check_adapter(stream.request, stream.adapter_hash)
 
-    def _send_to(self, stream: FleetStream, shard: ShardState, reason: str) -> None:
+    def _send_to(self, stream: FleetStream, shard: ShardState, reason: str, kv_source: str) -> None:
         info = shard.info
         assert info is not None  # it fits
         now_s = self._clock()
@@ -412,6 +417,7 @@ class Continuations:
             hand_back=stream.attempt < _HAND_BACK_ATTEMPTS
             and self._has_room_elsewhere(shard, request.adapter),
             suspect=stream.is_suspect,
+            kv_source=kv_source,
         )
         shard.client.attach(stream, request, attempt)
         shard.record_sent(len(request.prompt_token_ids) + len(request.output_token_ids), now_s)

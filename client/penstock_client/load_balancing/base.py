@@ -37,10 +37,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The address of the candidate that was chosen, and why."""
+    """The address of the candidate that was chosen, and why; and of another that may have more of
+    the prompt cached, empty if there is none.
+    """
 
     address: str
     reason: Reason
+    kv_source: str = ""
 
 
 class Policy(Protocol):

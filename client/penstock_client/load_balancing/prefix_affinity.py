@@ -56,7 +56,10 @@ def decide(candidates: Sequence[Candidate], held: Sequence[int]) -> tuple[Candid
     most = max(least.load_tokens + _MAX_TOKENS_MORE, least.load_tokens * _MAX_TIMES)
     allowed = [pair for pair in zip(candidates, held, strict=True) if pair[0].load_tokens <= most]
     chosen, num_held = min(allowed, key=_cost_tokens)
-    return chosen, Decision(chosen.address, "prefix" if num_held == longest else "imbalance")
+    if num_held == longest:
+        return chosen, Decision(chosen.address, "prefix")
+    source = candidates[held.index(longest)].address
+    return chosen, Decision(chosen.address, "imbalance", source)
 
 
 def _cost_tokens(pair: tuple[Candidate, int]) -> int:

@@ -96,7 +96,7 @@ def generate_request(
     message = pb.GenerateRequest()
     _set(message, "request_id", request_id)
     _set(message, "attempt", attempt.number)
-    for name in ("instance_id", "hand_back", "suspect"):
+    for name in ("instance_id", "hand_back", "suspect", "kv_source"):
         _set(message, name, getattr(attempt, name))
     _set_same(message, request)
     _set_ids(message, "prompt_token_ids", request.prompt_token_ids)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock_shard.engine.pending_fetches import PendingFetches
+from penstock_shard.ipc.messages import Inbox
 from penstock_shard.kv_cache.block_manager import BlockManager, Load
+from penstock_shard.kv_transfer.exports import Exports
 from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence
@@ -15,13 +18,25 @@ _SAVED_BYTES = 8 * 2**20
 
 
 class BlockMoves:
-    """Moves what the block manager wants moved, while no step reads or writes it."""
+    """Moves what the block manager wants moved, while no step reads or writes it; and what other
+    shards ask for, or have.
+    """
 
     def __init__(
-        self, tier: HostTier, scheduler: Scheduler, blocks: BlockManager, block_bytes: int
+        self,
+        tier: HostTier,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        block_bytes: int,
+        exports: Exports | None = None,
+        pending: PendingFetches | None = None,
     ) -> None:
-        """`block_bytes` are of the largest block of any group."""
+        """`block_bytes` are of the largest block of any group. Without `exports` and `pending`
+        there are no other shards.
+        """
         self.tier = tier
+        self.exports = exports
+        self.pending = pending
         self._scheduler = scheduler
         self._blocks = blocks
         self._most_loads = max(1, _LOADED_BYTES // max(1, block_bytes))
@@ -32,7 +47,8 @@ class BlockMoves:
         """Whether blocks wait to be copied out. Those that are to be copied back are waited for by
         sequences.
         """
-        return self._blocks.prefixes.has_wishes
+        asked = self.exports is not None and self.exports.num_waiting > 0
+        return asked or self._blocks.prefixes.has_wishes
 
     def load(self) -> None:
         """Go on with what sequences wait for. One whose copies are not there any more is queued
@@ -62,3 +78,16 @@ class BlockMoves:
             computed = self._scheduler.num_computed_insertions
             for save in prefixes.take_saves(self._most_saves, computed):
                 self.tier.save(save)
+        if self.exports is not None:
+            self.exports.advance()
+
+    def take(self, message: Inbox) -> list[Sequence]:
+        """What the server says of blocks; sequences that do not wait for any more."""
+        if self.exports is None or self.pending is None:
+            return []
+        for export in message.exports:
+            self.exports.begin(export)
+        for number in message.exports_over:
+            self.exports.end(number)
+        arrived = [self.pending.arrive(arrival) for arrival in message.arrivals]
+        return [sequence for sequence in arrived if sequence is not None]

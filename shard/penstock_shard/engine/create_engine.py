@@ -9,8 +9,12 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
+from penstock_shard.engine.pending_fetches import PendingFetches
+from penstock_shard.ipc.messages import FromBlocks
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
+from penstock_shard.kv_transfer.exports import Exports
+from penstock_shard.kv_transfer.fetches import Fetches
 from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
@@ -30,8 +34,11 @@ def create_engine(
     tell_started: Callable[[list[str]], None],
     matchers: PendingMatchers | None = None,
     arena: Arena | None = None,
+    send: Callable[[FromBlocks], None] | None = None,
 ) -> Engine:
-    """The engine of a runner that is loaded; see `Engine`. `arena` is for copies of blocks."""
+    """The engine of a runner that is loaded; see `Engine`. `arena` is for copies of blocks; `send`
+    tells the server of those for other shards, if there are any.
+    """
     info = loaded.runner.info
     max_tokens = config.batched_tokens(info.device)
     blocks = BlockManager.of(
@@ -50,7 +57,7 @@ def create_engine(
     scheduler = create_scheduler(limits, blocks, drafter, aging_s=config.aging_s)
     moves = None
     if arena is not None:
-        moves = create_moves(arena, loaded.runner, scheduler, blocks)
+        moves = create_moves(arena, loaded.runner, scheduler, blocks, send)
     return Engine(
         loaded.runner,
         scheduler,
@@ -62,14 +69,27 @@ def create_engine(
 
 
 def create_moves(
-    arena: Arena, runner: Runner, scheduler: Scheduler, blocks: BlockManager
+    arena: Arena,
+    runner: Runner,
+    scheduler: Scheduler,
+    blocks: BlockManager,
+    send: Callable[[FromBlocks], None] | None = None,
 ) -> BlockMoves:
-    """Moves between a runner's blocks and what an engine before it may have left in host memory."""
+    """Moves between a runner's blocks and what an engine before it may have left in host memory;
+    with `send`, and other shards.
+    """
     tier = HostTier(arena, blocks.prefixes, runner)
     restored = tier.restore()
     if restored:
         logger.info("%d KV blocks of the engine before are found in host memory", restored)
-    return BlockMoves(tier, scheduler, blocks, max(runner.info.block_bytes))
+    exports = pending = None
+    if send is not None:
+        prefixes, size = blocks.prefixes, blocks.block_size
+        exports = Exports(prefixes, size, send)
+        fetches = Fetches(arena, prefixes, size, send)
+        pending = PendingFetches(fetches, blocks, scheduler.step_time, send)
+        fetches.give_slots()
+    return BlockMoves(tier, scheduler, blocks, max(runner.info.block_bytes), exports, pending)
 
 
 def create_scheduler(

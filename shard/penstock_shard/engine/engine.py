@@ -22,7 +22,7 @@ from penstock_shard.engine.finish import (
     work_of,
 )
 from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.messages import Error, Load, Output
+from penstock_shard.ipc.messages import Error, Inbox, Load, Output
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler
@@ -77,9 +77,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether there is a step to launch or to collect, or blocks to copy."""
-        if len(self._live) > self._num_compiling or self._in_flight:
+        if len(self._live) > self._num_held_back or self._in_flight:
             return True
         return self._moves is not None and self._moves.has_work
+
+    @property
+    def _num_held_back(self) -> int:
+        """Sequences that are not queued yet: they wait for a matcher, or for blocks."""
+        pending = None if self._moves is None else self._moves.pending
+        return self._num_compiling + (0 if pending is None else len(pending))
 
     @property
     def _num_compiling(self) -> int:
@@ -99,10 +105,16 @@ class Engine:
             self._end(present, finish=FinishReason.ABORTED)
         self._live[request.request_id] = sequence
         if request.constraint is None:
-            self._scheduler.add(sequence, self._clock())
+            self._queue(sequence)
         else:
             assert self._matchers is not None
             self._matchers.add(sequence)
+
+    def take_blocks(self, message: Inbox) -> None:
+        """Take what the server says of blocks of other shards."""
+        if self._moves is not None:
+            for sequence in self._moves.take(message):
+                self._scheduler.add(sequence, self._clock())
 
     def abort(self, request_id: str, attempt: int) -> None:
         """End this attempt of a request before the next step, if it has not ended."""
@@ -173,7 +185,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises `AssertionError` when the records of sequences and blocks disagree."""
         sequences = self._scheduler.sequences
-        assert len(sequences) + self._num_compiling == len(self._live), (
+        assert len(sequences) + self._num_held_back == len(self._live), (
             f"{len(sequences)} sequences are scheduled, {len(self._live)} are known"
         )
         assert {sequence.request.request_id for sequence in sequences} <= set(self._live)
@@ -181,12 +193,18 @@ class Engine:
 
     # ---- internals ----
 
+    def _queue(self, sequence: Sequence) -> None:
+        """Queue a sequence, once it has what other shards have of it."""
+        pending = None if self._moves is None else self._moves.pending
+        if pending is None or not pending.hold(sequence):
+            self._scheduler.add(sequence, self._clock())
+
     def _add_compiled(self) -> None:
         """Queue the sequences whose constraints are compiled by now."""
         assert self._matchers is not None
         for sequence, error in self._matchers.take():
             if error is None:
-                self._scheduler.add(sequence, self._clock())
+                self._queue(sequence)
                 continue
             self._outputs.append(last_output(sequence, error=error))
             del self._live[sequence.request.request_id]
@@ -315,5 +333,8 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]
         if self._matchers is not None and self._matchers.discard(sequence):
+            return
+        pending = None if self._moves is None else self._moves.pending
+        if pending is not None and pending.discard(sequence):
             return
         self._scheduler.remove(sequence)

@@ -65,6 +65,7 @@ class EngineLoop:
             self._engine.abort(request_id, attempt)
         for change in message.adapter_changes:
             self._adapters.change(change)
+        self._engine.take_blocks(message)
 
     def launch(self) -> bool:
         """Launch the next step; whether `collect` will wait for one that was launched before."""

@@ -105,7 +105,12 @@ def main() -> int:
         capabilities = info.capabilities - CONSTRAINT_KINDS
         info = dataclasses.replace(info, capabilities=capabilities)
     engine = create_engine(
-        loaded, start.config, lambda ids: link.send(Started(ids)), matchers, arena
+        loaded,
+        start.config,
+        lambda ids: link.send(Started(ids)),
+        matchers,
+        arena,
+        link.send if start.config.kv_peers else None,
     )
     loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
     threading.Thread(target=_beat, args=(link, Heartbeat(loop)), daemon=True).start()

@@ -16,6 +16,14 @@ from typing import TypeVar
 import msgspec
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.ipc.block_messages import (
+    Arrival,
+    Export,
+    Exported,
+    Fetch,
+    FetchOver,
+    InboundSlots,
+)
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame, exactly, read_frame, receive_frame
 from penstock_shard.ipc.logprobs import Logprobs
@@ -55,12 +63,16 @@ class AdapterChange(msgspec.Struct, array_like=True):
 
 class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
     """Everything for the engine since the last message. Requests are taken first, then aborts (a
-    request id and its attempt), then changes of adapters.
+    request id and its attempt), then changes of adapters, then what is about blocks.
     """
 
     requests: list[Request]
     aborts: list[tuple[str, int]]
     adapter_changes: list[AdapterChange] = []
+    exports: list[Export] = []
+    # Numbers of exports that need not stay in memory any more.
+    exports_over: list[int] = []
+    arrivals: list[Arrival] = []
 
 
 ToEngine = Start | Inbox
@@ -220,7 +232,10 @@ class Beat(msgspec.Struct, array_like=True, tag="beat"):
     step_expected_s: float
 
 
-FromEngine = Progress | LoadFailed | Ready | StepOutputs | Started | AdapterChanged | Beat
+FromBlocks = Exported | Fetch | FetchOver | InboundSlots
+FromEngine = (
+    Progress | LoadFailed | Ready | StepOutputs | Started | AdapterChanged | Beat | FromBlocks
+)
 
 _Message = TypeVar("_Message")
 

@@ -132,6 +132,8 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     objective: Objective | None = None
     # When preempted, end as retryable instead of waiting: another shard may have room.
     hand_back: bool = False
+    # Address of a shard that may have KV blocks of its prompt and output; empty for none.
+    kv_source: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

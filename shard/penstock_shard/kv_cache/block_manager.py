@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock_proto.prefix_hash import block_hash, root_hash
+from penstock_shard.ipc.block_messages import PrefixNames
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, blocks_each
 from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.kept_states import Boundaries
@@ -213,6 +214,15 @@ class BlockManager:
                 self._share(sequence, table, group, found)
             self.prefixes.use(found)
         return len(found) * self.block_size
+
+    def names_of(self, sequence: Sequence) -> tuple[PrefixNames, int]:
+        """The blocks before its last token, and for how many of the first nothing is missing."""
+        table = self._table(sequence)
+        found = self._find_chain(sequence, table)
+        num_known = self.prefixes.longest(found)
+        count = (sequence.num_tokens - 1) // self.block_size
+        token_ids = sequence.token_ids[: count * self.block_size].tobytes()
+        return PrefixNames(self._root(sequence), table.hashes[:count], token_ids), num_known
 
     def slide(self, sequence: Sequence, start: int) -> None:
         """Give back the blocks that no token from `start` on sees. Launched steps may still read

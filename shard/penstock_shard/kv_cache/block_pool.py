@@ -50,8 +50,9 @@ class BlockPool:
         self._references[block_id] += 1
 
     def touch(self, block_id: int) -> None:
-        """Nobody refers to it; of those like it, it is reused last."""
-        self._free.move_to_end(block_id)
+        """Of those to which nobody refers, it is reused last."""
+        if block_id in self._free:
+            self._free.move_to_end(block_id)
 
     def num_references(self, block_id: int) -> int:
         """How many refer to a block."""

@@ -8,8 +8,8 @@ the device needs their memory.
 from __future__ import annotations
 
 import itertools
-from collections import abc
-from collections.abc import Iterable
+from collections import Counter, abc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock_shard.ipc.runner_info import CacheGroup
@@ -61,6 +61,8 @@ class PrefixCache:
         # theirs until the next step is launched.
         self._wishes: dict[tuple[int, int], Save] = {}
         self._leaving: list[Save] = []
+        # How many need each slot, by pool and number, to stay as it is.
+        self._pins: Counter[tuple[int, int]] = Counter()
 
     # ---- finding ----
 
@@ -79,13 +81,18 @@ class PrefixCache:
             found.append(parent)
         return found
 
-    def longest(self, found: list[Prefix]) -> int:
-        """How many of them to use: after as many, the next token has all blocks that it sees."""
+    def longest(self, found: list[Prefix], *, copied: bool = False) -> int:
+        """How many of them to use: after as many, the next token has all blocks that it sees; with
+        `copied`, as copies in host memory.
+        """
+        has = Prefix.is_copied if copied else Prefix.has
         # For each group and each number of prefixes, how many of the last have a block.
-        runs = [(group, _runs(group, found)) for group in self._sliding]
+        runs = [(group, _runs(group, found, has)) for group in self._sliding]
+        if copied:
+            runs += [(group, _runs(group, found, has)) for group in self._whole]
         count = len(found)
         while count and (
-            any(not found[count - 1].has(group) for group in self._states)
+            any(not has(found[count - 1], group) for group in self._states)
             or any(count - run[count] > self.first_visible(group, count) for group, run in runs)
         ):
             count -= 1
@@ -193,9 +200,16 @@ class PrefixCache:
                 due.append(self._wishes.pop(key))
         return due
 
+    def has_free_slot(self, pool: int) -> bool:
+        """Whether not all slots of a pool are pinned."""
+        return self._host_pools[pool].num_free > 0
+
     def take_slot(self, group: int) -> int:
         """The slot that is used least, without what it held, for what `keep` then tells of."""
-        pool = self._host_pool(group)
+        return self._take_slot(self._groups[group].pool)
+
+    def _take_slot(self, number: int) -> int:
+        pool = self._host_pools[number]
         slot, cached = pool.take()
         if cached is not None:
             self._forget_copy(cached)
@@ -216,6 +230,50 @@ class PrefixCache:
         pool.refer(slot)
         pool.release([slot])
 
+    @property
+    def num_slots(self) -> list[int]:
+        """How many there are in each pool."""
+        return [pool.num_blocks for pool in self._host_pools]
+
+    def wishes_any_of(self, prefixes: Iterable[Prefix]) -> bool:
+        """Whether blocks of these wait to be copied."""
+        groups = range(len(self._groups))
+        return bool(self._wishes) and any(
+            (id(prefix), group) in self._wishes for prefix in prefixes for group in groups
+        )
+
+    def slots_of(self, found: abc.Sequence[Prefix], num_known: int) -> list[tuple[int, int]]:
+        """Where copies are of all that the next token sees, but for blocks of whole prefixes before
+        `num_known`: pools and slots, parents first.
+        """
+        slots = []
+        for index, prefix in enumerate(found):
+            for group, slot in enumerate(prefix.slots):
+                if group in self._states:
+                    is_seen = index == len(found) - 1
+                elif group in self._sliding:
+                    is_seen = index >= self.first_visible(group, len(found))
+                else:
+                    is_seen = index >= num_known
+                if is_seen:
+                    slots.append((self._groups[group].pool, slot))
+        return slots
+
+    def pin(self, pool: int, slot: int) -> None:
+        """A slot stays as it is until `unpin`."""
+        self._host_pools[pool].refer(slot)
+        self._pins[pool, slot] += 1
+
+    def unpin(self, pool: int, slot: int) -> None:
+        self._host_pools[pool].release([slot])
+        self._pins[pool, slot] -= 1
+
+    def take_pinned(self, pool: int) -> int:
+        """The slot that is used least, without what it held, pinned."""
+        slot = self._take_slot(pool)
+        self.pin(pool, slot)
+        return slot
+
     def _forget_copy(self, cached: CachedBlock) -> None:
         cached.prefix.slots[cached.group] = NO_BLOCK
         self._tree.prune(cached.prefix)
@@ -227,12 +285,15 @@ class PrefixCache:
         """As `PrefixTree.check_integrity`, and of slots nobody has one."""
         waiting = (*self._wishes.values(), *self._leaving)
         self._tree.check_integrity([*users, *(save.prefix for save in waiting)])
-        for pool in self._host_pools:
-            pool.check_integrity([0] * pool.num_blocks, lambda prefix: prefix.slots)
+        for number, pool in enumerate(self._host_pools):
+            pins = [self._pins[number, slot] for slot in range(pool.num_blocks)]
+            pool.check_integrity(pins, lambda prefix: prefix.slots)
 
 
-def _runs(group: int, found: list[Prefix]) -> list[int]:
+def _runs(
+    group: int, found: list[Prefix], has: Callable[[Prefix, int], bool] = Prefix.has
+) -> list[int]:
     runs = [0]
     for prefix in found:
-        runs.append(runs[-1] + 1 if prefix.has(group) else 0)
+        runs.append(runs[-1] + 1 if has(prefix, group) else 0)
     return runs

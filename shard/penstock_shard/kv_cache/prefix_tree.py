@@ -30,6 +30,10 @@ class Prefix:
     # Longer prefixes that have it as their parent, and sequences that may add such.
     num_users: int = field(default=0, repr=False)
 
+    def is_copied(self, group: int) -> bool:
+        """Whether host memory has a copy of its last tokens' keys and values of this group."""
+        return self.slots[group] != NO_BLOCK
+
     def has(self, group: int) -> bool:
         """Whether its last tokens' keys and values of this group are anywhere."""
         return self.block_ids[group] != NO_BLOCK or self.slots[group] != NO_BLOCK

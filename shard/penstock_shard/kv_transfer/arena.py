@@ -92,6 +92,45 @@ class Arena:
                 self.clear(pool, slot)
         self._memory[: len(preamble)] = preamble
 
+    def pool_of(self, group: int) -> int:
+        """The pool whose slots have blocks of a group."""
+        return self._pool_of[group]
+
+    def record(self, pool: int, slot: int) -> memoryview:
+        """The record in a slot as it lies there, header and block; empty if there is none."""
+        name = self.name_in(pool, slot)
+        if name is None:
+            return self._memory[:0]
+        start = self._start(pool, slot)
+        size = self._header_bytes + self._block_bytes[name.group]
+        return self._memory[start : start + size]
+
+    def put(self, slot: int, group: int, record: memoryview) -> bool:
+        """Put a record as `record` gives it into a slot of the group's pool; False, and none is
+        there, if it is not one of the group, or is damaged.
+        """
+        pool = self._pool_of[group]
+        self.clear(pool, slot)
+        size = self._header_bytes + self._block_bytes[group]
+        if len(record) != size:
+            return False
+        start = self._start(pool, slot)
+        # But for the mark, which says that there is a record.
+        self._memory[start + 4 : start + size] = record[4:]
+        struct.pack_into("<I", self._memory, start, 1)
+        name = self.name_in(pool, slot)
+        if name is None or name.group != group or self.read(slot, name) is None:
+            self.clear(pool, slot)
+            return False
+        return True
+
+    def group_in(self, record: memoryview) -> int | None:
+        """The cache group that a record says it is of; None if there is no such."""
+        if len(record) < self._header_bytes:
+            return None
+        group: int = _FIELDS.unpack_from(record)[3]
+        return group if group < len(self._pool_of) else None
+
     def write(self, slot: int, name: RecordName, fill: Callable[[memoryview], None]) -> None:
         """Replace what is in a slot of the group's pool; `fill` writes the block's bytes."""
         pool = self._pool_of[name.group]

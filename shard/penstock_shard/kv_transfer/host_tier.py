@@ -61,7 +61,8 @@ class HostTier:
     def save(self, save: Save) -> None:
         """Copy a block, which a step that is over has computed."""
         prefix, group, block_id = save.prefix, save.group, save.block_id
-        if prefix.slots[group] == NO_BLOCK:
+        pool = self._arena.pool_of(group)
+        if prefix.slots[group] == NO_BLOCK and self._prefixes.has_free_slot(pool):
             slot = self._prefixes.take_slot(group)
             self._arena.write(
                 slot,

@@ -20,26 +20,28 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from penstock_common.port_holder import holder_of, why_not
-from penstock_common.tls import TlsFilesUnusable
+from penstock_common.tls import Tls, TlsFilesUnusable
 from penstock_common.tracing.spans import SpanSink
 from penstock_common.tracing.trace_export import open_sink
 from penstock_proto.transport import server_credentials, server_options
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.host_memory import free_host_bytes
 from penstock_shard.ipc.child_process import ChildProcess
-from penstock_shard.kv_transfer.shared_memory import make_shared_memory
+from penstock_shard.kv_transfer.shared_memory import make_shared_memory, map_shared_memory
 from penstock_shard.server import proto_codec
 from penstock_shard.server.auth import KeyCheck
+from penstock_shard.server.engine_process import Standby, start_engine
+from penstock_shard.server.kv.peers import KvPeers
+from penstock_shard.server.kv.service import KvTransferServicer
+from penstock_shard.server.kv.transfers import BlockTransfers
 from penstock_shard.server.metrics_collector import serve_metrics
 from penstock_shard.server.request_log_line import log_request
 from penstock_shard.server.request_record import Follower
 from penstock_shard.server.servicer import ShardServicer
-from penstock_shard.server.standby import Standby
 from penstock_shard.server.supervisor import (
     EngineFailed,
     EngineSupervisor,
     ModelRefused,
-    start_engine,
 )
 from penstock_shard.server.tracing import trace_request
 
@@ -57,12 +59,19 @@ _USAGE_STATUS = 2
 async def serve(config: ShardConfig) -> int:
     """Serve until a signal or until the engine cannot be started; the exit status."""
     try:
-        start = functools.partial(start_engine, _host_memory(config))
+        memory = _host_memory(config)
+        transfers = _transfers(config, memory)
     except OSError as error:
         _complain(f"--kv-host-bytes {config.kv_host_bytes}: {error.strerror}")
         return _USAGE_STATUS
+    except TlsFilesUnusable as error:
+        _complain(f"--kv-peer-ca-file: {error}")
+        return _USAGE_STATUS
+    start = functools.partial(start_engine, memory)
     standby = _standby(config, start)
-    engine = EngineSupervisor(config, start if standby is None else standby.take)
+    engine = EngineSupervisor(
+        config, start if standby is None else standby.take, transfers=transfers
+    )
     if (port := config.metrics_port) is not None:
         try:
             serve_metrics(engine, config)
@@ -73,7 +82,7 @@ async def serve(config: ShardConfig) -> int:
     health_servicer = health.aio.HealthServicer()
     sink = None if config.tracing is None else open_sink(config.tracing, _SERVICE)
     servicer = ShardServicer(engine, config, _follower(config, engine, sink))
-    server = _build_server(servicer, health_servicer, config.api_key)
+    server = _build_server(servicer, health_servicer, config, transfers)
     try:
         port = _open_port(server, config)
     except TlsFilesUnusable as error:
@@ -107,6 +116,18 @@ def _host_memory(config: ShardConfig) -> int | None:
     if config.kv_host_bytes > free_host_bytes():
         raise OSError(errno.ENOMEM, f"only {free_host_bytes()} bytes are free here")
     return make_shared_memory(config.kv_host_bytes)
+
+
+def _transfers(config: ShardConfig, memory: int | None) -> BlockTransfers | None:
+    """None without peers. Raises OSError, TlsFilesUnusable."""
+    if memory is None or config.kv_peer_key is None or not config.kv_peers:
+        return None
+    tls = None
+    if config.kv_peer_ca_file is not None:
+        tls = Tls(config.kv_peer_ca_file, config.tls_cert_file, config.tls_key_file)
+        tls.check()
+    peers = KvPeers(config.kv_peers, config.kv_peer_key, tls)
+    return BlockTransfers(map_shared_memory(memory), peers)
 
 
 def _standby(config: ShardConfig, start: Callable[..., Awaitable[ChildProcess]]) -> Standby | None:
@@ -166,12 +187,20 @@ def _why_not_listening(config: ShardConfig) -> str:
 
 
 def _build_server(
-    servicer: ShardServicer, health_servicer: health.aio.HealthServicer, api_key: str | None
+    servicer: ShardServicer,
+    health_servicer: health.aio.HealthServicer,
+    config: ShardConfig,
+    transfers: BlockTransfers | None,
 ) -> grpc.aio.Server:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_FaultsOfCallers())
-    checks = [] if api_key is None else [KeyCheck(api_key)]
+    checks = []
+    if config.api_key is not None or transfers is not None:
+        checks.append(KeyCheck(config.api_key, config.kv_peer_key))
     server = grpc.aio.server(interceptors=checks, options=server_options())
     proto_codec.add_servicer(servicer, server)
+    if transfers is not None:
+        fetch_blocks = KvTransferServicer(transfers).fetch_blocks
+        server.add_generic_rpc_handlers((proto_codec.kv_handlers(fetch_blocks),))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = (proto_codec.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from penstock_shard.server.proto_codec import UnreadableMessage
+from penstock_shard.server.proto_codec import KV_SERVICE_NAME, UnreadableMessage
 
 _PROBE = "/grpc.health.v1.Health/Check"
 # A health check names a service, and comes in one packet with its call.
@@ -31,10 +31,12 @@ Handler = Any
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Ends calls without the key, but for health checks."""
+    """Ends calls without the key, but for health checks; and those of peers without theirs."""
 
-    def __init__(self, key: str) -> None:
-        self._expected = f"Bearer {key}".encode()
+    def __init__(self, key: str | None, peer_key: str | None = None) -> None:
+        """Without a key every client may call."""
+        self._expected = None if key is None else f"Bearer {key}".encode()
+        self._of_peers = None if peer_key is None else f"Bearer {peer_key}".encode()
         # For unary calls too: of a stream, nothing is received until the handler asks for it.
         self._refuse: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
         # Health checks that are being received, by the address they come from.
@@ -56,9 +58,13 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
     def _bears_key(self, call: grpc.HandlerCallDetails) -> bool:
         """Compares in constant time, so that timing does not leak the key."""
+        is_for_peers = call.method.startswith(f"/{KV_SERVICE_NAME}/")
+        expected = self._of_peers if is_for_peers else self._expected
+        if expected is None:
+            return not is_for_peers
         metadata = dict(call.invocation_metadata or ())
         given = str(metadata.get("authorization", ""))
-        return hmac.compare_digest(given.encode(), self._expected)
+        return hmac.compare_digest(given.encode(), expected)
 
     async def _probe(self, check: Handler, messages: object, context: Any) -> None:
         address = context.peer().rpartition(":")[0]

@@ -17,17 +17,19 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock_common.child_environment import HUB
 from penstock_common.clock import Clock
 from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.child_process import ChildProcess, start_child
+from penstock_shard.ipc.block_messages import Arrival, Export
+from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.early_aborts import EarlyAborts
+from penstock_shard.server.engine_process import start_engine
+from penstock_shard.server.kv.transfers import BlockTransfers
 from penstock_shard.server.metrics import ShardMetrics
 from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
 from penstock_shard.structured_output.checker import CheckFailed, ConstraintChecker, NotChecked
@@ -44,25 +46,6 @@ _STOPPED_S = 0.5
 _HUNG_STEPS = 10
 
 Deliver = Callable[[messages.Output], None]
-
-
-async def start_engine(
-    host_memory: int | None = None, *, imports_first: bool = False
-) -> ChildProcess:
-    """A process that reads and writes the messages of `ipc/messages.py`; with `imports_first` it
-    imports what models need before it reads any. `host_memory` is a descriptor of memory for copies
-    of KV blocks. Raises `OSError` where the system refuses, for lack of memory or descriptors say.
-    """
-    # OpenMP threads that spin while they wait would take the processor from other threads.
-    added = {"OMP_WAIT_POLICY": "PASSIVE"}
-    arguments = [messages.NO_HOST_MEMORY if host_memory is None else str(host_memory)]
-    return await start_child(
-        "penstock_shard.engine.main",
-        *HUB,
-        added=added,
-        arguments=[*arguments, messages.IMPORT_FIRST] if imports_first else arguments,
-        descriptors=() if host_memory is None else [host_memory],
-    )
 
 
 class EngineFailed(Exception):
@@ -103,7 +86,9 @@ class EngineSupervisor:
         start_process: Callable[[], Awaitable[ChildProcess]] = start_engine,
         clock: Clock = time.monotonic,
         checker: ConstraintChecker | None = None,
+        transfers: BlockTransfers | None = None,
     ) -> None:
+        """Without `transfers` no KV blocks go to other shards, or come from them."""
         self._config = config
         self._start_process = start_process
         self._clock = clock
@@ -115,7 +100,8 @@ class EngineSupervisor:
         self._live_tokens = 0
         self._early_aborts = EarlyAborts(clock)
         # What this turn of the event loop queues for the engine.
-        self._inbox = messages.Inbox([], [], [])
+        self._inbox = messages.Inbox([], [])
+        self._transfers = transfers
         self.adapters = ServerAdapters(config, self._change_adapter, self._adapters_changed)
         self._flush_scheduled = False
         # A set in the order in which they came.
@@ -371,7 +357,7 @@ class EngineSupervisor:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        inbox, self._inbox = self._inbox, messages.Inbox([], [], [])
+        inbox, self._inbox = self._inbox, messages.Inbox([], [])
         if self._process is not None:
             self._process.writer.write(encode_frame(inbox))
 
@@ -487,11 +473,13 @@ class EngineSupervisor:
                     logger.info("%s", message.text)
                 case messages.LoadFailed():
                     self._refusal = message.message
+                case _ if self._transfers is not None:
+                    self._transfers.take(message)
 
     async def _start(self) -> ChildProcess:
         """Start a process. Raises OSError if the system refuses."""
         self._process = process = await self._start_process()
-        config = dataclasses.replace(self._config, api_key=None)
+        config = dataclasses.replace(self._config, api_key=None, kv_peer_key=None)
         start = messages.Start(config, self.adapters.to_start_with)
         process.writer.write(encode_frame(start))
         self._beat_at_s = self._clock()
@@ -515,6 +503,8 @@ class EngineSupervisor:
 
     def _became_ready(self, ready: messages.Ready) -> None:
         self._ready = ready
+        if self._transfers is not None:
+            self._transfers.on_engine_ready(ready.info, self._tell_of_blocks)
         self._refusal = ""
         self.instance_id = uuid.uuid4().hex
         self.adapters.on_engine_ready(ready.info.adapters)
@@ -522,6 +512,17 @@ class EngineSupervisor:
         if tokenizer is not None and info.capabilities & CONSTRAINT_KINDS:
             self._checker.use(tokenizer, info.vocab_size, info.eos_token_ids)
         self._notify()
+
+    def _tell_of_blocks(self, message: Export | Arrival | int) -> None:
+        """Tell the engine of an export, of one that is over, or of what arrived."""
+        match message:
+            case Export():
+                self._inbox.exports.append(message)
+            case Arrival():
+                self._inbox.arrivals.append(message)
+            case _:
+                self._inbox.exports_over.append(message)
+        self._schedule_flush()
 
     def _change_adapter(self, change: messages.AdapterChange) -> None:
         self._inbox.adapter_changes.append(change)
@@ -571,9 +572,11 @@ class EngineSupervisor:
         if self._ready is not None:
             self.metrics.on_engine_death()
         self._ready = None
+        if self._transfers is not None:
+            self._transfers.on_engine_death()
         self.load = messages.Load()
         self._beat = messages.Beat(0.0, 0.0)
-        self._inbox = messages.Inbox([], [], [])
+        self._inbox = messages.Inbox([], [])
         self.adapters.on_engine_death()
         started = [route for route in self._routes.values() if route.started_s is not None]
         charged = [route for route in started if route.suspect] or started

@@ -137,6 +137,8 @@ class IncomingRequest:
     instance_id: str = ""
     hand_back: bool = False
     suspect: bool = False
+    # Where KV blocks may be; not checked: it is only used if it is a peer's address.
+    kv_source: str = ""
     # For logs and traces only; not checked.
     label: str = ""
     traceparent: str = ""
@@ -189,6 +191,7 @@ def check(
         logprob_token_ids=tuple(incoming.logprob_token_ids.tolist()),
         objective=_objective(incoming),
         hand_back=incoming.hand_back,
+        kv_source=incoming.kv_source if config.kv_peers else "",
         constraint=incoming.constraint,
         reluctant_stop_ids=_reluctant_stop_ids(incoming, info),
         thinking_budget=incoming.thinking_budget,

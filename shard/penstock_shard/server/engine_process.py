@@ -1,15 +1,36 @@
-"""A spare engine process that has imported everything, for when the engine ends (--standby)."""
+"""How engine processes are started; and a spare one for when the engine ends (--standby)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
 
-from penstock_shard.ipc.child_process import ChildProcess
+from penstock_common.child_environment import HUB
+from penstock_shard.ipc import messages
+from penstock_shard.ipc.child_process import ChildProcess, start_child
 
 logger = logging.getLogger(__name__)
 
 StartProcess = Callable[[], Awaitable[ChildProcess]]
+
+
+async def start_engine(
+    host_memory: int | None = None, *, imports_first: bool = False
+) -> ChildProcess:
+    """A process that reads and writes the messages of `ipc/messages.py`; with `imports_first` it
+    imports what models need before it reads any. `host_memory` is a descriptor of memory for copies
+    of KV blocks. Raises `OSError` where the system refuses, for lack of memory or descriptors say.
+    """
+    # OpenMP threads that spin while they wait would take the processor from other threads.
+    added = {"OMP_WAIT_POLICY": "PASSIVE"}
+    arguments = [messages.NO_HOST_MEMORY if host_memory is None else str(host_memory)]
+    return await start_child(
+        "penstock_shard.engine.main",
+        *HUB,
+        added=added,
+        arguments=[*arguments, messages.IMPORT_FIRST] if imports_first else arguments,
+        descriptors=() if host_memory is None else [host_memory],
+    )
 
 
 class Standby:

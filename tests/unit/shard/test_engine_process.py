@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from penstock_shard.ipc.child_process import ChildProcess
-from penstock_shard.server.standby import Standby
+from penstock_shard.server.engine_process import Standby
 
 
 class Processes:

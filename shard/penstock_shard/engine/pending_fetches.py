@@ -1,0 +1,94 @@
+"""Sequences that wait for KV blocks of other shards before they are queued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock_shard.ipc.block_messages import Arrival, Fetch, FetchOver
+from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.kv_transfer.fetches import Fetched, Fetches
+from penstock_shard.scheduler.step_time import StepSize, StepTime
+from penstock_shard.sequence import Sequence
+
+# Fewer blocks than this are computed as soon as they are fetched.
+_LEAST_BLOCKS = 4
+# How long it waits at most, whatever computing would take.
+_LONGEST_S = 10.0
+# How long it waits at least: while no step was timed, nothing is known of computing.
+_SHORTEST_S = 0.25
+
+
+@dataclass(slots=True)
+class _Waiting:
+    number: int
+    fetched: Fetched
+
+
+class PendingFetches:
+    """A fetch takes as long as computing what it fetches would take, or less."""
+
+    def __init__(
+        self,
+        fetches: Fetches,
+        blocks: BlockManager,
+        step_time: StepTime,
+        send: Callable[[Fetch | FetchOver], None],
+    ) -> None:
+        self.fetches = fetches
+        self._blocks = blocks
+        self._step_time = step_time
+        self._send = send
+        self._waiting: dict[Sequence, _Waiting] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def hold(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits, since another shard may have blocks of it."""
+        source = sequence.request.kv_source
+        if not source or sequence.needs_whole_prompt:
+            return False
+        names, num_known = self._blocks.names_of(sequence)
+        num_missing = len(names.digests) - num_known
+        if num_missing < _LEAST_BLOCKS:
+            return False
+        self._number += 1
+        self._waiting[sequence] = _Waiting(self._number, self.fetches.begin(names))
+        self._sequences[self._number] = sequence
+        deadline_s = self._computing_s(num_missing * self._blocks.block_size)
+        self._send(Fetch(self._number, source, names, num_known, deadline_s))
+        return True
+
+    def arrive(self, arrival: Arrival) -> Sequence | None:
+        """Take what came; the sequence that has all there is, and may be queued."""
+        sequence = self._sequences.get(arrival.number)
+        waiting = None if sequence is None else self._waiting[sequence]
+        self.fetches.take(None if waiting is None else waiting.fetched, arrival.slots)
+        if sequence is None or not arrival.is_last:
+            return None
+        self._end(sequence)
+        return sequence
+
+    def discard(self, sequence: Sequence) -> bool:
+        """Forget a sequence that ended; whether it waited."""
+        waiting = self._waiting.get(sequence)
+        if waiting is None:
+            return False
+        self._end(sequence)
+        self._blocks.forget(sequence)
+        self._send(FetchOver(waiting.number))
+        return True
+
+    def _end(self, sequence: Sequence) -> None:
+        waiting = self._waiting.pop(sequence)
+        del self._sequences[waiting.number]
+        self.fetches.end(waiting.fetched)
+
+    def _computing_s(self, num_tokens: int) -> float:
+        """How long it would take to compute so many tokens; bounded."""
+        keys = num_tokens * num_tokens // 2
+        size = StepSize(num_decodes=0, num_prompt_tokens=num_tokens, num_keys=keys)
+        return min(max(self._step_time.predict(size), _SHORTEST_S), _LONGEST_S)

@@ -1,0 +1,78 @@
+"""Messages between server and engine about KV blocks that go to other shards, or come from them.
+
+Their bytes do not pass the link: both processes map the memory in whose slots they are. A slot is
+named by its pool and its number there.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+Slot = tuple[int, int]
+
+
+class PrefixNames(msgspec.Struct, array_like=True, frozen=True):
+    """A prefix block by block: the chained hash of no tokens, then that up to the end of each
+    block, and the tokens of all blocks, unsigned 32-bit little-endian.
+    """
+
+    root: bytes
+    digests: list[bytes]
+    token_ids: bytes
+
+
+# ---- server -> engine ----
+
+
+class Export(msgspec.Struct, array_like=True, frozen=True):
+    """Another shard asks for the blocks of a prefix, of which it has the first `num_known`. The
+    answer has the same `number`.
+    """
+
+    number: int
+    prefix: PrefixNames
+    num_known: int
+
+
+class Arrival(msgspec.Struct, array_like=True, frozen=True):
+    """Slots with what came of a `Fetch`; `is_last` after which nothing more comes."""
+
+    number: int
+    slots: list[Slot]
+    is_last: bool = False
+
+
+# ---- engine -> server ----
+
+
+class Exported(msgspec.Struct, array_like=True, frozen=True, tag="exported"):
+    """Slots with the blocks that were asked for, parents first: they stay as they are until the
+    server says that it has read them.
+    """
+
+    number: int
+    slots: list[Slot]
+
+
+class Fetch(msgspec.Struct, array_like=True, frozen=True, tag="fetch"):
+    """Fetch from the shard at `source` what it has of a prefix, of which the first `num_known`
+    blocks are here. Whatever happens, within `deadline_s` an `Arrival` is the last.
+    """
+
+    number: int
+    source: str
+    prefix: PrefixNames
+    num_known: int
+    deadline_s: float
+
+
+class FetchOver(msgspec.Struct, array_like=True, frozen=True, tag="fetch_over"):
+    """Nobody waits for a fetch any more."""
+
+    number: int
+
+
+class InboundSlots(msgspec.Struct, array_like=True, frozen=True, tag="inbound_slots"):
+    """Slots that are the server's to write into, until it names them in an `Arrival`."""
+
+    slots: list[Slot]

@@ -1,0 +1,83 @@
+"""Blocks that other shards ask for: copied to host memory, and kept there until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock_shard.ipc.block_messages import Export, Exported, PrefixNames, Slot
+from penstock_shard.kv_cache.prefix_cache import PrefixCache
+from penstock_shard.kv_cache.prefix_tree import Prefix
+
+# Of each pool's slots, the share that one export may keep from being reused.
+_SHARE = 4
+
+
+class Exports:
+    """Answers from what is here: nothing is computed, or fetched, for another shard."""
+
+    def __init__(
+        self, prefixes: PrefixCache, block_size: int, send: Callable[[Exported], None]
+    ) -> None:
+        self._prefixes = prefixes
+        self._block_size = block_size
+        self._send = send
+        self._waiting: dict[int, Export] = {}
+        self._pinned: dict[int, list[Slot]] = {}
+        self.exported_total = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that wait for copies."""
+        return len(self._waiting)
+
+    def begin(self, export: Export) -> None:
+        """Have copies made of what is asked for; `advance` answers when they are."""
+        chain = self._find(export.prefix)
+        self._prefixes.use(chain[: self._prefixes.longest(chain)])
+        self._waiting[export.number] = export
+
+    def end(self, number: int) -> None:
+        """It was read, or nobody reads it any more."""
+        self._waiting.pop(number, None)
+        for pool, slot in self._pinned.pop(number, ()):
+            self._prefixes.unpin(pool, slot)
+
+    def advance(self) -> None:
+        """Answer those whose copies are made."""
+        for export in list(self._waiting.values()):
+            chain = self._find(export.prefix)
+            chain = chain[: self._prefixes.longest(chain)]
+            if not self._prefixes.wishes_any_of(chain):
+                del self._waiting[export.number]
+                self._answer(export, chain)
+
+    def _answer(self, export: Export, chain: list[Prefix]) -> None:
+        prefixes = self._prefixes
+        # Some may be on the device alone: more were asked for than there is room for.
+        chain = chain[: prefixes.longest(chain, copied=True)]
+        slots = prefixes.slots_of(chain, export.num_known)
+        most = prefixes.num_slots
+        while chain and any(
+            sum(pool == each for pool, _ in slots) > count // _SHARE
+            for each, count in enumerate(most)
+        ):
+            del chain[len(chain) // 2 :]
+            del chain[prefixes.longest(chain, copied=True) :]
+            slots = prefixes.slots_of(chain, export.num_known)
+        for pool, slot in slots:
+            prefixes.pin(pool, slot)
+        self._pinned[export.number] = slots
+        self.exported_total += len(slots)
+        self._send(Exported(export.number, slots))
+
+    def _find(self, names: PrefixNames) -> list[Prefix]:
+        return self._prefixes.find(names.root, names_of(names, self._block_size))
+
+
+def names_of(prefix: PrefixNames, block_size: int) -> list[tuple[bytes, tuple[int, ...]]]:
+    """The chained hash and the tokens of each block."""
+    ids = memoryview(prefix.token_ids).cast("I")
+    return [
+        (digest, tuple(ids[index * block_size : (index + 1) * block_size]))
+        for index, digest in enumerate(prefix.digests)
+    ]

@@ -1,0 +1,102 @@
+"""Blocks that come from other shards: compared with what was asked for, then found like copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock_shard.ipc.block_messages import InboundSlots, PrefixNames, Slot
+from penstock_shard.kv_cache.prefix_cache import PrefixCache
+from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
+from penstock_shard.kv_transfer.arena import Arena, RecordName
+from penstock_shard.kv_transfer.exports import names_of
+
+# Of each pool's slots, the share that the server may write into.
+_SHARE = 8
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What was asked for, and the longest prefix of it of which something came, which has a user
+    more until `Fetches.end`.
+    """
+
+    root: bytes
+    names: list[tuple[bytes, tuple[int, ...]]]
+    prefix: Prefix
+
+    def parent_of(self, index: int) -> bytes:
+        return self.names[index - 1][0] if index else self.root
+
+
+class Fetches:
+    """Takes over slots that the server has written, and gives it others for them."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        prefixes: PrefixCache,
+        block_size: int,
+        send: Callable[[InboundSlots], None],
+    ) -> None:
+        self._arena = arena
+        self._prefixes = prefixes
+        self._block_size = block_size
+        self._send = send
+        # Blocks since the engine's start: taken over, and refused as not what was asked for.
+        self.fetched_total = 0
+        self.refused_total = 0
+
+    def give_slots(self) -> None:
+        """Give the server its first slots."""
+        slots = [
+            (pool, self._prefixes.take_pinned(pool))
+            for pool, count in enumerate(self._arena.num_slots)
+            for _ in range(count // _SHARE)
+        ]
+        self._send(InboundSlots(slots))
+
+    def begin(self, names: PrefixNames) -> Fetched:
+        prefix = self._prefixes.root(names.root)
+        prefix.num_users += 1
+        return Fetched(names.root, names_of(names, self._block_size), prefix)
+
+    def end(self, fetched: Fetched) -> None:
+        self._prefixes.leave(fetched.prefix)
+
+    def take(self, fetched: Fetched | None, slots: list[Slot]) -> None:
+        """Take over what came, parents first. None: nobody waits for it any more."""
+        given = [self._take(fetched, pool, slot) for pool, slot in slots]
+        if given:
+            self._send(InboundSlots(given))
+
+    def _take(self, fetched: Fetched | None, pool: int, slot: int) -> Slot:
+        """Returns the slot that the server has in its place."""
+        name = self._arena.name_in(pool, slot)
+        if fetched is None or name is None or not self._is_asked_for(fetched, name):
+            self.refused_total += fetched is not None
+            self._arena.clear(pool, slot)
+            return pool, slot
+        prefix = self._prefix_at(fetched, name.index)
+        if prefix.slots[name.group] != NO_BLOCK or not self._prefixes.has_free_slot(pool):
+            self._arena.clear(pool, slot)
+            return pool, slot
+        other = self._prefixes.take_pinned(pool)
+        self._prefixes.unpin(pool, slot)
+        self._prefixes.keep(prefix, name.group, slot)
+        self.fetched_total += 1
+        return pool, other
+
+    def _is_asked_for(self, fetched: Fetched, name: RecordName) -> bool:
+        if not fetched.prefix.index <= name.index < len(fetched.names):
+            return False
+        wanted = (*fetched.names[name.index], fetched.parent_of(name.index))
+        return (name.digest, name.token_ids, name.parent) == wanted
+
+    def _prefix_at(self, fetched: Fetched, index: int) -> Prefix:
+        while fetched.prefix.index < index:
+            before = fetched.prefix
+            fetched.prefix = self._prefixes.child(before, *fetched.names[before.index + 1])
+            fetched.prefix.num_users += 1
+            self._prefixes.leave(before)
+        return fetched.prefix

@@ -1,0 +1,128 @@
+"""The shards that KV blocks are fetched from: who they are, and whether they can be trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import NoReturn
+
+import grpc
+
+from penstock_common.clock import Clock
+from penstock_common.tls import Tls
+from penstock_proto.transport import Connector
+from penstock_shard.ipc.block_messages import PrefixNames
+from penstock_shard.server import proto_codec
+
+logger = logging.getLogger(__name__)
+
+# From a peer that sent damaged blocks nothing is fetched for so long.
+_DISTRUST_S = 600.0
+# From one that was late, or could not be reached.
+_PAUSE_S = 5.0
+# What names stand for is looked up again after so long.
+_LOOK_UP_S = 30.0
+
+
+class FetchFailed(Exception):
+    """Nothing more comes; the text says why."""
+
+
+class KvPeers:
+    """Calls to the peers that are configured, and to no other address whoever names it."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        key: str,
+        tls: Tls | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Raises `TlsFilesUnusable`."""
+        self._addresses = addresses
+        self._key = key
+        self._connector = Connector(tls)
+        self._clock = clock
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        # Until when nothing is fetched from a peer.
+        self._paused_until_s: dict[str, float] = {}
+        # The addresses that the configured names stand for.
+        self._looked_up: frozenset[str] = frozenset()
+        self._looked_up_at_s = -_LOOK_UP_S
+        # Blocks that were damaged, or none of this model.
+        self.damaged_total = 0
+
+    async def fetch(
+        self, source: str, namespace: bytes, prefix: PrefixNames, num_known: int
+    ) -> AsyncGenerator[memoryview, None]:
+        """The records that a peer has of a prefix.
+
+        Raises:
+            FetchFailed: it is no peer, or the call failed.
+        """
+        if not await self._is_peer(source):
+            raise FetchFailed("it is not among --kv-peers")
+        if self._paused_until_s.get(source, 0.0) > self._clock():
+            raise FetchFailed("it failed a short while ago")
+        if source not in self._channels:
+            credentials = self._connector.credentials()
+            self._channels[source] = self._connector.open_aio(source, credentials)
+        call = proto_codec.fetch_blocks(
+            self._channels[source], self._key, namespace, prefix, num_known
+        )
+        try:
+            async for record in call:
+                yield record
+        except grpc.aio.AioRpcError as error:
+            self._pause(source, _PAUSE_S)
+            raise FetchFailed(f"{error.code().name}: {error.details()}") from None
+        finally:
+            call.cancel()
+
+    def note_late(self, source: str) -> None:
+        """It took longer than computing would have."""
+        self._pause(source, _PAUSE_S)
+
+    def distrust(self, source: str, reason: str) -> NoReturn:
+        """It sent what it must not; raises FetchFailed."""
+        self.damaged_total += 1
+        self._pause(source, _DISTRUST_S)
+        logger.error(
+            "KV blocks of %s: %s; none are fetched from there for %d s",
+            *(source, reason, _DISTRUST_S),
+        )
+        raise FetchFailed(reason)
+
+    async def close(self) -> None:
+        """End all calls."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _pause(self, source: str, seconds: float) -> None:
+        until_s = self._clock() + seconds
+        self._paused_until_s[source] = max(until_s, self._paused_until_s.get(source, 0.0))
+
+    async def _is_peer(self, address: str) -> bool:
+        if address in self._addresses or address in self._looked_up:
+            return True
+        if self._clock() - self._looked_up_at_s < _LOOK_UP_S:
+            return False
+        self._looked_up_at_s = self._clock()
+        found = await asyncio.gather(*map(_look_up, self._addresses))
+        self._looked_up = frozenset().union(*found)
+        return address in self._looked_up
+
+
+async def _look_up(address: str) -> set[str]:
+    """The addresses that a name with a port stands for; none if it cannot be found."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        infos = await asyncio.get_running_loop().getaddrinfo(host, int(port))
+        return {
+            f"[{info[4][0]}]:{port}" if ":" in str(info[4][0]) else f"{info[4][0]}:{port}"
+            for info in infos
+        }
+    return set()

@@ -1,0 +1,178 @@
+"""Passes KV blocks between the host memory that the engine fills and other shards.
+
+The engine says which slots hold what, and decides what is taken over; here bytes are read and
+written. Whatever fails, the engine hears that nothing more comes, and computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
+
+from penstock_shard.ipc.block_messages import (
+    Arrival,
+    Export,
+    Exported,
+    Fetch,
+    FetchOver,
+    InboundSlots,
+    PrefixNames,
+    Slot,
+)
+from penstock_shard.ipc.messages import FromEngine
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.kv_transfer.arena import Arena, namespace_of
+from penstock_shard.server.kv.peers import FetchFailed, KvPeers
+
+logger = logging.getLogger(__name__)
+
+# More at once are not begun: each keeps slots from being reused.
+_MOST_EXPORTS = 2
+_MOST_FETCHES = 8
+# How long the engine may take to have copies of what is asked for.
+_EXPORT_S = 10.0
+# The engine hears of what came once it is this much, or all.
+_ARRIVAL_BYTES = 2**20
+
+Tell = Callable[[Export | Arrival | int], None]
+
+
+class TooManyExports(Exception):
+    """Others are being served."""
+
+
+class BlockTransfers:
+    """Exports and fetches of one engine after another."""
+
+    def __init__(self, memory: memoryview, peers: KvPeers) -> None:
+        self._memory = memory
+        self._peers = peers
+        self._arena: Arena | None = None
+        self._tell: Tell = lambda message: None
+        self._numbers = itertools.count(1)
+        self._exports: dict[int, asyncio.Future[list[Slot]]] = {}
+        self._fetches: dict[int, asyncio.Task[None]] = {}
+        # Slots to write into, by pool.
+        self._inbound: defaultdict[int, list[int]] = defaultdict(list)
+        self._slots_came = asyncio.Event()
+        # Names of the engine's blocks; empty without an engine.
+        self.namespace = b""
+
+    def on_engine_ready(self, info: RunnerInfo, tell: Tell) -> None:
+        """What the memory holds is the engine's from now on; `tell` tells it of blocks."""
+        self._arena, self._tell, self.namespace = (
+            Arena(self._memory, info),
+            tell,
+            namespace_of(info),
+        )
+
+    def on_engine_death(self) -> None:
+        """Its slots mean nothing any more."""
+        self._arena, self.namespace = None, b""
+        self._inbound.clear()
+        for export in self._exports.values():
+            export.cancel()
+        for fetch in self._fetches.values():
+            fetch.cancel()
+        self._exports.clear()
+        self._fetches.clear()
+
+    def take(self, message: FromEngine) -> None:
+        """A message of the engine about blocks."""
+        match message:
+            case InboundSlots():
+                for pool, slot in message.slots:
+                    self._inbound[pool].append(slot)
+                self._slots_came.set()
+            case Exported():
+                waiting = self._exports.get(message.number)
+                if waiting is None or waiting.done():
+                    self._tell(message.number)
+                else:
+                    waiting.set_result(message.slots)
+            case Fetch():
+                self._begin(message)
+            case FetchOver():
+                fetch = self._fetches.get(message.number)
+                if fetch is not None:
+                    fetch.cancel()
+
+    # ---- to other shards ----
+
+    async def export(self, prefix: PrefixNames, num_known: int) -> AsyncGenerator[memoryview, None]:
+        """The records that the engine has of a prefix, parents first. Each is valid until the next.
+
+        Raises:
+            TooManyExports: others are being served.
+        """
+        if len(self._exports) >= _MOST_EXPORTS:
+            raise TooManyExports
+        number, arena = next(self._numbers), self._arena
+        if arena is None:
+            return
+        slots = self._exports[number] = asyncio.get_running_loop().create_future()
+        self._tell(Export(number, prefix, num_known))
+        try:
+            async with asyncio.timeout(_EXPORT_S):
+                found = await slots
+            for pool, slot in found:
+                if self._arena is not arena:
+                    return
+                yield arena.record(pool, slot)
+        except TimeoutError:
+            logger.warning("the engine had no time for a peer that asks for KV blocks")
+        finally:
+            self._exports.pop(number, None)
+            if self._arena is arena:
+                self._tell(number)
+
+    # ---- from other shards ----
+
+    def _begin(self, fetch: Fetch) -> None:
+        if len(self._fetches) >= _MOST_FETCHES or self._arena is None:
+            self._tell(Arrival(fetch.number, [], is_last=True))
+            return
+        task = asyncio.create_task(self._fetch(fetch, self._arena))
+        self._fetches[fetch.number] = task
+        task.add_done_callback(lambda _: self._fetches.pop(fetch.number, None))
+
+    async def _fetch(self, fetch: Fetch, arena: Arena) -> None:
+        came: list[Slot] = []
+        try:
+            async with asyncio.timeout(fetch.deadline_s):
+                await self._receive(fetch, arena, came)
+        except TimeoutError:
+            self._peers.note_late(fetch.source)
+        except FetchFailed as error:
+            logger.info("KV blocks of %s: %s; they are computed", fetch.source, error)
+        finally:
+            if self._arena is arena:
+                self._tell(Arrival(fetch.number, came, is_last=True))
+
+    async def _receive(self, fetch: Fetch, arena: Arena, came: list[Slot]) -> None:
+        """Put what comes into slots; `came` has those that the engine has not been told of."""
+        num_bytes = 0
+        records = self._peers.fetch(fetch.source, self.namespace, fetch.prefix, fetch.num_known)
+        async for record in records:
+            group = arena.group_in(record)
+            if group is None:
+                self._peers.distrust(fetch.source, "what it sent is no block of this model")
+            pool = arena.pool_of(group)
+            slot = await self._next_slot(pool)
+            came.append((pool, slot))
+            if not arena.put(slot, group, record):
+                self._peers.distrust(fetch.source, "a block came that is damaged")
+            num_bytes += len(record)
+            if num_bytes >= _ARRIVAL_BYTES:
+                self._tell(Arrival(fetch.number, came.copy()))
+                came.clear()
+                num_bytes = 0
+
+    async def _next_slot(self, pool: int) -> int:
+        while not self._inbound[pool]:
+            self._slots_came.clear()
+            await self._slots_came.wait()
+        return self._inbound[pool].pop()
