@@ -62,6 +62,24 @@ FAULTS = [
         caught_by="test_a_prompt_begins_at_the_state_of_an_earlier_ones_last_full_block",
     ),
     Fault(
+        "A block of other tokens than were asked for is taken over",
+        "Fetches._is_asked_for",
+        becomes("(name.digest, name.token_ids, name.parent) == wanted", "True"),
+        caught_by="test_no_history_in_which_blocks_move_changes_an_output",
+    ),
+    Fault(
+        "A block is copied before the step that fills it is over",
+        "Scheduler.num_computed_insertions",
+        becomes("self._launched[0].num_insertions", "self._blocks.num_insertions"),
+        caught_by="test_a_block_is_copied_only_once_the_step_that_fills_it_is_over",
+    ),
+    Fault(
+        "A copy is used whatever its checksum says",
+        "Arena.read",
+        becomes("zlib.crc32(block) == checksum", "True"),
+        caught_by="test_a_damaged_copy_is_computed_again",
+    ),
+    Fault(
         "A state begins anew with each chunk",
         "_sequences",
         becomes("count == length", "True"),

@@ -13,7 +13,7 @@ from support.compilers import EOS_IDS, VOCAB_SIZE, two_ended_compiler
 from support.engines import runner_info
 
 from penstock_shard.engine.adapter_slots import EngineAdapters
-from penstock_shard.engine.create_engine import create_scheduler
+from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.engine.matchers import PendingMatchers
@@ -22,6 +22,7 @@ from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import FromEngine, Inbox, Ready, Start, Started, ToEngine
 from penstock_shard.ipc.runner_info import Adapter, CacheGroup, RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.kv_transfer.arena import Arena, namespace_of
 from penstock_shard.scheduler.scheduler import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.base import ReadAdapter
@@ -52,6 +53,9 @@ class EngineKind:
     # Whether it promises the same bits wherever its weights are served.
     is_exact: bool = True
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    # Memory for copies of KV blocks; and whether these go to other shards.
+    host_bytes: int = 0
+    has_peers: bool = False
 
 
 # An id that ends the engine which computes a prompt with it.
@@ -126,8 +130,12 @@ class _LinkEnd(asyncio.Transport):
 class SimulatedEngine:
     """Its steps and its beats can be stopped apart."""
 
-    def __init__(self, loop: VirtualLoop, name: str, kind: EngineKind) -> None:
+    def __init__(
+        self, loop: VirtualLoop, name: str, kind: EngineKind, memory: memoryview | None = None
+    ) -> None:
+        """`memory` is the server's, for copies of KV blocks."""
         self._loop = loop
+        self._memory = memory
         self._kind = kind
         self.steps = Process(loop, f"{name}, stepping")
         self.beats = Process(loop, f"{name}, beating")
@@ -259,14 +267,23 @@ class SimulatedEngine:
 
     def _make_engine(self, runner: FakeRunner) -> Engine:
         kind, info = self._kind, runner.info
-        blocks = BlockManager.of(info, kind.max_num_batched_tokens)
+        has_copies = self._memory is not None and namespace_of(info)
+        arena = Arena(self._memory, info) if self._memory and has_copies else None
+        host_slots = () if arena is None else arena.num_slots
+        blocks = BlockManager.of(info, kind.max_num_batched_tokens, host_slots=host_slots)
         limits = SchedulerLimits(kind.max_num_seqs, kind.max_num_batched_tokens)
         drafter = Drafter(kind.speculative_tokens) if kind.speculative_tokens else None
+        scheduler = create_scheduler(limits, blocks, drafter)
+        moves = None
+        if arena is not None:
+            send = self._send if kind.has_peers else None
+            moves = create_moves(arena, runner, scheduler, blocks, send)
         return Engine(
             runner,
-            create_scheduler(limits, blocks, drafter),
+            scheduler,
             blocks,
             clock=self._loop.time,
             tell_started=lambda ids: self._send(Started(ids)),
             matchers=PendingMatchers(two_ended_compiler(), self._news.set, InlineExecutor()),
+            moves=moves,
         )

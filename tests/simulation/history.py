@@ -35,6 +35,7 @@ from penstock_client.types import (
     Output,
 )
 from penstock_shard.config import ShardConfig
+from penstock_shard.server.kv.transfers import BlockTransfers
 from simulation import virtual_time
 from simulation.channel import MemoryConnector
 from simulation.engine import POISON_ID, EngineKind
@@ -133,7 +134,14 @@ class History:
         self._addresses: dict[Trouble, str] = {}
         self._last_host = 0
         self._shards = [
-            SimulatedShard(loop, self._network, self._new_address(), plan.config, plan.kind)
+            SimulatedShard(
+                loop,
+                self._network,
+                self._new_address(),
+                plan.config,
+                plan.kind,
+                self._transfers_at,
+            )
             for _ in range(plan.num_shards)
         ]
         # Of callbacks and tasks, where nobody would see them.
@@ -143,6 +151,10 @@ class History:
         self._has_names = True
         self.outcomes = [Outcome(arrival) for arrival in plan.arrivals]
         self._fleet: Fleet = self._router.context.run(self._make_fleet)
+
+    def _transfers_at(self, address: str) -> BlockTransfers | None:
+        found = [shard.transfers for shard in self._shards if shard.address == address]
+        return found[0] if found else None
 
     def _note_exception(self, loop: object, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -123,6 +123,8 @@ def draw(seed: int) -> Plan:
         load_s=rng.choice([0.1, 1.0]),
         is_exact=rng.random() < 0.8,
         cache_groups=groups,
+        host_bytes=rng.choice([0, 16_384, 262_144]),
+        has_peers=rng.random() < 0.7,
     )
     next_kind = dataclasses.replace(
         kind,
@@ -142,6 +144,7 @@ def draw(seed: int) -> Plan:
         step_ms=kind.step_s * 1000,
         max_restarts=1000,
         loras=ADAPTERS if has_adapters else (),
+        kv_peers=("peers:1",) if kind.has_peers and kind.host_bytes else (),
     )
     num_shards = rng.choice([1, 2, 2, 3])
     troubles = tuple(_trouble(rng, number, num_shards) for number in range(rng.randint(1, 5)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -81,6 +81,15 @@ class SimulatedRunner:
 
     def release(self, slot: int) -> None:
         pass
+
+    def copy_states(self, copies: abc.Sequence[tuple[int, int]]) -> None:
+        assert not copies, "it has no states"
+
+    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
+        raise AssertionError("it has no memory")
+
+    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
+        raise AssertionError("it has no memory")
 
 
 class Simulation:

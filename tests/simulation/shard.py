@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from support.compilers import LIMITS, two_ended_compiler
 
@@ -13,6 +13,7 @@ from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.server import proto_codec
 from penstock_shard.server.app import drain
+from penstock_shard.server.kv.transfers import BlockTransfers
 from penstock_shard.server.servicer import ShardServicer
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.structured_output.checker import ConstraintChecker
@@ -20,6 +21,7 @@ from penstock_shard.structured_output.refusal import ConstraintRefused
 from simulation.channel import MemoryServer
 from simulation.engine import KILLED, EngineKind, SimulatedEngine
 from simulation.network import Network
+from simulation.peers import SimulatedPeers
 from simulation.virtual_time import Process, VirtualLoop
 
 
@@ -48,7 +50,12 @@ class SimulatedShard:
         address: str,
         config: ShardConfig,
         kind: EngineKind,
+        find: Callable[[str], BlockTransfers | None] = lambda address: None,
     ) -> None:
+        """`find` gives what the shard at an address has for its peers."""
+        self._find = find
+        self.transfers: BlockTransfers | None = None
+        self._memory: memoryview | None = None
         self.address = address
         self.kind = kind
         self._loop = loop
@@ -78,8 +85,13 @@ class SimulatedShard:
         process.context.run(self._begin, process)
 
     def _begin(self, process: Process) -> None:
+        if self.kind.host_bytes:
+            self._memory = memoryview(bytearray(self.kind.host_bytes))
+        if self._memory is not None and self.kind.has_peers and self.kind.is_exact:
+            peers = SimulatedPeers(self._find, self._network.random)
+            self.transfers = BlockTransfers(self._memory, peers)
         self.supervisor = supervisor = EngineSupervisor(
-            self.config, self._start_engine, self._loop.time, _Checker()
+            self.config, self._start_engine, self._loop.time, _Checker(), self.transfers
         )
         servicer = ShardServicer(supervisor, self.config)
         server = MemoryServer(process)
@@ -89,7 +101,8 @@ class SimulatedShard:
         self._running = process.run(supervisor.run())
 
     def _start_engine(self) -> Awaitable[ChildProcess]:
-        engine = SimulatedEngine(self._loop, f"engine of {self.address}", self.kind)
+        name = f"engine of {self.address}"
+        engine = SimulatedEngine(self._loop, name, self.kind, self._memory)
         self.engines.append(engine)
         started: asyncio.Future[ChildProcess] = self._loop.create_future()
         started.set_result(engine.process)
@@ -122,6 +135,7 @@ class SimulatedShard:
 
     def _is_down(self) -> None:
         self._server = self.supervisor = self._ending = None
+        self.transfers = self._memory = None
         self.engines.clear()
 
     # ---- what happens to it ----

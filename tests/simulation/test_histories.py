@@ -21,10 +21,13 @@ from penstock_client.fleet import failover
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState, ShardWatch
 from penstock_client.types import GenerationRequest, LoadReport, SamplingParams
+from penstock_shard.engine import pending_fetches
 from simulation import virtual_time
 from simulation.channel import MemoryConnector
 from simulation.history import Report, run
+from simulation.moving import draw_moving
 from simulation.network import Network
+from simulation.peers import SEEN
 from simulation.plan import TROUBLES, Trouble, draw
 from simulation.shorten import shorten
 from simulation.virtual_time import Process, VirtualLoop
@@ -51,6 +54,22 @@ def test_no_history_of_failures_loses_doubles_or_changes_an_output() -> None:
         assert not report.faults, "\n".join([again, *report.faults])
         if seed % 50 == 0:
             gc.collect()
+
+
+@pytest.mark.timeout(3600)
+def test_no_history_in_which_blocks_move_changes_an_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Otherwise few of these short prompts are worth a fetch.
+    monkeypatch.setattr(pending_fetches, "_LEAST_BLOCKS", 1)
+    before = SEEN.copy()
+    first = seeded("moves").randrange(2**32)
+    for seed in range(first, first + budget(25, 2000)):
+        report = run(draw_moving(seed))
+        assert not report.faults, f"draw_moving({seed}): {report.faults}"
+    seen = SEEN - before
+    print(f"{seen['carried']} blocks were carried, {seen['damaged']} of them found to be damaged")
+    assert seen["carried"] > 0
 
 
 @pytest.mark.parametrize("amount", [0.5, 0.9])

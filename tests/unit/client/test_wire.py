@@ -34,7 +34,7 @@ from penstock_client.rpc import proto_codec
 from penstock_proto import SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
 
-ATTEMPT = Attempt(2, "an engine", hand_back=True, suspect=True)
+ATTEMPT = Attempt(2, "an engine", hand_back=True, suspect=True, kv_source="shard:1")
 FULL = GenerationRequest(
     prompt_token_ids=[1, 2],
     sampling=SamplingParams(

@@ -201,7 +201,7 @@ def test_an_adapter_is_refused_where_none_are_served() -> None:
 
 def test_a_shard_reads_every_field_of_the_message() -> None:
     """Each set alone changes what the shard makes of it."""
-    attempt = {"request_id", "attempt", "instance_id", "hand_back", "suspect"}
+    attempt = {"request_id", "attempt", "instance_id", "hand_back", "suspect", "kv_source"}
     plain = shard_codec.incoming(pb.GenerateRequest())
     lists = {"prompt_token_ids", "output_token_ids", "stop_token_ids", "logprob_token_ids"}
     for path, descriptor in leaves(pb.GenerateRequest.DESCRIPTOR, ()):
@@ -272,7 +272,7 @@ def test_every_part_of_a_submit_is_filled_by_some_field() -> None:
     )
     full, plain = submitted(sent), submitted(PLAIN)
     # Of an attempt, of a continued request, and of embeddings.
-    others = {"request_id", "attempt", "hand_back", "output", "pooling"}
+    others = {"request_id", "attempt", "hand_back", "kv_source", "output", "pooling"}
     for name in set(Request.__struct_fields__) - others:
         assert getattr(full, name) != getattr(plain, name), name
     assert (full.request_id, full.attempt, full.hand_back) == ("id", 2, True)

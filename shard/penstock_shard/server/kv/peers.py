@@ -16,6 +16,7 @@ from penstock_common.tls import Tls
 from penstock_proto.transport import Connector
 from penstock_shard.ipc.block_messages import PrefixNames
 from penstock_shard.server import proto_codec
+from penstock_shard.server.kv.transfers import FetchFailed
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +28,8 @@ _PAUSE_S = 5.0
 _LOOK_UP_S = 30.0
 
 
-class FetchFailed(Exception):
-    """Nothing more comes; the text says why."""
-
-
 class KvPeers:
-    """Calls to the peers that are configured, and to no other address whoever names it."""
+    """`Peers`: calls to those that are configured, and to no other address whoever names it."""
 
     def __init__(
         self,
@@ -58,11 +55,6 @@ class KvPeers:
     async def fetch(
         self, source: str, namespace: bytes, prefix: PrefixNames, num_known: int
     ) -> AsyncGenerator[memoryview, None]:
-        """The records that a peer has of a prefix.
-
-        Raises:
-            FetchFailed: it is no peer, or the call failed.
-        """
         if not await self._is_peer(source):
             raise FetchFailed("it is not among --kv-peers")
         if self._paused_until_s.get(source, 0.0) > self._clock():
@@ -83,11 +75,9 @@ class KvPeers:
             call.cancel()
 
     def note_late(self, source: str) -> None:
-        """It took longer than computing would have."""
         self._pause(source, _PAUSE_S)
 
     def distrust(self, source: str, reason: str) -> NoReturn:
-        """It sent what it must not; raises FetchFailed."""
         self.damaged_total += 1
         self._pause(source, _DISTRUST_S)
         logger.error(

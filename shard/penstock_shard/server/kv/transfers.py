@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
+from typing import NoReturn, Protocol
 
 from penstock_shard.ipc.block_messages import (
     Arrival,
@@ -25,7 +26,6 @@ from penstock_shard.ipc.block_messages import (
 from penstock_shard.ipc.messages import FromEngine
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_transfer.arena import Arena, namespace_of
-from penstock_shard.server.kv.peers import FetchFailed, KvPeers
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,33 @@ class TooManyExports(Exception):
     """Others are being served."""
 
 
+class FetchFailed(Exception):
+    """Nothing more comes of a fetch; the text says why."""
+
+
+class Peers(Protocol):
+    """Where blocks are fetched from."""
+
+    def fetch(
+        self, source: str, namespace: bytes, prefix: PrefixNames, num_known: int
+    ) -> AsyncGenerator[memoryview, None]:
+        """The records that a peer has of a prefix, without its first blocks.
+
+        Raises:
+            FetchFailed: it is no peer, or the call failed.
+        """
+
+    def note_late(self, source: str) -> None:
+        """It took longer than computing would have."""
+
+    def distrust(self, source: str, reason: str) -> NoReturn:
+        """It sent what it must not. Raises FetchFailed."""
+
+
 class BlockTransfers:
     """Exports and fetches of one engine after another."""
 
-    def __init__(self, memory: memoryview, peers: KvPeers) -> None:
+    def __init__(self, memory: memoryview, peers: Peers) -> None:
         self._memory = memory
         self._peers = peers
         self._arena: Arena | None = None
