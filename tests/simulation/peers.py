@@ -9,7 +9,12 @@ from collections.abc import AsyncGenerator, Callable
 from typing import NoReturn
 
 from penstock_shard.ipc.block_messages import PrefixNames
-from penstock_shard.server.kv.transfers import BlockTransfers, FetchFailed, TooManyExports
+from penstock_shard.server.kv.transfers import (
+    BlockTransfers,
+    Distrusted,
+    FetchFailed,
+    TooManyExports,
+)
 from simulation.network import LATENCY_S
 
 # Records since the process began: carried, and damaged.
@@ -65,7 +70,7 @@ class SimulatedPeers:
 
     def distrust(self, source: str, reason: str) -> NoReturn:
         SEEN["damaged"] += 1
-        raise FetchFailed(reason)
+        raise Distrusted(reason)
 
 
 def _other_tokens(prefix: PrefixNames) -> PrefixNames:

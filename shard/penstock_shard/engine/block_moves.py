@@ -81,6 +81,18 @@ class BlockMoves:
         if self.exports is not None:
             self.exports.advance()
 
+    def counts(self) -> dict[str, int]:
+        """Fields of `Load`."""
+        tier, counts = self.tier, dict[str, int]()
+        counts["saved_blocks_total"] = tier.saved_total
+        counts["loaded_blocks_total"] = tier.loaded_total
+        counts["damaged_blocks_total"] = tier.damaged_total
+        if self.exports is not None and self.pending is not None:
+            counts["exported_blocks_total"] = self.exports.exported_total
+            counts["fetched_blocks_total"] = self.pending.fetches.fetched_total
+            counts["refused_blocks_total"] = self.pending.fetches.refused_total
+        return counts
+
     def take(self, message: Inbox) -> list[Sequence]:
         """What the server says of blocks; sequences that do not wait for any more."""
         if self.exports is None or self.pending is None:

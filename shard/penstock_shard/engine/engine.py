@@ -158,7 +158,7 @@ class Engine:
         return {sequence.adapter_index for sequence in sequences}
 
     def load(self) -> Load:
-        tier = None if self._moves is None else self._moves.tier
+        copies = {} if self._moves is None else self._moves.counts()
         return Load(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
@@ -177,9 +177,7 @@ class Engine:
             kept_states=self._blocks.num_kept_states,
             state_hits_total=self._blocks.state_hits_total,
             copied_blocks=self._blocks.prefixes.num_copies,
-            saved_blocks_total=0 if tier is None else tier.saved_total,
-            loaded_blocks_total=0 if tier is None else tier.loaded_total,
-            damaged_blocks_total=0 if tier is None else tier.damaged_total,
+            **copies,
         )
 
     def check_integrity(self) -> None:

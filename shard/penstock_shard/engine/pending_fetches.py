@@ -64,6 +64,7 @@ class PendingFetches:
 
     def arrive(self, arrival: Arrival) -> Sequence | None:
         """Take what came; the sequence that has all there is, and may be queued."""
+        self.fetches.refused_total += arrival.is_damaged
         sequence = self._sequences.get(arrival.number)
         waiting = None if sequence is None else self._waiting[sequence]
         self.fetches.take(None if waiting is None else waiting.fetched, arrival.slots)

@@ -35,11 +35,14 @@ class Export(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Arrival(msgspec.Struct, array_like=True, frozen=True):
-    """Slots with what came of a `Fetch`; `is_last` after which nothing more comes."""
+    """Slots with what came of a `Fetch`; `is_last` after which nothing more comes, as something
+    came that is damaged perhaps.
+    """
 
     number: int
     slots: list[Slot]
     is_last: bool = False
+    is_damaged: bool = False
 
 
 # ---- engine -> server ----

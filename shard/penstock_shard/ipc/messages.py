@@ -194,6 +194,11 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     saved_blocks_total: int = 0
     loaded_blocks_total: int = 0
     damaged_blocks_total: int = 0
+    # Blocks that came from other shards, that came and were not what was asked for, and that went
+    # there.
+    fetched_blocks_total: int = 0
+    refused_blocks_total: int = 0
+    exported_blocks_total: int = 0
 
     @property
     def computed_tokens_total(self) -> int:

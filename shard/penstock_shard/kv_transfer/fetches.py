@@ -43,7 +43,7 @@ class Fetches:
         self._prefixes = prefixes
         self._block_size = block_size
         self._send = send
-        # Blocks since the engine's start: taken over, and refused as not what was asked for.
+        # Blocks since the engine's start: taken over; damaged, or not what was asked for.
         self.fetched_total = 0
         self.refused_total = 0
 

@@ -100,6 +100,13 @@ def _copies(load: Load) -> Iterator[Metric]:
         ("saved", "KV blocks copied to host memory.", load.saved_blocks_total),
         ("loaded", "KV blocks copied back, which were not computed.", load.loaded_blocks_total),
         ("damaged", "Copies whose checksum was wrong: computed.", load.damaged_blocks_total),
+        ("fetched", "KV blocks fetched from peers (--kv-peers).", load.fetched_blocks_total),
+        (
+            "refused",
+            "KV blocks of peers that were damaged, or not what was asked for. Above 0: an alert.",
+            load.refused_blocks_total,
+        ),
+        ("exported", "KV blocks that went to peers.", load.exported_blocks_total),
     ):
         yield CounterMetricFamily(f"penstock_shard_kv_{name}_blocks", text, value=value)
 

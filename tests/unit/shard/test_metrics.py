@@ -224,9 +224,18 @@ def test_copies_of_blocks_are_counted() -> None:
     registry = CollectorRegistry()
     registry.register(ShardCollector(supervisor, ShardConfig()))
     supervisor.load = messages.Load(
-        copied_blocks=5, saved_blocks_total=6, loaded_blocks_total=7, damaged_blocks_total=8
+        copied_blocks=5,
+        saved_blocks_total=6,
+        loaded_blocks_total=7,
+        damaged_blocks_total=8,
+        fetched_blocks_total=9,
+        refused_blocks_total=10,
+        exported_blocks_total=11,
     )
     assert registry.get_sample_value("penstock_shard_kv_copied_blocks") == 5
     assert registry.get_sample_value("penstock_shard_kv_saved_blocks_total") == 6
     assert registry.get_sample_value("penstock_shard_kv_loaded_blocks_total") == 7
     assert registry.get_sample_value("penstock_shard_kv_damaged_blocks_total") == 8
+    assert registry.get_sample_value("penstock_shard_kv_fetched_blocks_total") == 9
+    assert registry.get_sample_value("penstock_shard_kv_refused_blocks_total") == 10
+    assert registry.get_sample_value("penstock_shard_kv_exported_blocks_total") == 11

@@ -16,7 +16,7 @@ from penstock_common.tls import Tls
 from penstock_proto.transport import Connector
 from penstock_shard.ipc.block_messages import PrefixNames
 from penstock_shard.server import proto_codec
-from penstock_shard.server.kv.transfers import FetchFailed
+from penstock_shard.server.kv.transfers import Distrusted, FetchFailed
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,6 @@ class KvPeers:
         # The addresses that the configured names stand for.
         self._looked_up: frozenset[str] = frozenset()
         self._looked_up_at_s = -_LOOK_UP_S
-        # Blocks that were damaged, or none of this model.
-        self.damaged_total = 0
 
     async def fetch(
         self, source: str, namespace: bytes, prefix: PrefixNames, num_known: int
@@ -78,13 +76,12 @@ class KvPeers:
         self._pause(source, _PAUSE_S)
 
     def distrust(self, source: str, reason: str) -> NoReturn:
-        self.damaged_total += 1
         self._pause(source, _DISTRUST_S)
         logger.error(
             "KV blocks of %s: %s; none are fetched from there for %d s",
             *(source, reason, _DISTRUST_S),
         )
-        raise FetchFailed(reason)
+        raise Distrusted(reason)
 
     async def close(self) -> None:
         """End all calls."""

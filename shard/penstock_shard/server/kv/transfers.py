@@ -48,6 +48,10 @@ class FetchFailed(Exception):
     """Nothing more comes of a fetch; the text says why."""
 
 
+class Distrusted(FetchFailed):
+    """A peer sent what it must not."""
+
+
 class Peers(Protocol):
     """Where blocks are fetched from."""
 
@@ -64,7 +68,7 @@ class Peers(Protocol):
         """It took longer than computing would have."""
 
     def distrust(self, source: str, reason: str) -> NoReturn:
-        """It sent what it must not. Raises FetchFailed."""
+        """It sent what it must not. Raises Distrusted."""
 
 
 class BlockTransfers:
@@ -164,16 +168,18 @@ class BlockTransfers:
 
     async def _fetch(self, fetch: Fetch, arena: Arena) -> None:
         came: list[Slot] = []
+        is_damaged = False
         try:
             async with asyncio.timeout(fetch.deadline_s):
                 await self._receive(fetch, arena, came)
         except TimeoutError:
             self._peers.note_late(fetch.source)
         except FetchFailed as error:
+            is_damaged = isinstance(error, Distrusted)
             logger.info("KV blocks of %s: %s; they are computed", fetch.source, error)
         finally:
             if self._arena is arena:
-                self._tell(Arrival(fetch.number, came, is_last=True))
+                self._tell(Arrival(fetch.number, came, is_last=True, is_damaged=is_damaged))
 
     async def _receive(self, fetch: Fetch, arena: Arena, came: list[Slot]) -> None:
         """Put what comes into slots; `came` has those that the engine has not been told of."""
