@@ -19,6 +19,14 @@ class Trouble(Enum):
     HALF_OPEN = "half open"
     # Everything passes, late.
     DELAY = "delay"
+    # One bit of each large piece is another.
+    FLIP = "flip"
+    # Closed in the middle of a large piece.
+    TRUNCATE = "truncate"
+
+
+# Pieces of at least so many bytes are large: mostly what is carried, and little of what frames it.
+_LARGE_BYTES = 16_384
 
 
 class Proxy:
@@ -34,9 +42,11 @@ class Proxy:
         self._passing.set()
         self.trouble = Trouble.NONE
         self.address = ""
+        # Whether anybody ever connected.
+        self.was_reached = False
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def set(self, trouble: Trouble) -> None:
@@ -57,6 +67,7 @@ class Proxy:
             await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.was_reached = True
         if self.trouble is Trouble.RESET:
             writer.transport.abort()
             return
@@ -82,6 +93,13 @@ class Proxy:
                 if self.trouble is Trouble.DELAY:
                     await asyncio.sleep(self._delay_s)
                 await self._passing.wait()
+                is_large = len(data) >= _LARGE_BYTES
+                if self.trouble is Trouble.TRUNCATE and is_large:
+                    writer.write(data[: len(data) // 2])
+                    break
+                if self.trouble is Trouble.FLIP and is_large:
+                    middle = len(data) // 2
+                    data = b"%b%c%b" % (data[:middle], data[middle] ^ 4, data[middle + 1 :])
                 writer.write(data)
                 await writer.drain()
         writer.transport.abort()

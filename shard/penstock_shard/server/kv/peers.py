@@ -49,6 +49,7 @@ class KvPeers:
         # The addresses that the configured names stand for.
         self._looked_up: frozenset[str] = frozenset()
         self._looked_up_at_s = -_LOOK_UP_S
+        self._looking_up = asyncio.Lock()
 
     async def fetch(
         self, source: str, namespace: bytes, prefix: PrefixNames, num_known: int
@@ -95,11 +96,12 @@ class KvPeers:
     async def _is_peer(self, address: str) -> bool:
         if address in self._addresses or address in self._looked_up:
             return True
-        if self._clock() - self._looked_up_at_s < _LOOK_UP_S:
-            return False
-        self._looked_up_at_s = self._clock()
-        found = await asyncio.gather(*map(_look_up, self._addresses))
-        self._looked_up = frozenset().union(*found)
+        # Who comes meanwhile waits for what is found.
+        async with self._looking_up:
+            if self._clock() - self._looked_up_at_s >= _LOOK_UP_S:
+                found = await asyncio.gather(*map(_look_up, self._addresses))
+                self._looked_up = frozenset().union(*found)
+                self._looked_up_at_s = self._clock()
         return address in self._looked_up
 
 

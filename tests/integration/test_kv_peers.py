@@ -1,0 +1,154 @@
+"""Shards as peers: who may fetch KV blocks, of what, and what a drain makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.processes import Shard, free_port, running
+
+from penstock_client import Fleet, GenerationRequest, SamplingParams, ShardClient
+from penstock_proto import shard_pb2 as pb
+from penstock_proto.shard_pb2_grpc import KvTransferStub
+
+_CLIENTS, _PEERS = "the key of clients", "the key of peers"
+_PROMPT = list(range(1, 161))
+
+
+def _fetched(port: int) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    (line,) = (line for line in lines if line.startswith("penstock_shard_kv_fetched_blocks_total "))
+    return int(float(line.split()[1]))
+
+
+@pytest.fixture(scope="module")
+def ports() -> list[int]:
+    return [free_port() for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, ports: list[int]) -> Iterator[list[Shard]]:
+    """Two, each a peer of the other."""
+    folder = tmp_path_factory.mktemp("shards")
+    first, second, metrics = ports
+    flags = ("--step-ms", "5", "--kv-host-bytes", "4M", "--check-integrity")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_API_KEY", _CLIENTS)
+        patch.setenv("PENSTOCK_KV_PEER_KEY", _PEERS)
+        made = [
+            Shard(folder / "first", *flags, "--kv-peers", f"localhost:{second}", port=first),
+            Shard(
+                folder / "second",
+                *flags,
+                *("--kv-peers", f"localhost:{first}", "--metrics-port", str(metrics)),
+                port=second,
+            ),
+        ]
+    with running(*made):
+        yield made
+
+
+async def _fetch(shard: Shard, key: str, request: pb.FetchBlocksRequest) -> list[bytes]:
+    async with grpc.aio.insecure_channel(shard.address) as channel:
+        stub = KvTransferStub(channel)
+        metadata = (("authorization", f"Bearer {key}"),) if key else ()
+        return [each.record async for each in stub.FetchBlocks(request, metadata=metadata)]
+
+
+def _request(**changes: object) -> pb.FetchBlocksRequest:
+    fields: dict[str, Any] = {
+        "namespace": b"n" * 16,
+        "root": b"r" * 16,
+        "digests": b"d" * 32,
+        "token_ids": range(32),
+        **changes,
+    }
+    return pb.FetchBlocksRequest(**fields)
+
+
+@pytest.mark.parametrize("key", ["", "another", _CLIENTS])
+async def test_who_has_not_the_key_of_peers_gets_no_block(shards: list[Shard], key: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="missing or wrong API key") as refused:
+        await _fetch(shards[0], key, _request())
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_the_key_of_peers_is_none_for_requests(shards: list[Shard]) -> None:
+    async with ShardClient(shards[0].address, api_key=_PEERS) as client:
+        with pytest.raises(Exception, match="missing or wrong API key"):
+            await client.info()
+
+
+async def test_of_another_namespace_there_are_no_blocks(shards: list[Shard]) -> None:
+    assert await _fetch(shards[0], _PEERS, _request()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"root": b"short"}, "root and digests: hashes have 16 bytes"),
+        ({"digests": b"d" * 31}, "root and digests: hashes have 16 bytes"),
+        ({"digests": b""}, "token_ids: 32 are not as many for each of 0 blocks"),
+        ({"token_ids": range(31)}, "token_ids: 31 are not as many for each of 2 blocks"),
+        ({"num_known": 3}, "num_known: 3 is over the 2 blocks"),
+    ],
+)
+async def test_a_request_that_cannot_be_is_refused_by_field(
+    shards: list[Shard], changes: dict[str, object], text: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=text) as refused:
+        await _fetch(shards[0], _PEERS, _request(**changes))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_without_peers_the_service_is_not_there(tmp_path: Path) -> None:
+    alone = Shard(tmp_path / "log")
+    with running(alone):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await _fetch(alone, _PEERS, _request())
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_drained_shards_blocks_go_where_its_requests_go(
+    shards: list[Shard], ports: list[int]
+) -> None:
+    rng = random.Random(7)
+    requests = [
+        GenerationRequest(
+            [rng.randrange(500) for _ in range(200)], SamplingParams(seed=number), max_tokens=150
+        )
+        for number in range(4)
+    ]
+    before = _fetched(ports[2])
+    addresses = [shard.address for shard in shards]
+    async with Fleet(addresses, policy="round-robin", api_key=_CLIENTS) as fleet:
+        while not all(shard.ready for shard in fleet.shards):
+            await asyncio.sleep(0.02)
+        running_ = [asyncio.create_task(_tokens(fleet, request)) for request in requests]
+        await asyncio.sleep(0.4)
+        async with ShardClient(addresses[0], api_key=_CLIENTS) as client:
+            async for _ in client.drain(hand_over=True):
+                pass
+        outputs = await asyncio.gather(*running_)
+    # Of two requests of which each had twelve blocks and more.
+    assert _fetched(ports[2]) - before >= 2 * 12
+    async with Fleet(addresses[1:], api_key=_CLIENTS) as fleet:
+        assert outputs == [await _tokens(fleet, _salted(request)) for request in requests]
+
+
+def _salted(request: GenerationRequest) -> GenerationRequest:
+    """So that nothing of it is cached."""
+    return dataclasses.replace(request, cache_salt="calm")
+
+
+async def _tokens(fleet: Fleet, request: GenerationRequest) -> list[int]:
+    async with fleet.submit(request) as stream:
+        return [token_id async for output in stream for token_id in output.token_ids]
