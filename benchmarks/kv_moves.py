@@ -1,0 +1,133 @@
+"""What a move costs with and without its KV blocks: two shards, and a request that goes on.
+
+    python benchmarks/kv_moves.py --model DIR --tokens 1000 4000 16000
+
+For each length a prompt is computed on the first shard, which gives eight tokens; then the second
+shard goes on after them, once with the first as its source of KV blocks and once, with another
+prompt of the same length, without. Prints the time to the first token of the second shard: what a
+reader sees as a pause. And how much processor time of both shards a fetched megabyte took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from support.processes import Shard, free_port, running
+
+from penstock_client import GenerationRequest, SamplingParams, ShardClient
+from penstock_client.rpc import proto_codec
+from penstock_client.types import Attempt
+from penstock_proto.shard_pb2_grpc import ShardStub
+
+_GIVEN = 8
+
+
+@dataclass(frozen=True)
+class _Answer:
+    token_ids: list[int]
+    cached_tokens: int
+    first_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", required=True, metavar="DIR")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 4000, 16000])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--memory", default="1G", help="of each shard, for KV and for copies")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PENSTOCK_KV_PEER_KEY"] = "benchmark"
+        first, second = _shards(Path(folder), args)
+        with running(first, second):
+            for num_tokens in args.tokens:
+                asyncio.run(_measure(first, second, num_tokens, args.rounds))
+
+
+def _shards(folder: Path, args: argparse.Namespace) -> list[Shard]:
+    ports = [free_port(), free_port()]
+    longest = max(args.tokens) + 64
+    return [
+        Shard(
+            folder / f"{port}",
+            *("--model", args.model, "--threads", str(args.threads)),
+            *("--max-model-len", str(longest), "--max-num-seqs", "8"),
+            *("--kv-memory", args.memory, "--kv-host-bytes", args.memory),
+            *("--kv-peers", f"127.0.0.1:{other}"),
+            port=port,
+        )
+        for port, other in zip(ports, reversed(ports), strict=True)
+    ]
+
+
+async def _measure(first: Shard, second: Shard, num_tokens: int, rounds: int) -> None:
+    rng = random.Random(num_tokens)
+    async with ShardClient(first.address) as client:
+        bytes_per_token = (await client.info()).kv_bytes_per_token
+    fetched, computed, per_mb = [], [], []
+    for _ in range(rounds):
+        for source, found in ((first.address, fetched), ("", computed)):
+            prompt = [rng.randrange(10, 1000) for _ in range(num_tokens)]
+            begun = await _ask(first, prompt, [])
+            before_s = _cpu_s(first) + _cpu_s(second)
+            answer = await _ask(second, prompt, begun.token_ids, source)
+            used_s = _cpu_s(first) + _cpu_s(second) - before_s
+            found.append(answer.first_s)
+            if source:
+                assert answer.cached_tokens >= num_tokens - 32, answer
+                num_mb = answer.cached_tokens * bytes_per_token / 1e6
+                per_mb.append(1000 * used_s / num_mb)
+    ratio = statistics.median(fetched) / statistics.median(computed)
+    print(
+        f"{num_tokens:6d} tokens: {1000 * statistics.median(fetched):8.0f} ms fetched, "
+        f"{1000 * statistics.median(computed):8.0f} ms computed: {ratio:.3f}; "
+        f"{statistics.median(per_mb):.2f} ms of processors a MB",
+        flush=True,
+    )
+
+
+async def _ask(shard: Shard, prompt: list[int], output: list[int], source: str = "") -> _Answer:
+    request = GenerationRequest(
+        prompt,
+        SamplingParams(seed=3, temperature=0.0),
+        output_token_ids=output,
+        max_tokens=len(output) + _GIVEN,
+        ignore_eos=True,
+    )
+    message = proto_codec.generate_request(request, os.urandom(8).hex(), Attempt(kv_source=source))
+    token_ids, cached, first_s = list[int](), 0, 0.0
+    async with grpc.aio.insecure_channel(shard.address) as channel:
+        await channel.channel_ready()
+        began_s = time.perf_counter()
+        async for response in ShardStub(channel).Generate(iter([message])):
+            for each in response.outputs:
+                if each.token_ids and not token_ids:
+                    first_s = time.perf_counter() - began_s
+                token_ids += each.token_ids
+                cached = each.cached_tokens or cached
+    return _Answer(token_ids, cached, first_s)
+
+
+def _cpu_s(shard: Shard) -> float:
+    """Of the server and the engine."""
+    processes = [psutil.Process(shard.process.pid), shard.engine]
+    return sum(times.user + times.system for times in (each.cpu_times() for each in processes))
+
+
+if __name__ == "__main__":
+    main()
