@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _TOGETHER = ("tests/clients", "tests/comparison", "tests/console")
 # Side by side each would compile the kernels of every level, half a minute of a processor.
 _OF_ALL_KERNELS = {
-    f"tests/models/test_{name}.py" for name in ("cpu_kernels", "invariance", "kernel_build", "tiles")
+    f"tests/models/test_{name}.py"
+    for name in ("cpu_kernels", "invariance", "kernel_build", "tiles")
 }
 _OF_THE_TOY = {
     f"tests/integration/test_{name}.py"
