@@ -44,6 +44,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # What takes seconds to start is shared by the files of these folders, and by these files.
 _TOGETHER = ("tests/clients", "tests/comparison", "tests/console")
+# Side by side each would compile the kernels of every level, half a minute of a processor.
+_OF_ALL_KERNELS = {
+    f"tests/models/test_{name}.py"
+    for name in ("cpu_kernels", "invariance", "kernel_build", "tiles")
+}
 _OF_THE_TOY = {
     f"tests/integration/test_{name}.py"
     for name in ("form_pages", "launch_command", "model_serving", "parallel_shard")
@@ -78,6 +83,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
             file = nodeid.partition("::")[0]
             if file in _OF_THE_TOY:
                 return "toy"
+            if file in _OF_ALL_KERNELS:
+                return "kernels"
             folder = file.rpartition("/")[0]
             return folder if folder in _TOGETHER else file
 

@@ -45,13 +45,13 @@ from penstock_common.port_holder import why_not
 from penstock_common.tls import TlsFilesUnusable
 from penstock_common.tracing.trace_export import open_sink
 from penstock_router.config import RouterConfig
-from penstock_router.server.connections import Runner
 from penstock_router.server.https import https_context
 from penstock_router.store.response_store import StoreUnusable, store_file
 
 if TYPE_CHECKING:
     from penstock_router.observe.metrics import Metrics
     from penstock_router.served_models import Models
+    from penstock_router.server.connections import Runner
 
 logger = logging.getLogger("penstock.router")
 
@@ -160,10 +160,12 @@ async def serve(
     With several workers, one that is not the `first` does not listen until both that one and
     itself can serve, or a while has passed. `on_serving` is called when it listens.
     """
-    # Imported here: metrics check at import whether this process is one of several.
+    # Imported here: metrics check at import whether this process is one of several, and the parent
+    # of those needs nothing of HTTP.
     from penstock_router.app import build_app, error_of_http
     from penstock_router.observe.metrics import Metrics
     from penstock_router.routes.base import ROUTER
+    from penstock_router.server.connections import Runner
 
     metrics = Metrics()
     try:

@@ -17,6 +17,7 @@ from model_maker import make_model
 from models.driver import load
 from models.model_steps import cut_logits
 from models.test_decoder import SERVED
+from models.tiny_families import make_family
 from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak, seeded
 from torch import Tensor
@@ -60,6 +61,10 @@ def test_every_family_is_batch_invariant_on_the_cpu_kernels(
     info = load(model_dir(family), **{"dtype": "auto", **settings}).info
     assert info.batch_invariant
     assert len(info.numerics_fingerprint) == 32
+
+
+def test_a_hybrid_of_short_contexts_is_checked_at_load_too(tmp_path: Path) -> None:
+    assert load(make_family(tmp_path, "lfm2"), max_model_len=32).info.batch_invariant
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "mixtral"])

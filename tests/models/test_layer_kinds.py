@@ -23,6 +23,8 @@ from penstock_shard.worker.model_runner import ModelRunner
 
 Family = Callable[..., Path]
 
+pytestmark = pytest.mark.usefixtures("short_check")
+
 
 @pytest.fixture
 def family(tmp_path: Path) -> Family:
@@ -95,10 +97,6 @@ def test_a_hybrid_has_a_state_for_each_sequence_that_may_run_and_some_to_keep(
     # And with a flag exactly so many blocks.
     directory = family("qwen3_next", max_position_embeddings=256)
     assert load(directory, kv_blocks=20, max_num_seqs=4).info.pools == (6, 20)
-
-
-def test_a_hybrid_of_short_contexts_is_checked_at_load_too(family: Family) -> None:
-    assert load(family("lfm2"), max_model_len=32).info.batch_invariant
 
 
 def test_what_a_hybrid_is_refused_for_names_the_flag(family: Family) -> None:
