@@ -12,6 +12,7 @@ import functools
 import http.client
 import itertools
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -190,12 +191,17 @@ def _children(
     )
     if size > 1:
         shard_flags = [*shard_flags, "--tensor-parallel-size", str(size)]
+    peer_key = {"PENSTOCK_KV_PEER_KEY": secrets.token_hex(32)}
+    is_peer = len(addresses) > 1 and _copies_blocks(shard_flags)
     shards = [
         _Child(
             name=f"shard {address}",
-            command=_python("penstock_shard", "--port", port, *shard_flags),
+            command=_python(
+                *("penstock_shard", "--port", port, *shard_flags),
+                *(("--kv-peers", *_others(address, addresses)) if is_peer else ()),
+            ),
             variables=_SHARD_VARIABLES,
-            environment={**next(gpus, {}), **key},
+            environment={**next(gpus, {}), **key, **(peer_key if is_peer else {})},
         )
         for address, port in zip(addresses, ports, strict=True)
     ]
@@ -209,6 +215,16 @@ def _children(
             stop_timeout_s=config.shutdown_timeout_s + _STOP_TIMEOUT_S,
         ),
     ]
+
+
+def _copies_blocks(shard_flags: Sequence[str]) -> bool:
+    """Whether shards have memory for copies of KV blocks, and no peers that somebody chose."""
+    names = {flag.partition("=")[0] for flag in shard_flags}
+    return "--kv-host-bytes" in names and "--kv-peers" not in names
+
+
+def _others(address: str, addresses: Sequence[str]) -> list[str]:
+    return [other for other in addresses if other != address]
 
 
 def _too_few_gpus(num_shards: int, size: int) -> str:

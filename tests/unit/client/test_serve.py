@@ -358,3 +358,28 @@ def test_an_authority_that_is_not_known_here_is_told_from_one_that_is(
         assert not serve._answers(url, verify=True)
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
         assert serve._answers(url, verify=True)
+
+
+def test_shards_with_memory_for_copies_of_blocks_are_peers_of_each_other() -> None:
+    *shards, router = children("--shards", "3", "--kv-host-bytes", "1G")
+    ports = [child.command[child.command.index("--port") + 1] for child in shards]
+    for port, child in zip(ports, shards, strict=True):
+        peers = child.command[child.command.index("--kv-peers") + 1 :]
+        assert peers == [f"127.0.0.1:{other}" for other in ports if other != port]
+    (key,) = {child.environment["PENSTOCK_KV_PEER_KEY"] for child in shards}
+    assert len(key) == 64
+    assert "PENSTOCK_KV_PEER_KEY" not in router.environment
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-host-bytes", "1G"],
+        ["--shards", "2"],
+        ["--shards", "2", "--kv-host-bytes=1G", "--kv-peers", "10.0.0.1:1"],
+    ],
+)
+def test_peers_are_not_chosen_where_there_are_none_or_somebody_has(flags: list[str]) -> None:
+    first, *_ = children(*flags)
+    assert first.command.count("--kv-peers") == flags.count("--kv-peers")
+    assert "PENSTOCK_KV_PEER_KEY" not in first.environment
