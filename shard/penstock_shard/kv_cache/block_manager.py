@@ -475,7 +475,8 @@ class BlockManager:
         self._hash_full_blocks(sequence, table, count)
         prefix = before = table.prefix
         if prefix is None:
-            prefix = self.prefixes.root(self._root(sequence))
+            is_salted = bool(sequence.request.cache_salt)
+            prefix = self.prefixes.root(self._root(sequence), is_salted=is_salted)
         for index in range(table.num_cached, count):
             prefix = self._cache_block(sequence, table, prefix, index)
         prefix.num_users += 1

@@ -97,14 +97,17 @@ class PrefixCache:
 
     # ---- naming ----
 
-    def root(self, digest: bytes) -> Prefix:
+    def root(self, digest: bytes, *, is_salted: bool = False) -> Prefix:
         """The prefix without tokens at which a chain begins."""
-        return self._tree.find(None, digest) or self._tree.add(None, digest)
+        found = self._tree.find(None, digest)
+        return found or self._tree.add(None, digest, is_salted=is_salted)
 
     def child(self, parent: Prefix, digest: bytes, token_ids: tuple[int, ...]) -> Prefix:
         """The prefix of one more block."""
         known = self._tree.find(parent, digest, token_ids)
-        return self._tree.add(parent, digest, token_ids) if known is None else known
+        if known is not None:
+            return known
+        return self._tree.add(parent, digest, token_ids, is_salted=parent.is_salted)
 
     def name(self, prefix: Prefix, group: int, block_id: int) -> None:
         """The block is cached under the prefix."""

@@ -31,7 +31,7 @@ class HostTier:
         for slot, name in records:
             parent = known.get(name.parent)
             if name.index == 0:
-                parent = self._prefixes.root(name.parent)
+                parent = self._prefixes.root(name.parent, is_salted=name.is_salted)
             if parent is None or parent.index != name.index - 1:
                 continue
             prefix = self._prefixes.child(parent, name.digest, name.token_ids)
@@ -75,4 +75,5 @@ class HostTier:
 
 def _name_of(prefix: Prefix, group: int) -> RecordName:
     assert prefix.parent is not None
-    return RecordName(group, prefix.index, prefix.digest, prefix.parent.digest, prefix.token_ids)
+    named = prefix.index, prefix.digest, prefix.parent.digest, prefix.token_ids
+    return RecordName(group, *named, prefix.is_salted)
