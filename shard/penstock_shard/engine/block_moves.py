@@ -24,7 +24,7 @@ class BlockMoves:
         self.tier = tier
         self._scheduler = scheduler
         self._blocks = blocks
-        self._most_loads = max(1, _LOADED_BYTES // max(1, block_bytes))
+        self.most_loads = max(1, _LOADED_BYTES // max(1, block_bytes))
         self._most_saves = max(1, _SAVED_BYTES // max(1, block_bytes))
 
     @property
@@ -48,7 +48,7 @@ class BlockMoves:
                 self._scheduler.finish_loads(sequence)
 
     def _due_loads(self) -> Iterator[tuple[Sequence, Load]]:
-        left = self._most_loads
+        left = self.most_loads
         for sequence in self._scheduler.loading:
             for load in self._blocks.loads_of(sequence):
                 if not load.is_done and left:

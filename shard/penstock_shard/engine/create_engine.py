@@ -9,8 +9,10 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
+from penstock_shard.engine.pending_reads import PendingReads
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
+from penstock_shard.kv_transfer.disk_tier import DiskTier
 from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
@@ -30,8 +32,11 @@ def create_engine(
     tell_started: Callable[[list[str]], None],
     matchers: PendingMatchers | None = None,
     arena: Arena | None = None,
+    disk: DiskTier | None = None,
 ) -> Engine:
-    """The engine of a runner that is loaded; see `Engine`. `arena` is for copies of blocks."""
+    """The engine of a runner that is loaded; see `Engine`. `arena` is for copies of blocks, `disk`
+    for copies of these.
+    """
     info = loaded.runner.info
     max_tokens = config.batched_tokens(info.device)
     blocks = BlockManager.of(
@@ -48,9 +53,10 @@ def create_engine(
     )
     drafter = Drafter(config.speculative_tokens) if config.speculative_tokens else None
     scheduler = create_scheduler(limits, blocks, drafter, aging_s=config.aging_s)
-    moves = None
+    moves = reads = None
     if arena is not None:
-        moves = create_moves(arena, loaded.runner, scheduler, blocks)
+        moves = create_moves(arena, loaded.runner, scheduler, blocks, disk)
+        reads = create_reads(disk, moves, scheduler, blocks)
     return Engine(
         loaded.runner,
         scheduler,
@@ -58,18 +64,33 @@ def create_engine(
         tell_started=tell_started,
         matchers=matchers,
         moves=moves,
+        reads=reads,
     )
 
 
 def create_moves(
-    arena: Arena, runner: Runner, scheduler: Scheduler, blocks: BlockManager
+    arena: Arena,
+    runner: Runner,
+    scheduler: Scheduler,
+    blocks: BlockManager,
+    disk: DiskTier | None = None,
 ) -> BlockMoves:
     """Moves between a runner's blocks and what an engine before it may have left in host memory."""
-    tier = HostTier(arena, blocks.prefixes, runner)
+    tier = HostTier(arena, blocks.prefixes, runner, disk)
     restored = tier.restore()
     if restored:
         logger.info("%d KV blocks of the engine before are found in host memory", restored)
     return BlockMoves(tier, scheduler, blocks, max(runner.info.block_bytes))
+
+
+def create_reads(
+    disk: DiskTier | None, moves: BlockMoves, scheduler: Scheduler, blocks: BlockManager
+) -> PendingReads | None:
+    """None without a disk."""
+    if disk is None:
+        return None
+    most = moves.most_loads
+    return PendingReads(disk, moves.tier, blocks, scheduler.compute_s, most_blocks=most)
 
 
 def create_scheduler(

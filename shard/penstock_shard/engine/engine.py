@@ -32,6 +32,7 @@ from penstock_shard.worker.base import Batch, RowResult, Runner, StepOutOfMemory
 if TYPE_CHECKING:
     from penstock_shard.engine.block_moves import BlockMoves
     from penstock_shard.engine.matchers import PendingMatchers
+    from penstock_shard.engine.pending_reads import PendingReads
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,11 @@ class Engine:
         tell_started: Callable[[list[str]], None] = lambda request_ids: None,
         matchers: PendingMatchers | None = None,
         moves: BlockMoves | None = None,
+        reads: PendingReads | None = None,
     ) -> None:
         """`tell_started` gets the ids of sequences in a step for the first time, before its launch.
         Without `matchers` no sequence may have a constraint; `moves` are there if host memory has
-        room for copies of blocks.
+        room for copies of blocks, `reads` if a disk has some too.
         """
         self._runner = runner
         self._scheduler = scheduler
@@ -60,6 +62,7 @@ class Engine:
         self._tell_started = tell_started
         self._matchers = matchers
         self._moves = moves
+        self._reads = reads
         self._live: dict[str, Sequence] = {}
         self._outputs: list[Output] = []
         # Launched steps that are not collected, the oldest first.
@@ -77,13 +80,22 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether there is a step to launch or to collect, or blocks to copy."""
-        if len(self._live) > self._num_compiling or self._in_flight:
+        if len(self._live) > self._num_compiling + self._num_reading or self._in_flight:
             return True
         return self._moves is not None and self._moves.has_work
 
     @property
     def _num_compiling(self) -> int:
         return 0 if self._matchers is None else len(self._matchers)
+
+    @property
+    def _num_reading(self) -> int:
+        return 0 if self._reads is None else len(self._reads)
+
+    @property
+    def due_s(self) -> float | None:
+        """In how many seconds there is work without a message; None if there is none."""
+        return None if self._reads is None else self._reads.due_s
 
     def submit(self, request: Request, adapter_index: int = 0) -> None:
         """Take a request. A higher attempt of an id in use ends the lower one and takes over.
@@ -99,7 +111,7 @@ class Engine:
             self._end(present, finish=FinishReason.ABORTED)
         self._live[request.request_id] = sequence
         if request.constraint is None:
-            self._scheduler.add(sequence, self._clock())
+            self._queue(sequence)
         else:
             assert self._matchers is not None
             self._matchers.add(sequence)
@@ -127,6 +139,9 @@ class Engine:
         """
         if self._num_compiling:
             self._add_compiled()
+        if self._reads is not None:
+            for sequence in self._reads.take():
+                self._scheduler.add(sequence, self._clock())
         launched = self._launch()
         waiting = len(self._in_flight)
         self._is_due = waiting > (self._runner.info.max_steps_ahead if launched else 0)
@@ -147,6 +162,7 @@ class Engine:
 
     def load(self) -> Load:
         tier = None if self._moves is None else self._moves.tier
+        disk = None if self._reads is None else self._reads.disk
         return Load(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
@@ -168,12 +184,18 @@ class Engine:
             saved_blocks_total=0 if tier is None else tier.saved_total,
             loaded_blocks_total=0 if tier is None else tier.loaded_total,
             damaged_blocks_total=0 if tier is None else tier.damaged_total,
+            disk_blocks=0 if disk is None else disk.num_blocks,
+            disk_saved_blocks_total=0 if disk is None else disk.saved_total,
+            disk_loaded_blocks_total=0 if disk is None else disk.loaded_total,
+            disk_damaged_blocks_total=0 if disk is None else disk.damaged_total,
+            disk_dropped_blocks_total=0 if disk is None else disk.dropped_total,
         )
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` when the records of sequences and blocks disagree."""
         sequences = self._scheduler.sequences
-        assert len(sequences) + self._num_compiling == len(self._live), (
+        held_back = self._num_compiling + self._num_reading
+        assert len(sequences) + held_back == len(self._live), (
             f"{len(sequences)} sequences are scheduled, {len(self._live)} are known"
         )
         assert {sequence.request.request_id for sequence in sequences} <= set(self._live)
@@ -181,12 +203,17 @@ class Engine:
 
     # ---- internals ----
 
+    def _queue(self, sequence: Sequence) -> None:
+        """Have it run, once what a disk has of its prefix is read."""
+        if self._reads is None or not self._reads.add(sequence):
+            self._scheduler.add(sequence, self._clock())
+
     def _add_compiled(self) -> None:
         """Queue the sequences whose constraints are compiled by now."""
         assert self._matchers is not None
         for sequence, error in self._matchers.take():
             if error is None:
-                self._scheduler.add(sequence, self._clock())
+                self._queue(sequence)
                 continue
             self._outputs.append(last_output(sequence, error=error))
             del self._live[sequence.request.request_id]
@@ -315,5 +342,7 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]
         if self._matchers is not None and self._matchers.discard(sequence):
+            return
+        if self._reads is not None and self._reads.discard(sequence):
             return
         self._scheduler.remove(sequence)

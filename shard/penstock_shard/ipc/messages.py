@@ -182,6 +182,12 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     saved_blocks_total: int = 0
     loaded_blocks_total: int = 0
     damaged_blocks_total: int = 0
+    # The same of the disk below it; dropped are those that it did not take.
+    disk_blocks: int = 0
+    disk_saved_blocks_total: int = 0
+    disk_loaded_blocks_total: int = 0
+    disk_damaged_blocks_total: int = 0
+    disk_dropped_blocks_total: int = 0
 
     @property
     def computed_tokens_total(self) -> int:

@@ -421,6 +421,17 @@ class BlockManager:
         request = sequence.request
         return root_hash(self._weights_hash, request.cache_salt, request.adapter_hash)
 
+    def names_of(self, sequence: Sequence) -> list[tuple[bytes, tuple[int, ...]]]:
+        """Of each full block without the last token, the chained hash and the tokens."""
+        count = (sequence.num_tokens - 1) // self.block_size
+        table = self._table(sequence)
+        self._hash_full_blocks(sequence, table, count)
+        return [(table.hashes[index], self._tokens(sequence, index)) for index in range(count)]
+
+    def root_of(self, sequence: Sequence) -> bytes:
+        """Where its chain begins."""
+        return self._root(sequence)
+
     def _tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
         return tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
 

@@ -11,6 +11,7 @@ import itertools
 from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool, CachedBlock
@@ -30,6 +31,13 @@ class Save:
     group: int
     block_id: int
     insertion: int
+
+
+class HasBlocks(Protocol):
+    """A prefix, of which blocks of some groups are somewhere."""
+
+    def has(self, group: int) -> bool:
+        """Whether that of a group is."""
 
 
 class PrefixCache:
@@ -79,7 +87,7 @@ class PrefixCache:
             found.append(parent)
         return found
 
-    def longest(self, found: list[Prefix]) -> int:
+    def longest(self, found: abc.Sequence[HasBlocks]) -> int:
         """How many of them to use: after as many, the next token has all blocks that it sees."""
         # For each group and each number of prefixes, how many of the last have a block.
         runs = [(group, _runs(group, found)) for group in self._sliding]
@@ -94,6 +102,18 @@ class PrefixCache:
     def first_visible(self, group: int, count: int) -> int:
         """The first block that the token behind so many blocks sees."""
         return self._groups[group].first_visible(count * self._block_size) // self._block_size
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def first_needed(self, group: int, count: int) -> int:
+        """The first block of a group that a prefix of so many needs."""
+        return count - 1 if self._groups[group].has_state else self.first_visible(group, count)
+
+    def is_useful(self, prefix: HasBlocks) -> bool:
+        """Whether it has those of groups that need every block."""
+        return all(prefix.has(group) for group in self._whole)
 
     # ---- naming ----
 
@@ -146,6 +166,15 @@ class PrefixCache:
     def has_copies(self) -> bool:
         """Whether there is room for copies."""
         return bool(self._host_pools)
+
+    @property
+    def most_copies(self) -> int:
+        """So many blocks of each group have room."""
+        return min(
+            self._host_pool(group).num_blocks
+            // sum(other.pool == each.pool for other in self._groups)
+            for group, each in enumerate(self._groups)
+        )
 
     @property
     def num_copies(self) -> int:
@@ -234,7 +263,7 @@ class PrefixCache:
             pool.check_integrity([0] * pool.num_blocks, lambda prefix: prefix.slots)
 
 
-def _runs(group: int, found: list[Prefix]) -> list[int]:
+def _runs(group: int, found: abc.Sequence[HasBlocks]) -> list[int]:
     runs = [0]
     for prefix in found:
         runs.append(runs[-1] + 1 if prefix.has(group) else 0)

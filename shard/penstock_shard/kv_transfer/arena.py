@@ -147,6 +147,11 @@ class Arena:
         """The length of a record: its header and the block."""
         return self.header_bytes + self._block_bytes[group]
 
+    @property
+    def most_record_bytes(self) -> int:
+        """The length of the longest record."""
+        return self.header_bytes + max(self._block_bytes)
+
     def record(self, slot: int, group: int) -> bytes:
         """A copy of what is in a slot of the group's pool."""
         start = self._start(self._pool_of[group], slot)

@@ -320,6 +320,13 @@ class Scheduler:
         """Predicted seconds of the oldest launched step that is not collected."""
         return self._step_time.predict(self._launched[0].size)
 
+    def compute_s(self, start: int, count: int) -> float:
+        """Predicted seconds of steps that compute so many tokens of a prompt alone, from a position
+        on; 0 before any step was seen.
+        """
+        num_steps = -(-count // self.bounds.tokens)
+        return num_steps * self._step_time.fixed_s + self._step_time.prompt_s(start, count)
+
     def take_started(self) -> list[Sequence]:
         """Sequences that were scheduled for the first time since the last call."""
         started, self._started = self._started, []
