@@ -8,7 +8,7 @@ the device needs their memory.
 from __future__ import annotations
 
 import itertools
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -170,11 +170,8 @@ class PrefixCache:
     @property
     def most_copies(self) -> int:
         """So many blocks of each group have room."""
-        return min(
-            self._host_pool(group).num_blocks
-            // sum(other.pool == each.pool for other in self._groups)
-            for group, each in enumerate(self._groups)
-        )
+        sharers = Counter(group.pool for group in self._groups)
+        return min(self._host_pools[pool].num_blocks // count for pool, count in sharers.items())
 
     @property
     def num_copies(self) -> int:

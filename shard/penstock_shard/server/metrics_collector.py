@@ -113,7 +113,7 @@ def _disk_copies(load: Load) -> Iterator[Metric]:
         ("loaded", "KV blocks read from disk into host memory.", load.disk_loaded_blocks_total),
         (
             "damaged",
-            "KV blocks whose checksum was wrong: computed.",
+            "KV blocks whose checksum was wrong.",
             load.disk_damaged_blocks_total,
         ),
         ("dropped", "KV blocks that the disk did not take.", load.disk_dropped_blocks_total),

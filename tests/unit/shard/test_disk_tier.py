@@ -1,4 +1,4 @@
-"""Copies of KV blocks on a disk: bounded, found again, never wrong, and never waited for by a step."""
+"""Copies of KV blocks on a disk: bounded, found again, never wrong, never waited for by a step."""
 
 from __future__ import annotations
 
