@@ -74,8 +74,8 @@ async def test_a_shard_that_is_killed_leaves_the_next_one_what_is_on_disk(tmp_pa
     rng = random.Random(6)
     prompts = [[rng.randrange(1000) for _ in range(_LENGTH)] for _ in range(_COUNT)]
     directory = str(tmp_path / "disk")
-    flags = ("--step-ms", "20", "--kv-host-bytes", "16M")
-    flags = (*flags, "--kv-disk", directory, "--kv-disk-bytes", "64M")
+    flags = ["--step-ms", "20", "--kv-host-bytes", "16M"]
+    flags += ["--kv-disk", directory, "--kv-disk-bytes", "64M"]
     calm, warm = list[list[int]](), 0.0
     for number in range(2):
         shard = Shard(tmp_path / f"log{number}", *flags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -195,7 +196,12 @@ def _read(tier: DiskTier, number: int) -> bytes | None:
     read = Read(_name(number))
     tier.read(read)
     taken: list[Read] = []
-    wait_until(lambda: bool(taken.extend(tier.take(9)) or taken), timeout_s=5, what="a read")
+
+    def has_come() -> bool:
+        taken[len(taken) :] = tier.take(9)
+        return bool(taken)
+
+    wait_until(has_come, timeout_s=5, what="a read")
     assert taken == [read]
     return read.record
 
@@ -239,7 +245,7 @@ def test_a_disk_that_takes_nothing_is_one_line_of_the_log(
     monkeypatch.setattr(segments_module, "append", fail)
     tier = tiers(segments)
     for number in range(2, 8):
-        tier.save(_name(number), lambda number=number: disk.record(_name(number)))
+        tier.save(_name(number), functools.partial(disk.record, _name(number)))
     _settle(tier, 6)
     assert (tier.saved_total, tier.dropped_total) == (0, 6)
     assert sum(os.strerror(code) in line for line in caplog.messages) == 1
@@ -274,7 +280,7 @@ def test_a_slow_disk_is_not_waited_for(
     now_s[0] = 1.5
     assert tier.hangs
     for number in range(2, 8):
-        tier.save(_name(number), lambda number=number: disk.record(_name(number)))
+        tier.save(_name(number), functools.partial(disk.record, _name(number)))
     assert tier.dropped_total == 3
     discarded.is_discarded = True
     goes_on.set()

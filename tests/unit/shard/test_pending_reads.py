@@ -108,7 +108,8 @@ def test_an_abort_while_waiting_leaves_nothing(
     engine.engine.abort("fourth", 0)
     engine.run()
     assert len(engine.endings("third")) == 1
-    assert (engine.engine.due_s, len(engine.blocks.prefixes._tree)) == (None, 0)
+    assert engine.engine.load().waiting == len(engine.blocks.prefixes._tree) == 0
+    assert not engine.engine.has_work
     assert not engine.blocks._tables
     goes_on.set()
     assert _ask(engine, "fifth") == 96
