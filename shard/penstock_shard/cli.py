@@ -77,9 +77,15 @@ def _check_adapters(parser: OneLineParser, config: ShardConfig) -> None:
 
 
 def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
-    """Whether there can be copies of KV blocks, and peers, if they are asked for."""
+    """Whether there can be copies of KV blocks, on disk too, and peers, if they are asked for."""
     if config.kv_peers:
         _check_peers(parser, config)
+    if (config.kv_disk is None) != (not config.kv_disk_bytes):
+        parser.error("--kv-disk and --kv-disk-bytes: give both or neither")
+    if config.kv_disk is not None and not config.kv_host_bytes:
+        parser.error(
+            f"--kv-disk {config.kv_disk}: blocks go there by way of memory; give --kv-host-bytes"
+        )
     if not config.kv_host_bytes:
         return
     flag = f"--kv-host-bytes {config.kv_host_bytes}"

@@ -268,6 +268,21 @@ class ShardConfig(ObservingConfig):
         at_least=0,
         metavar="BYTES",
     )
+    kv_disk: str | None = flag(
+        None,
+        "a directory for copies of those blocks on disk, of which no other shard has one: they are "
+        "found by the next shard here too",
+        metavar="DIR",
+    )
+    kv_disk_bytes: int = flag(
+        0, "most bytes there; the oldest are deleted", read=size, at_least=0, metavar="BYTES"
+    )
+    kv_disk_age_s: float = flag(
+        86_400.0, "delete what was written longer ago, as keys and values reveal prompts", above=0
+    )
+    kv_disk_salted: bool = flag(
+        False, "write blocks of requests with a cache_salt there too, which otherwise are not"
+    )
     kv_peers: tuple[str, ...] = flag(
         (),
         "other shards, each HOST:PORT, from which KV blocks are fetched rather than computed, and "

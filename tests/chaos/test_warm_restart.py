@@ -67,3 +67,34 @@ async def _another_engine(client: ShardClient, instance_id: str) -> None:
                 if (await client.info()).instance_id != instance_id:
                     return
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(600)
+async def test_a_shard_that_is_killed_leaves_the_next_one_what_is_on_disk(tmp_path: Path) -> None:
+    rng = random.Random(6)
+    prompts = [[rng.randrange(1000) for _ in range(_LENGTH)] for _ in range(_COUNT)]
+    directory = str(tmp_path / "disk")
+    flags = ["--step-ms", "20", "--kv-host-bytes", "16M"]
+    flags += ["--kv-disk", directory, "--kv-disk-bytes", "64M"]
+    calm, warm = list[list[int]](), 0.0
+    for number in range(2):
+        shard = Shard(tmp_path / f"log{number}", *flags)
+        with running(shard):
+            if number:
+                second = Shard(tmp_path / "refused", *flags)
+                assert second.process.wait(60) == 2
+                assert f"--kv-disk {directory}" in second.log.splitlines()[-1]
+                assert f"{_COUNT * 19} KV blocks are found on disk" in shard.log
+            async with ShardClient(shard.address) as client:
+                after, found = await _ask_all(client, prompts)
+                if number:
+                    assert after == calm
+                    assert found >= 0.95 * warm
+                    return
+                calm = after
+                _, warm = await _ask_all(client, prompts)
+                assert warm > 0.9
+                # Copies are made between steps, and written by a thread.
+                await asyncio.sleep(2)
+                shard.process.kill()
+                shard.process.wait()

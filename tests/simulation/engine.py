@@ -277,7 +277,7 @@ class SimulatedEngine:
         moves = None
         if arena is not None:
             send = self._send if kind.has_peers else None
-            moves = create_moves(arena, runner, scheduler, blocks, send)
+            moves = create_moves(arena, runner, scheduler, blocks, send=send)
         return Engine(
             runner,
             scheduler,

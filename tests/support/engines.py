@@ -18,6 +18,7 @@ from penstock_shard.ipc.request import Pooling, Request, SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup, EmbeddingDefaults, RunnerInfo, pools_for
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
+from penstock_shard.kv_transfer.disk_tier import DiskTier
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
@@ -138,6 +139,7 @@ def make_engine(
     fails: Fails = lambda plan: False,
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),),
     host_memory: memoryview | None = None,
+    disk: DiskTier | None = None,
 ) -> EngineUnderTest:
     info = runner_info(
         num_blocks=num_blocks,
@@ -161,7 +163,7 @@ def make_engine(
     )
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens)
     scheduler = create_scheduler(limits, blocks, drafter)
-    moves = None if arena is None else create_moves(arena, runner, scheduler, blocks)
+    moves = None if arena is None else create_moves(arena, runner, scheduler, blocks, disk)
     engine = Engine(runner, scheduler, blocks, moves=moves)
     return EngineUnderTest(engine, scheduler, blocks, [], moves)
 

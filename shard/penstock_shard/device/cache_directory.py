@@ -53,12 +53,19 @@ def ensure_safe(path: Path) -> bool:
     """Whether a file of the cache is there; makes its directory. Raises OSError where that cannot
     be used, or others may write to it or to the file: they would run code as our user.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(path.parent)
+    ensure_safe_directory(path.parent)
     if not path.exists():
         return False
     _check_owner(path)
     return True
+
+
+def ensure_safe_directory(path: Path) -> None:
+    """Make a directory of our own. Raises OSError where it cannot be used, or others may write to
+    it.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(path)
 
 
 def _check_owner(path: Path) -> None:

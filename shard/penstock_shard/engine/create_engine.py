@@ -10,9 +10,11 @@ from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
 from penstock_shard.engine.pending_fetches import PendingFetches
+from penstock_shard.engine.pending_reads import PendingReads
 from penstock_shard.ipc.messages import FromBlocks
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
+from penstock_shard.kv_transfer.disk_tier import DiskTier
 from penstock_shard.kv_transfer.exports import Exports
 from penstock_shard.kv_transfer.fetches import Fetches
 from penstock_shard.kv_transfer.host_tier import HostTier
@@ -34,10 +36,11 @@ def create_engine(
     tell_started: Callable[[list[str]], None],
     matchers: PendingMatchers | None = None,
     arena: Arena | None = None,
+    disk: DiskTier | None = None,
     send: Callable[[FromBlocks], None] | None = None,
 ) -> Engine:
-    """The engine of a runner that is loaded; see `Engine`. `arena` is for copies of blocks; `send`
-    tells the server of those for other shards, if there are any.
+    """The engine of a runner that is loaded; see `Engine`. `arena` is for copies of blocks, `disk`
+    for copies of these; `send` tells the server of those for other shards, if there are any.
     """
     info = loaded.runner.info
     max_tokens = config.batched_tokens(info.device)
@@ -57,7 +60,7 @@ def create_engine(
     scheduler = create_scheduler(limits, blocks, drafter, aging_s=config.aging_s)
     moves = None
     if arena is not None:
-        moves = create_moves(arena, loaded.runner, scheduler, blocks, send)
+        moves = create_moves(arena, loaded.runner, scheduler, blocks, disk, send)
     return Engine(
         loaded.runner,
         scheduler,
@@ -73,23 +76,27 @@ def create_moves(
     runner: Runner,
     scheduler: Scheduler,
     blocks: BlockManager,
+    disk: DiskTier | None = None,
     send: Callable[[FromBlocks], None] | None = None,
 ) -> BlockMoves:
     """Moves between a runner's blocks and what an engine before it may have left in host memory;
-    with `send`, and other shards.
+    with `disk` on a disk too, with `send` on other shards.
     """
-    tier = HostTier(arena, blocks.prefixes, runner)
+    tier = HostTier(arena, blocks.prefixes, runner, disk)
     restored = tier.restore()
     if restored:
         logger.info("%d KV blocks of the engine before are found in host memory", restored)
-    exports = pending = None
+    moves = BlockMoves(tier, scheduler, blocks, max(runner.info.block_bytes))
+    if disk is not None:
+        most = moves.most_loads
+        moves.reads = PendingReads(disk, tier, blocks, scheduler.compute_s, most_blocks=most)
     if send is not None:
         prefixes, size = blocks.prefixes, blocks.block_size
-        exports = Exports(prefixes, size, send)
+        moves.exports = Exports(prefixes, size, send)
         fetches = Fetches(arena, prefixes, size, send)
-        pending = PendingFetches(fetches, blocks, scheduler.step_time, send)
+        moves.fetches = PendingFetches(fetches, blocks, scheduler.compute_s, send)
         fetches.give_slots()
-    return BlockMoves(tier, scheduler, blocks, max(runner.info.block_bytes), exports, pending)
+    return moves
 
 
 def create_scheduler(

@@ -84,12 +84,16 @@ class Engine:
     @property
     def _num_held_back(self) -> int:
         """Sequences that are not queued yet: they wait for a matcher, or for blocks."""
-        pending = None if self._moves is None else self._moves.pending
-        return self._num_compiling + (0 if pending is None else len(pending))
+        return self._num_compiling + (0 if self._moves is None else self._moves.num_held_back)
 
     @property
     def _num_compiling(self) -> int:
         return 0 if self._matchers is None else len(self._matchers)
+
+    @property
+    def due_s(self) -> float | None:
+        """In how many seconds there is work without a message; None if there is none."""
+        return None if self._moves is None else self._moves.due_s
 
     def submit(self, request: Request, adapter_index: int = 0) -> None:
         """Take a request. A higher attempt of an id in use ends the lower one and takes over.
@@ -113,8 +117,7 @@ class Engine:
     def take_blocks(self, message: Inbox) -> None:
         """Take what the server says of blocks of other shards."""
         if self._moves is not None:
-            for sequence in self._moves.take(message):
-                self._scheduler.add(sequence, self._clock())
+            self._moves.take(message)
 
     def abort(self, request_id: str, attempt: int) -> None:
         """End this attempt of a request before the next step, if it has not ended."""
@@ -139,6 +142,9 @@ class Engine:
         """
         if self._num_compiling:
             self._add_compiled()
+        if self._moves is not None:
+            for sequence in self._moves.take_ready():
+                self._scheduler.add(sequence, self._clock())
         launched = self._launch()
         waiting = len(self._in_flight)
         self._is_due = waiting > (self._runner.info.max_steps_ahead if launched else 0)
@@ -192,9 +198,8 @@ class Engine:
     # ---- internals ----
 
     def _queue(self, sequence: Sequence) -> None:
-        """Queue a sequence, once it has what other shards have of it."""
-        pending = None if self._moves is None else self._moves.pending
-        if pending is None or not pending.hold(sequence):
+        """Queue a sequence, once what a disk or another shard has of it is here."""
+        if self._moves is None or not self._moves.hold(sequence):
             self._scheduler.add(sequence, self._clock())
 
     def _add_compiled(self) -> None:
@@ -332,7 +337,6 @@ class Engine:
         del self._live[sequence.request.request_id]
         if self._matchers is not None and self._matchers.discard(sequence):
             return
-        pending = None if self._moves is None else self._moves.pending
-        if pending is not None and pending.discard(sequence):
+        if self._moves is not None and self._moves.discard(sequence):
             return
         self._scheduler.remove(sequence)

@@ -46,6 +46,11 @@ class EngineLoop:
         return not self._engine.has_work
 
     @property
+    def due_s(self) -> float | None:
+        """In how many seconds there is something to do though no message comes; None if never."""
+        return self._engine.due_s
+
+    @property
     def running_since_s(self) -> float | None:
         """When the step in progress began, or else the turn, by the clock; None if neither has."""
         started_s = self._engine.step_started_s

@@ -18,11 +18,14 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from penstock_common.logs import set_up_logging
 from penstock_common.malloc import return_free_memory
 from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
+from penstock_shard.config import ShardConfig
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.create_engine import create_engine, create_matchers
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
@@ -40,6 +43,8 @@ from penstock_shard.ipc.messages import (
 from penstock_shard.ipc.request import CONSTRAINT_KINDS
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_transfer.arena import Arena, namespace_of
+from penstock_shard.kv_transfer.disk_tier import DiskTier
+from penstock_shard.kv_transfer.segments import DirectoryTaken, Segments, lock_directory
 from penstock_shard.kv_transfer.shared_memory import map_shared_memory
 from penstock_shard.model_loader.load_runner import ModelError, load_runner
 
@@ -83,8 +88,10 @@ def main() -> int:
     inbox: queue.SimpleQueue[Inbox] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(link, inbox), daemon=True).start()
     try:
+        _lock_disk(start.config)
         loaded = load_runner(start.config, lambda text: link.send(Progress(text)))
         arena = _arena(loaded.runner.info, sys.argv[2])
+        disk = _disk(start.config, loaded.runner.info, arena, lambda: inbox.put(Inbox([], [])))
     except ModelError as error:
         link.send(LoadFailed(str(error)))
         return 1
@@ -110,6 +117,7 @@ def main() -> int:
         lambda ids: link.send(Started(ids)),
         matchers,
         arena,
+        disk,
         link.send if start.config.kv_peers else None,
     )
     loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
@@ -140,6 +148,38 @@ def _arena(info: RunnerInfo, descriptor: str) -> Arena | None:
         return Arena(memory, info)
     except ValueError as error:
         raise ModelError(f"{flag}: {error}") from None
+
+
+def _lock_disk(config: ShardConfig) -> None:
+    """Have the directory of --kv-disk for as long as this process lives. Raises ModelError."""
+    if config.kv_disk is None:
+        return
+    try:
+        lock_directory(Path(config.kv_disk))
+    except (OSError, DirectoryTaken) as error:
+        raise ModelError(f"--kv-disk {config.kv_disk}: {error}") from None
+
+
+def _disk(
+    config: ShardConfig, info: RunnerInfo, arena: Arena | None, on_done: Callable[[], None]
+) -> DiskTier | None:
+    """Raises ModelError where it is too small, or cannot be read."""
+    if config.kv_disk is None or arena is None:
+        return None
+    try:
+        segments = Segments(
+            Path(config.kv_disk),
+            namespace_of(info),
+            arena,
+            max_bytes=config.kv_disk_bytes,
+            age_s=config.kv_disk_age_s,
+            with_salted=config.kv_disk_salted,
+        )
+    except ValueError as error:
+        raise ModelError(f"--kv-disk-bytes {config.kv_disk_bytes}: {error}") from None
+    except OSError as error:
+        raise ModelError(f"--kv-disk {config.kv_disk}: {error}") from None
+    return DiskTier(segments, on_done, with_salted=config.kv_disk_salted)
 
 
 def _load_adapters(link: EngineEnd, start: Start, adapters: EngineAdapters) -> None:
@@ -175,10 +215,12 @@ def _run(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> NoReturn:
 
 
 def _take_inbox(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
-    """Handle all messages in the inbox; with `wait`, wait for one first."""
+    """Handle all messages in the inbox; with `wait`, wait for one first, or until there is work
+    without one.
+    """
     try:
         while True:
-            loop.take(inbox.get(block=wait))
+            loop.take(inbox.get(block=wait, timeout=loop.due_s))
             wait = False
     except queue.Empty:
         return

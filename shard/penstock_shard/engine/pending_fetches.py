@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from penstock_shard.ipc.block_messages import Arrival, Fetch, FetchOver
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.fetches import Fetched, Fetches
-from penstock_shard.scheduler.step_time import StepSize, StepTime
 from penstock_shard.sequence import Sequence
 
 # Fewer blocks than this are computed as soon as they are fetched.
@@ -32,12 +31,15 @@ class PendingFetches:
         self,
         fetches: Fetches,
         blocks: BlockManager,
-        step_time: StepTime,
+        compute_s: Callable[[int, int], float],
         send: Callable[[Fetch | FetchOver], None],
     ) -> None:
+        """`compute_s` predicts the seconds for so many tokens of a prompt from a position on; 0
+        where it cannot.
+        """
         self.fetches = fetches
         self._blocks = blocks
-        self._step_time = step_time
+        self._compute_s = compute_s
         self._send = send
         self._waiting: dict[Sequence, _Waiting] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -51,14 +53,18 @@ class PendingFetches:
         source = sequence.request.kv_source
         if not source or sequence.needs_whole_prompt:
             return False
-        names, num_known = self._blocks.names_of(sequence)
+        names, num_known = self._blocks.missing_of(sequence)
         num_missing = len(names.digests) - num_known
         if num_missing < _LEAST_BLOCKS:
             return False
         self._number += 1
-        self._waiting[sequence] = _Waiting(self._number, self.fetches.begin(names))
+        is_salted = bool(sequence.request.cache_salt)
+        fetched = self.fetches.begin(names, is_salted=is_salted)
+        self._waiting[sequence] = _Waiting(self._number, fetched)
         self._sequences[self._number] = sequence
-        deadline_s = self._computing_s(num_missing * self._blocks.block_size)
+        size = self._blocks.block_size
+        compute_s = self._compute_s(num_known * size, num_missing * size)
+        deadline_s = min(max(compute_s, _SHORTEST_S), _LONGEST_S)
         self._send(Fetch(self._number, source, names, num_known, deadline_s))
         return True
 
@@ -87,9 +93,3 @@ class PendingFetches:
         waiting = self._waiting.pop(sequence)
         del self._sequences[waiting.number]
         self.fetches.end(waiting.fetched)
-
-    def _computing_s(self, num_tokens: int) -> float:
-        """How long it would take to compute so many tokens; bounded."""
-        keys = num_tokens * num_tokens // 2
-        size = StepSize(num_decodes=0, num_prompt_tokens=num_tokens, num_keys=keys)
-        return min(max(self._step_time.predict(size), _SHORTEST_S), _LONGEST_S)

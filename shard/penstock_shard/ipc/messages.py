@@ -194,6 +194,12 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     saved_blocks_total: int = 0
     loaded_blocks_total: int = 0
     damaged_blocks_total: int = 0
+    # The same of the disk below it; dropped are those that it did not take.
+    disk_blocks: int = 0
+    disk_saved_blocks_total: int = 0
+    disk_loaded_blocks_total: int = 0
+    disk_damaged_blocks_total: int = 0
+    disk_dropped_blocks_total: int = 0
     # Blocks that came from other shards, that came and were not what was asked for, and that went
     # there.
     fetched_blocks_total: int = 0

@@ -215,14 +215,12 @@ class BlockManager:
             self.prefixes.use(found)
         return len(found) * self.block_size
 
-    def names_of(self, sequence: Sequence) -> tuple[PrefixNames, int]:
-        """The blocks before its last token, and for how many of the first nothing is missing."""
-        table = self._table(sequence)
-        found = self._find_chain(sequence, table)
-        num_known = self.prefixes.longest(found)
-        count = (sequence.num_tokens - 1) // self.block_size
-        token_ids = sequence.token_ids[: count * self.block_size].tobytes()
-        return PrefixNames(self._root(sequence), table.hashes[:count], token_ids), num_known
+    def missing_of(self, sequence: Sequence) -> tuple[PrefixNames, int]:
+        """The names of its blocks before its last token, and how many of the first are found."""
+        names, token_ids = self.names_of(sequence), sequence.token_ids
+        num_known = self.prefixes.longest(self._find_chain(sequence, self._table(sequence)))
+        packed = token_ids[: len(names) * self.block_size].tobytes()
+        return PrefixNames(self._root(sequence), [digest for digest, _ in names], packed), num_known
 
     def slide(self, sequence: Sequence, start: int) -> None:
         """Give back the blocks that no token from `start` on sees. Launched steps may still read
@@ -431,6 +429,17 @@ class BlockManager:
         request = sequence.request
         return root_hash(self._weights_hash, request.cache_salt, request.adapter_hash)
 
+    def names_of(self, sequence: Sequence) -> list[tuple[bytes, tuple[int, ...]]]:
+        """Of each full block without the last token, the chained hash and the tokens."""
+        count = (sequence.num_tokens - 1) // self.block_size
+        table = self._table(sequence)
+        self._hash_full_blocks(sequence, table, count)
+        return [(table.hashes[index], self._tokens(sequence, index)) for index in range(count)]
+
+    def root_of(self, sequence: Sequence) -> bytes:
+        """Where its chain begins."""
+        return self._root(sequence)
+
     def _tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
         return tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
@@ -485,7 +494,8 @@ class BlockManager:
         self._hash_full_blocks(sequence, table, count)
         prefix = before = table.prefix
         if prefix is None:
-            prefix = self.prefixes.root(self._root(sequence))
+            is_salted = bool(sequence.request.cache_salt)
+            prefix = self.prefixes.root(self._root(sequence), is_salted=is_salted)
         for index in range(table.num_cached, count):
             prefix = self._cache_block(sequence, table, prefix, index)
         prefix.num_users += 1

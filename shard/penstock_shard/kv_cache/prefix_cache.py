@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, abc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool, CachedBlock
@@ -30,6 +31,13 @@ class Save:
     group: int
     block_id: int
     insertion: int
+
+
+class HasBlocks(Protocol):
+    """A prefix, of which blocks of some groups are somewhere."""
+
+    def has(self, group: int) -> bool:
+        """Whether that of a group is."""
 
 
 class PrefixCache:
@@ -81,18 +89,13 @@ class PrefixCache:
             found.append(parent)
         return found
 
-    def longest(self, found: list[Prefix], *, copied: bool = False) -> int:
-        """How many of them to use: after as many, the next token has all blocks that it sees; with
-        `copied`, as copies in host memory.
-        """
-        has = Prefix.is_copied if copied else Prefix.has
+    def longest(self, found: abc.Sequence[HasBlocks]) -> int:
+        """How many of them to use: after as many, the next token has all blocks that it sees."""
         # For each group and each number of prefixes, how many of the last have a block.
-        runs = [(group, _runs(group, found, has)) for group in self._sliding]
-        if copied:
-            runs += [(group, _runs(group, found, has)) for group in self._whole]
+        runs = [(group, _runs(group, found)) for group in self._sliding]
         count = len(found)
         while count and (
-            any(not has(found[count - 1], group) for group in self._states)
+            any(not found[count - 1].has(group) for group in self._states)
             or any(count - run[count] > self.first_visible(group, count) for group, run in runs)
         ):
             count -= 1
@@ -102,16 +105,31 @@ class PrefixCache:
         """The first block that the token behind so many blocks sees."""
         return self._groups[group].first_visible(count * self._block_size) // self._block_size
 
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def first_needed(self, group: int, count: int) -> int:
+        """The first block of a group that a prefix of so many needs."""
+        return count - 1 if self._groups[group].has_state else self.first_visible(group, count)
+
+    def is_useful(self, prefix: HasBlocks) -> bool:
+        """Whether it has those of groups that need every block."""
+        return all(prefix.has(group) for group in self._whole)
+
     # ---- naming ----
 
-    def root(self, digest: bytes) -> Prefix:
+    def root(self, digest: bytes, *, is_salted: bool = False) -> Prefix:
         """The prefix without tokens at which a chain begins."""
-        return self._tree.find(None, digest) or self._tree.add(None, digest)
+        found = self._tree.find(None, digest)
+        return found or self._tree.add(None, digest, is_salted=is_salted)
 
     def child(self, parent: Prefix, digest: bytes, token_ids: tuple[int, ...]) -> Prefix:
         """The prefix of one more block."""
         known = self._tree.find(parent, digest, token_ids)
-        return self._tree.add(parent, digest, token_ids) if known is None else known
+        if known is not None:
+            return known
+        return self._tree.add(parent, digest, token_ids, is_salted=parent.is_salted)
 
     def name(self, prefix: Prefix, group: int, block_id: int) -> None:
         """The block is cached under the prefix."""
@@ -150,6 +168,12 @@ class PrefixCache:
     def has_copies(self) -> bool:
         """Whether there is room for copies."""
         return bool(self._host_pools)
+
+    @property
+    def most_copies(self) -> int:
+        """So many blocks of each group have room."""
+        sharers = Counter(group.pool for group in self._groups)
+        return min(self._host_pools[pool].num_blocks // count for pool, count in sharers.items())
 
     @property
     def num_copies(self) -> int:
@@ -290,10 +314,8 @@ class PrefixCache:
             pool.check_integrity(pins, lambda prefix: prefix.slots)
 
 
-def _runs(
-    group: int, found: list[Prefix], has: Callable[[Prefix, int], bool] = Prefix.has
-) -> list[int]:
+def _runs(group: int, found: abc.Sequence[HasBlocks]) -> list[int]:
     runs = [0]
     for prefix in found:
-        runs.append(runs[-1] + 1 if has(prefix, group) else 0)
+        runs.append(runs[-1] + 1 if prefix.has(group) else 0)
     return runs

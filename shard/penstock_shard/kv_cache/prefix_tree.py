@@ -27,12 +27,10 @@ class Prefix:
     slots: list[int]
     # The number of blocks before its last.
     index: int
+    # Whether its root has a salt.
+    is_salted: bool = False
     # Longer prefixes that have it as their parent, and sequences that may add such.
     num_users: int = field(default=0, repr=False)
-
-    def is_copied(self, group: int) -> bool:
-        """Whether host memory has a copy of its last tokens' keys and values of this group."""
-        return self.slots[group] != NO_BLOCK
 
     def has(self, group: int) -> bool:
         """Whether its last tokens' keys and values of this group are anywhere."""
@@ -68,12 +66,19 @@ class PrefixTree:
             return None
         return prefix
 
-    def add(self, parent: Prefix | None, digest: bytes, token_ids: tuple[int, ...] = ()) -> Prefix:
+    def add(
+        self,
+        parent: Prefix | None,
+        digest: bytes,
+        token_ids: tuple[int, ...] = (),
+        *,
+        is_salted: bool = False,
+    ) -> Prefix:
         """Add a prefix that `find` does not find, in place of any other of its hash."""
         num_blocks = 0 if parent is None else self._num_groups
         nowhere = [NO_BLOCK] * num_blocks
         index = -1 if parent is None else parent.index + 1
-        prefix = Prefix(digest, parent, token_ids, nowhere, nowhere.copy(), index)
+        prefix = Prefix(digest, parent, token_ids, nowhere, nowhere.copy(), index, is_salted)
         if parent is not None:
             parent.num_users += 1
         self._by_digest[digest] = prefix

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from penstock_shard.ipc.runner_info import RunnerInfo
 
 # Part of the name of what is in the memory: raise it when blocks' bytes mean something else.
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 _MAGIC = b"penstock KV\0"
 _DIGEST_BYTES = 16
 _PREAMBLE_BYTES = 4096
 _ALIGNMENT_BYTES = 64
-# Whether there is a record; CRC-32 of what follows in the header; of the block; group, index.
-_FIELDS = struct.Struct(f"<IIIII{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
+# Whether there is a record; CRC-32 of what follows in the header; of the block; group, index,
+# whether it is salted.
+_FIELDS = struct.Struct(f"<IIIIII{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
 _CHECKED_FROM = struct.calcsize("<II")
 _TOKEN_BYTES = 4
 
@@ -30,7 +31,7 @@ _TOKEN_BYTES = 4
 class RecordName:
     """What a copied block is: of which cache group, and of which prefix the last tokens. `index` is
     the number of blocks before it; `digest` and `parent` are the chained hashes of the prefix and
-    of the one without the block, with none before it the root.
+    of the one without the block, with none before it the root. It is salted if the root is.
     """
 
     group: int
@@ -38,6 +39,7 @@ class RecordName:
     digest: bytes
     parent: bytes
     token_ids: tuple[int, ...]
+    is_salted: bool = False
 
 
 def namespace_of(info: RunnerInfo) -> bytes:
@@ -64,11 +66,11 @@ class Arena:
         self._block_bytes = info.block_bytes
         self._num_tokens = info.block_size
         header_bytes = _FIELDS.size + _TOKEN_BYTES * info.block_size
-        self._header_bytes = _aligned(header_bytes)
+        self.header_bytes = _aligned(header_bytes)
         largest = [0] * len(info.pools)
         for group, size in zip(info.cache_groups, info.block_bytes, strict=True):
             largest[group.pool] = max(largest[group.pool], size)
-        self._slot_bytes = [self._header_bytes + _aligned(size) for size in largest]
+        self._slot_bytes = [self.header_bytes + _aligned(size) for size in largest]
         room = len(memory) - _PREAMBLE_BYTES
         total = sum(map(int.__mul__, info.pools, self._slot_bytes))
         self.num_slots = tuple(room * count // total for count in info.pools)
@@ -96,40 +98,10 @@ class Arena:
         """The pool whose slots have blocks of a group."""
         return self._pool_of[group]
 
-    def record(self, pool: int, slot: int) -> memoryview:
-        """The record in a slot as it lies there, header and block; empty if there is none."""
+    def record_in(self, pool: int, slot: int) -> memoryview:
+        """The record in a slot as it lies there; empty if there is none."""
         name = self.name_in(pool, slot)
-        if name is None:
-            return self._memory[:0]
-        start = self._start(pool, slot)
-        size = self._header_bytes + self._block_bytes[name.group]
-        return self._memory[start : start + size]
-
-    def put(self, slot: int, group: int, record: memoryview) -> bool:
-        """Put a record as `record` gives it into a slot of the group's pool; False, and none is
-        there, if it is not one of the group, or is damaged.
-        """
-        pool = self._pool_of[group]
-        self.clear(pool, slot)
-        size = self._header_bytes + self._block_bytes[group]
-        if len(record) != size:
-            return False
-        start = self._start(pool, slot)
-        # But for the mark, which says that there is a record.
-        self._memory[start + 4 : start + size] = record[4:]
-        struct.pack_into("<I", self._memory, start, 1)
-        name = self.name_in(pool, slot)
-        if name is None or name.group != group or self.read(slot, name) is None:
-            self.clear(pool, slot)
-            return False
-        return True
-
-    def group_in(self, record: memoryview) -> int | None:
-        """The cache group that a record says it is of; None if there is no such."""
-        if len(record) < self._header_bytes:
-            return None
-        group: int = _FIELDS.unpack_from(record)[3]
-        return group if group < len(self._pool_of) else None
+        return self._memory[:0] if name is None else self.record(slot, name.group)
 
     def write(self, slot: int, name: RecordName, fill: Callable[[memoryview], None]) -> None:
         """Replace what is in a slot of the group's pool; `fill` writes the block's bytes."""
@@ -156,14 +128,8 @@ class Arena:
 
     def name_in(self, pool: int, slot: int) -> RecordName | None:
         """The name of what is in a slot; None if there is no record. Its block may be damaged."""
-        header, _ = self._parts(pool, slot)
-        is_there, checksum, _, group, index, digest, parent = _FIELDS.unpack_from(header)
-        if is_there != 1 or zlib.crc32(header[_CHECKED_FROM:]) != checksum:
-            return None
-        if group >= len(self._pool_of) or self._pool_of[group] != pool:
-            return None
-        token_ids = struct.unpack_from(f"<{self._num_tokens}I", header, _FIELDS.size)
-        return RecordName(group, index, digest, parent, token_ids)
+        name = self.name_of(self._parts(pool, slot)[0])
+        return None if name is None or self._pool_of[name.group] != pool else name
 
     def names(self) -> Iterator[tuple[int, RecordName]]:
         """All records: slots, and the names of what is in them."""
@@ -172,6 +138,53 @@ class Arena:
                 name = self.name_in(pool, slot)
                 if name is not None:
                     yield slot, name
+
+    # ---- records outside the memory ----
+
+    def name_of(self, header: memoryview) -> RecordName | None:
+        """The name in a record's header; None if it is damaged, or there is none."""
+        if len(header) < self.header_bytes:
+            return None
+        is_there, checksum, _, group, *rest, digest, parent = _FIELDS.unpack_from(header)
+        if is_there != 1 or zlib.crc32(header[_CHECKED_FROM : self.header_bytes]) != checksum:
+            return None
+        if group >= len(self._pool_of):
+            return None
+        index, is_salted = rest
+        token_ids = struct.unpack_from(f"<{self._num_tokens}I", header, _FIELDS.size)
+        return RecordName(group, index, digest, parent, token_ids, bool(is_salted))
+
+    def record_bytes(self, group: int) -> int:
+        """The length of a record: its header and the block."""
+        return self.header_bytes + self._block_bytes[group]
+
+    @property
+    def most_record_bytes(self) -> int:
+        """The length of the longest record."""
+        return self.header_bytes + max(self._block_bytes)
+
+    def record(self, slot: int, group: int) -> memoryview:
+        """What is in a slot of the group's pool, until it is written again."""
+        start = self._start(self._pool_of[group], slot)
+        return self._memory[start : start + self.record_bytes(group)]
+
+    def is_whole(self, record: memoryview, name: RecordName) -> bool:
+        """Whether a record is the one of this name, and undamaged."""
+        if len(record) != self.record_bytes(name.group) or self.name_of(record) != name:
+            return False
+        checksum: int = _FIELDS.unpack_from(record)[2]
+        return zlib.crc32(record[self.header_bytes :]) == checksum
+
+    def put(self, slot: int, group: int, record: bytes | memoryview) -> None:
+        """Replace what is in a slot of the group's pool by a record that is whole."""
+        pool = self._pool_of[group]
+        self.clear(pool, slot)
+        start, end = self._start(pool, slot), self._start(pool, slot) + len(record)
+        self._memory[start + 4 : end] = record[4:]
+        # Last: until now there is no record.
+        self._memory[start : start + 4] = record[:4]
+
+    # ---- slots ----
 
     def clear(self, pool: int, slot: int) -> None:
         """Have no record in a slot."""
@@ -185,13 +198,13 @@ class Arena:
     ) -> tuple[memoryview, memoryview]:
         """The header, and the bytes of a block of a group."""
         start = self._start(pool, slot)
-        block = start + self._header_bytes
+        block = start + self.header_bytes
         size = 0 if group is None else self._block_bytes[group]
         return self._memory[start:block], self._memory[block : block + size]
 
 
-def _fields(name: RecordName) -> tuple[int, int, bytes, bytes]:
-    return name.group, name.index, name.digest, name.parent
+def _fields(name: RecordName) -> tuple[int, int, bool, bytes, bytes]:
+    return name.group, name.index, name.is_salted, name.digest, name.parent
 
 
 def _aligned(count: int) -> int:

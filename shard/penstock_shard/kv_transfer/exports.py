@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
 
 from penstock_shard.ipc.block_messages import Export, Exported, PrefixNames, Slot
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
-from penstock_shard.kv_cache.prefix_tree import Prefix
+from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 
 # Of each pool's slots, the share that one export may keep from being reused.
 _SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A prefix as far as host memory has copies of its blocks."""
+
+    prefix: Prefix
+
+    def has(self, group: int) -> bool:
+        return self.prefix.slots[group] != NO_BLOCK
 
 
 class Exports:
@@ -54,7 +66,7 @@ class Exports:
     def _answer(self, export: Export, chain: list[Prefix]) -> None:
         prefixes = self._prefixes
         # Some may be on the device alone: more were asked for than there is room for.
-        chain = chain[: prefixes.longest(chain, copied=True)]
+        chain = chain[: self._num_copied(chain)]
         slots = prefixes.slots_of(chain, export.num_known)
         most = prefixes.num_slots
         while chain and any(
@@ -62,13 +74,18 @@ class Exports:
             for each, count in enumerate(most)
         ):
             del chain[len(chain) // 2 :]
-            del chain[prefixes.longest(chain, copied=True) :]
+            del chain[self._num_copied(chain) :]
             slots = prefixes.slots_of(chain, export.num_known)
         for pool, slot in slots:
             prefixes.pin(pool, slot)
         self._pinned[export.number] = slots
         self.exported_total += len(slots)
         self._send(Exported(export.number, slots))
+
+    def _num_copied(self, chain: list[Prefix]) -> int:
+        """How many of them can be used with what is copied of them."""
+        copied = takewhile(self._prefixes.is_useful, map(_Copied, chain))
+        return self._prefixes.longest(list(copied))
 
     def _find(self, names: PrefixNames) -> list[Prefix]:
         return self._prefixes.find(names.root, names_of(names, self._block_size))

@@ -56,8 +56,8 @@ class Fetches:
         ]
         self._send(InboundSlots(slots))
 
-    def begin(self, names: PrefixNames) -> Fetched:
-        prefix = self._prefixes.root(names.root)
+    def begin(self, names: PrefixNames, *, is_salted: bool) -> Fetched:
+        prefix = self._prefixes.root(names.root, is_salted=is_salted)
         prefix.num_users += 1
         return Fetched(names.root, names_of(names, self._block_size), prefix)
 
@@ -91,7 +91,8 @@ class Fetches:
         if not fetched.prefix.index <= name.index < len(fetched.names):
             return False
         wanted = (*fetched.names[name.index], fetched.parent_of(name.index))
-        return (name.digest, name.token_ids, name.parent) == wanted
+        found = (name.digest, name.token_ids, name.parent)
+        return found == wanted and name.is_salted == fetched.prefix.is_salted
 
     def _prefix_at(self, fetched: Fetched, index: int) -> Prefix:
         while fetched.prefix.index < index:

@@ -6,14 +6,23 @@ from penstock_shard.kv_cache.block_manager import Load
 from penstock_shard.kv_cache.prefix_cache import PrefixCache, Save
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.kv_transfer.arena import Arena, RecordName
+from penstock_shard.kv_transfer.disk_tier import DiskTier
 from penstock_shard.worker.base import Runner
 
 
 class HostTier:
     """The arena of an engine; which prefixes have a copy there is known to the prefix cache."""
 
-    def __init__(self, arena: Arena, prefixes: PrefixCache, runner: Runner) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        prefixes: PrefixCache,
+        runner: Runner,
+        disk: DiskTier | None = None,
+    ) -> None:
+        """What is copied there goes on to `disk`."""
         self._arena = arena
+        self._disk = disk
         self._prefixes = prefixes
         self._runner = runner
         # Blocks since the engine's start: copied there, copied back, found to be damaged.
@@ -31,7 +40,7 @@ class HostTier:
         for slot, name in records:
             parent = known.get(name.parent)
             if name.index == 0:
-                parent = self._prefixes.root(name.parent)
+                parent = self._prefixes.root(name.parent, is_salted=name.is_salted)
             if parent is None or parent.index != name.index - 1:
                 continue
             prefix = self._prefixes.child(parent, name.digest, name.token_ids)
@@ -49,13 +58,15 @@ class HostTier:
         prefix, group = load.prefix, load.group
         if prefix.slots[group] != load.slot:
             return False
-        block = self._arena.read(load.slot, _name_of(prefix, group))
+        block = self._arena.read(load.slot, name_of(prefix, group))
         if block is None:
             self._prefixes.drop(prefix, group)
             self.damaged_total += 1
             return False
         self._runner.write_block(group, load.block_id, block)
         self.loaded_total += 1
+        # The disk may have deleted it by its age, but it is in use.
+        self._pass_on(load.slot, prefix, group)
         return True
 
     def save(self, save: Save) -> None:
@@ -66,14 +77,29 @@ class HostTier:
             slot = self._prefixes.take_slot(group)
             self._arena.write(
                 slot,
-                _name_of(prefix, group),
+                name_of(prefix, group),
                 lambda into: self._runner.read_block(group, block_id, into),
             )
             self._prefixes.keep(prefix, group, slot)
             self.saved_total += 1
+            self._pass_on(slot, prefix, group)
         self._prefixes.leave(prefix)
 
+    def adopt(self, prefix: Prefix, group: int, record: bytes) -> None:
+        """Have a copy that came from elsewhere, whole and of this name. The prefix has a user."""
+        is_free = self._prefixes.has_free_slot(self._arena.pool_of(group))
+        if prefix.slots[group] == NO_BLOCK and is_free:
+            slot = self._prefixes.take_slot(group)
+            self._arena.put(slot, group, record)
+            self._prefixes.keep(prefix, group, slot)
 
-def _name_of(prefix: Prefix, group: int) -> RecordName:
+    def _pass_on(self, slot: int, prefix: Prefix, group: int) -> None:
+        if self._disk is not None:
+            self._disk.save(name_of(prefix, group), lambda: bytes(self._arena.record(slot, group)))
+
+
+def name_of(prefix: Prefix, group: int) -> RecordName:
+    """The name of a prefix's block."""
     assert prefix.parent is not None
-    return RecordName(group, prefix.index, prefix.digest, prefix.parent.digest, prefix.token_ids)
+    named = prefix.index, prefix.digest, prefix.parent.digest, prefix.token_ids
+    return RecordName(group, *named, prefix.is_salted)

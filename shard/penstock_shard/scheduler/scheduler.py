@@ -87,7 +87,7 @@ class Scheduler:
         """
         self._limits = limits
         self._blocks = blocks
-        self.step_time = StepTime() if step_time is None else step_time
+        self._step_time = StepTime() if step_time is None else step_time
         self._policy = FcfsPolicy() if policy is None else policy
         self._speculation = speculation
         self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
@@ -209,7 +209,7 @@ class Scheduler:
                 return Batch()
             decodes = ready
         num_insertions = self._blocks.num_insertions
-        budget = StepBudget(self.bounds.tokens, self.step_time, self._limits.max_scored_tokens)
+        budget = StepBudget(self.bounds.tokens, self._step_time, self._limits.max_scored_tokens)
         budget = self._policy.bound(budget, decodes, now_s, starts_s)
         rows, size = self._decode_rows(budget.take_decodes(decodes), budget)
         if speculation is not None:
@@ -243,7 +243,7 @@ class Scheduler:
         self.prompt_tokens_total += size.num_prompt_tokens
         self.decode_tokens_total += size.num_decodes + size.num_drafts
         if seconds is not None:
-            self.step_time.learn(size, seconds)
+            self._step_time.learn(size, seconds)
         if self.bounds.reduced:
             self.bounds.recover()
         live: list[Sequence] = []
@@ -318,7 +318,14 @@ class Scheduler:
 
     def predict_s(self) -> float:
         """Predicted seconds of the oldest launched step that is not collected."""
-        return self.step_time.predict(self._launched[0].size)
+        return self._step_time.predict(self._launched[0].size)
+
+    def compute_s(self, start: int, count: int) -> float:
+        """Predicted seconds of steps that compute so many tokens of a prompt alone, from a position
+        on; 0 before any step was seen.
+        """
+        num_steps = -(-count // self.bounds.tokens)
+        return num_steps * self._step_time.fixed_s + self._step_time.prompt_s(start, count)
 
     def take_started(self) -> list[Sequence]:
         """Sequences that were scheduled for the first time since the last call."""

@@ -79,6 +79,7 @@ def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
     yield _gauge("kv_sequences", text, 0 if info is None else info.kv_sequences)
     yield from _states(load, info)
     yield from _copies(load)
+    yield from _disk_copies(load)
 
 
 def _states(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
@@ -109,6 +110,22 @@ def _copies(load: Load) -> Iterator[Metric]:
         ("exported", "KV blocks that went to peers.", load.exported_blocks_total),
     ):
         yield CounterMetricFamily(f"penstock_shard_kv_{name}_blocks", text, value=value)
+
+
+def _disk_copies(load: Load) -> Iterator[Metric]:
+    """Those of blocks on disk (--kv-disk)."""
+    yield _gauge("kv_disk_blocks", "KV blocks that the disk has.", load.disk_blocks)
+    for name, text, value in (
+        ("saved", "KV blocks written to disk.", load.disk_saved_blocks_total),
+        ("loaded", "KV blocks read from disk into host memory.", load.disk_loaded_blocks_total),
+        (
+            "damaged",
+            "KV blocks whose checksum was wrong.",
+            load.disk_damaged_blocks_total,
+        ),
+        ("dropped", "KV blocks that the disk did not take.", load.disk_dropped_blocks_total),
+    ):
+        yield CounterMetricFamily(f"penstock_shard_kv_disk_{name}_blocks", text, value=value)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

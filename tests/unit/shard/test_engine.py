@@ -183,6 +183,9 @@ class _FailingRow:
         self.info = self._runner.info
         self.adapters = self._runner.adapters
         self.release = self._runner.release
+        self.copy_states = self._runner.copy_states
+        self.read_block = self._runner.read_block
+        self.write_block = self._runner.write_block
         self._held = self._runner.held
         self._names: deque[list[str]] = deque()
 

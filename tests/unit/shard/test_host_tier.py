@@ -112,7 +112,7 @@ def test_an_engine_of_other_numerics_finds_nothing() -> None:
     assert _ask(_engine(memory), "third") == 0
 
 
-@pytest.mark.parametrize("at_byte", [-1, 70, 20, 3], ids=["block", "tokens", "digest", "mark"])
+@pytest.mark.parametrize("at_byte", [-1, 70, 30, 3], ids=["block", "tokens", "digest", "mark"])
 def test_a_damaged_copy_is_computed_again(at_byte: int) -> None:
     memory = _memory()
     engine = _engine(memory)
@@ -300,3 +300,36 @@ def test_a_block_that_was_never_computed_is_not_copied() -> None:
     assert not cache.has_wishes
     assert cache.take_saves(8, computed=9) == []
     cache.check_integrity([])
+
+
+# ---- records ----
+
+
+def test_a_record_is_put_where_another_memory_has_it_as_it_was() -> None:
+    one, other = Arena(_memory(), runner_info()), Arena(_memory(), runner_info())
+    name = RecordName(0, 3, b"d" * 16, b"p" * 16, tuple(range(16)), is_salted=True)
+
+    def fill(into: memoryview) -> None:
+        into[:] = bytes(range(128))
+
+    one.write(5, name, fill)
+    record = one.record(5, 0)
+    assert other.is_whole(memoryview(record), name)
+    assert not other.is_whole(memoryview(record[:-1]), name)
+    assert not other.is_whole(memoryview(record), dataclasses.replace(name, is_salted=False))
+    other.put(2, 0, record)
+    assert bytes(other.read(2, name) or b"") == bytes(range(128))
+
+
+def test_that_a_prefix_is_salted_is_known_after_a_restart() -> None:
+    memory = _memory()
+    engine = _engine(memory)
+    for name in ("first", "second"):
+        engine.engine.submit(make_request(name, _PROMPT, cache_salt="mine"))
+        engine.run()
+        _ask(engine, f"plain {name}", [300 + i for i in range(50)])
+    names = [name for _, name in Arena(memory, runner_info(num_blocks=12)).names()]
+    assert {len(names), sum(name.is_salted for name in names)} == {9, 6}
+    again = _engine(memory)
+    known = again.blocks.prefixes._tree._by_digest
+    assert {known[name.digest].is_salted == name.is_salted for name in names} == {True}

@@ -263,8 +263,8 @@ def test_whoever_said_how_far_apart_tokens_may_be_is_not_held_up_by_drafts(
     (hurried,) = engine.scheduler.sequences
     for number in range(3):
         engine.engine.submit(make_request(str(number), range(10), max_tokens=90))
-    engine.scheduler.step_time._seconds = [0.001, 0.001, 0.001, 0.0]
-    monkeypatch.setattr(engine.scheduler.step_time, "learn", lambda size, seconds: None)
+    engine.scheduler._step_time._seconds = [0.001, 0.001, 0.001, 0.0]
+    monkeypatch.setattr(engine.scheduler._step_time, "learn", lambda size, seconds: None)
     for _ in range(4):
         engine.step()
     now_s = hurried.last_token_s
@@ -280,7 +280,7 @@ def test_drafts_leave_prompts_half_of_the_time_that_objectives_leave() -> None:
     engine.engine.submit(make_request("hurried", range(10), max_tokens=90, objective=wish))
     (hurried,) = engine.scheduler.sequences
     engine.step()
-    engine.scheduler.step_time._seconds = [0.0, 0.001, 0.001, 0.0]
+    engine.scheduler._step_time._seconds = [0.0, 0.001, 0.001, 0.0]
     engine.engine.submit(make_request("prompt", range(100, 200)))
     now_s = hurried.last_token_s
     plan = plan_step(engine.scheduler, now_s, now_s)

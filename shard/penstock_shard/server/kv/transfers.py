@@ -148,7 +148,7 @@ class BlockTransfers:
             for pool, slot in found:
                 if self._arena is not arena:
                     return
-                yield arena.record(pool, slot)
+                yield arena.record_in(pool, slot)
         except TimeoutError:
             logger.warning("the engine had no time for a peer that asks for KV blocks")
         finally:
@@ -186,14 +186,13 @@ class BlockTransfers:
         num_bytes = 0
         records = self._peers.fetch(fetch.source, self.namespace, fetch.prefix, fetch.num_known)
         async for record in records:
-            group = arena.group_in(record)
-            if group is None:
-                self._peers.distrust(fetch.source, "what it sent is no block of this model")
-            pool = arena.pool_of(group)
+            name = arena.name_of(record)
+            if name is None or not arena.is_whole(record, name):
+                self._peers.distrust(fetch.source, "a block came that is damaged")
+            pool = arena.pool_of(name.group)
             slot = await self._next_slot(pool)
             came.append((pool, slot))
-            if not arena.put(slot, group, record):
-                self._peers.distrust(fetch.source, "a block came that is damaged")
+            arena.put(slot, name.group, record)
             num_bytes += len(record)
             if num_bytes >= _ARRIVAL_BYTES:
                 self._tell(Arrival(fetch.number, came.copy()))

@@ -1,0 +1,250 @@
+"""Files with records of KV blocks, in a directory that one process at a time has.
+
+Records are appended to the newest file, a segment; the oldest is deleted when there are too many
+bytes, or when it is too old: nothing is moved or changed. A record is as it lies in host memory,
+with its checksums, so no write is waited for: what a crash tears or empties is found by these.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock_common.clock import Clock
+from penstock_shard.device.cache_directory import ensure_safe_directory
+from penstock_shard.kv_transfer.arena import Arena, RecordName
+
+_MAGIC = b"penstock KV\0"
+# Before the records of a segment: its namespace, and CRC-32 of all that.
+_HEADER = struct.Struct("<12s16sI")
+_SUFFIX = ".kv"
+# Bytes and age of a segment are this part of those of all.
+_PARTS = 16
+_LOCK_WAIT_S = 5.0
+
+# What names a block: its group and its chained hash.
+Key = tuple[int, bytes]
+
+
+class DirectoryTaken(Exception):
+    """Another process has the directory."""
+
+
+def lock_directory(path: Path, wait_s: float = _LOCK_WAIT_S) -> int:
+    """A descriptor that has the directory until it is closed; makes it. An engine that is ending
+    is waited for. Raises DirectoryTaken; OSError where it cannot be used, or others may write to
+    it.
+    """
+    ensure_safe_directory(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= end_s:
+                os.close(descriptor)
+                raise DirectoryTaken(f"{path} is used by another shard") from None
+            time.sleep(0.05)
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A file; `created_ms`, since the epoch, is its name. What it has is found by `keys`; another
+    namespace's has none.
+    """
+
+    path: Path
+    created_ms: int
+    num_bytes: int
+    is_ours: bool = True
+    keys: list[Key] = field(default_factory=list)
+
+
+class Segments:
+    """The files of a directory, and where each record of a namespace is. One thread reads and
+    writes; any may ask `has`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        namespace: bytes,
+        arena: Arena,
+        *,
+        max_bytes: int,
+        age_s: float,
+        with_salted: bool = False,
+        clock: Clock = time.time,
+    ) -> None:
+        """`arena` knows records. Salted ones are not found without `with_salted`.
+
+        Raises:
+            ValueError: `max_bytes` is less than a segment with the largest record.
+            OSError: the directory cannot be read.
+        """
+        self._directory = directory
+        self._header = _header(namespace)
+        self._arena = arena
+        self._max_bytes = max_bytes
+        least = _HEADER.size + arena.most_record_bytes
+        if max_bytes < least:
+            raise ValueError(f"one block needs {least} bytes")
+        self._segment_bytes = max(least, max_bytes // _PARTS)
+        self._age_ms = int(age_s * 1000)
+        self._with_salted = with_salted
+        self._clock = clock
+        self._segments = sorted(_files(directory), key=lambda segment: segment.created_ms)
+        # The newest, if it is this process's: no record is behind a torn one.
+        self._open: _Segment | None = None
+        self._places: dict[Key, tuple[_Segment, int]] = {}
+
+    @property
+    def num_records(self) -> int:
+        """How many can be found."""
+        return len(self._places)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(segment.num_bytes for segment in self._segments)
+
+    def has(self, key: Key) -> bool:
+        """Whether there is a record; it may be damaged."""
+        return key in self._places
+
+    def scan(self) -> None:
+        """Find the records that are there, newest segments first, by their headers alone: a damaged
+        or torn one is the last of its segment. Raises OSError.
+        """
+        for segment in reversed(self._segments):
+            with segment.path.open("rb") as file:
+                segment.is_ours = file.read(_HEADER.size) == self._header
+                if segment.is_ours:
+                    for key, offset in self._scan(file.fileno(), segment.num_bytes):
+                        self._places.setdefault(key, (segment, offset))
+                        segment.keys.append(key)
+
+    def _scan(self, file: int, num_bytes: int) -> Iterator[tuple[Key, int]]:
+        offset = _HEADER.size
+        while True:
+            header = os.pread(file, self._arena.header_bytes, offset)
+            if len(header) < self._arena.header_bytes:
+                return
+            name = self._arena.name_of(memoryview(header))
+            if name is None or offset + self._arena.record_bytes(name.group) > num_bytes:
+                return
+            if self._with_salted or not name.is_salted:
+                yield _key(name), offset
+            offset += self._arena.record_bytes(name.group)
+
+    def read(self, name: RecordName) -> bytes | None:
+        """A record that is whole; None if it is not there, or is damaged: then it is found no more.
+        Raises OSError.
+        """
+        segment, offset = self._places.get(_key(name), (None, 0))
+        if segment is None:
+            return None
+        with segment.path.open("rb", buffering=0) as file:
+            record = os.pread(file.fileno(), self._arena.record_bytes(name.group), offset)
+        if self._arena.is_whole(memoryview(record), name):
+            return record
+        del self._places[_key(name)]
+        return None
+
+    def append(self, name: RecordName, record: bytes) -> None:
+        """Write a record, and delete what is beyond the bound then. Raises OSError; then it is not
+        there.
+        """
+        segment = self._open
+        if segment is None or not self._takes(segment, len(record)):
+            # Nothing is behind a record that an error tears.
+            self._open = None
+            self._make_room(_HEADER.size + len(record))
+            segment = self._create()
+        else:
+            self._make_room(len(record))
+        self._open = None
+        offset = segment.num_bytes
+        self._write(segment, record)
+        self._places[_key(name)] = segment, offset
+        segment.keys.append(_key(name))
+        self._open = segment
+
+    def expire(self) -> None:
+        """Delete what is too old, or from a time to come, as a clock was set. Raises OSError."""
+        now_ms = self._now_ms()
+        for segment in list(self._segments):
+            if abs(now_ms - segment.created_ms) > self._age_ms:
+                self._delete(segment)
+
+    def _takes(self, segment: _Segment, num_bytes: int) -> bool:
+        """Whether another record belongs into a segment."""
+        is_young = self._now_ms() - segment.created_ms <= self._age_ms // _PARTS
+        fits = segment.num_bytes + num_bytes <= self._segment_bytes
+        return is_young and fits and self._max_bytes >= self.num_bytes + num_bytes
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Delete segments of other namespaces, then the oldest, until so many bytes fit."""
+        while self._segments and self.num_bytes + num_bytes > self._max_bytes:
+            self._delete(min(self._segments, key=lambda each: (each.is_ours, each.created_ms)))
+
+    def _create(self) -> _Segment:
+        newest = self._segments[-1].created_ms if self._segments else 0
+        created_ms = max(self._now_ms(), newest + 1)
+        path = self._directory / f"{created_ms:016d}{_SUFFIX}"
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        segment = _Segment(path, created_ms, 0)
+        self._segments.append(segment)
+        self._write(segment, self._header)
+        return segment
+
+    def _write(self, segment: _Segment, data: bytes) -> None:
+        try:
+            append(segment.path, data)
+        finally:
+            # Where it failed, a part of it may be there.
+            segment.num_bytes = segment.path.stat().st_size
+
+    def _delete(self, segment: _Segment) -> None:
+        segment.path.unlink(missing_ok=True)
+        self._segments.remove(segment)
+        if self._open is segment:
+            self._open = None
+        for key in segment.keys:
+            if self._places.get(key, (None,))[0] is segment:
+                del self._places[key]
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add to the end of a file. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
+
+
+def _files(directory: Path) -> Iterator[_Segment]:
+    """The segments of a directory; other files are left alone."""
+    for path in directory.iterdir():
+        if path.suffix == _SUFFIX and path.stem.isdecimal():
+            yield _Segment(path, int(path.stem), path.stat().st_size)
+
+
+def _header(namespace: bytes) -> bytes:
+    checked = _MAGIC + namespace
+    return checked + zlib.crc32(checked).to_bytes(4, "little")
+
+
+def _key(name: RecordName) -> Key:
+    return name.group, name.digest
