@@ -134,7 +134,9 @@ def test_a_truncated_record_is_dropped(disk: _Disk, cut: int) -> None:
     disk.fill(3)
     (path,) = disk.paths
     os.truncate(path, path.stat().st_size - cut)
-    assert _found(disk.open(), 3) == ([0, 1] if cut < disk.record_bytes else [0])
+    again, left = disk.open(), [0, 1] if cut < disk.record_bytes else [0]
+    assert again.num_records == len(left)
+    assert _found(again, 3) == left
 
 
 def test_another_namespace_finds_nothing_and_deletes_it_first(disk: _Disk) -> None:
@@ -270,7 +272,7 @@ def test_a_slow_disk_is_not_waited_for(
         return None
 
     monkeypatch.setattr(segments, "read", read)
-    bound = 3 * disk.record_bytes
+    bound = 4 * disk.record_bytes - 1
     tier = tiers(segments, clock=lambda: now_s[0], max_bytes=bound)
     waiting, discarded = Read(_name(0)), Read(_name(1))
     tier.read(waiting)
@@ -299,3 +301,20 @@ def test_a_damaged_block_is_counted(disk: _Disk, tiers: Callable[..., DiskTier])
     assert (_read(tier, 0), _read(tier, 1)) == (disk.record(_name(0)), None)
     assert (tier.loaded_total, tier.damaged_total) == (1, 1)
     assert not tier.has(0, _name(1).digest)
+
+
+def test_errors_of_reading_are_one_line_of_the_log(
+    disk: _Disk,
+    tiers: Callable[..., DiskTier],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    segments = disk.fill(2)
+
+    def fail(name: RecordName) -> bytes | None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(segments, "read", fail)
+    tier = tiers(segments)
+    assert [_read(tier, number) for number in (0, 1)] == [None, None]
+    assert sum("broken" in line for line in caplog.messages) == 1

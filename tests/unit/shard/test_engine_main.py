@@ -166,7 +166,7 @@ def _run_until_idle(damage: bool, checks: bool) -> None:
     under_test = make_engine()
     under_test.engine.submit(make_request())
 
-    def get(block: bool) -> Inbox:
+    def get(*, block: bool, timeout: float | None) -> Inbox:
         if block:
             raise _Idle
         if damage:
