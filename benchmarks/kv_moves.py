@@ -79,7 +79,7 @@ async def _measure(first: Shard, second: Shard, num_tokens: int, rounds: int) ->
     rng = random.Random(num_tokens)
     async with ShardClient(first.address) as client:
         bytes_per_token = (await client.info()).kv_bytes_per_token
-    fetched, computed, per_mb = [], [], []
+    fetched, computed, per_mb = list[float](), list[float](), list[float]()
     for _ in range(rounds):
         for source, found in ((first.address, fetched), ("", computed)):
             prompt = [rng.randrange(10, 1000) for _ in range(num_tokens)]
@@ -90,6 +90,10 @@ async def _measure(first: Shard, second: Shard, num_tokens: int, rounds: int) ->
             found.append(answer.first_s)
             if source:
                 assert answer.cached_tokens >= num_tokens - 32, answer
+                # The same again, all of which is there: what was not for the fetch.
+                again_s = _cpu_s(first) + _cpu_s(second)
+                await _ask(second, prompt, begun.token_ids)
+                used_s -= _cpu_s(first) + _cpu_s(second) - again_s
                 num_mb = answer.cached_tokens * bytes_per_token / 1e6
                 per_mb.append(1000 * used_s / num_mb)
     ratio = statistics.median(fetched) / statistics.median(computed)
@@ -114,7 +118,8 @@ async def _ask(shard: Shard, prompt: list[int], output: list[int], source: str =
     async with grpc.aio.insecure_channel(shard.address) as channel:
         await channel.channel_ready()
         began_s = time.perf_counter()
-        async for response in ShardStub(channel).Generate(iter([message])):
+        stub = ShardStub(channel)  # type: ignore[no-untyped-call]
+        async for response in stub.Generate(iter([message])):
             for each in response.outputs:
                 if each.token_ids and not token_ids:
                     first_s = time.perf_counter() - began_s

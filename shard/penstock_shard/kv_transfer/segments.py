@@ -122,15 +122,25 @@ class Segments:
 
     def scan(self) -> None:
         """Find the records that are there, newest segments first, by their headers alone: a damaged
-        or torn one is the last of its segment. Raises OSError.
+        or torn one is the last of its segment. Raises OSError, that of the first segment that
+        cannot be read, once all others are.
         """
+        failure: OSError | None = None
         for segment in reversed(self._segments):
-            with segment.path.open("rb") as file:
-                segment.is_ours = file.read(_HEADER.size) == self._header
-                if segment.is_ours:
-                    for key, offset in self._scan(file.fileno(), segment.num_bytes):
-                        self._places.setdefault(key, (segment, offset))
-                        segment.keys.append(key)
+            try:
+                self._scan_segment(segment)
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _scan_segment(self, segment: _Segment) -> None:
+        with segment.path.open("rb") as file:
+            segment.is_ours = file.read(_HEADER.size) == self._header
+            if segment.is_ours:
+                for key, offset in self._scan(file.fileno(), segment.num_bytes):
+                    self._places.setdefault(key, (segment, offset))
+                    segment.keys.append(key)
 
     def _scan(self, file: int, num_bytes: int) -> Iterator[tuple[Key, int]]:
         offset = _HEADER.size

@@ -62,7 +62,22 @@ class _Disk:
         with_salted: bool = False,
         namespace: bytes = _NAMESPACE,
     ) -> Segments:
-        segments = Segments(
+        segments = self.closed(
+            max_bytes=max_bytes, age_s=age_s, with_salted=with_salted, namespace=namespace
+        )
+        segments.scan()
+        return segments
+
+    def closed(
+        self,
+        *,
+        max_bytes: int = 2**20,
+        age_s: float = 3600.0,
+        with_salted: bool = False,
+        namespace: bytes = _NAMESPACE,
+    ) -> Segments:
+        """Of which nothing is known yet."""
+        return Segments(
             self.directory,
             namespace,
             self.arena,
@@ -71,8 +86,6 @@ class _Disk:
             with_salted=with_salted,
             clock=lambda: self.now_s,
         )
-        segments.scan()
-        return segments
 
     def fill(self, count: int, **how: int) -> Segments:
         segments = self.open(**how)  # type: ignore[arg-type]
@@ -318,3 +331,17 @@ def test_errors_of_reading_are_one_line_of_the_log(
     tier = tiers(segments)
     assert [_read(tier, number) for number in (0, 1)] == [None, None]
     assert sum("broken" in line for line in caplog.messages) == 1
+
+
+def test_a_segment_that_cannot_be_read_hides_no_other(disk: _Disk) -> None:
+    for at_s in (1000.0, 2000.0):
+        disk.now_s = at_s
+        segments = disk.open()
+        segments.append(_name(int(at_s)), disk.record(_name(int(at_s))))
+    newest = disk.paths[-1]
+    newest.unlink()
+    newest.mkdir()
+    again = disk.closed()
+    with pytest.raises(IsADirectoryError):
+        again.scan()
+    assert again.num_records == 1
