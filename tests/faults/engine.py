@@ -43,10 +43,7 @@ FAULTS = [
     Fault(
         "A name is forgotten with its first blocks, though longer prefixes have theirs",
         "PrefixTree.prune",
-        becomes(
-            "not prefix.num_users and all(each == NO_BLOCK for each in prefix.block_ids)",
-            "all(each == NO_BLOCK for each in prefix.block_ids)",
-        ),
+        becomes("not prefix.num_users and prefix.is_empty", "prefix.is_empty"),
         caught_by="test_a_prefix_is_found_where_its_last_blocks_are_though_its_first_are_gone",
     ),
     Fault(

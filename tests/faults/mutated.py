@@ -6,7 +6,7 @@ from faults.mutation import Mutant, Target
 
 TARGETS = {
     "block manager": Target(
-        ("BlockManager", "PrefixCache", "_runs", "BlockPool", "PrefixTree", "Boundaries"),
+        ("BlockManager", "PrefixCache", "BlockPool", "PrefixTree", "Boundaries"),
         ("test_kv_blocks", "test_cache_groups", "test_kept_states"),
     ),
     "fences": Target(
@@ -187,7 +187,7 @@ EQUIVALENT: dict[Mutant, str] = {
                 "self._running.setdefault(shard.address, {})[stream] = ''",
             ),
             ("Continuations._wait", "self._waiting[stream] = None", "self._waiting[stream] = ''"),
-            ("Scheduler._admit", "self._running[sequence] = None", "self._running[sequence] = ''"),
+            ("Scheduler._start", "self._running[sequence] = None", "self._running[sequence] = ''"),
             (
                 "Outbox.__init__",
                 "self.last_error: Error | None = None",

@@ -176,7 +176,7 @@ FAULTS = [
     Fault(
         "What waited for a dead engine goes to the next one",
         "EngineSupervisor._died",
-        left_out("self._inbox = messages.Inbox([], [], [])"),
+        left_out("self._inbox = messages.Inbox([], [])"),
         caught_by="test_what_waits_to_be_sent_to_an_engine_dies_with_it",
     ),
     Fault(
