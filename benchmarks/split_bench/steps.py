@@ -15,13 +15,13 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine import main as engine_main
 from penstock_shard.engine.create_engine import create_engine
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import EngineLoop
-from penstock_shard.engine.matchers import PendingMatchers
 from penstock_shard.ipc.messages import Inbox
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.model_loader.load_runner import LoadedRunner
@@ -142,6 +142,15 @@ class _TimedRunner:
     def release(self, slot: int) -> None:
         self._runner.release(slot)
 
+    def copy_states(self, copies: abc.Sequence[tuple[int, int]]) -> None:
+        self._runner.copy_states(copies)
+
+    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
+        self._runner.read_block(group, block_id, into)
+
+    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
+        self._runner.write_block(group, block_id, data)
+
 
 def measure_engine(path: str) -> None:
     """Have the engine that is built in this process write its steps to a file."""
@@ -152,10 +161,10 @@ def measure_engine(path: str) -> None:
         loaded: LoadedRunner,
         config: ShardConfig,
         tell_started: Callable[[list[str]], None],
-        matchers: PendingMatchers | None = None,
+        *others: Any,
     ) -> Engine:
         timed = dataclasses.replace(loaded, runner=_TimedRunner(loaded.runner, log))
-        return create_engine(timed, config, tell_started, matchers)
+        return create_engine(timed, config, tell_started, *others)
 
     def take(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
         from_s = time.monotonic()
