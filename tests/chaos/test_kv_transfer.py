@@ -102,7 +102,7 @@ async def test_a_prefix_that_a_peer_has_is_fetched(pair: Pair) -> None:
     before = pair.count("fetched")
     async with _proxy(pair, Trouble.NONE) as proxy:
         calm, _ = await _ask(pair.first, prompt)
-        assert await _ask(pair.second, prompt, proxy.address) == (calm, _LENGTH - _LENGTH % 16 - 16)
+        assert await _ask(pair.second, prompt, proxy.address) == (calm, _LENGTH - 2 * 16)
     assert pair.count("fetched") - before == _LENGTH // 16 - 1
 
 

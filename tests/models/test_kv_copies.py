@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import struct
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from support.budget import in_soak
 
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
+from penstock_shard.ipc.block_messages import Arrival, Distrust, Fetch, InboundSlots
+from penstock_shard.ipc.messages import FromBlocks, Inbox
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
 from penstock_shard.scheduler.scheduler import SchedulerLimits
@@ -26,27 +30,36 @@ _LENGTH = 70
 class _Served:
     """A model behind an engine that keeps copies in this memory."""
 
-    def __init__(self, directory: Path, memory: memoryview) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        memory: memoryview,
+        send: Callable[[FromBlocks], None] | None = None,
+    ) -> None:
         self.runner = load(directory, max_model_len=128, state_spacing=32)
         info = self.runner.info
         self.arena = Arena(memory, info)
         self.blocks = BlockManager.of(info, 24, host_slots=self.arena.num_slots)
         scheduler = create_scheduler(SchedulerLimits(4, 24), self.blocks)
-        self.moves = create_moves(self.arena, self.runner, scheduler, self.blocks)
+        self.moves = create_moves(self.arena, self.runner, scheduler, self.blocks, send=send)
         self.engine = Engine(self.runner, scheduler, self.blocks, moves=self.moves)
 
     def ask(self, prompt: Sequence[int]) -> tuple[list[int], int]:
         """Its tokens, and how many of the prompt's were cached."""
         sequence = make_sequence(prompt, max_tokens=6)
         self.engine.submit(sequence.request)
+        return self.outputs(), self._cached
+
+    def outputs(self) -> list[int]:
+        """All tokens of what was submitted."""
         tokens: list[int] = []
-        cached = 0
+        self._cached = 0
         while self.engine.has_work:
             for output in self.engine.step():
                 tokens += output.token_ids
-                cached = output.cached_tokens or cached
+                self._cached = output.cached_tokens or self._cached
             self.engine.check_integrity()
-        return tokens, cached
+        return tokens
 
     def cached_bytes(self) -> dict[tuple[bytes, int], bytes]:
         """What the device has, by prefix and cache group."""
@@ -107,3 +120,44 @@ def test_a_block_in_which_a_bit_is_flipped_is_computed(tmp_path: Path) -> None:
 def test_blocks_of_a_model_are_as_long_as_it_says(tmp_path: Path) -> None:
     runner: ModelRunner = load(make_family(tmp_path / "model", "llama"))
     assert runner.info.block_bytes == (runner.info.kv_bytes_per_token * runner.info.block_size,)
+
+
+def _lie(arena: Arena, record: bytearray) -> None:
+    """One bit of a block is another, and its checksums are of that."""
+    record[arena.header_bytes + 100] ^= 4
+    struct.pack_into("<I", record, 8, zlib.crc32(record[arena.header_bytes :]))
+    struct.pack_into("<I", record, 4, zlib.crc32(record[8 : arena.header_bytes]))
+
+
+@pytest.mark.parametrize(
+    "lying", [None, 0, 2], ids=["no lie", "in the first block", "in the third"]
+)
+def test_one_wrong_bit_of_a_peer_shows_in_the_last_block(lying: int | None, tmp_path: Path) -> None:
+    directory = make_family(tmp_path / "model", "llama")
+    prompt = list(range(3, 3 + _LENGTH))
+    first = _Served(directory, memoryview(bytearray(2**22)))
+    tokens, _ = first.ask(prompt)
+    first.ask(prompt)
+
+    said: list[FromBlocks] = []
+    second = _Served(directory, memoryview(bytearray(2**22)), said.append)
+    sequence = make_sequence(prompt, max_tokens=6, kv_source="peer:1")
+    second.engine.submit(sequence.request)
+    inbound, fetch = said
+    assert isinstance(inbound, InboundSlots)
+    assert isinstance(fetch, Fetch)
+    arrived = inbound.slots[:4]
+    for slot, name in first.arena.names():
+        record = bytearray(first.arena.record(slot, 0))
+        if name.index == lying:
+            _lie(first.arena, record)
+        second.arena.put(arrived[name.index][1], 0, bytes(record))
+    arrival = Arrival(fetch.number, arrived, is_last=True)
+    second.engine.take_blocks(Inbox([], [], arrivals=[arrival]))
+    found = second.outputs()
+    distrusted = [message for message in said if isinstance(message, Distrust)]
+    assert bool(distrusted) == (lying is not None)
+    if lying is None:
+        assert found == tokens
+    # Whatever came, what is asked for next is right.
+    assert second.ask(prompt)[0] == tokens

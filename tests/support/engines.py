@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.messages import Output
+from penstock_shard.ipc.messages import FromBlocks, Output
 from penstock_shard.ipc.request import Pooling, Request, SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup, EmbeddingDefaults, RunnerInfo, pools_for
 from penstock_shard.kv_cache.block_manager import BlockManager
@@ -140,6 +141,7 @@ def make_engine(
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),),
     host_memory: memoryview | None = None,
     disk: DiskTier | None = None,
+    send: Callable[[FromBlocks], None] | None = None,
 ) -> EngineUnderTest:
     info = runner_info(
         num_blocks=num_blocks,
@@ -163,7 +165,7 @@ def make_engine(
     )
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens)
     scheduler = create_scheduler(limits, blocks, drafter)
-    moves = None if arena is None else create_moves(arena, runner, scheduler, blocks, disk)
+    moves = None if arena is None else create_moves(arena, runner, scheduler, blocks, disk, send)
     engine = Engine(runner, scheduler, blocks, moves=moves)
     return EngineUnderTest(engine, scheduler, blocks, [], moves)
 

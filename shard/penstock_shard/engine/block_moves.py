@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from penstock_shard.engine.pending_fetches import PendingFetches
 from penstock_shard.engine.pending_reads import PendingReads
-from penstock_shard.ipc.messages import Inbox
+from penstock_shard.ipc.block_messages import Distrust
+from penstock_shard.ipc.messages import FromBlocks, Inbox
 from penstock_shard.kv_cache.block_manager import BlockManager, Load
 from penstock_shard.kv_transfer.exports import Exports
 from penstock_shard.kv_transfer.host_tier import HostTier
@@ -36,6 +37,7 @@ class BlockMoves:
         self.reads: PendingReads | None = None
         self.fetches: PendingFetches | None = None
         self.exports: Exports | None = None
+        self.send: Callable[[FromBlocks], None] = lambda message: None
         # Sequences that wait no more.
         self._ready: list[Sequence] = []
 
@@ -96,6 +98,15 @@ class BlockMoves:
             sequence = self.fetches.arrive(arrival)
             if sequence is not None and not self._reads(sequence):
                 self._ready.append(sequence)
+
+    def distrust(self, source: str) -> None:
+        """A peer's block is not what is computed here: who has others of it is computed again."""
+        if self.fetches is not None:
+            self.fetches.fetches.refused_total += 1
+        self.send(Distrust(source))
+        self._scheduler.preempt_those(
+            lambda sequence: sequence.request.kv_source == source, "a peer's KV blocks are wrong"
+        )
 
     # ---- copies ----
 

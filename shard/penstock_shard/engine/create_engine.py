@@ -18,6 +18,7 @@ from penstock_shard.kv_transfer.disk_tier import DiskTier
 from penstock_shard.kv_transfer.exports import Exports
 from penstock_shard.kv_transfer.fetches import Fetches
 from penstock_shard.kv_transfer.host_tier import HostTier
+from penstock_shard.kv_transfer.import_checks import ImportChecks
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
 from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -93,8 +94,10 @@ def create_moves(
     if send is not None:
         prefixes, size = blocks.prefixes, blocks.block_size
         moves.exports = Exports(prefixes, size, send)
-        fetches = Fetches(arena, prefixes, size, send)
+        tier.checks = ImportChecks(arena, prefixes, moves.distrust)
+        fetches = Fetches(arena, prefixes, size, send, tier.checks)
         moves.fetches = PendingFetches(fetches, blocks, scheduler.compute_s, send)
+        moves.send = send
         fetches.give_slots()
     return moves
 

@@ -59,7 +59,7 @@ class PendingFetches:
             return False
         self._number += 1
         is_salted = bool(sequence.request.cache_salt)
-        fetched = self.fetches.begin(names, is_salted=is_salted)
+        fetched = self.fetches.begin(source, names, is_salted=is_salted)
         self._waiting[sequence] = _Waiting(self._number, fetched)
         self._sequences[self._number] = sequence
         size = self._blocks.block_size

@@ -75,6 +75,12 @@ class FetchOver(msgspec.Struct, array_like=True, frozen=True, tag="fetch_over"):
     number: int
 
 
+class Distrust(msgspec.Struct, array_like=True, frozen=True, tag="distrust"):
+    """A block that the shard at `source` sent is not what is computed here."""
+
+    source: str
+
+
 class InboundSlots(msgspec.Struct, array_like=True, frozen=True, tag="inbound_slots"):
     """Slots that are the server's to write into, until it names them in an `Arrival`."""
 

@@ -18,6 +18,7 @@ import msgspec
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.block_messages import (
     Arrival,
+    Distrust,
     Export,
     Exported,
     Fetch,
@@ -243,7 +244,7 @@ class Beat(msgspec.Struct, array_like=True, tag="beat"):
     step_expected_s: float
 
 
-FromBlocks = Exported | Fetch | FetchOver | InboundSlots
+FromBlocks = Exported | Fetch | FetchOver | Distrust | InboundSlots
 FromEngine = (
     Progress | LoadFailed | Ready | StepOutputs | Started | AdapterChanged | Beat | FromBlocks
 )

@@ -69,6 +69,7 @@ class PrefixCache:
         # theirs until the next step is launched.
         self._wishes: dict[tuple[int, int], Save] = {}
         self._leaving: list[Save] = []
+        self._watched: set[tuple[int, int]] = set()
         # How many need each slot, by pool and number, to stay as it is.
         self._pins: Counter[tuple[int, int]] = Counter()
 
@@ -106,6 +107,11 @@ class PrefixCache:
         return self._groups[group].first_visible(count * self._block_size) // self._block_size
 
     @property
+    def slides(self) -> bool:
+        """Whether a prefix is found without all of its blocks."""
+        return bool(self._sliding or self._states)
+
+    @property
     def num_groups(self) -> int:
         return len(self._groups)
 
@@ -137,6 +143,18 @@ class PrefixCache:
         self.num_insertions += 1
         pool = self._pools[self._groups[group].pool]
         pool.cached[block_id] = CachedBlock(prefix, group, self.num_insertions)
+        if self._watched and (id(prefix), group) in self._watched:
+            self._wish(prefix, group)
+
+    def uncache(self, prefix: Prefix, group: int) -> None:
+        """Nobody finds the block of a prefix, nor its copy: they are wrong."""
+        block_id = prefix.block_ids[group]
+        if block_id != NO_BLOCK:
+            del self._pools[self._groups[group].pool].cached[block_id]
+            self._withdraw(prefix, group)
+            self.forget(CachedBlock(prefix, group, 0))
+        if prefix.slots[group] != NO_BLOCK:
+            self.drop(prefix, group)
 
     def forget(self, cached: CachedBlock) -> None:
         """The block is no longer cached."""
@@ -153,10 +171,14 @@ class PrefixCache:
             for block_id, cached in list(pool.cached.items()):
                 if cached.insertion > since:
                     del pool.cached[block_id]
-                    save = self._wishes.pop((id(cached.prefix), cached.group), None)
-                    if save is not None:
-                        self.leave(save.prefix)
+                    self._withdraw(cached.prefix, cached.group)
                     self.forget(cached)
+
+    def _withdraw(self, prefix: Prefix, group: int) -> None:
+        """It is not copied, as it is wrong."""
+        save = self._wishes.pop((id(prefix), group), None)
+        if save is not None:
+            self.leave(save.prefix)
 
     def leave(self, prefix: Prefix) -> None:
         """A user of the prefix is gone."""
@@ -197,6 +219,13 @@ class PrefixCache:
                     self._host_pool(group).touch(slot)
                 elif prefix.block_ids[group] != NO_BLOCK:
                     self._wish(prefix, group)
+
+    def watch(self, prefix: Prefix, group: int) -> None:
+        """Have a copy made of a block of this prefix, which has a user, once one is computed."""
+        self._watched.add((id(prefix), group))
+
+    def unwatch(self, prefix: Prefix, group: int) -> None:
+        self._watched.discard((id(prefix), group))
 
     def _wish(self, prefix: Prefix, group: int) -> None:
         key, block_id = (id(prefix), group), prefix.block_ids[group]

@@ -168,6 +168,11 @@ class Arena:
         start = self._start(self._pool_of[group], slot)
         return self._memory[start : start + self.record_bytes(group)]
 
+    def checksum(self, slot: int, group: int) -> int:
+        """Of the block in a slot of the group's pool, which has a record."""
+        checksum: int = _FIELDS.unpack_from(self.record(slot, group))[2]
+        return checksum
+
     def is_whole(self, record: memoryview, name: RecordName) -> bool:
         """Whether a record is the one of this name, and undamaged."""
         if len(record) != self.record_bytes(name.group) or self.name_of(record) != name:

@@ -10,6 +10,7 @@ from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.kv_transfer.arena import Arena, RecordName
 from penstock_shard.kv_transfer.exports import names_of
+from penstock_shard.kv_transfer.import_checks import ImportChecks
 
 # Of each pool's slots, the share that the server may write into.
 _SHARE = 8
@@ -17,10 +18,11 @@ _SHARE = 8
 
 @dataclass(slots=True)
 class Fetched:
-    """What was asked for, and the longest prefix of it of which something came, which has a user
-    more until `Fetches.end`.
+    """What was asked for and of whom, and the longest prefix of it of which something came, which
+    has a user more until `Fetches.end`.
     """
 
+    source: str
     root: bytes
     names: list[tuple[bytes, tuple[int, ...]]]
     prefix: Prefix
@@ -38,7 +40,9 @@ class Fetches:
         prefixes: PrefixCache,
         block_size: int,
         send: Callable[[InboundSlots], None],
+        checks: ImportChecks,
     ) -> None:
+        self._checks = checks
         self._arena = arena
         self._prefixes = prefixes
         self._block_size = block_size
@@ -56,12 +60,17 @@ class Fetches:
         ]
         self._send(InboundSlots(slots))
 
-    def begin(self, names: PrefixNames, *, is_salted: bool) -> Fetched:
+    def begin(self, source: str, names: PrefixNames, *, is_salted: bool) -> Fetched:
         prefix = self._prefixes.root(names.root, is_salted=is_salted)
         prefix.num_users += 1
-        return Fetched(names.root, names_of(names, self._block_size), prefix)
+        return Fetched(source, names.root, names_of(names, self._block_size), prefix)
 
     def end(self, fetched: Fetched) -> None:
+        """Nothing more comes. The last block that came is computed here too, where what precedes it
+        is enough for that.
+        """
+        if not self._prefixes.slides and fetched.prefix.parent is not None:
+            self._checks.watch(fetched.prefix, fetched.source)
         self._prefixes.leave(fetched.prefix)
 
     def take(self, fetched: Fetched | None, slots: list[Slot]) -> None:
@@ -84,6 +93,7 @@ class Fetches:
         other = self._prefixes.take_pinned(pool)
         self._prefixes.unpin(pool, slot)
         self._prefixes.keep(prefix, name.group, slot)
+        self._checks.note(prefix, name.group, fetched.source)
         self.fetched_total += 1
         return pool, other
 

@@ -7,6 +7,7 @@ from penstock_shard.kv_cache.prefix_cache import PrefixCache, Save
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.kv_transfer.arena import Arena, RecordName
 from penstock_shard.kv_transfer.disk_tier import DiskTier
+from penstock_shard.kv_transfer.import_checks import ImportChecks
 from penstock_shard.worker.base import Runner
 
 
@@ -25,6 +26,8 @@ class HostTier:
         self._disk = disk
         self._prefixes = prefixes
         self._runner = runner
+        # None without peers.
+        self.checks: ImportChecks | None = None
         # Blocks since the engine's start: copied there, copied back, found to be damaged.
         self.saved_total = 0
         self.loaded_total = 0
@@ -83,6 +86,8 @@ class HostTier:
             self._prefixes.keep(prefix, group, slot)
             self.saved_total += 1
             self._pass_on(slot, prefix, group)
+            if self.checks is not None:
+                self.checks.compare(prefix, group, slot)
         self._prefixes.leave(prefix)
 
     def adopt(self, prefix: Prefix, group: int, record: bytes) -> None:

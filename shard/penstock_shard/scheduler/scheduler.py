@@ -17,7 +17,7 @@ Two parts plug in: another policy (`priority_policy.py`), and drafts in decode r
 from __future__ import annotations
 
 from collections import OrderedDict, abc, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -319,6 +319,11 @@ class Scheduler:
     def predict_s(self) -> float:
         """Predicted seconds of the oldest launched step that is not collected."""
         return self._step_time.predict(self._launched[0].size)
+
+    def preempt_those(self, is_meant: Callable[[Sequence], bool], reason: str) -> None:
+        """Have running sequences computed again from their tokens."""
+        for sequence in [each for each in self._running if is_meant(each)][::-1]:
+            self._preempt(sequence, reason)
 
     def compute_s(self, start: int, count: int) -> float:
         """Predicted seconds of steps that compute so many tokens of a prompt alone, from a position

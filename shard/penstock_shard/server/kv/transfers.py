@@ -7,6 +7,7 @@ written. Whatever fails, the engine hears that nothing more comes, and computes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import defaultdict
@@ -15,6 +16,7 @@ from typing import NoReturn, Protocol
 
 from penstock_shard.ipc.block_messages import (
     Arrival,
+    Distrust,
     Export,
     Exported,
     Fetch,
@@ -25,7 +27,7 @@ from penstock_shard.ipc.block_messages import (
 )
 from penstock_shard.ipc.messages import FromEngine
 from penstock_shard.ipc.runner_info import RunnerInfo
-from penstock_shard.kv_transfer.arena import Arena, namespace_of
+from penstock_shard.kv_transfer.arena import Arena, RecordName, namespace_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,9 @@ class BlockTransfers:
                     waiting.set_result(message.slots)
             case Fetch():
                 self._begin(message)
+            case Distrust():
+                with contextlib.suppress(FetchFailed):
+                    self._peers.distrust(message.source, "a block is not what is computed here")
             case FetchOver():
                 fetch = self._fetches.get(message.number)
                 if fetch is not None:
@@ -189,6 +194,8 @@ class BlockTransfers:
             name = arena.name_of(record)
             if name is None or not arena.is_whole(record, name):
                 self._peers.distrust(fetch.source, "a block came that is damaged")
+            if not _is_asked_for(name, fetch.prefix):
+                self._peers.distrust(fetch.source, "a block came that was not asked for")
             pool = arena.pool_of(name.group)
             slot = await self._next_slot(pool)
             came.append((pool, slot))
@@ -204,3 +211,15 @@ class BlockTransfers:
             self._slots_came.clear()
             await self._slots_came.wait()
         return self._inbound[pool].pop()
+
+
+def _is_asked_for(name: RecordName, prefix: PrefixNames) -> bool:
+    """Only such blocks may be where the next engine looks for copies."""
+    if name.index >= len(prefix.digests):
+        return False
+    num_bytes = len(prefix.token_ids) // len(prefix.digests)
+    start = name.index * num_bytes
+    packed = memoryview(prefix.token_ids)[start : start + num_bytes].cast("I")
+    parent = prefix.digests[name.index - 1] if name.index else prefix.root
+    found = (name.digest, name.parent, name.token_ids)
+    return found == (prefix.digests[name.index], parent, tuple(packed))

@@ -1,0 +1,75 @@
+"""Whether peers send what is computed: some of their blocks are computed here too, and compared.
+
+The last block of each fetch is: what its deeper layers hold depends on all blocks before it, so one
+that was changed anywhere shows there. Shards of one namespace compute the same bytes, so any
+difference is a peer that lies, or a machine that errs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from penstock_shard.kv_cache.prefix_cache import PrefixCache
+from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
+from penstock_shard.kv_transfer.arena import Arena
+
+# Blocks that wait to be computed; sequences that end before leave some behind.
+_MOST_WATCHED = 256
+# Of each peer, the last blocks that are still to be found.
+_MOST_REMEMBERED = 65_536
+
+
+class ImportChecks:
+    """Owns what is known of blocks by the peer that they came from."""
+
+    def __init__(self, arena: Arena, prefixes: PrefixCache, on_lie: Callable[[str], None]) -> None:
+        """`on_lie` is called with the address of a peer whose block differs, once nobody finds any
+        of its blocks.
+        """
+        self._arena = arena
+        self._prefixes = prefixes
+        self._on_lie = on_lie
+        # Checksums of blocks that are to be computed, and who sent them. Their prefixes have a user
+        # more.
+        self._watched: dict[tuple[Prefix, int], tuple[int, str]] = {}
+        self._of: defaultdict[str, deque[tuple[Prefix, int]]] = defaultdict(
+            lambda: deque(maxlen=_MOST_REMEMBERED)
+        )
+
+    def note(self, prefix: Prefix, group: int, source: str) -> None:
+        """A block of a peer was taken over."""
+        self._of[source].append((prefix, group))
+
+    def watch(self, prefix: Prefix, source: str) -> None:
+        """Have the blocks of a prefix computed, though a peer has sent them, and compared then."""
+        for group, slot in enumerate(prefix.slots):
+            if slot == NO_BLOCK:
+                continue
+            checksum = self._arena.checksum(slot, group)
+            self._prefixes.drop(prefix, group)
+            prefix.num_users += 1
+            self._watched[prefix, group] = checksum, source
+            self._prefixes.watch(prefix, group)
+        while len(self._watched) > _MOST_WATCHED:
+            self._forget(next(iter(self._watched)))
+
+    def compare(self, prefix: Prefix, group: int, slot: int) -> None:
+        """A block was computed, and is copied into a slot."""
+        if (prefix, group) not in self._watched:
+            return
+        checksum, source = self._watched[prefix, group]
+        self._forget((prefix, group))
+        if checksum != self._arena.checksum(slot, group):
+            self._disown(source)
+            self._on_lie(source)
+
+    def _forget(self, watched: tuple[Prefix, int]) -> None:
+        del self._watched[watched]
+        self._prefixes.unwatch(*watched)
+        self._prefixes.leave(watched[0])
+
+    def _disown(self, source: str) -> None:
+        """Nobody finds what came from there any more."""
+        for prefix, group in self._of.pop(source, ()):
+            self._prefixes.uncache(prefix, group)

@@ -1,0 +1,197 @@
+"""Blocks from one engine to another, carried by hand: what is found, and what a lie comes to."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+from support.engines import CACHE_GROUPS, EngineUnderTest, make_engine, make_request, runner_info
+
+from penstock_shard.ipc.block_messages import (
+    Arrival,
+    Distrust,
+    Export,
+    Exported,
+    Fetch,
+    FetchOver,
+    InboundSlots,
+)
+from penstock_shard.ipc.messages import FromBlocks, Inbox
+from penstock_shard.ipc.runner_info import CacheGroup
+from penstock_shard.kv_transfer.arena import Arena
+
+_T = TypeVar("_T")
+_ALL = (CacheGroup(),)
+_PROMPT = list(range(100, 270))
+
+
+@dataclass
+class _Shard:
+    """An engine, its memory, and what it said of blocks."""
+
+    groups: tuple[CacheGroup, ...]
+    said: list[FromBlocks] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        memory = memoryview(bytearray(2**18))
+        self.arena = Arena(memory, runner_info(num_blocks=40, cache_groups=self.groups))
+        self.under_test: EngineUnderTest = make_engine(
+            num_blocks=40, cache_groups=self.groups, host_memory=memory, send=self.said.append
+        )
+        self.inbound = [slot for slots in self.of(InboundSlots) for slot in slots.slots]
+
+    def of(self, kind: type[_T]) -> list[_T]:
+        return [message for message in self.said if isinstance(message, kind)]
+
+    def ask(self, name: str, source: str = "") -> None:
+        self.under_test.engine.submit(make_request(name, _PROMPT, seed=3, kv_source=source))
+
+    def cached(self, name: str) -> int:
+        outputs = self.under_test.outputs
+        return next(o.cached_tokens for o in outputs if o.request_id == name) or 0
+
+    @property
+    def refused(self) -> int:
+        return self.under_test.engine.load().refused_blocks_total
+
+
+Change = Callable[[int, bytearray], None]
+
+
+def _carry(source: _Shard, target: _Shard, change: Change = lambda index, record: None) -> None:
+    """What the servers do for the last fetch; `change` may do something to a record."""
+    fetch = target.of(Fetch)[-1]
+    export = Export(fetch.number, fetch.prefix, fetch.num_known)
+    source.under_test.engine.take_blocks(Inbox([], [], exports=[export]))
+    source.under_test.run()
+    exported = source.of(Exported)[-1]
+    slots = []
+    for pool, slot in exported.slots:
+        record = bytearray(source.arena.record_in(pool, slot))
+        name = source.arena.name_of(memoryview(record))
+        assert name is not None
+        change(name.index, record)
+        free = next(each for each in target.inbound if each[0] == pool)
+        target.inbound.remove(free)
+        target.arena.put(free[1], name.group, bytes(record))
+        slots.append(free)
+    source.under_test.engine.take_blocks(Inbox([], [], exports_over=[fetch.number]))
+    target.under_test.engine.take_blocks(
+        Inbox([], [], arrivals=[Arrival(fetch.number, slots, is_last=True)])
+    )
+
+
+def _with_true_checksums(record: bytearray) -> None:
+    """A byte of the block is another, and the checksums are of that."""
+    record[-1] ^= 255
+    header = len(record) - 128
+    struct.pack_into("<I", record, 8, zlib.crc32(record[header:]))
+    struct.pack_into("<I", record, 4, zlib.crc32(record[8:header]))
+
+
+@pytest.mark.parametrize("groups", CACHE_GROUPS)
+def test_a_prefix_is_fetched_whatever_layers_keep(groups: tuple[CacheGroup, ...]) -> None:
+    source, target = _Shard(groups), _Shard(groups)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("here", "source:1")
+    assert not target.under_test.engine.has_work
+    _carry(source, target)
+    target.under_test.run()
+    assert target.under_test.tokens("here") == source.under_test.tokens("there")
+    assert target.cached("here") >= 96
+    assert target.refused == 0
+    assert target.under_test.engine.load().fetched_blocks_total > 0
+    for shard in (source, target):
+        shard.under_test.engine.check_integrity()
+
+
+def test_the_last_block_is_computed_and_compared() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("here", "source:1")
+    _carry(source, target)
+    target.under_test.run()
+    assert target.cached("here") == len(_PROMPT) // 16 * 16 - 16
+    assert not target.of(Distrust)
+    target.ask("again")
+    target.under_test.run()
+    assert target.cached("again") == len(_PROMPT) // 16 * 16
+
+
+def test_a_peer_whose_block_differs_is_given_up_with_all_of_its_blocks() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("here", "source:1")
+    last = len(_PROMPT) // 16 - 1
+
+    def lie(index: int, record: bytearray) -> None:
+        if index == last:
+            _with_true_checksums(record)
+
+    _carry(source, target, lie)
+    target.under_test.run()
+    assert [message.source for message in target.of(Distrust)] == ["source:1"]
+    assert target.refused == 1
+    assert target.under_test.tokens("here") == source.under_test.tokens("there")
+    # It was computed again, and others find what was computed.
+    assert target.under_test.engine.load().preemptions_total == 1
+    target.under_test.engine.check_integrity()
+
+
+def test_a_request_that_is_aborted_while_it_waits_for_a_peer_leaves_nothing() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("here", "source:1")
+    target.under_test.engine.abort("here", 0)
+    assert target.of(FetchOver)
+    num_slots = len(target.inbound)
+    _carry(source, target)
+    target.under_test.run()
+    assert target.under_test.engine.load().fetched_blocks_total == 0
+    # What came goes back to the server.
+    back = target.of(InboundSlots)[-1].slots
+    assert len(back) + len(target.inbound) == num_slots
+    assert target.under_test.blocks.num_referenced == 0
+    target.under_test.engine.check_integrity()
+
+
+def test_a_fetch_of_which_nothing_comes_is_computed() -> None:
+    target = _Shard(_ALL)
+    target.ask("here", "source:1")
+    (fetch,) = target.of(Fetch)
+    assert (fetch.source, fetch.num_known) == ("source:1", 0)
+    last = Arrival(fetch.number, [], is_last=True)
+    target.under_test.engine.take_blocks(Inbox([], [], arrivals=[last]))
+    target.under_test.run()
+    assert target.cached("here") == 0
+    alone = make_engine()
+    alone.engine.submit(make_request("alone", _PROMPT, seed=3))
+    alone.run()
+    assert target.under_test.tokens("here") == alone.tokens("alone")
+
+
+def test_a_shard_that_has_all_of_it_asks_nobody() -> None:
+    target = _Shard(_ALL)
+    target.ask("here")
+    target.under_test.run()
+    target.ask("again", "source:1")
+    assert not target.of(Fetch)
+
+
+def test_a_prefix_that_nobody_has_computed_is_exported_as_nothing() -> None:
+    source = _Shard(_ALL)
+    target = _Shard(_ALL)
+    target.ask("here", "source:1")
+    fetch = target.of(Fetch)[-1]
+    export = Export(7, fetch.prefix, 0)
+    source.under_test.engine.take_blocks(Inbox([], [], exports=[export]))
+    source.under_test.run()
+    assert source.of(Exported) == [Exported(7, [])]
