@@ -62,7 +62,19 @@ FAULTS = [
         "A block of other tokens than were asked for is taken over",
         "Fetches._is_asked_for",
         becomes("found == wanted and name.is_salted == fetched.prefix.is_salted", "True"),
-        caught_by="test_no_history_in_which_blocks_move_changes_an_output",
+        caught_by="test_blocks_of_other_tokens_than_were_asked_for_are_refused",
+    ),
+    Fault(
+        "What a peer sends is put where copies are found, whatever it is",
+        "_is_asked_for",
+        becomes("found == (prefix.digests[name.index], parent, tuple(packed))", "True"),
+        caught_by="test_a_block_that_was_not_asked_for_is_not_put_anywhere",
+    ),
+    Fault(
+        "A peer's last block is taken as it came",
+        "ImportChecks.compare",
+        becomes("checksum != self._arena.checksum(slot, group)", "False"),
+        caught_by="test_a_peer_whose_block_differs_is_given_up_with_all_of_its_blocks",
     ),
     Fault(
         "A block is copied before the step that fills it is over",

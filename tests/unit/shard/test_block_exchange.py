@@ -195,3 +195,21 @@ def test_a_prefix_that_nobody_has_computed_is_exported_as_nothing() -> None:
     source.under_test.engine.take_blocks(Inbox([], [], exports=[export]))
     source.under_test.run()
     assert source.of(Exported) == [Exported(7, [])]
+
+
+def test_blocks_of_other_tokens_than_were_asked_for_are_refused() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    other = [token_id + 1 for token_id in _PROMPT]
+    for name in ("there", "again"):
+        source.under_test.engine.submit(make_request(name, other))
+        source.under_test.run()
+    target.ask("here", "source:1")
+    (fetch,) = target.of(Fetch)
+    slots = target.inbound[:3]
+    for (_, slot), (at, _) in zip(slots, source.arena.names(), strict=False):
+        target.arena.put(slot, 0, source.arena.record(at, 0))
+    arrival = Arrival(fetch.number, slots, is_last=True)
+    target.under_test.engine.take_blocks(Inbox([], [], arrivals=[arrival]))
+    target.under_test.run()
+    assert (target.cached("here"), target.refused) == (0, 3)
+    assert not list(target.arena.names())

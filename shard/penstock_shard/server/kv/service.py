@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -26,8 +27,10 @@ class KvTransferServicer:
         if namespace != self._transfers.namespace or not namespace:
             return
         try:
-            async for record in self._transfers.export(prefix, request.num_known):
-                yield record
+            # Closed as soon as the caller is gone: what it keeps is needed.
+            async with aclosing(self._transfers.export(prefix, request.num_known)) as records:
+                async for record in records:
+                    yield record
         except TooManyExports:
             text = "it serves other shards at the moment"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)

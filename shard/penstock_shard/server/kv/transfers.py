@@ -7,11 +7,11 @@ written. Whatever fails, the engine hears that nothing more comes, and computes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from typing import NoReturn, Protocol
 
 from penstock_shard.ipc.block_messages import (
@@ -103,7 +103,8 @@ class BlockTransfers:
         self._arena, self.namespace = None, b""
         self._inbound.clear()
         for export in self._exports.values():
-            export.cancel()
+            if not export.done():
+                export.set_result([])
         for fetch in self._fetches.values():
             fetch.cancel()
         self._exports.clear()
@@ -125,7 +126,7 @@ class BlockTransfers:
             case Fetch():
                 self._begin(message)
             case Distrust():
-                with contextlib.suppress(FetchFailed):
+                with suppress(FetchFailed):
                     self._peers.distrust(message.source, "a block is not what is computed here")
             case FetchOver():
                 fetch = self._fetches.get(message.number)
@@ -189,22 +190,27 @@ class BlockTransfers:
     async def _receive(self, fetch: Fetch, arena: Arena, came: list[Slot]) -> None:
         """Put what comes into slots; `came` has those that the engine has not been told of."""
         num_bytes = 0
-        records = self._peers.fetch(fetch.source, self.namespace, fetch.prefix, fetch.num_known)
-        async for record in records:
-            name = arena.name_of(record)
-            if name is None or not arena.is_whole(record, name):
-                self._peers.distrust(fetch.source, "a block came that is damaged")
-            if not _is_asked_for(name, fetch.prefix):
-                self._peers.distrust(fetch.source, "a block came that was not asked for")
-            pool = arena.pool_of(name.group)
-            slot = await self._next_slot(pool)
-            came.append((pool, slot))
-            arena.put(slot, name.group, record)
-            num_bytes += len(record)
-            if num_bytes >= _ARRIVAL_BYTES:
-                self._tell(Arrival(fetch.number, came.copy()))
-                came.clear()
-                num_bytes = 0
+        found = self._peers.fetch(fetch.source, self.namespace, fetch.prefix, fetch.num_known)
+        async with aclosing(found) as records:
+            async for record in records:
+                num_bytes += await self._put(fetch, arena, record, came)
+                if num_bytes >= _ARRIVAL_BYTES:
+                    self._tell(Arrival(fetch.number, came.copy()))
+                    came.clear()
+                    num_bytes = 0
+
+    async def _put(self, fetch: Fetch, arena: Arena, record: memoryview, came: list[Slot]) -> int:
+        """Put a record into a slot; its length."""
+        name = arena.name_of(record)
+        if name is None or not arena.is_whole(record, name):
+            self._peers.distrust(fetch.source, "a block came that is damaged")
+        if not _is_asked_for(name, fetch.prefix):
+            self._peers.distrust(fetch.source, "a block came that was not asked for")
+        pool = arena.pool_of(name.group)
+        slot = await self._next_slot(pool)
+        came.append((pool, slot))
+        arena.put(slot, name.group, record)
+        return len(record)
 
     async def _next_slot(self, pool: int) -> int:
         while not self._inbound[pool]:
