@@ -22,7 +22,9 @@ ADAPTER = "tuned"
 MODEL = "compared"
 # Set by the library on its own: to name attempts, and to send them on.
 SET_BY_LIBRARY = {
-    "Generate": {"request_id", "attempt", "instance_id", "hand_back", "suspect", "number"},
+    "Generate": {
+        *("request_id", "attempt", "instance_id", "hand_back", "suspect", "number", "kv_source"),
+    },
     "Embed": {"request_id", "instance_id"},
 }
 # In the order of the wire.
