@@ -68,8 +68,9 @@ class HostTier:
             return False
         self._runner.write_block(group, load.block_id, block)
         self.loaded_total += 1
-        # The disk may have deleted it by its age, but it is in use.
-        self._pass_on(load.slot, prefix, group)
+        # The disk may have deleted it by its age, but it is in use. What a peer sent stays off it.
+        if self.checks is None or not self.checks.came(prefix, group):
+            self._pass_on(load.slot, prefix, group)
         return True
 
     def save(self, save: Save) -> None:

@@ -7,7 +7,7 @@ difference is a peer that lies, or a machine that errs.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
@@ -16,7 +16,7 @@ from penstock_shard.kv_transfer.arena import Arena
 
 # Blocks that wait to be computed; sequences that end before leave some behind.
 _MOST_WATCHED = 256
-# Of each peer, the last blocks that are still to be found.
+# Of each peer, so many of its latest blocks are known to be its.
 _MOST_REMEMBERED = 65_536
 
 
@@ -33,13 +33,19 @@ class ImportChecks:
         # Checksums of blocks that are to be computed, and who sent them. Their prefixes have a user
         # more.
         self._watched: dict[tuple[Prefix, int], tuple[int, str]] = {}
-        self._of: defaultdict[str, deque[tuple[Prefix, int]]] = defaultdict(
-            lambda: deque(maxlen=_MOST_REMEMBERED)
-        )
+        # What came of each peer, the latest last. Values are unused.
+        self._of: defaultdict[str, dict[tuple[Prefix, int], None]] = defaultdict(dict)
 
     def note(self, prefix: Prefix, group: int, source: str) -> None:
         """A block of a peer was taken over."""
-        self._of[source].append((prefix, group))
+        blocks = self._of[source]
+        blocks[prefix, group] = None
+        if len(blocks) > _MOST_REMEMBERED:
+            del blocks[next(iter(blocks))]
+
+    def came(self, prefix: Prefix, group: int) -> bool:
+        """Whether the copy of a block came from a peer."""
+        return any((prefix, group) in blocks for blocks in self._of.values())
 
     def watch(self, prefix: Prefix, source: str) -> None:
         """Have the blocks of a prefix computed, though a peer has sent them, and compared then."""

@@ -22,11 +22,27 @@ from penstock_shard.ipc.block_messages import (
 )
 from penstock_shard.ipc.messages import FromBlocks, Inbox
 from penstock_shard.ipc.runner_info import CacheGroup
-from penstock_shard.kv_transfer.arena import Arena
+from penstock_shard.kv_transfer.arena import Arena, RecordName
 
 _T = TypeVar("_T")
 _ALL = (CacheGroup(),)
 _PROMPT = list(range(100, 270))
+
+
+class _Disk:
+    """Notes what it is to write."""
+
+    num_blocks = 0
+    hangs = False
+
+    def __init__(self) -> None:
+        self.names: list[RecordName] = []
+
+    def save(self, name: RecordName, record: Callable[[], bytes]) -> None:
+        self.names.append(name)
+
+    def take(self, most: int) -> list[object]:
+        return []
 
 
 @dataclass
@@ -35,12 +51,17 @@ class _Shard:
 
     groups: tuple[CacheGroup, ...]
     said: list[FromBlocks] = field(default_factory=list)
+    disk: _Disk | None = None
 
     def __post_init__(self) -> None:
         memory = memoryview(bytearray(2**18))
         self.arena = Arena(memory, runner_info(num_blocks=40, cache_groups=self.groups))
         self.under_test: EngineUnderTest = make_engine(
-            num_blocks=40, cache_groups=self.groups, host_memory=memory, send=self.said.append
+            num_blocks=40,
+            cache_groups=self.groups,
+            host_memory=memory,
+            send=self.said.append,
+            disk=self.disk,  # type: ignore[arg-type]
         )
         self.inbound = [slot for slots in self.of(InboundSlots) for slot in slots.slots]
 
@@ -213,3 +234,16 @@ def test_blocks_of_other_tokens_than_were_asked_for_are_refused() -> None:
     target.under_test.run()
     assert (target.cached("here"), target.refused) == (0, 3)
     assert not list(target.arena.names())
+
+
+def test_what_a_peer_sent_is_not_written_to_disk() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL, disk=_Disk())
+    source.ask("there")
+    source.under_test.run()
+    target.ask("here", "source:1")
+    _carry(source, target)
+    target.under_test.run()
+    assert target.disk is not None
+    last = len(_PROMPT) // 16 - 1
+    # The one that was computed here.
+    assert {name.index for name in target.disk.names} == {last}
