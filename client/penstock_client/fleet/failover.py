@@ -285,10 +285,14 @@ class Continuations:
         decision = self._policy.choose(candidates, request, request.session)
         reason = "pinned" if request.shard else decision.reason
         self._observe("sent", reason)
-        # Where it ran last they are there up to its last token.
-        source = stream.attempts[-1].shard if stream.attempts else decision.kv_source
+        source = self._kv_source(stream) or decision.kv_source
         source = "" if source == decision.address else source
         return self._shards[decision.address], reason, source
+
+    def _kv_source(self, stream: FleetStream) -> str:
+        """Where it ran last, if that shard can be asked: it has KV blocks up to the last token."""
+        last = self._shards.get(stream.attempts[-1].shard) if stream.attempts else None
+        return last.address if last is not None and (last.ready or last.handing_over) else ""
 
     def _fitting(self, stream: FleetStream) -> list[ShardState]:
         now_s, request = self._clock(), stream.request

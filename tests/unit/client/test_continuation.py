@@ -530,6 +530,21 @@ async def test_a_shard_that_hands_over_is_left_for_one_that_gives_the_same_token
     await settled()
     assert (world.where(stream), world.at("a").detached) == ("same", [0])
     assert list(world.last(stream).request.output_token_ids) == [10]
+    # Where its KV blocks are.
+    assert world.last(stream).attempt.kv_source == "a"
+
+
+async def test_a_shard_that_is_gone_is_not_named_as_a_source_of_kv_blocks(make: Make) -> None:
+    world = make("a")
+    stream = world.start()
+    assert world.last(stream).attempt.kv_source == ""
+    stream.feed(Output([10], 0))
+    world.shards["a"].load = LoadReport(serving=False)
+    stream.fail(ShardUnavailable("gone"))
+    world.continuations.on_shard_change(world.add("b"))
+    await settled()
+    assert world.where(stream) == "b"
+    assert world.last(stream).attempt.kv_source == ""
 
 
 async def test_a_defect_where_requests_are_sent_on_costs_the_one_it_shows_on(

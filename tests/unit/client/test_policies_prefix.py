@@ -221,6 +221,8 @@ def test_a_prefix_gives_way_beyond_the_bounds_of_imbalance(
     _, decision = decide(among, [128, 0])
     assert decision.address == address
     assert decision.reason == ("prefix" if address == "a" else "imbalance")
+    # Whoever takes it may fetch what the other has.
+    assert decision.kv_source == ("" if address == "a" else "a")
 
 
 def test_a_short_prefix_is_not_worth_a_long_queue() -> None:

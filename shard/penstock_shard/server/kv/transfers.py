@@ -36,6 +36,8 @@ _MOST_EXPORTS = 2
 _MOST_FETCHES = 8
 # How long the engine may take to have copies of what is asked for.
 _EXPORT_S = 10.0
+# From a peer of which nothing comes for so long nothing will: its host may be gone.
+_FIRST_S = 3.0
 # The engine hears of what came once it is this much, or all.
 _ARRIVAL_BYTES = 2**20
 
@@ -175,9 +177,10 @@ class BlockTransfers:
     async def _fetch(self, fetch: Fetch, arena: Arena) -> None:
         came: list[Slot] = []
         is_damaged = False
+        ends_s = asyncio.get_running_loop().time() + fetch.deadline_s
         try:
-            async with asyncio.timeout(fetch.deadline_s):
-                await self._receive(fetch, arena, came)
+            async with asyncio.timeout(min(fetch.deadline_s, _FIRST_S)) as limit:
+                await self._receive(fetch, arena, came, lambda: limit.reschedule(ends_s))
         except TimeoutError:
             self._peers.note_late(fetch.source)
         except FetchFailed as error:
@@ -187,12 +190,15 @@ class BlockTransfers:
             if self._arena is arena:
                 self._tell(Arrival(fetch.number, came, is_last=True, is_damaged=is_damaged))
 
-    async def _receive(self, fetch: Fetch, arena: Arena, came: list[Slot]) -> None:
+    async def _receive(
+        self, fetch: Fetch, arena: Arena, came: list[Slot], on_record: Callable[[], None]
+    ) -> None:
         """Put what comes into slots; `came` has those that the engine has not been told of."""
         num_bytes = 0
         found = self._peers.fetch(fetch.source, self.namespace, fetch.prefix, fetch.num_known)
         async with aclosing(found) as records:
             async for record in records:
+                on_record()
                 num_bytes += await self._put(fetch, arena, record, came)
                 if num_bytes >= _ARRIVAL_BYTES:
                     self._tell(Arrival(fetch.number, came.copy()))
