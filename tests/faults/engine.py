@@ -61,7 +61,7 @@ FAULTS = [
     Fault(
         "A block of other tokens than were asked for is taken over",
         "Fetches._is_asked_for",
-        becomes("found == wanted and name.is_salted == fetched.prefix.is_salted", "True"),
+        becomes("found == wanted and name.is_salted == progress.prefix.is_salted", "True"),
         caught_by="test_blocks_of_other_tokens_than_were_asked_for_are_refused",
     ),
     Fault(

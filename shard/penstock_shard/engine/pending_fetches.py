@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock_shard.ipc.block_messages import Arrival, Fetch, FetchOver
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.kv_transfer.fetches import Fetched, Fetches
+from penstock_shard.kv_transfer.fetches import Fetches, FetchProgress
 from penstock_shard.sequence import Sequence
 
 # Fewer blocks than this are computed as soon as they are fetched.
@@ -21,7 +21,7 @@ _SHORTEST_S = 0.25
 @dataclass(slots=True)
 class _Waiting:
     number: int
-    fetched: Fetched
+    progress: FetchProgress
 
 
 class PendingFetches:
@@ -59,8 +59,8 @@ class PendingFetches:
             return False
         self._number += 1
         is_salted = bool(sequence.request.cache_salt)
-        fetched = self.fetches.begin(source, names, is_salted=is_salted)
-        self._waiting[sequence] = _Waiting(self._number, fetched)
+        progress = self.fetches.begin(source, names, is_salted=is_salted)
+        self._waiting[sequence] = _Waiting(self._number, progress)
         self._sequences[self._number] = sequence
         size = self._blocks.block_size
         compute_s = self._compute_s(num_known * size, num_missing * size)
@@ -73,7 +73,7 @@ class PendingFetches:
         self.fetches.refused_total += arrival.is_damaged
         sequence = self._sequences.get(arrival.number)
         waiting = None if sequence is None else self._waiting[sequence]
-        self.fetches.take(None if waiting is None else waiting.fetched, arrival.slots)
+        self.fetches.take(None if waiting is None else waiting.progress, arrival.slots)
         if sequence is None or not arrival.is_last:
             return None
         self._end(sequence)
@@ -92,4 +92,4 @@ class PendingFetches:
     def _end(self, sequence: Sequence) -> None:
         waiting = self._waiting.pop(sequence)
         del self._sequences[waiting.number]
-        self.fetches.end(waiting.fetched)
+        self.fetches.end(waiting.progress)

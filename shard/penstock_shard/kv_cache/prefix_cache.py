@@ -68,8 +68,8 @@ class PrefixCache:
         # Blocks to be copied, by prefix and group, and those of them whose memory is needed: it is
         # theirs until the next step is launched.
         self._wishes: dict[tuple[int, int], Save] = {}
-        self._leaving: list[Save] = []
-        self._watched: set[tuple[int, int]] = set()
+        self._evictions: list[Save] = []
+        self._watches: set[tuple[int, int]] = set()
         # How many need each slot, by pool and number, to stay as it is.
         self._pins: Counter[tuple[int, int]] = Counter()
 
@@ -143,7 +143,7 @@ class PrefixCache:
         self.num_insertions += 1
         pool = self._pools[self._groups[group].pool]
         pool.cached[block_id] = CachedBlock(prefix, group, self.num_insertions)
-        if self._watched and (id(prefix), group) in self._watched:
+        if self._watches and (id(prefix), group) in self._watches:
             self._wish(prefix, group)
 
     def uncache(self, prefix: Prefix, group: int) -> None:
@@ -162,7 +162,7 @@ class PrefixCache:
         if self._wishes:
             save = self._wishes.pop((id(cached.prefix), cached.group), None)
             if save is not None:
-                self._leaving.append(save)
+                self._evictions.append(save)
         self._tree.prune(cached.prefix)
 
     def uncache_since(self, since: int) -> None:
@@ -205,7 +205,7 @@ class PrefixCache:
     @property
     def has_wishes(self) -> bool:
         """Whether blocks wait to be copied."""
-        return bool(self._wishes or self._leaving)
+        return bool(self._wishes or self._evictions)
 
     def use(self, prefixes: abc.Sequence[Prefix]) -> None:
         """These were found again, or will be: have copies of their blocks. The first stay longest,
@@ -222,10 +222,10 @@ class PrefixCache:
 
     def watch(self, prefix: Prefix, group: int) -> None:
         """Have a copy made of a block of this prefix, which has a user, once one is computed."""
-        self._watched.add((id(prefix), group))
+        self._watches.add((id(prefix), group))
 
     def unwatch(self, prefix: Prefix, group: int) -> None:
-        self._watched.discard((id(prefix), group))
+        self._watches.discard((id(prefix), group))
 
     def _wish(self, prefix: Prefix, group: int) -> None:
         key, block_id = (id(prefix), group), prefix.block_ids[group]
@@ -241,12 +241,12 @@ class PrefixCache:
         by it. Their prefixes have a user more, which leaves by `keep` or `leave`. Steps that are
         over have computed what was cached up to the insertion `computed`.
         """
-        due = [save for save in self._leaving if save.insertion <= computed]
-        for save in self._leaving:
+        due = [save for save in self._evictions if save.insertion <= computed]
+        for save in self._evictions:
             if save.insertion > computed:
                 self.leave(save.prefix)
-        self._leaving = []
-        for key, save in itertools.islice(list(self._wishes.items()), _LOOKED_AT):
+        self._evictions = []
+        for key, save in list(itertools.islice(self._wishes.items(), _LOOKED_AT)):
             if len(due) >= most:
                 break
             if save.insertion <= computed:
@@ -288,7 +288,7 @@ class PrefixCache:
         """How many there are in each pool."""
         return [pool.num_blocks for pool in self._host_pools]
 
-    def wishes_any_of(self, prefixes: Iterable[Prefix]) -> bool:
+    def has_wishes_for(self, prefixes: Iterable[Prefix]) -> bool:
         """Whether blocks of these wait to be copied."""
         groups = range(len(self._groups))
         return bool(self._wishes) and any(
@@ -336,7 +336,7 @@ class PrefixCache:
 
     def check_integrity(self, users: Iterable[Prefix]) -> None:
         """As `PrefixTree.check_integrity`, and of slots nobody has one."""
-        waiting = (*self._wishes.values(), *self._leaving)
+        waiting = (*self._wishes.values(), *self._evictions)
         self._tree.check_integrity([*users, *(save.prefix for save in waiting)])
         for number, pool in enumerate(self._host_pools):
             pins = [self._pins[number, slot] for slot in range(pool.num_blocks)]

@@ -59,7 +59,7 @@ class Exports:
         for export in list(self._waiting.values()):
             chain = self._find(export.prefix)
             chain = chain[: self._prefixes.longest(chain)]
-            if not self._prefixes.wishes_any_of(chain):
+            if not self._prefixes.has_wishes_for(chain):
                 del self._waiting[export.number]
                 self._answer(export, chain)
 

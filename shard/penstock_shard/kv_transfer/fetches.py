@@ -17,7 +17,7 @@ _SHARE = 8
 
 
 @dataclass(slots=True)
-class Fetched:
+class FetchProgress:
     """What was asked for and of whom, and the longest prefix of it of which something came, which
     has a user more until `Fetches.end`.
     """
@@ -60,54 +60,54 @@ class Fetches:
         ]
         self._send(InboundSlots(slots))
 
-    def begin(self, source: str, names: PrefixNames, *, is_salted: bool) -> Fetched:
+    def begin(self, source: str, names: PrefixNames, *, is_salted: bool) -> FetchProgress:
         prefix = self._prefixes.root(names.root, is_salted=is_salted)
         prefix.num_users += 1
-        return Fetched(source, names.root, names_of(names, self._block_size), prefix)
+        return FetchProgress(source, names.root, names_of(names, self._block_size), prefix)
 
-    def end(self, fetched: Fetched) -> None:
+    def end(self, progress: FetchProgress) -> None:
         """Nothing more comes. The last block that came is computed here too, where what precedes it
         is enough for that.
         """
-        if not self._prefixes.slides and fetched.prefix.parent is not None:
-            self._checks.watch(fetched.prefix, fetched.source)
-        self._prefixes.leave(fetched.prefix)
+        if not self._prefixes.slides and progress.prefix.parent is not None:
+            self._checks.watch(progress.prefix, progress.source)
+        self._prefixes.leave(progress.prefix)
 
-    def take(self, fetched: Fetched | None, slots: list[Slot]) -> None:
+    def take(self, progress: FetchProgress | None, slots: list[Slot]) -> None:
         """Take over what came, parents first. None: nobody waits for it any more."""
-        given = [self._take(fetched, pool, slot) for pool, slot in slots]
+        given = [self._take(progress, pool, slot) for pool, slot in slots]
         if given:
             self._send(InboundSlots(given))
 
-    def _take(self, fetched: Fetched | None, pool: int, slot: int) -> Slot:
+    def _take(self, progress: FetchProgress | None, pool: int, slot: int) -> Slot:
         """Returns the slot that the server has in its place."""
         name = self._arena.name_in(pool, slot)
-        if fetched is None or name is None or not self._is_asked_for(fetched, name):
-            self.refused_total += fetched is not None
+        if progress is None or name is None or not self._is_asked_for(progress, name):
+            self.refused_total += progress is not None
             self._arena.clear(pool, slot)
             return pool, slot
-        prefix = self._prefix_at(fetched, name.index)
+        prefix = self._prefix_at(progress, name.index)
         if prefix.slots[name.group] != NO_BLOCK or not self._prefixes.has_free_slot(pool):
             self._arena.clear(pool, slot)
             return pool, slot
         other = self._prefixes.take_pinned(pool)
         self._prefixes.unpin(pool, slot)
         self._prefixes.keep(prefix, name.group, slot)
-        self._checks.note(prefix, name.group, fetched.source)
+        self._checks.note(prefix, name.group, progress.source)
         self.fetched_total += 1
         return pool, other
 
-    def _is_asked_for(self, fetched: Fetched, name: RecordName) -> bool:
-        if not fetched.prefix.index <= name.index < len(fetched.names):
+    def _is_asked_for(self, progress: FetchProgress, name: RecordName) -> bool:
+        if not progress.prefix.index <= name.index < len(progress.names):
             return False
-        wanted = (*fetched.names[name.index], fetched.parent_of(name.index))
+        wanted = (*progress.names[name.index], progress.parent_of(name.index))
         found = (name.digest, name.token_ids, name.parent)
-        return found == wanted and name.is_salted == fetched.prefix.is_salted
+        return found == wanted and name.is_salted == progress.prefix.is_salted
 
-    def _prefix_at(self, fetched: Fetched, index: int) -> Prefix:
-        while fetched.prefix.index < index:
-            before = fetched.prefix
-            fetched.prefix = self._prefixes.child(before, *fetched.names[before.index + 1])
-            fetched.prefix.num_users += 1
+    def _prefix_at(self, progress: FetchProgress, index: int) -> Prefix:
+        while progress.prefix.index < index:
+            before = progress.prefix
+            progress.prefix = self._prefixes.child(before, *progress.names[before.index + 1])
+            progress.prefix.num_users += 1
             self._prefixes.leave(before)
-        return fetched.prefix
+        return progress.prefix

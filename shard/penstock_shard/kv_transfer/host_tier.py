@@ -69,7 +69,7 @@ class HostTier:
         self._runner.write_block(group, load.block_id, block)
         self.loaded_total += 1
         # The disk may have deleted it by its age, but it is in use. What a peer sent stays off it.
-        if self.checks is None or not self.checks.came(prefix, group):
+        if self.checks is None or not self.checks.is_foreign(prefix, group):
             self._pass_on(load.slot, prefix, group)
         return True
 

@@ -15,7 +15,7 @@ from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.kv_transfer.arena import Arena
 
 # Blocks that wait to be computed; sequences that end before leave some behind.
-_MOST_WATCHED = 256
+_MOST_WATCHES = 256
 # Of each peer, so many of its latest blocks are known to be its.
 _MOST_REMEMBERED = 65_536
 
@@ -32,7 +32,7 @@ class ImportChecks:
         self._on_lie = on_lie
         # Checksums of blocks that are to be computed, and who sent them. Their prefixes have a user
         # more.
-        self._watched: dict[tuple[Prefix, int], tuple[int, str]] = {}
+        self._watches: dict[tuple[Prefix, int], tuple[int, str]] = {}
         # What came of each peer, the latest last. Values are unused.
         self._of: defaultdict[str, dict[tuple[Prefix, int], None]] = defaultdict(dict)
 
@@ -43,7 +43,7 @@ class ImportChecks:
         if len(blocks) > _MOST_REMEMBERED:
             del blocks[next(iter(blocks))]
 
-    def came(self, prefix: Prefix, group: int) -> bool:
+    def is_foreign(self, prefix: Prefix, group: int) -> bool:
         """Whether the copy of a block came from a peer."""
         return any((prefix, group) in blocks for blocks in self._of.values())
 
@@ -55,23 +55,23 @@ class ImportChecks:
             checksum = self._arena.checksum(slot, group)
             self._prefixes.drop(prefix, group)
             prefix.num_users += 1
-            self._watched[prefix, group] = checksum, source
+            self._watches[prefix, group] = checksum, source
             self._prefixes.watch(prefix, group)
-        while len(self._watched) > _MOST_WATCHED:
-            self._forget(next(iter(self._watched)))
+        while len(self._watches) > _MOST_WATCHES:
+            self._forget(next(iter(self._watches)))
 
     def compare(self, prefix: Prefix, group: int, slot: int) -> None:
         """A block was computed, and is copied into a slot."""
-        if (prefix, group) not in self._watched:
+        if (prefix, group) not in self._watches:
             return
-        checksum, source = self._watched[prefix, group]
+        checksum, source = self._watches[prefix, group]
         self._forget((prefix, group))
         if checksum != self._arena.checksum(slot, group):
             self._disown(source)
             self._on_lie(source)
 
     def _forget(self, watched: tuple[Prefix, int]) -> None:
-        del self._watched[watched]
+        del self._watches[watched]
         self._prefixes.unwatch(*watched)
         self._prefixes.leave(watched[0])
 
