@@ -458,6 +458,12 @@ class DrainProgress(_message.Message):
     waiting: int
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
 
+class PrefetchResponse(_message.Message):
+    __slots__ = ("cached_tokens",)
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    cached_tokens: int
+    def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
+
 class EmbedRequest(_message.Message):
     __slots__ = ("request_id", "inputs", "pooling", "dimensions", "normalize", "instance_id", "label")
     class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):

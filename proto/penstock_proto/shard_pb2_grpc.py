@@ -69,6 +69,11 @@ class ShardStub:
                 request_serializer=penstock__proto_dot_shard__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=penstock__proto_dot_shard__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/penstock.v1.Shard/Prefetch',
+                request_serializer=penstock__proto_dot_shard__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=penstock__proto_dot_shard__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/penstock.v1.Shard/LoadAdapter',
                 request_serializer=penstock__proto_dot_shard__pb2.LoadAdapterRequest.SerializeToString,
@@ -138,6 +143,14 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Have the KV blocks of a request that will come here fetched from its kv_source, where it may run
+        meanwhile. Answered when nothing more comes of them, however many did; ending the call ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadAdapter(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -187,6 +200,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=penstock__proto_dot_shard__pb2.EmbedRequest.FromString,
                     response_serializer=penstock__proto_dot_shard__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=penstock__proto_dot_shard__pb2.GenerateRequest.FromString,
+                    response_serializer=penstock__proto_dot_shard__pb2.PrefetchResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -388,6 +406,33 @@ class Shard:
             '/penstock.v1.Shard/Embed',
             penstock__proto_dot_shard__pb2.EmbedRequest.SerializeToString,
             penstock__proto_dot_shard__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Shard/Prefetch',
+            penstock__proto_dot_shard__pb2.GenerateRequest.SerializeToString,
+            penstock__proto_dot_shard__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,11 +33,10 @@ from penstock_client.fleet.compatibility import (
     sees_all,
 )
 from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
-from penstock_client.fleet.poison_requests import (
-    POISON_DEATHS,
-    RefusedRequests,
-)
-from penstock_client.fleet.shard_state import ShardState, check_served, known_infos, serving
+from penstock_client.fleet.moves import Moves, Plan
+from penstock_client.fleet.poison_requests import POISON_DEATHS, RefusedRequests
+from penstock_client.fleet.request_checks import check_adapter, check_known, check_tokenizer
+from penstock_client.fleet.shard_state import ShardState, serving
 from penstock_client.load_balancing.base import Policy
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.rpc.shard_client import new_request_id
@@ -114,6 +113,12 @@ class Continuations:
         # Those to send, or to move, in the next turns of the event loop.
         self._due: OrderedDict[FleetStream, None] = OrderedDict()
         self._sender: asyncio.Task[None] | None = None
+        self._moves = Moves(
+            self._plan_move,
+            lambda stream: _request_now(stream, clock()),
+            self._put_due,
+            clock,
+        )
         self._closed = False
 
     def start(self, request: GenerationRequest) -> FleetStream:
@@ -141,7 +146,7 @@ class Continuations:
             deadline_s=None if limit_s is None else self._clock() + limit_s,
         )
         if not self._send(stream):
-            self._check_known(request)
+            check_known(self._shards, request)
             self._wait(stream)
         return stream
 
@@ -153,6 +158,7 @@ class Continuations:
         """Send nothing more; fail the streams that wait for a shard."""
         self._closed = True
         self._due.clear()
+        self._moves.close()
         for stream in list(self._waiting):
             self._end(stream, ShardUnavailable(_CLOSED))
 
@@ -276,18 +282,15 @@ class Continuations:
 
     # ---- choosing ----
 
-    def _choose(
-        self, stream: FleetStream, among: Iterable[ShardState]
-    ) -> tuple[ShardState, str, str]:
-        """The shard that the policy chooses, the reason, and where KV blocks for it may be."""
+    def _choose(self, stream: FleetStream, among: Iterable[ShardState]) -> Plan:
+        """What the policy chooses among these shards, of which there is one at least."""
         candidates = [shard.candidate() for shard in among]
         request = stream.request
         decision = self._policy.choose(candidates, request, request.session)
         reason = "pinned" if request.shard else decision.reason
-        self._observe("sent", reason)
         source = self._kv_source(stream) or decision.kv_source
         source = "" if source == decision.address else source
-        return self._shards[decision.address], reason, source
+        return Plan(self._shards[decision.address], reason, source)
 
     def _kv_source(self, stream: FleetStream) -> str:
         """Where it ran last, if that shard can be asked: it has KV blocks up to the last token."""
@@ -325,55 +328,6 @@ class Continuations:
     def _on(self, shard: ShardState) -> Collection[FleetStream]:
         return self._running.get(shard.address, ())
 
-    def _check_known(self, request: GenerationRequest) -> None:
-        """Raises an error if no shard can be expected to take the request later."""
-        if request.shard and request.shard not in self._shards:
-            raise InvalidRequest(
-                f"shard: {request.shard!r} is not in this fleet",
-                field="shard",
-                value=request.shard,
-            )
-        check_served(self._shards.values(), request.model)
-        self._check_tokenizer(request)
-        self._check_seen(request)
-        self._check_adapter(request, request.adapter_hash)
-
-    def _check_tokenizer(self, request: GenerationRequest) -> None:
-        """Raises `NoShardAvailable` if all shards that serve the model have another tokenizer."""
-        shards = self._shards.values()
-        if serving(shards, request.model) and not serving(
-            shards, request.model, request.tokenizer_hash
-        ):
-            raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
-
-    def _check_seen(self, request: GenerationRequest) -> None:
-        """Raises `NotServed` if all shards that serve the model would ignore one of its fields."""
-        shards = serving(self._shards.values(), request.model)
-        if shards and not any(shard.info and sees_all(shard.info, request) for shard in shards):
-            raise NotServed(
-                "thinking_budget is not served by any shard of this model that is ready",
-                field="thinking_budget",
-            )
-
-    def _check_adapter(self, request: GenerationRequest, content_hash: str) -> None:
-        """Raises `InvalidRequest` if no shard has the adapter, and none that is away may have it
-        when it returns.
-        """
-        name = request.adapter
-        if not name:
-            return
-        shards = [s for s in self._shards.values() if request.shard in ("", s.address)]
-        infos = known_infos(shards, request.model)
-        if not serving(shards, request.model) or any(
-            info.has_adapter(name, content_hash) for info in infos
-        ):
-            return
-        loaded = sorted({each for info in infos for each in info.adapters})
-        text = f"adapter {name!r} is not loaded; loaded: {', '.join(loaded) or 'none'}"
-        if name in loaded:
-            text = f"adapter {name!r} is another one by now than the request wants"
-        raise InvalidRequest(text, field="adapter", value=name)
-
     # ---- sending ----
 
     def _send(self, stream: FleetStream) -> bool:
@@ -385,7 +339,7 @@ class Continuations:
         fitting = self._fitting(stream)
         if not fitting:
             return False
-        self._send_to(stream, *self._choose(stream, fitting))
+        self._send_to(stream, self._choose(stream, fitting))
         return True
 
     def _send_waiting(self, stream: FleetStream) -> None:
@@ -395,14 +349,15 @@ class Continuations:
         if stream.attempt < 0:
             # Never sent: the caller loses nothing by tokenizing anew. One that was sent waits: its
             # shard may restart, or another of the same kind join.
-            self._check_tokenizer(stream.request)
-        self._check_adapter(stream.request, stream.adapter_hash)
+            check_tokenizer(self._shards, stream.request)
+        check_adapter(self._shards, stream.request, stream.adapter_hash)
 
-    def _send_to(self, stream: FleetStream, shard: ShardState, reason: str, kv_source: str) -> None:
-        info = shard.info
+    def _send_to(self, stream: FleetStream, plan: Plan) -> None:
+        shard, info = plan.shard, plan.shard.info
         assert info is not None  # it fits
         now_s = self._clock()
-        record = AttemptRecord(shard.address, reason, time.perf_counter())
+        self._observe("sent", plan.reason)
+        record = AttemptRecord(shard.address, plan.reason, time.perf_counter())
         request = _request_now(stream, now_s)
         if request.adapter and not request.adapter_hash:
             # The shard was chosen for the adapter it has under this name; with its hash in the
@@ -421,7 +376,7 @@ class Continuations:
             hand_back=stream.attempt < _HAND_BACK_ATTEMPTS
             and self._has_room_elsewhere(shard, request.adapter),
             suspect=stream.is_suspect,
-            kv_source=kv_source,
+            kv_source=plan.kv_source,
         )
         shard.client.attach(stream, request, attempt)
         shard.record_sent(len(request.prompt_token_ids) + len(request.output_token_ids), now_s)
@@ -447,8 +402,10 @@ class Continuations:
             for other in self._shards.values()
         )
 
-    def _move(self, stream: FleetStream, left: ShardState) -> None:
-        """Move a stream from a shard that drains to one that gives the same tokens, if any does."""
+    def _plan_move(self, stream: FleetStream, target: ShardState | None = None) -> Plan | None:
+        """Where to move a stream from its shard, to `target` if it fits: to one that gives the same
+        tokens; None if none does.
+        """
         made_by = stream.made_by
         others = [
             shard
@@ -456,11 +413,18 @@ class Continuations:
             if made_by is None or (shard.info and same_numerics(made_by, shard.info))
         ]
         if not others:
+            return None
+        return self._choose(stream, [target] if target in others else others)
+
+    def _move(self, stream: FleetStream, left: ShardState) -> None:
+        """Move a stream from a shard that drains, once its KV blocks are where it goes."""
+        plan = self._plan_move(stream, self._moves.target(stream))
+        if plan is None or self._moves.hold(stream, plan):
             return
         left.client.detach(stream)
         self._leave(stream, "drain")
         self._observe("moved", "drain")
-        self._send_to(stream, *self._choose(stream, others))
+        self._send_to(stream, plan)
 
     def _put_due(self, streams: Iterable[FleetStream]) -> None:
         """Have the streams sent, or moved, in the next turns of the event loop."""
@@ -547,6 +511,7 @@ class Continuations:
         shard = stream.shard
         if shard is None:
             return
+        self._moves.discard(stream)
         stream.attempts[-1].ended_s = time.perf_counter()
         stream.attempts[-1].ended_because = because
         running = self._running[shard.address]

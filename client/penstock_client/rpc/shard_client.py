@@ -249,6 +249,16 @@ class ShardClient:
         message = proto_codec.embed_request(request, new_request_id(), instance_id)
         return proto_codec.embeddings(await self._ask("Embed", message, timeout_s))
 
+    async def prefetch(
+        self, request: GenerationRequest, attempt: Attempt, *, timeout_s: float | None = None
+    ) -> int:
+        """Have the KV blocks of a request that will come fetched from `attempt.kv_source`; returns
+        when nothing more comes of them, with the number of tokens that need not be computed.
+        Cancelling it ends that. Raises as `errors` lists them.
+        """
+        message = proto_codec.generate_request(request, new_request_id(), attempt)
+        return int((await self._ask("Prefetch", message, timeout_s)).cached_tokens)
+
     # ---- the other calls ----
 
     async def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:

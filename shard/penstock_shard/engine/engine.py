@@ -144,7 +144,7 @@ class Engine:
             self._add_compiled()
         if self._moves is not None:
             for sequence in self._moves.take_ready():
-                self._scheduler.add(sequence, self._clock())
+                self._begin(sequence)
         launched = self._launch()
         waiting = len(self._in_flight)
         self._is_due = waiting > (self._runner.info.max_steps_ahead if launched else 0)
@@ -200,7 +200,18 @@ class Engine:
     def _queue(self, sequence: Sequence) -> None:
         """Queue a sequence, once what a disk or another shard has of it is here."""
         if self._moves is None or not self._moves.hold(sequence):
+            self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Nothing more comes of others for a sequence: queue it, or that is all it was for."""
+        if not sequence.request.only_fetches:
             self._scheduler.add(sequence, self._clock())
+            return
+        output = last_output(sequence, finish=FinishReason.FETCHED)
+        output.cached_tokens = self._blocks.count_cached(sequence)
+        self._outputs.append(output)
+        self._blocks.forget(sequence)
+        del self._live[sequence.request.request_id]
 
     def _add_compiled(self) -> None:
         """Queue the sequences whose constraints are compiled by now."""

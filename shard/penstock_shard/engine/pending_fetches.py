@@ -16,6 +16,8 @@ _LEAST_BLOCKS = 4
 _LONGEST_S = 10.0
 # How long it waits at least: while no step was timed, nothing is known of computing.
 _SHORTEST_S = 0.25
+# How long where nobody waits: the source goes on with it meanwhile.
+_PREFETCH_S = 30.0
 
 
 @dataclass(slots=True)
@@ -63,8 +65,10 @@ class PendingFetches:
         self._waiting[sequence] = _Waiting(self._number, progress)
         self._sequences[self._number] = sequence
         size = self._blocks.block_size
-        compute_s = self._compute_s(num_known * size, num_missing * size)
-        deadline_s = min(max(compute_s, _SHORTEST_S), _LONGEST_S)
+        deadline_s = _PREFETCH_S
+        if not sequence.request.only_fetches:
+            compute_s = self._compute_s(num_known * size, num_missing * size)
+            deadline_s = min(max(compute_s, _SHORTEST_S), _LONGEST_S)
         self._send(Fetch(self._number, source, names, num_known, deadline_s))
         return True
 

@@ -18,6 +18,8 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    # Of a request that only fetches: nothing more comes of its KV blocks.
+    FETCHED = "fetched"
 
 
 class Pooling(enum.Enum):
@@ -134,6 +136,8 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     hand_back: bool = False
     # Address of a shard that may have KV blocks of its prompt and output; empty for none.
     kv_source: str = ""
+    # Nothing is computed: it ends when what `kv_source` has of it is here.
+    only_fetches: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

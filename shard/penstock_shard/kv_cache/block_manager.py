@@ -218,9 +218,14 @@ class BlockManager:
     def missing_of(self, sequence: Sequence) -> tuple[PrefixNames, int]:
         """The names of its blocks before its last token, and how many of the first are found."""
         names, token_ids = self.names_of(sequence), sequence.token_ids
-        num_known = self.prefixes.longest(self._find_chain(sequence, self._table(sequence)))
+        num_known = self.count_cached(sequence) // self.block_size
         packed = token_ids[: len(names) * self.block_size].tobytes()
         return PrefixNames(self._root(sequence), [digest for digest, _ in names], packed), num_known
+
+    def count_cached(self, sequence: Sequence) -> int:
+        """Of its tokens, those that need not be computed now."""
+        found = self._find_chain(sequence, self._table(sequence))
+        return self.prefixes.longest(found) * self.block_size
 
     def slide(self, sequence: Sequence, start: int) -> None:
         """Give back the blocks that no token from `start` on sees. Launched steps may still read

@@ -120,6 +120,10 @@ def add_embedding(
     response.embeddings.add().values.extend(values.tolist())
 
 
+def prefetch_response(cached_tokens: int | None) -> pb.PrefetchResponse:
+    return pb.PrefetchResponse(cached_tokens=cached_tokens or 0)
+
+
 def responses(
     outputs: Iterable[Output], numbers: Mapping[tuple[str, int], int] = _NO_NUMBERS
 ) -> Iterator[pb.GenerateResponse]:
@@ -268,7 +272,7 @@ def info_response(ready: Ready, config: ShardConfig, instance_id: str) -> pb.Inf
         limits=message_from(
             pb.Limits, config, max_num_batched_tokens=config.batched_tokens(info.device)
         ),
-        capabilities=sorted(info.capabilities),
+        capabilities=sorted(info.capabilities | ({"prefetch"} if config.kv_peers else set())),
         embedding=None if info.embedding is None else _embedding_defaults(info.embedding),
         adapters=[adapter.name for adapter in info.adapters],
         loaded_adapters=[message_from(pb.Adapter, adapter) for adapter in info.adapters],

@@ -21,10 +21,16 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Output, Ready
 from penstock_shard.server import proto_codec
-from penstock_shard.server.embedding import embed
+from penstock_shard.server.last_outputs import last_outputs
 from penstock_shard.server.request_record import Follower
 from penstock_shard.server.supervisor import EngineSupervisor
-from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check, check_embedding
+from penstock_shard.server.validation import (
+    MAX_ID_CHARACTERS,
+    Refusal,
+    check,
+    check_embedding,
+    check_prefetch,
+)
 
 if TYPE_CHECKING:
     # The class is generic in its type stubs only.
@@ -235,17 +241,31 @@ class ShardServicer(proto_codec.Servicer):
         try:
             self._check_engine(incoming.instance_id)
             requests = check_embedding(incoming, ready.info, uuid.uuid4().hex)
-            vectors = await embed(self._engine, requests)
+            outputs = await last_outputs(self._engine, requests)
         except Refusal as refusal:
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
         response = proto_codec.EmbedResponse()
-        for vector in vectors:
+        for output in outputs:
+            vector = output.embedding or b""
             proto_codec.add_embedding(
                 response, vector, dimensions=incoming.dimensions, normalize=incoming.normalize
             )
             # Many long vectors take a tenth of a second; let other calls run in between.
             await asyncio.sleep(0)
         return response
+
+    # ---- moves ----
+
+    async def Prefetch(self, request: Any, context: Context) -> Any:
+        ready = await self._ready(context)
+        incoming = proto_codec.incoming(request)
+        try:
+            self._check_engine(incoming.instance_id)
+            checked = check_prefetch(incoming, ready.info, self._config, uuid.uuid4().hex)
+            (output,) = await last_outputs(self._engine, [checked])
+        except Refusal as refusal:
+            await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
+        return proto_codec.prefetch_response(output.cached_tokens)
 
     # ---- what the shard is ----
 

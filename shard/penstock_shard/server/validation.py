@@ -10,6 +10,7 @@ from collections import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -195,6 +196,16 @@ def check(
         constraint=incoming.constraint,
         reluctant_stop_ids=_reluctant_stop_ids(incoming, info),
         thinking_budget=incoming.thinking_budget,
+    )
+
+
+def check_prefetch(
+    incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig, call_id: str
+) -> Request:
+    """A request for the KV blocks of one that will come; its id is `call_id`. Raises as `check`."""
+    checked = check(incoming, info, config)
+    return msgspec.structs.replace(
+        checked, request_id=call_id, attempt=0, constraint=None, only_fetches=True
     )
 
 

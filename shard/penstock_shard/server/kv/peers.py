@@ -68,7 +68,8 @@ class KvPeers:
             async for record in call:
                 yield record
         except grpc.aio.AioRpcError as error:
-            self._pause(source, _PAUSE_S)
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self._pause(source, _PAUSE_S)
             raise FetchFailed(f"{error.code().name}: {error.details()}") from None
         finally:
             call.cancel()

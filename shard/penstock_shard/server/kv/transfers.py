@@ -31,8 +31,10 @@ from penstock_shard.kv_transfer.arena import Arena, RecordName, namespace_of
 
 logger = logging.getLogger(__name__)
 
-# More at once are not begun: each keeps slots from being reused.
+# More at once are not begun: each keeps slots from being reused. So many wait for so long.
 _MOST_EXPORTS = 2
+_MOST_WAITING = 32
+_TURN_S = 2.0
 _MOST_FETCHES = 8
 # How long the engine may take to have copies of what is asked for.
 _EXPORT_S = 10.0
@@ -84,6 +86,8 @@ class BlockTransfers:
         self._arena: Arena | None = None
         self._tell: Tell = lambda message: None
         self._numbers = itertools.count(1)
+        self._turns = asyncio.Semaphore(_MOST_EXPORTS)
+        self._num_waiting = 0
         self._exports: dict[int, asyncio.Future[list[Slot]]] = {}
         self._fetches: dict[int, asyncio.Task[None]] = {}
         # Slots to write into, by pool.
@@ -143,8 +147,29 @@ class BlockTransfers:
         Raises:
             TooManyExports: others are being served.
         """
-        if len(self._exports) >= _MOST_EXPORTS:
+        await self._wait_for_turn()
+        try:
+            async with aclosing(self._export(prefix, num_known)) as records:
+                async for record in records:
+                    yield record
+        finally:
+            self._turns.release()
+
+    async def _wait_for_turn(self) -> None:
+        if self._num_waiting >= _MOST_WAITING:
             raise TooManyExports
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(_TURN_S):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise TooManyExports from None
+        finally:
+            self._num_waiting -= 1
+
+    async def _export(
+        self, prefix: PrefixNames, num_known: int
+    ) -> AsyncGenerator[memoryview, None]:
         number, arena = next(self._numbers), self._arena
         if arena is None:
             return

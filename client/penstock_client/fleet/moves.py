@@ -1,0 +1,145 @@
+"""Moves: a stream that is to leave its shard is sent on once its KV blocks are where it goes.
+
+While they are fetched it goes on where it runs; what pauses it then is only the computing of its
+last tokens. Whatever fails, it moves all the same, and more of it is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.fleet.shard_state import ShardState
+from penstock_client.types import Attempt, GenerationRequest
+from penstock_common.clock import Clock
+from penstock_common.tasks import run_lasting
+
+logger = logging.getLogger(__name__)
+
+# Of each shard the blocks of so many streams are fetched at once: as many as it serves at once.
+_AT_ONCE = 2
+# So many tokens are computed in about the time that a fetch of them takes.
+_LEAST_TOKENS = 256
+# A stream that has waited for so long moves without its blocks: its shard will not wait for ever.
+_MOST_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a stream is to go: the shard, why it was chosen, and where its KV blocks are."""
+
+    shard: ShardState
+    reason: str
+    kv_source: str
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether the shard can be told to fetch."""
+        info = self.shard.info
+        return bool(self.kv_source) and info is not None and "prefetch" in info.capabilities
+
+
+class Moves:
+    """Streams whose blocks go before them. Decides nothing of where to."""
+
+    def __init__(
+        self,
+        plan: Callable[[FleetStream], Plan | None],
+        request_now: Callable[[FleetStream], GenerationRequest],
+        put_due: Callable[[Iterable[FleetStream]], None],
+        clock: Clock,
+    ) -> None:
+        """`plan` says where a stream would go now, `request_now` what it would be sent as;
+        `put_due` is called with one that may be sent on.
+        """
+        self._plan = plan
+        self._request_now = request_now
+        self._put_due = put_due
+        self._clock = clock
+        # By the address of the shard that they leave, those whose blocks are not asked for yet, in
+        # the order in which they came, and until when they wait.
+        self._waiting: dict[str, dict[FleetStream, float]] = {}
+        self._movers: dict[str, set[asyncio.Task[None]]] = {}
+        self._calls: dict[FleetStream, asyncio.Task[int]] = {}
+        # Those that wait no more, and where their blocks are; None: nowhere.
+        self._ready: dict[FleetStream, ShardState | None] = {}
+
+    def close(self) -> None:
+        """Fetch nothing more."""
+        for movers in self._movers.values():
+            for mover in movers:
+                mover.cancel()
+
+    def hold(self, stream: FleetStream, plan: Plan) -> bool:
+        """Whether a stream waits until its blocks are where it goes."""
+        if stream in self._ready:
+            return False
+        if stream in self._calls or stream in self._waiting.get(_address(stream), ()):
+            return True
+        num_tokens = len(stream.request.prompt_token_ids) + len(stream.token_ids)
+        if not plan.can_prefetch or num_tokens < _LEAST_TOKENS:
+            return False
+        waiting = self._waiting.setdefault(_address(stream), {})
+        waiting[stream] = self._clock() + _MOST_S
+        self._start_mover(_address(stream))
+        return True
+
+    def target(self, stream: FleetStream) -> ShardState | None:
+        """The shard that has the blocks of a stream, if one was told to fetch them."""
+        return self._ready.get(stream)
+
+    def discard(self, stream: FleetStream) -> None:
+        """Forget a stream that leaves its shard."""
+        self._ready.pop(stream, None)
+        self._waiting.get(_address(stream), {}).pop(stream, None)
+        if (call := self._calls.get(stream)) is not None:
+            call.cancel()
+
+    def _start_mover(self, address: str) -> None:
+        movers = self._movers.setdefault(address, set())
+        if len(movers) >= _AT_ONCE:
+            return
+        moving = run_lasting(lambda: self._move_all(address), "moving requests", pause_s=0.0)
+        mover = asyncio.get_running_loop().create_task(moving)
+        movers.add(mover)
+        mover.add_done_callback(movers.discard)
+
+    async def _move_all(self, address: str) -> None:
+        while waiting := self._waiting.get(address):
+            stream = next(iter(waiting))
+            until_s = waiting.pop(stream)
+            if not waiting:
+                del self._waiting[address]
+            target = await self._prefetch(stream, until_s - self._clock())
+            if _address(stream) == address:
+                self._ready[stream] = target
+                self._put_due([stream])
+
+    async def _prefetch(self, stream: FleetStream, timeout_s: float) -> ShardState | None:
+        """The shard that has fetched what could be had of the stream's blocks; None if none has."""
+        plan = self._plan(stream)
+        if plan is None or not plan.can_prefetch or timeout_s <= 0:
+            return None
+        info = plan.shard.info
+        attempt = Attempt(instance_id=info.instance_id if info else "", kv_source=plan.kv_source)
+        asking = plan.shard.client.prefetch(self._request_now(stream), attempt, timeout_s=timeout_s)
+        call = self._calls[stream] = asyncio.ensure_future(asking)
+        try:
+            await asyncio.wait({call})
+        finally:
+            del self._calls[stream]
+            call.cancel()
+        if call.cancelled():
+            return None
+        if (error := call.exception()) is not None:
+            logger.info("%s fetches no KV blocks: %s", plan.shard.address, error)
+            return None
+        return plan.shard
+
+
+def _address(stream: FleetStream) -> str:
+    """Of the shard where it runs; empty if it runs on none."""
+    return "" if stream.shard is None else stream.shard.address

@@ -1,0 +1,63 @@
+"""Whether any shard of a fleet can be expected to take a request, now or later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock_client.errors import InvalidRequest, NoShardAvailable, NotServed
+from penstock_client.fleet.compatibility import sees_all
+from penstock_client.fleet.shard_state import ShardState, check_served, known_infos, serving
+from penstock_client.types import GenerationRequest
+
+Shards = Mapping[str, ShardState]
+
+
+def check_known(shards: Shards, request: GenerationRequest) -> None:
+    """Raises an error if no shard can be expected to take the request later."""
+    if request.shard and request.shard not in shards:
+        raise InvalidRequest(
+            f"shard: {request.shard!r} is not in this fleet",
+            field="shard",
+            value=request.shard,
+        )
+    check_served(shards.values(), request.model)
+    check_tokenizer(shards, request)
+    _check_seen(shards, request)
+    check_adapter(shards, request, request.adapter_hash)
+
+
+def check_tokenizer(shards: Shards, request: GenerationRequest) -> None:
+    """Raises `NoShardAvailable` if all shards that serve the model have another tokenizer."""
+    all_ = shards.values()
+    if serving(all_, request.model) and not serving(all_, request.model, request.tokenizer_hash):
+        raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
+
+
+def _check_seen(shards: Shards, request: GenerationRequest) -> None:
+    """Raises `NotServed` if all shards that serve the model would ignore one of its fields."""
+    serving_ = serving(shards.values(), request.model)
+    if serving_ and not any(shard.info and sees_all(shard.info, request) for shard in serving_):
+        raise NotServed(
+            "thinking_budget is not served by any shard of this model that is ready",
+            field="thinking_budget",
+        )
+
+
+def check_adapter(shards: Shards, request: GenerationRequest, content_hash: str) -> None:
+    """Raises `InvalidRequest` if no shard has the adapter, and none that is away may have it when
+    it returns. `content_hash` is what the adapter must be; "" if any will do.
+    """
+    name = request.adapter
+    if not name:
+        return
+    able = [shard for shard in shards.values() if request.shard in ("", shard.address)]
+    infos = known_infos(able, request.model)
+    if not serving(able, request.model) or any(
+        info.has_adapter(name, content_hash) for info in infos
+    ):
+        return
+    loaded = sorted({each for info in infos for each in info.adapters})
+    text = f"adapter {name!r} is not loaded; loaded: {', '.join(loaded) or 'none'}"
+    if name in loaded:
+        text = f"adapter {name!r} is another one by now than the request wants"
+    raise InvalidRequest(text, field="adapter", value=name)

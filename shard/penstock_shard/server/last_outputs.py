@@ -1,0 +1,44 @@
+"""Requests of calls that are answered once: by what comes last of each, all of them or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import abc
+
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Error, Output
+from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.server.supervisor import EngineSupervisor
+from penstock_shard.server.validation import Refusal
+
+
+async def last_outputs(engine: EngineSupervisor, requests: abc.Sequence[Request]) -> list[Output]:
+    """The last output of each request, in their order. Cancellation aborts those that are live.
+
+    Raises:
+        Refusal: one of the requests failed; the others are aborted.
+    """
+    outputs: dict[str, asyncio.Future[Output]] = {}
+
+    def take(output: Output) -> None:
+        last = outputs[output.request_id]
+        if last.done() or not output.is_last:
+            return
+        if output.error is None and output.finish is not FinishReason.ABORTED:
+            last.set_result(output)
+        else:
+            error = output.error or Error(Code.UNAVAILABLE, "the request was ended by the shard")
+            last.set_exception(Refusal.of(error))
+
+    try:
+        for request in requests:
+            last = outputs[request.request_id] = asyncio.get_running_loop().create_future()
+            engine.submit(request, take)
+            if last.done():
+                # It was refused.
+                break
+        return await asyncio.gather(*outputs.values())
+    finally:
+        for request_id, last in outputs.items():
+            if last.cancelled() or not last.done():
+                engine.abort(request_id, 0)
