@@ -67,6 +67,7 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
         ("steps", load.steps_total),
         ("preemptions", load.preemptions_total),
         ("state", _state(load)),
+        ("role", info.role or "both"),
         ("embeddings", _embeddings(info)),
         ("adapters", _adapters(info)),
         ("serves", ", ".join(sorted(info.capabilities))),

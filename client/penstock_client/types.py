@@ -332,6 +332,8 @@ class ShardInfo:
     # Where layers have states: bytes of one sequence's, and how many there is room for.
     state_bytes: int = 0
     num_states: int = 0
+    # "prefill" or "decode": what it should be sent if others are there for the rest.
+    role: str = "both"
 
     def has_adapter(self, name: str, content_hash: str = "") -> bool:
         """Whether the adapter of this name is loaded, with this content ("" is any). The name "" is

@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass, field
 
 from penstock_client.fleet.allowed_networks import PRIVATE_NETWORKS, Network
+from penstock_client.fleet.roles import PREFILL_TOKENS
 from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES
 from penstock_common.flags import flag, required
 from penstock_common.shared_flags import (
@@ -192,6 +193,14 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         at_least=0,
         at_most=1,
         metavar="P",
+    )
+
+    prefill_tokens: int = flag(
+        PREFILL_TOKENS,
+        "prompts of at least so many tokens are sent to shards of --role prefill, where there are "
+        "such",
+        at_least=1,
+        metavar="TOKENS",
     )
 
     # "": a temporary file, which the parent of all workers makes.

@@ -247,6 +247,7 @@ def _fleet(config: RouterConfig, metrics: Metrics, audit: AuditLog | None) -> Fl
         observe=metrics.count_fleet_event,
         audit=audit,
         verify_share=config.verify_share,
+        prefill_tokens=config.prefill_tokens,
         traces_attempts=config.tracing is not None,
     )
 

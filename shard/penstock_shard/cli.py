@@ -80,6 +80,11 @@ def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
     """Whether there can be copies of KV blocks, on disk too, and peers, if they are asked for."""
     if config.kv_peers:
         _check_peers(parser, config)
+    elif config.role != "both":
+        parser.error(
+            f"--role {config.role}: requests go on at other shards with their KV blocks; give "
+            "--kv-peers"
+        )
     if (config.kv_disk is None) != (not config.kv_disk_bytes):
         parser.error("--kv-disk and --kv-disk-bytes: give both or neither")
     if config.kv_disk is not None and not config.kv_host_bytes:

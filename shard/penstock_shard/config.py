@@ -114,6 +114,12 @@ class ShardConfig(ObservingConfig):
         "that no other shard can continue finish",
         choices=("migrate", "finish"),
     )
+    role: str = flag(
+        "both",
+        "what routers should send here: long prompts, whose requests go on at other shards once they "
+        "are computed, or all else; needs --kv-peers",
+        choices=("both", "prefill", "decode"),
+    )
     drain_timeout_s: float = flag(30.0, "on SIGTERM, how long that may take", at_least=0)
 
     metrics_port: int | None = _port(

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock_client.errors import (
@@ -36,6 +36,7 @@ from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
 from penstock_client.fleet.moves import Moves, Plan
 from penstock_client.fleet.poison_requests import POISON_DEATHS, RefusedRequests
 from penstock_client.fleet.request_checks import check_adapter, check_known, check_tokenizer
+from penstock_client.fleet.roles import PREFILL_TOKENS, Roles, suits_decode, wants_to_leave
 from penstock_client.fleet.shard_state import ShardState, serving
 from penstock_client.load_balancing.base import Policy
 from penstock_client.rpc.generation_stream import GenerationStream
@@ -94,11 +95,13 @@ class Continuations:
         observe: Observe,
         ended: Ended,
         *,
+        prefill_tokens: int = PREFILL_TOKENS,
         traces_attempts: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         self._shards = shards
         self._policy = policy
+        self._roles = Roles(prefill_tokens)
         self._patience = patience
         self._observe = observe
         self._ended = ended
@@ -164,13 +167,10 @@ class Continuations:
 
     def on_shard_change(self, shard: ShardState) -> None:
         """A shard became ready or unready, or wants to hand its requests over to others."""
-        if shard.handing_over:
-            self._put_due(self._on(shard))
         if shard.ready:
             self._put_due(self._waiting)
-            for other in self._shards.values():
-                if other.handing_over:
-                    self._put_due(self._on(other))
+        for left in self._shards.values() if shard.ready else [shard]:
+            self._put_due(stream for stream in self._on(left) if _is_to_move(stream))
 
     # ---- called by streams ----
 
@@ -196,6 +196,8 @@ class Continuations:
         stream.shard.breaker.record_success()
         if stream.attempts[-1].first_output_s is None:
             stream.attempts[-1].first_output_s = time.perf_counter()
+            if wants_to_leave(stream):
+                self._put_due([stream])
         if not output.token_ids and output.prompt_logprobs is None:
             return
         stream.attempts_in_vain = 0
@@ -282,13 +284,14 @@ class Continuations:
 
     # ---- choosing ----
 
-    def _choose(self, stream: FleetStream, among: Iterable[ShardState]) -> Plan:
+    def _choose(self, stream: FleetStream, among: Sequence[ShardState]) -> Plan:
         """What the policy chooses among these shards, of which there is one at least."""
-        candidates = [shard.candidate() for shard in among]
-        request = stream.request
+        request, source = stream.request, self._kv_source(stream)
+        suited = self._roles.prefer(stream, among, source)
+        candidates = [shard.candidate() for shard in suited]
         decision = self._policy.choose(candidates, request, request.session)
         reason = "pinned" if request.shard else decision.reason
-        source = self._kv_source(stream) or decision.kv_source
+        source = source or decision.kv_source
         source = "" if source == decision.address else source
         return Plan(self._shards[decision.address], reason, source)
 
@@ -410,20 +413,30 @@ class Continuations:
         others = [
             shard
             for shard in self._fitting(stream)
-            if made_by is None or (shard.info and same_numerics(made_by, shard.info))
+            if shard is not stream.shard
+            and (made_by is None or (shard.info and same_numerics(made_by, shard.info)))
         ]
+        if stream.shard is not None and not stream.shard.handing_over:
+            others = [shard for shard in others if suits_decode(shard)]
         if not others:
             return None
         return self._choose(stream, [target] if target in others else others)
 
     def _move(self, stream: FleetStream, left: ShardState) -> None:
-        """Move a stream from a shard that drains, once its KV blocks are where it goes."""
-        plan = self._plan_move(stream, self._moves.target(stream))
+        """Move a stream from a shard that drains, or that has computed its prompt, once its KV
+        blocks are where it goes.
+        """
+        target = self._moves.target(stream)
+        plan = self._plan_move(stream, target)
         if plan is None or self._moves.hold(stream, plan):
             return
+        if not left.handing_over and plan.shard is not target:
+            # Without them it is better off here.
+            return
+        why = "drain" if left.handing_over else "role"
         left.client.detach(stream)
-        self._leave(stream, "drain")
-        self._observe("moved", "drain")
+        self._leave(stream, why)
+        self._observe("moved", why)
         self._send_to(stream, plan)
 
     def _put_due(self, streams: Iterable[FleetStream]) -> None:
@@ -440,7 +453,7 @@ class Continuations:
             try:
                 if stream in self._waiting:
                     self._send_waiting(stream)
-                elif stream.shard is not None and stream.shard.handing_over:
+                elif stream.shard is not None and _is_to_move(stream):
                     self._move(stream, stream.shard)
             except PenstockError as error:
                 self._end(stream, error)
@@ -524,6 +537,11 @@ class Continuations:
     def _forget(self, stream: FleetStream) -> None:
         self._stop_waiting(stream)
         self._leave(stream)
+
+
+def _is_to_move(stream: FleetStream) -> bool:
+    """Whether a running stream should go on at another shard."""
+    return (stream.shard is not None and stream.shard.handing_over) or wants_to_leave(stream)
 
 
 def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:

@@ -25,6 +25,7 @@ from penstock_client.fleet.failover import (
 )
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.output_verification import Verification
+from penstock_client.fleet.roles import PREFILL_TOKENS
 from penstock_client.fleet.shard_state import ShardState, ShardWatch, check_served, serving
 from penstock_client.load_balancing.policies import make_policy
 from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
@@ -57,6 +58,7 @@ class Fleet:
         observe: Observe = lambda event, reason: None,
         audit: AuditLog | None = None,
         verify_share: float = 0.0,
+        prefill_tokens: int = PREFILL_TOKENS,
         traces_attempts: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -66,7 +68,8 @@ class Fleet:
         A shard reports its load at least once a second; after `stall_timeout_s` without a report
         its requests go on elsewhere. `observe` is called with what happens to requests, for
         metrics. `audit` gets a record of each request that has ended; the caller closes it.
-        `verify_share` of the requests are computed again on a second shard, and compared. With
+        `verify_share` of the requests are computed again on a second shard, and compared. Prompts
+        of `prefill_tokens` are for shards of the role prefill, where there are such. With
         `traces_attempts` each attempt has its own span id (see `FleetStream.attempts`) in the
         traceparent that its shard gets; without, shards get the traceparent as it was given.
 
@@ -87,6 +90,7 @@ class Fleet:
             patience or Patience(),
             observe,
             self._ended,
+            prefill_tokens=prefill_tokens,
             traces_attempts=traces_attempts,
             clock=clock,
         )

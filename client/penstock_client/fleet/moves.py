@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # Of each shard the blocks of so many streams are fetched at once: as many as it serves at once.
 _AT_ONCE = 2
 # So many tokens are computed in about the time that a fetch of them takes.
-_LEAST_TOKENS = 256
+_LEAST_TOKENS = 128
 # A stream that has waited for so long moves without its blocks: its shard will not wait for ever.
 _MOST_S = 15.0
 

@@ -267,6 +267,7 @@ def info_response(ready: Ready, config: ShardConfig, instance_id: str) -> pb.Inf
         model=config.model_name,
         model_aliases=config.served_model_names[1:],
         revision=ready.revision,
+        role=config.role,
         tokenizer_hash=ready.tokenizer_hash,
         default_sampling=_default_sampling(info.default_sampling),
         limits=message_from(

@@ -19,6 +19,7 @@ from penstock_shard.ipc.block_messages import (
     PrefixNames,
 )
 from penstock_shard.kv_transfer.arena import Arena, RecordName
+from penstock_shard.server.kv import transfers
 from penstock_shard.server.kv.transfers import (
     BlockTransfers,
     Distrusted,
@@ -183,14 +184,43 @@ async def test_what_an_export_keeps_is_given_back_when_it_is_read() -> None:
     assert server.told == [Export(1, _PREFIX, 0), 1]
 
 
-async def test_two_exports_at_once_are_enough() -> None:
+async def test_a_third_export_begins_when_another_is_over() -> None:
     server = _Server(_Peers([]))
-    waiting = [asyncio.create_task(_all_of(server)) for _ in range(2)]
+    exports = [asyncio.create_task(_all_of(server)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    assert server.told == [Export(1, _PREFIX, 0), Export(2, _PREFIX, 0)]
+    server.transfers.take(Exported(1, []))
+    await asyncio.sleep(0.01)
+    assert server.told[2:] == [1, Export(3, _PREFIX, 0)]
+    server.transfers.on_engine_death()
+    assert await asyncio.gather(*exports) == [[], [], []]
+
+
+async def test_an_export_that_gets_no_turn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_TURN_S", 0.01)
+    server = _Server(_Peers([]))
+    first = [asyncio.create_task(_all_of(server)) for _ in range(2)]
     await asyncio.sleep(0.01)
     with pytest.raises(TooManyExports):
         await _all_of(server)
     server.transfers.on_engine_death()
-    await asyncio.gather(*waiting)
+    await asyncio.gather(*first)
+
+
+async def test_so_many_exports_wait_and_more_are_refused_at_once() -> None:
+    server = _Server(_Peers([]))
+    taken = [asyncio.create_task(_all_of(server)) for _ in range(34)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(TooManyExports):
+        await _all_of(server)
+    for exporting in taken:
+        exporting.cancel()
+    await asyncio.gather(*taken, return_exceptions=True)
+    # Those that waited hold no turn.
+    again = asyncio.create_task(_all_of(server))
+    await asyncio.sleep(0.01)
+    server.transfers.on_engine_death()
+    assert await again == []
 
 
 async def _all_of(server: _Server) -> list[bytes]:

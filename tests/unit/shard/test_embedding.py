@@ -15,7 +15,7 @@ from penstock_shard.ipc import messages
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import FinishReason, Pooling, Request
 from penstock_shard.server import proto_codec
-from penstock_shard.server.embedding import embed
+from penstock_shard.server.last_outputs import last_outputs
 from penstock_shard.server.supervisor import Deliver, EngineSupervisor
 from penstock_shard.server.validation import Refusal, check_embedding
 
@@ -195,20 +195,20 @@ class Supervisor(EngineSupervisor):
 
 async def test_vectors_come_in_the_order_of_the_inputs() -> None:
     supervisor = Supervisor()
-    call = asyncio.create_task(embed(supervisor, checked(message([1], [2]))))
+    call = asyncio.create_task(last_outputs(supervisor, checked(message([1], [2]))))
     await asyncio.sleep(0.01)
     supervisor.says("call/1", embedding=b"two", finish=FinishReason.STOP)
     await asyncio.sleep(0.01)
     assert not call.done()
     supervisor.says("call/0", embedding=b"one", finish=FinishReason.STOP)
-    assert await call == [b"one", b"two"]
+    assert [output.embedding for output in await call] == [b"one", b"two"]
     await asyncio.sleep(0.01)
     assert supervisor.aborted == []
 
 
 async def test_one_that_fails_ends_the_call_and_aborts_the_others() -> None:
     supervisor = Supervisor()
-    call = asyncio.create_task(embed(supervisor, checked(message([1], [2], [3]))))
+    call = asyncio.create_task(last_outputs(supervisor, checked(message([1], [2], [3]))))
     await asyncio.sleep(0.01)
     supervisor.says("call/2", embedding=b"three", finish=FinishReason.STOP)
     supervisor.says("call/1", error=messages.Error(Code.INTERNAL, "the model gave nothing"))
@@ -220,7 +220,7 @@ async def test_one_that_fails_ends_the_call_and_aborts_the_others() -> None:
 
 async def test_a_cancelled_call_aborts_what_is_live() -> None:
     supervisor = Supervisor()
-    call = asyncio.create_task(embed(supervisor, checked(message([1], [2]))))
+    call = asyncio.create_task(last_outputs(supervisor, checked(message([1], [2]))))
     await asyncio.sleep(0.01)
     supervisor.says("call/0", embedding=b"one", finish=FinishReason.STOP)
     call.cancel()
@@ -245,7 +245,7 @@ async def test_a_full_queue_refuses_the_whole_call_at_once(
 
     monkeypatch.setattr(supervisor, "submit", counted)
     with pytest.raises(Refusal, match="--max-queued-requests 2") as caught:
-        await embed(supervisor, checked(message([1], [2], [3], [4], [5])))
+        await last_outputs(supervisor, checked(message([1], [2], [3], [4], [5])))
     assert caught.value.error.code == 8
     await asyncio.sleep(0.01)
     assert sorted(supervisor.aborted) == ["call/0", "call/1", "call/2"]
@@ -256,7 +256,7 @@ async def test_a_full_queue_refuses_the_whole_call_at_once(
 
 async def test_a_dead_engine_ends_the_call_as_retryable() -> None:
     supervisor = Supervisor()
-    call = asyncio.create_task(embed(supervisor, checked(message([1], [2]))))
+    call = asyncio.create_task(last_outputs(supervisor, checked(message([1], [2]))))
     await asyncio.sleep(0.01)
     supervisor._died()
     with pytest.raises(Refusal, match="engine died") as caught:

@@ -1,0 +1,58 @@
+"""Which shards suit a request by their roles: a preference, as each serves whatever it is sent.
+
+Long prompts are computed on shards of the role "prefill", which then are left for others once their
+KV blocks are there: no stream waits in a step for the prompt of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.fleet.shard_state import ShardState
+
+# What computes longer prompts by itself delays the streams beside it by more than a few steps.
+PREFILL_TOKENS = 1024
+
+_PREFILL, _DECODE = "prefill", "decode"
+
+
+class Roles:
+    """What suits which stream."""
+
+    def __init__(self, prefill_tokens: int) -> None:
+        """Prompts of at least so many tokens, with the output that is to be computed again, are for
+        prefill shards.
+        """
+        self._prefill_tokens = prefill_tokens
+
+    def prefer(
+        self, stream: FleetStream, shards: Sequence[ShardState], kv_source: str
+    ) -> Sequence[ShardState]:
+        """Those of the shards that suit the stream; all of them if none does. Little is to be
+        computed of one whose KV blocks are at `kv_source`.
+        """
+        num_tokens = len(stream.request.prompt_token_ids) + len(stream.token_ids)
+        is_long = num_tokens >= self._prefill_tokens and not kv_source
+        unsuited = _DECODE if is_long else _PREFILL
+        return [shard for shard in shards if _role(shard) != unsuited] or shards
+
+
+def wants_to_leave(stream: FleetStream) -> bool:
+    """Whether the prompt of a stream was computed by a prefill shard, so that it may go on at
+    another.
+    """
+    shard = stream.shard
+    return (
+        shard is not None
+        and _role(shard) == _PREFILL
+        and stream.attempts[-1].first_output_s is not None
+    )
+
+
+def suits_decode(shard: ShardState) -> bool:
+    return _role(shard) != _PREFILL
+
+
+def _role(shard: ShardState) -> str:
+    return "" if shard.info is None else shard.info.role
