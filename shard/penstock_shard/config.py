@@ -116,8 +116,8 @@ class ShardConfig(ObservingConfig):
     )
     role: str = flag(
         "both",
-        "what routers should send here: long prompts, whose requests go on at other shards once they "
-        "are computed, or all else; needs --kv-peers",
+        "what routers should send here: long prompts, whose requests go on at other shards once "
+        "they are computed, or all else; needs --kv-peers",
         choices=("both", "prefill", "decode"),
     )
     drain_timeout_s: float = flag(30.0, "on SIGTERM, how long that may take", at_least=0)
