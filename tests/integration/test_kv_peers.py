@@ -14,7 +14,16 @@ import grpc
 import pytest
 from support.processes import Shard, free_port, running
 
-from penstock_client import Fleet, GenerationRequest, SamplingParams, ShardClient
+from penstock_client import (
+    Attempt,
+    Fleet,
+    GenerationRequest,
+    InvalidRequest,
+    NotServed,
+    SamplingParams,
+    ShardClient,
+    ShardUnavailable,
+)
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import KvTransferStub
 
@@ -22,10 +31,10 @@ _CLIENTS, _PEERS = "the key of clients", "the key of peers"
 _PROMPT = list(range(1, 161))
 
 
-def _fetched(port: int) -> int:
+def _metric(port: int, name: str) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    (line,) = (line for line in lines if line.startswith("penstock_shard_kv_fetched_blocks_total "))
+    (line,) = (line for line in lines if line.startswith(f"penstock_shard_{name} "))
     return int(float(line.split()[1]))
 
 
@@ -117,6 +126,97 @@ async def test_without_peers_the_service_is_not_there(tmp_path: Path) -> None:
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_blocks_are_fetched_while_their_request_runs_elsewhere(shards: list[Shard]) -> None:
+    rng = random.Random(11)
+    request = GenerationRequest(
+        [rng.randrange(500) for _ in range(300)], SamplingParams(seed=1), max_tokens=60
+    )
+    there, here = (ShardClient(shard.address, api_key=_CLIENTS) for shard in shards)
+    async with there, here:
+        async with there.submit(request) as stream:
+            first = await anext(stream)
+            source = Attempt(kv_source=shards[0].address)
+            # All whole blocks but the last, which is computed here too.
+            assert await here.prefetch(request, source) == 272
+            rest = [token_id async for output in stream for token_id in output.token_ids]
+        async with here.submit(request) as stream:
+            outputs = [output async for output in stream]
+    assert outputs[0].cached_tokens == 272
+    assert [id_ for output in outputs for id_ in output.token_ids] == [*first.token_ids, *rest]
+
+
+async def test_what_cannot_be_fetched_is_no_error(shards: list[Shard]) -> None:
+    request = GenerationRequest(list(range(1, 301)), cache_salt="nobody's")
+    async with ShardClient(shards[1].address, api_key=_CLIENTS) as client:
+        for source in ("", "127.0.0.1:9", shards[0].address):
+            assert await client.prefetch(request, Attempt(kv_source=source)) == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "attempt", "error", "text"),
+    [
+        (GenerationRequest([1, 10**6]), Attempt(), InvalidRequest, "prompt_token_ids"),
+        (GenerationRequest([1], adapter="no"), Attempt(), NotServed, "adapter is not served"),
+        (GenerationRequest([1]), Attempt(instance_id="x"), ShardUnavailable, "this is another"),
+    ],
+)
+async def test_a_prefetch_of_what_could_not_run_is_refused_as_that_would_be(
+    shards: list[Shard],
+    request_: GenerationRequest,
+    attempt: Attempt,
+    error: type[Exception],
+    text: str,
+) -> None:
+    async with ShardClient(shards[1].address, api_key=_CLIENTS) as client:
+        with pytest.raises(error, match=text):
+            await client.prefetch(request_, attempt)
+
+
+async def test_a_shard_without_peers_is_not_told_to_fetch(tmp_path: Path) -> None:
+    alone = Shard(tmp_path / "log")
+    with running(alone):
+        async with ShardClient(alone.address) as client:
+            assert "prefetch" not in (await client.info()).capabilities
+            prompt = GenerationRequest([1] * 200)
+            assert await client.prefetch(prompt, Attempt(kv_source="127.0.0.1:1")) == 0
+
+
+async def test_long_prompts_are_computed_on_one_shard_and_go_on_at_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", _CLIENTS)
+    monkeypatch.setenv("PENSTOCK_KV_PEER_KEY", _PEERS)
+    first, second = free_port(), free_port()
+    flags = ("--step-ms", "5", "--kv-host-bytes", "4M", "--check-integrity")
+    prefill = Shard(
+        tmp_path / "prefill",
+        *(*flags, "--role", "prefill", "--kv-peers", f"localhost:{second}"),
+        port=first,
+    )
+    decode = Shard(
+        tmp_path / "decode",
+        *(*flags, "--role", "decode", "--kv-peers", f"localhost:{first}"),
+        port=second,
+    )
+    events: list[tuple[str, str]] = []
+    with running(prefill, decode):
+        addresses = [prefill.address, decode.address]
+        fleet = Fleet(
+            addresses, api_key=_CLIENTS, prefill_tokens=200, observe=lambda *e: events.append(e)
+        )
+        async with fleet:
+            while not all(shard.ready for shard in fleet.shards):
+                await asyncio.sleep(0.02)
+            for length, attempts in ((250, addresses), (100, addresses[1:])):
+                prompt = GenerationRequest([5] * length, SamplingParams(seed=2), max_tokens=100)
+                async with fleet.submit(prompt) as stream:
+                    moved = [id_ async for output in stream for id_ in output.token_ids]
+                assert [attempt.shard for attempt in stream.attempts] == attempts
+                pinned = dataclasses.replace(prompt, shard=addresses[1], cache_salt="calm")
+                assert await _tokens(fleet, pinned) == moved
+    assert events.count(("moved", "role")) == 1
+
+
 async def test_a_drained_shards_blocks_go_where_its_requests_go(
     shards: list[Shard], ports: list[int]
 ) -> None:
@@ -127,7 +227,7 @@ async def test_a_drained_shards_blocks_go_where_its_requests_go(
         )
         for number in range(4)
     ]
-    before = _fetched(ports[2])
+    before = _metric(ports[2], "kv_fetched_blocks_total")
     addresses = [shard.address for shard in shards]
     async with Fleet(addresses, policy="round-robin", api_key=_CLIENTS) as fleet:
         while not all(shard.ready for shard in fleet.shards):
@@ -138,8 +238,9 @@ async def test_a_drained_shards_blocks_go_where_its_requests_go(
             async for _ in client.drain(hand_over=True):
                 pass
         outputs = await asyncio.gather(*running_)
-    # How many depends on how soon the machine had them there.
-    assert _fetched(ports[2]) > before
+    # Each moved once its blocks were there.
+    assert _metric(ports[2], 'requests_total{outcome="fetched"}') >= 2
+    assert _metric(ports[2], "kv_fetched_blocks_total") > before
     async with Fleet(addresses[1:], api_key=_CLIENTS) as fleet:
         assert outputs == [await _tokens(fleet, _salted(request)) for request in requests]
 

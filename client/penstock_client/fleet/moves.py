@@ -79,8 +79,7 @@ class Moves:
             return False
         if stream in self._calls or stream in self._waiting.get(_address(stream), ()):
             return True
-        num_tokens = len(stream.request.prompt_token_ids) + len(stream.token_ids)
-        if not plan.can_prefetch or num_tokens < _LEAST_TOKENS:
+        if not plan.can_prefetch or _num_tokens(stream) < _LEAST_TOKENS:
             return False
         waiting = self._waiting.setdefault(_address(stream), {})
         waiting[stream] = self._clock() + _MOST_S
@@ -119,7 +118,7 @@ class Moves:
                 self._put_due([stream])
 
     async def _prefetch(self, stream: FleetStream, timeout_s: float) -> ShardState | None:
-        """The shard that has fetched what could be had of the stream's blocks; None if none has."""
+        """The shard that has most of the stream's blocks now; None if none has."""
         plan = self._plan(stream)
         if plan is None or not plan.can_prefetch or timeout_s <= 0:
             return None
@@ -137,7 +136,11 @@ class Moves:
         if (error := call.exception()) is not None:
             logger.info("%s fetches no KV blocks: %s", plan.shard.address, error)
             return None
-        return plan.shard
+        return plan.shard if 2 * call.result() >= _num_tokens(stream) else None
+
+
+def _num_tokens(stream: FleetStream) -> int:
+    return len(stream.request.prompt_token_ids) + len(stream.token_ids)
 
 
 def _address(stream: FleetStream) -> str:

@@ -7,18 +7,17 @@ import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.fleet_doubles import Make, World, info, settled
 
 from penstock_client import (
     Adapter,
-    Attempt,
     DeadlineExceeded,
     FinishReason,
     GenerationRequest,
-    GenerationStream,
     InvalidRequest,
     LoadReport,
     Logprobs,
@@ -27,158 +26,20 @@ from penstock_client import (
     Objective,
     Output,
     Overloaded,
-    Patience,
     PenstockError,
     PoisonousRequest,
     SamplingParams,
     ShardFailed,
-    ShardInfo,
-    ShardLimits,
     ShardState,
     ShardUnavailable,
     ThinkingBudget,
     Unauthenticated,
 )
-from penstock_client.fleet.failover import Continuations
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.output_verification import Verification
 from penstock_client.load_balancing.base import Candidate, Decision
-from penstock_client.load_balancing.policies import make_policy
 from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_common.tracing.spans import SpanContext
-
-_instances = itertools.count()
-
-
-def info(address: str, **differences: object) -> ShardInfo:
-    facts = ShardInfo(
-        address=address,
-        schema_revision=2,
-        min_schema_revision=1,
-        version="1",
-        instance_id=f"engine {next(_instances)}",
-        model="m",
-        model_aliases=(),
-        revision="",
-        architecture="",
-        weights_hash="w",
-        tokenizer_hash="t",
-        max_model_len=100,
-        vocab_size=1000,
-        eos_token_ids=(9,),
-        default_sampling=SamplingParams(temperature=0.5),
-        block_size=16,
-        num_blocks=10,
-        limits=ShardLimits(8, 512, 8, 1000, 20),
-        dtype="",
-        kv_dtype="",
-        device="",
-        attention_backend="",
-        capabilities=frozenset(),
-        batch_invariant=True,
-        numerics_fingerprint="f",
-        adapters={},
-    )
-    return dataclasses.replace(facts, **differences)  # type: ignore[arg-type]
-
-
-@dataclasses.dataclass
-class Sent:
-    """What one shard was asked for."""
-
-    stream: GenerationStream
-    request: GenerationRequest
-    attempt: Attempt
-
-
-class Double:
-    """Stands for a shard's client: keeps what it is sent, answers when the test says so."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.sent: list[Sent] = []
-        self.detached: list[int] = []
-        self.refusal: Exception | None = None
-        self.in_flight = 0
-
-    def attach(
-        self, stream: GenerationStream, request: GenerationRequest, attempt: Attempt
-    ) -> None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.sent.append(Sent(stream, request, attempt))
-
-    def detach(self, stream: GenerationStream) -> None:
-        self.detached.append(stream.attempt)
-
-    async def close(self) -> None:
-        return
-
-
-class World:
-    """Shards and the continuations over them."""
-
-    def __init__(self, *names: str, patience: Patience, **options: Any) -> None:
-        self.shards: dict[str, ShardState] = {}
-        self.events: list[tuple[str, str]] = []
-        self.ended: list[FleetStream] = []
-        self.continuations = Continuations(
-            self.shards,
-            options.pop("policy", make_policy("least-load")),
-            patience,
-            lambda *event: self.events.append(event),
-            self.ended.append,
-            **options,
-        )
-        for name in names:
-            self.add(name)
-
-    def add(self, name: str, **differences: object) -> ShardState:
-        shard = ShardState(name)
-        shard.client = Double(name)  # type: ignore[assignment]
-        shard.update_info(info(name, **differences))
-        shard.load = LoadReport(serving=True, num_blocks=10)
-        self.shards[name] = shard
-        return shard
-
-    def at(self, name: str) -> Double:
-        double = self.shards[name].client
-        assert isinstance(double, Double)
-        return double
-
-    def start(self, **fields: object) -> FleetStream:
-        request = GenerationRequest([1, 2, 3], max_tokens=20, label="x")
-        return self.continuations.start(dataclasses.replace(request, **fields))  # type: ignore[arg-type]
-
-    def where(self, stream: FleetStream) -> str:
-        assert stream.shard is not None
-        return stream.shard.address
-
-    def last(self, stream: FleetStream) -> Sent:
-        return self.at(self.where(stream)).sent[-1]
-
-
-Make = Callable[..., World]
-
-
-@pytest.fixture
-async def make() -> AsyncIterator[Make]:
-    worlds: list[World] = []
-
-    def world(*names: str, wait_s: float = 5.0, attempts: int = 16, **options: Any) -> World:
-        patience = Patience(wait_s=wait_s, attempts=attempts)
-        worlds.append(World(*names, patience=patience, **options))
-        return worlds[-1]
-
-    yield world
-    for each in worlds:
-        each.continuations.close()
-        await asyncio.sleep(0)
-
-
-async def settled() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def test_a_request_goes_on_at_another_shard_with_its_output_and_the_next_attempt(

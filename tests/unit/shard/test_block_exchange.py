@@ -21,6 +21,7 @@ from penstock_shard.ipc.block_messages import (
     InboundSlots,
 )
 from penstock_shard.ipc.messages import FromBlocks, Inbox
+from penstock_shard.ipc.request import FinishReason
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_transfer.arena import Arena, RecordName
 
@@ -68,8 +69,9 @@ class _Shard:
     def of(self, kind: type[_T]) -> list[_T]:
         return [message for message in self.said if isinstance(message, kind)]
 
-    def ask(self, name: str, source: str = "") -> None:
-        self.under_test.engine.submit(make_request(name, _PROMPT, seed=3, kv_source=source))
+    def ask(self, name: str, source: str = "", *, only_fetches: bool = False) -> None:
+        request = make_request(name, _PROMPT, seed=3, kv_source=source, only_fetches=only_fetches)
+        self.under_test.engine.submit(request)
 
     def cached(self, name: str) -> int:
         outputs = self.under_test.outputs
@@ -129,6 +131,46 @@ def test_a_prefix_is_fetched_whatever_layers_keep(groups: tuple[CacheGroup, ...]
     assert target.under_test.engine.load().fetched_blocks_total > 0
     for shard in (source, target):
         shard.under_test.engine.check_integrity()
+
+
+def test_a_request_that_only_fetches_ends_with_its_blocks_and_computes_nothing() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("ahead", "source:1", only_fetches=True)
+    assert target.of(Fetch)[-1].deadline_s == 30.0
+    _carry(source, target)
+    target.under_test.run()
+    (ending,) = target.under_test.endings("ahead")
+    # The last block is to be computed.
+    assert (ending.finish, ending.cached_tokens) == (FinishReason.FETCHED, 144)
+    assert target.under_test.engine.steps_total == 0
+    target.ask("after", "source:1")
+    target.under_test.run()
+    assert len(target.of(Fetch)) == 1
+    assert target.cached("after") == 144
+    assert target.under_test.tokens("after") == source.under_test.tokens("there")
+    target.under_test.engine.check_integrity()
+
+
+def test_a_request_that_only_fetches_and_has_nothing_to_fetch_ends_at_once() -> None:
+    target = _Shard(_ALL)
+    target.ask("nowhere", only_fetches=True)
+    target.under_test.run()
+    (ending,) = target.under_test.endings("nowhere")
+    assert (ending.finish, ending.cached_tokens) == (FinishReason.FETCHED, 0)
+    assert not target.of(Fetch)
+
+
+def test_an_aborted_fetch_ahead_is_over_and_keeps_nothing() -> None:
+    target = _Shard(_ALL)
+    target.ask("ahead", "source:1", only_fetches=True)
+    target.under_test.engine.abort("ahead", 0)
+    target.under_test.run()
+    (ending,) = target.under_test.endings("ahead")
+    assert ending.finish is FinishReason.ABORTED
+    assert target.of(FetchOver)
+    target.under_test.engine.check_integrity()
 
 
 def test_the_last_block_is_computed_and_compared() -> None:

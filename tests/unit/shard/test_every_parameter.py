@@ -271,8 +271,9 @@ def test_every_part_of_a_submit_is_filled_by_some_field() -> None:
         thinking_budget=ThinkingBudget(7, 5, 6),
     )
     full, plain = submitted(sent), submitted(PLAIN)
-    # Of an attempt, of a continued request, and of embeddings.
+    # Of an attempt, of a continued request, and of other calls.
     others = {"request_id", "attempt", "hand_back", "kv_source", "output", "pooling"}
+    others.add("only_fetches")
     for name in set(Request.__struct_fields__) - others:
         assert getattr(full, name) != getattr(plain, name), name
     assert (full.request_id, full.attempt, full.hand_back) == ("id", 2, True)

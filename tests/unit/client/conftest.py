@@ -1,0 +1,5 @@
+"""Fixtures of the client's tests."""
+
+from support.fleet_doubles import make
+
+__all__ = ["make"]
