@@ -98,3 +98,25 @@ async def test_a_shard_that_is_killed_leaves_the_next_one_what_is_on_disk(tmp_pa
                 await asyncio.sleep(2)
                 shard.process.kill()
                 shard.process.wait()
+
+
+@pytest.mark.timeout(600)
+async def test_a_shard_that_ends_leaves_the_next_one_also_what_was_used_once(
+    tmp_path: Path,
+) -> None:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(1000) for _ in range(_LENGTH)] for _ in range(_COUNT)]
+    flags = ["--step-ms", "1", "--kv-host-bytes", "1M", "--check-integrity"]
+    flags += ["--kv-disk", str(tmp_path / "disk"), "--kv-disk-bytes", "64M"]
+    answers: list[tuple[list[list[int]], float]] = []
+    for number in range(2):
+        shard = Shard(tmp_path / f"log{number}", *flags)
+        with running(shard):
+            async with ShardClient(shard.address) as client:
+                answers.append(await _ask_all(client, prompts))
+            assert shard.terminate() == 0
+        assert "not all KV blocks" not in shard.log
+    (calm, cold), (after, found) = answers
+    assert (after, cold) == (calm, 0)
+    # All whole blocks, though host memory has room for few of them.
+    assert found >= 0.9

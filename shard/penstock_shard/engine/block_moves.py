@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from penstock_shard.engine.final_saves import FinalSaves
 from penstock_shard.engine.pending_fetches import PendingFetches
 from penstock_shard.engine.pending_reads import PendingReads
 from penstock_shard.ipc.block_messages import Distrust
@@ -40,6 +41,8 @@ class BlockMoves:
         self.send: Callable[[FromBlocks], None] = lambda message: None
         # Sequences that wait no more.
         self._ready: list[Sequence] = []
+        # Once the shard ends.
+        self._final: FinalSaves | None = None
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +143,23 @@ class BlockMoves:
                 self.tier.save(save)
         if self.exports is not None:
             self.exports.advance()
+
+    def save_all(self) -> None:
+        """Nothing runs, nor will: have all that is cached written to disk, if there is one."""
+        if self._final is None and self.reads is not None:
+            self._final = FinalSaves(self.tier, self._blocks.prefixes, self.reads.disk)
+        if self._final is not None:
+            self._final.advance(self._most_saves)
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether `save_all` has something to do now."""
+        return self.reads is not None and (self._final is None or self._final.has_work)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether `save_all` has nothing to do any more."""
+        return self._final is not None and self._final.is_over
 
     def counts(self) -> dict[str, int]:
         """Fields of `Load`."""

@@ -66,6 +66,8 @@ class Engine:
         self._in_flight: deque[Batch] = deque()
         # Whether the oldest of them is to be collected before another is launched.
         self._is_due = False
+        # The shard ends once its requests have.
+        self._drains = False
         self.steps_total = 0
         self._steps_seconds_total = 0.0
         self._sequences_total = 0
@@ -79,7 +81,9 @@ class Engine:
         """Whether there is a step to launch or to collect, or blocks to copy."""
         if len(self._live) > self._num_held_back or self._in_flight:
             return True
-        return self._moves is not None and self._moves.has_work
+        if self._moves is None:
+            return False
+        return self._moves.has_work or (self._is_ending and self._moves.has_unsaved)
 
     @property
     def _num_held_back(self) -> int:
@@ -115,7 +119,8 @@ class Engine:
             self._matchers.add(sequence)
 
     def take_blocks(self, message: Inbox) -> None:
-        """Take what the server says of blocks of other shards."""
+        """Take what the server says of blocks of other shards, and that the shard drains."""
+        self._drains = self._drains or message.drains
         if self._moves is not None:
             self._moves.take(message)
 
@@ -183,6 +188,7 @@ class Engine:
             kept_states=self._blocks.num_kept_states,
             state_hits_total=self._blocks.state_hits_total,
             copied_blocks=self._blocks.prefixes.num_copies,
+            is_saved=self._is_ending and self._moves is not None and self._moves.is_saved,
             **copies,
         )
 
@@ -237,9 +243,8 @@ class Engine:
         if self._moves is not None:
             self._moves.save()
         if not batch.num_rows:
-            if not self._in_flight and self._blocks.has_state_copies:
-                # Sequences may wait for copies of blocks, which these come before.
-                self._runner.copy_states(self._blocks.take_state_copies())
+            if not self._in_flight:
+                self._copy_between_steps()
             return False
         if started := self._scheduler.take_started():
             self._tell_started([sequence.request.request_id for sequence in started])
@@ -248,6 +253,18 @@ class Engine:
         self._runner.launch(batch)
         self._in_flight.append(batch)
         return True
+
+    def _copy_between_steps(self) -> None:
+        """No step runs: do what need not, or cannot, wait for one."""
+        if self._blocks.has_state_copies:
+            # Sequences may wait for copies of blocks, which these come before.
+            self._runner.copy_states(self._blocks.take_state_copies())
+        if self._moves is not None and self._is_ending:
+            self._moves.save_all()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._drains and not self._live
 
     def _expect(self, now_s: float) -> None:
         """Note that the oldest step that is not collected begins now."""

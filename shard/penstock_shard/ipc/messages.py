@@ -74,6 +74,8 @@ class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
     # Numbers of exports that need not stay in memory any more.
     exports_over: list[int] = []
     arrivals: list[Arrival] = []
+    # The shard ends once its requests have.
+    drains: bool = False
 
 
 ToEngine = Start | Inbox
@@ -206,6 +208,8 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     fetched_blocks_total: int = 0
     refused_blocks_total: int = 0
     exported_blocks_total: int = 0
+    # Of a shard that drains: nothing runs, and all that was cached is on disk.
+    is_saved: bool = False
 
     @property
     def computed_tokens_total(self) -> int:

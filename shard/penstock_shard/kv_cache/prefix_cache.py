@@ -236,6 +236,18 @@ class PrefixCache:
         prefix.num_users += 1
         self._wishes[key] = Save(prefix, group, block_id, cached.insertion)
 
+    def cached_blocks(self) -> list[tuple[Prefix, int]]:
+        """The prefixes and groups of all that is cached in blocks, or copied."""
+        pools = (*self._pools, *self._host_pools)
+        cached = (each for pool in pools for each in pool.cached.values())
+        # Once each: a block and its copy have the same name.
+        return list(dict.fromkeys((each.prefix, each.group) for each in cached))
+
+    def save_of(self, prefix: Prefix, group: int) -> Save:
+        """A cached block that steps have computed is to be copied; as those of `take_saves`."""
+        prefix.num_users += 1
+        return Save(prefix, group, prefix.block_ids[group], 0)
+
     def take_saves(self, most: int, computed: int) -> list[Save]:
         """Blocks to be copied before the next launch, `most` of them besides those that are reused
         by it. Their prefixes have a user more, which leaves by `keep` or `leave`. Steps that are

@@ -91,6 +91,16 @@ class DiskTier:
         since_s = self._busy_since_s
         return since_s is not None and self._clock() - since_s > _HUNG_S
 
+    @property
+    def has_room(self) -> bool:
+        """Whether less waits to be written than half of what may."""
+        return 2 * self._write_bytes < self._max_bytes
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether anything waits to be written, or is being written."""
+        return bool(self._written)
+
     def has(self, group: int, digest: bytes) -> bool:
         """Whether the disk has the block, though maybe damaged."""
         return self._segments.has((group, digest))

@@ -68,9 +68,8 @@ class HostTier:
             return False
         self._runner.write_block(group, load.block_id, block)
         self.loaded_total += 1
-        # The disk may have deleted it by its age, but it is in use. What a peer sent stays off it.
-        if self.checks is None or not self.checks.is_foreign(prefix, group):
-            self._pass_on(load.slot, prefix, group)
+        # The disk may have deleted it by its age, but it is in use.
+        self.write(prefix, group)
         return True
 
     def save(self, save: Save) -> None:
@@ -86,7 +85,7 @@ class HostTier:
             )
             self._prefixes.keep(prefix, group, slot)
             self.saved_total += 1
-            self._pass_on(slot, prefix, group)
+            self.write(prefix, group)
             if self.checks is not None:
                 self.checks.compare(prefix, group, slot)
         self._prefixes.leave(prefix)
@@ -99,9 +98,14 @@ class HostTier:
             self._arena.put(slot, group, record)
             self._prefixes.keep(prefix, group, slot)
 
-    def _pass_on(self, slot: int, prefix: Prefix, group: int) -> None:
-        if self._disk is not None:
-            self._disk.save(name_of(prefix, group), lambda: bytes(self._arena.record(slot, group)))
+    def write(self, prefix: Prefix, group: int) -> None:
+        """Have a copy written to disk, if there is one; but what a peer sent stays off it."""
+        if self._disk is None or (
+            self.checks is not None and self.checks.is_foreign(prefix, group)
+        ):
+            return
+        slot = prefix.slots[group]
+        self._disk.save(name_of(prefix, group), lambda: bytes(self._arena.record(slot, group)))
 
 
 def name_of(prefix: Prefix, group: int) -> RecordName:

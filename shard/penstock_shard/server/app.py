@@ -310,3 +310,8 @@ async def drain(engine: EngineSupervisor, servicer: ShardServicer, config: Shard
     while (engine.num_live or servicer.num_unread) and loop.time() < end_s:
         await asyncio.sleep(0.05)
     engine.end_all("the shard is shutting down")
+    while config.kv_disk is not None and engine.serving and not engine.load.is_saved:
+        if loop.time() >= end_s:
+            logger.warning("not all KV blocks were written to disk in --drain-timeout-s")
+            return
+        await asyncio.sleep(0.05)

@@ -367,6 +367,8 @@ class EngineSupervisor:
         """Accept no more requests; with `hand_over` clients are asked to move theirs elsewhere."""
         self.draining = True
         self.handing_over = self.handing_over or hand_over
+        self._inbox.drains = True
+        self._schedule_flush()
         self._notify()
 
     async def run(self) -> None:
