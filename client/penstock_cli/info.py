@@ -62,6 +62,7 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
         ("KV blocks", f"{load.referenced_blocks} of {info.num_blocks} in use, "
                       f"{info.block_size} tokens each"),
         ("KV memory", _kv_memory(info)),
+        ("KV copies", _copies(info, load)),
         ("layers' states", _states(info)),
         ("requests", f"{load.running} running, {load.waiting} waiting"),
         ("steps", load.steps_total),
@@ -85,6 +86,20 @@ def _kv_memory(info: ShardInfo) -> str:
     return (
         f"{info.kv_bytes_per_token:,} bytes a token, {_mebibytes(info.kv_bytes_per_sequence)} a "
         f"sequence of {info.max_model_len} tokens, of which {info.kv_sequences} fit"
+    )
+
+
+def _copies(info: ShardInfo, load: LoadReport) -> str:
+    def told(num_blocks: int) -> str:
+        num_tokens = num_blocks * info.block_size
+        return f"{num_tokens:,} tokens ({_mebibytes(num_tokens * info.kv_bytes_per_token)})"
+
+    if not (load.copied_blocks or load.disk_blocks):
+        return "none"
+    return (
+        f"{told(load.copied_blocks)} in memory, {told(load.disk_blocks)} on disk; used "
+        f"{told(load.loaded_blocks_total)}, from other shards {told(load.fetched_blocks_total)}, "
+        f"to them {told(load.exported_blocks_total)}"
     )
 
 

@@ -175,6 +175,11 @@ class AttemptRecord:
     ended_because: str = ""
     # The parent id of the shard's span, if attempts are traced.
     span_id: str = ""
+    # Of the prompt and the output before it: how many tokens there were, how many of them the shard
+    # found cached, and which other shard it could ask for their KV blocks ("" is none).
+    num_tokens: int = 0
+    cached_tokens: int | None = None
+    kv_source: str = ""
 
 
 class FinishReason(enum.Enum):
@@ -371,6 +376,13 @@ class LoadReport:
     computed_tokens_total: int = 0
     # Increases whenever the set of loaded adapters changes.
     adapters_revision: int = 0
+    # KV blocks of which memory and disk have copies; and over the life of the engine those copied
+    # back, those that came from other shards, and those that went there.
+    copied_blocks: int = 0
+    disk_blocks: int = 0
+    loaded_blocks_total: int = 0
+    fetched_blocks_total: int = 0
+    exported_blocks_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

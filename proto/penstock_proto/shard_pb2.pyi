@@ -407,7 +407,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("instance_id", "running", "waiting", "queued_prompt_tokens", "referenced_blocks", "num_blocks", "steps_total", "step_running_s", "engine_beat_age_s", "serving", "draining", "running_tokens", "preemptions_total", "handing_over", "steps_seconds_total", "computed_tokens_total", "adapters_revision")
+    __slots__ = ("instance_id", "running", "waiting", "queued_prompt_tokens", "referenced_blocks", "num_blocks", "steps_total", "step_running_s", "engine_beat_age_s", "serving", "draining", "running_tokens", "preemptions_total", "handing_over", "steps_seconds_total", "computed_tokens_total", "adapters_revision", "copied_blocks", "disk_blocks", "loaded_blocks_total", "fetched_blocks_total", "exported_blocks_total")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +425,11 @@ class LoadReport(_message.Message):
     STEPS_SECONDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_REVISION_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    EXPORTED_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     running: int
     waiting: int
@@ -442,7 +447,12 @@ class LoadReport(_message.Message):
     steps_seconds_total: float
     computed_tokens_total: int
     adapters_revision: int
-    def __init__(self, instance_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., referenced_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps_total: _Optional[int] = ..., step_running_s: _Optional[float] = ..., engine_beat_age_s: _Optional[float] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., running_tokens: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., handing_over: _Optional[bool] = ..., steps_seconds_total: _Optional[float] = ..., computed_tokens_total: _Optional[int] = ..., adapters_revision: _Optional[int] = ...) -> None: ...
+    copied_blocks: int
+    disk_blocks: int
+    loaded_blocks_total: int
+    fetched_blocks_total: int
+    exported_blocks_total: int
+    def __init__(self, instance_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., referenced_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps_total: _Optional[int] = ..., step_running_s: _Optional[float] = ..., engine_beat_age_s: _Optional[float] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., running_tokens: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., handing_over: _Optional[bool] = ..., steps_seconds_total: _Optional[float] = ..., computed_tokens_total: _Optional[int] = ..., adapters_revision: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., loaded_blocks_total: _Optional[int] = ..., fetched_blocks_total: _Optional[int] = ..., exported_blocks_total: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("limit_ms", "hand_over")

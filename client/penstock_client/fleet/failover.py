@@ -182,6 +182,7 @@ class Continuations:
         if stream.engine_deaths and len(stream.token_ids) - stream.taken_up_at >= TRIAL_TOKENS:
             self._clear(stream)
         if output.cached_tokens is not None and shard is not None and info is not None:
+            stream.attempts[-1].cached_tokens = output.cached_tokens
             self._policy.learn(
                 shard.address, info.instance_id, stream.request, output.cached_tokens
             )
@@ -382,7 +383,9 @@ class Continuations:
             kv_source=plan.kv_source,
         )
         shard.client.attach(stream, request, attempt)
-        shard.record_sent(len(request.prompt_token_ids) + len(request.output_token_ids), now_s)
+        record.num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        record.kv_source = plan.kv_source
+        shard.record_sent(record.num_tokens, now_s)
         self._stop_waiting(stream)
         stream.waiting_since_s = now_s
         stream.shard, stream.info = shard, info

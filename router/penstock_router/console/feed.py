@@ -249,6 +249,9 @@ def describe_request(record: RequestRecord) -> dict[str, Any]:
                 "ended_at": at(attempt.ended_s),
                 "reason": attempt.reason,
                 "ended_because": attempt.ended_because,
+                "tokens": attempt.num_tokens,
+                "cached_tokens": attempt.cached_tokens,
+                "kv_source": attempt.kv_source,
             }
             for sequence, attempts in enumerate(record.sequences)
             for attempt in attempts

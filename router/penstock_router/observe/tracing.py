@@ -124,6 +124,9 @@ def _attempt(
                 "server.port": int(port),
                 "error.type": attempt.ended_because or None,
                 "penstock.shard.reason": attempt.reason,
+                "penstock.shard.tokens": attempt.num_tokens or None,
+                "penstock.shard.cached_tokens": attempt.cached_tokens,
+                "penstock.shard.kv_source": attempt.kv_source or None,
                 **where,
             }
         ),

@@ -63,6 +63,20 @@ async def test_a_stream_goes_on_where_it_runs_until_its_blocks_are_where_it_goes
     assert world.events[-2:] == [("moved", "drain"), ("sent", "only")]
 
 
+async def test_of_each_attempt_it_is_known_what_was_cached_and_whose_blocks_it_had(
+    make: Make,
+) -> None:
+    world = _world(make, "a")
+    (stream,) = _running(world)
+    world.add("b", capabilities=_PEERS)
+    await _drain(world, "a")
+    world.at("b").prefetches[0][2].set_result(200)
+    await settled()
+    stream.feed(Output([11], 1, cached_tokens=192))
+    found = [(each.num_tokens, each.cached_tokens, each.kv_source) for each in stream.attempts]
+    assert found == [(200, None, ""), (201, 192, "a")]
+
+
 @pytest.mark.parametrize("answer", [ShardUnavailable("gone"), TimeoutError(), 10])
 async def test_a_stream_moves_without_its_blocks_if_they_cannot_be_had(
     make: Make, answer: Exception | int

@@ -54,10 +54,12 @@ function attempts(record) {
   return make("ol", { className: "attempts" }, ...record.attempts.map((attempt) => {
     const first = attempt.first_token_at === null ? "no token yet" : `first token after ${duration(attempt.first_token_at - attempt.sent_at)}`;
     const end = attempt.ended_because ? `ended: ${words(attempt.ended_because)}` : "";
+    const kv = attempt.cached_tokens ? `${count(attempt.cached_tokens)} of ${count(attempt.tokens)} tokens cached` : "";
+    const from = attempt.kv_source ? `KV from ${attempt.kv_source}` : "";
     const which = attempt.sequence ? `sequence ${attempt.sequence + 1}` : "";
     return make("li", { className: colourOf(attempt.shard) },
       make("span", { className: "swatch" }), make("span", { className: "mono", textContent: attempt.shard }),
-      make("span", { className: "quiet", textContent: [which, `chosen: ${words(attempt.reason)}`, first].filter(Boolean).join(" · ") }),
+      make("span", { className: "quiet", textContent: [which, `chosen: ${words(attempt.reason)}`, first, kv, from].filter(Boolean).join(" · ") }),
       end ? make("span", { className: "why", textContent: end }) : null);
   }));
 }
