@@ -306,6 +306,9 @@ class ShardConfig(ObservingConfig):
         "--tls-cert-file",
         metavar="FILE",
     )
+    kv_peer_server_name: str | None = flag(
+        None, "the name in their certificates (default: what of --kv-peers is connected to)"
+    )
     check_integrity: bool = flag(
         False,
         "whenever the engine is idle, count again which request has which KV block; an engine "

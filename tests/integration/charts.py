@@ -65,6 +65,19 @@ CASES: dict[str, Values] = {
         "resumeKey": {"existingSecret": "penstock"},
         "shard": {"hubToken": {"existingSecret": "hub"}},
     },
+    "peers": {
+        "models": [
+            {**QWEN, "name": "prompts", "kvHostMemory": "8G", "role": "prefill"},
+            {**QWEN, "name": "tokens", "kvHostMemory": "8G", "role": "decode"},
+            {"name": "toy"},
+        ],
+        "kvPeerKey": {"existingSecret": "penstock"},
+    },
+    "peers over tls": {
+        "shard": {"kvHostMemory": "512M"},
+        "kvPeerKey": {"existingSecret": "penstock", "key": "peers"},
+        "shardTls": {**SHARD_TLS, "mutual": True},
+    },
     "https": {"router": {"tls": {"existingSecret": "router-tls"}}},
     "tls to shards": {"shardTls": SHARD_TLS},
     "tls both ways": {

@@ -436,6 +436,26 @@ def test_only_the_router_prometheus_and_pods_of_the_same_shard_reach_a_shard() -
     assert len(policy["spec"]["ingress"]) == 1
 
 
+def test_shards_of_one_checkpoint_are_peers_and_may_reach_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PENSTOCK_KV_PEER_KEY", "of peers")
+    resources = rendered("peers")
+    shards = [container_of(template) for template in templates_of(resources)]
+    shards = [container for container in shards if container["name"] == "shard"]
+    configs = [parse_shard_config(shard["args"]) for shard in shards]
+    addresses = ("demo-penstock-prompts:50051", "demo-penstock-tokens:50051")
+    assert [(config.kv_peers, config.role) for config in configs] == [
+        (addresses, "prefill"),
+        (addresses, "decode"),
+        ((), "both"),
+    ]
+    env = [{each["name"] for each in shard.get("env", [])} for shard in shards]
+    assert ["PENSTOCK_KV_PEER_KEY" in names for names in env] == [True, True, False]
+    policies = of_kind(resources, "NetworkPolicy")
+    assert [len(policy["spec"]["ingress"]) for policy in policies] == [4, 4, 2]
+
+
 def test_an_ingress_lets_answers_take_their_time_and_come_in_pieces() -> None:
     (ingress,) = of_kind(rendered("ingress, https to the end"), "Ingress")
     annotations = ingress["metadata"]["annotations"]

@@ -124,7 +124,8 @@ def _transfers(config: ShardConfig, memory: int | None) -> BlockTransfers | None
         return None
     tls = None
     if config.kv_peer_ca_file is not None:
-        tls = Tls(config.kv_peer_ca_file, config.tls_cert_file, config.tls_key_file)
+        own = config.tls_cert_file, config.tls_key_file
+        tls = Tls(config.kv_peer_ca_file, *own, server_name=config.kv_peer_server_name)
         tls.check()
     peers = KvPeers(config.kv_peers, config.kv_peer_key, tls)
     return BlockTransfers(map_shared_memory(memory), peers)

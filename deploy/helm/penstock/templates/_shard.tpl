@@ -161,14 +161,50 @@ spec:
 - /etc/penstock/tls/ca.crt
 {{- end }}
 {{- end }}
+{{- with .model.kvHostMemory }}
+- --kv-host-bytes
+- {{ . | quote }}
+{{- end }}
+{{- with include "penstock.peers" . | fromJsonArray }}
+- --kv-peers
+{{- range . }}
+- {{ printf "%s:50051" .fullname | quote }}
+{{- end }}
+{{- if $tls.existingSecret }}
+- --kv-peer-ca-file
+- /etc/penstock/tls/ca.crt
+- --kv-peer-server-name
+- {{ include "penstock.shardServerName" $.root | quote }}
+{{- end }}
+- --role
+- {{ $.model.role }}
+{{- end }}
 {{- range .model.extraArgs }}
 - {{ . | quote }}
 {{- end }}
 {{- end -}}
 
+{{/* Entries of models whose shards fetch KV blocks from each other, as JSON: those of the same checkpoint;
+none without copies or a key. */}}
+{{- define "penstock.peers" -}}
+{{- $peers := list -}}
+{{- if and .model.kvHostMemory .root.Values.kvPeerKey.existingSecret -}}
+{{- $model := .model.model -}}
+{{- range include "penstock.models" .root | fromJsonArray -}}
+{{- if and .kvHostMemory (eq .model $model) -}}
+{{- $peers = append $peers . -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $peers -}}
+{{- end -}}
+
 {{- define "penstock.shardEnv" -}}
 {{- $values := .root.Values -}}
 {{- include "penstock.secretEnv" (dict "name" "PENSTOCK_API_KEY" "secret" (ternary $values.shardApiKey $values.apiKey (not (empty $values.shardApiKey.existingSecret)))) }}
+{{- if include "penstock.peers" . | fromJsonArray }}
+{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_KV_PEER_KEY" "secret" $values.kvPeerKey) }}
+{{- end }}
 {{- include "penstock.secretEnv" (dict "name" "HF_TOKEN" "secret" .model.hubToken) }}
 {{- with .model.extraEnv }}
 {{ toYaml . }}
