@@ -20,11 +20,14 @@ _MAGIC = b"penstock KV\0"
 _DIGEST_BYTES = 16
 _PREAMBLE_BYTES = 4096
 _ALIGNMENT_BYTES = 64
-# Whether there is a record; CRC-32 of what follows in the header; of the block; group, index,
+# State of the slot; CRC-32 of what follows in the header; of the block; group, index,
 # whether it is salted.
 _FIELDS = struct.Struct(f"<IIIIII{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
 _CHECKED_FROM = struct.calcsize("<II")
 _TOKEN_BYTES = 4
+# There is no record; there is one; there is one that a peer sent, and nothing says yet that it did
+# not lie.
+_EMPTY, _PRESENT, _UNPROVEN = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class Arena:
         struct.pack_into(f"<{len(name.token_ids)}I", header, _FIELDS.size, *name.token_ids)
         struct.pack_into("<I", header, 4, zlib.crc32(header[_CHECKED_FROM:]))
         # Last: until now there is no record.
-        struct.pack_into("<I", header, 0, 1)
+        struct.pack_into("<I", header, 0, _PRESENT)
 
     def read(self, slot: int, name: RecordName) -> memoryview | None:
         """The bytes of the block in a slot of the group's pool, until it is written again; None if
@@ -145,8 +148,11 @@ class Arena:
         """The name in a record's header; None if it is damaged, or there is none."""
         if len(header) < self.header_bytes:
             return None
-        is_there, checksum, _, group, *rest, digest, parent = _FIELDS.unpack_from(header)
-        if is_there != 1 or zlib.crc32(header[_CHECKED_FROM : self.header_bytes]) != checksum:
+        state, checksum, _, group, *rest, digest, parent = _FIELDS.unpack_from(header)
+        if (
+            state not in (_PRESENT, _UNPROVEN)
+            or zlib.crc32(header[_CHECKED_FROM : self.header_bytes]) != checksum
+        ):
             return None
         if group >= len(self._pool_of):
             return None
@@ -180,20 +186,32 @@ class Arena:
         checksum: int = _FIELDS.unpack_from(record)[2]
         return zlib.crc32(record[self.header_bytes :]) == checksum
 
-    def put(self, slot: int, group: int, record: bytes | memoryview) -> None:
+    def put(
+        self, slot: int, group: int, record: bytes | memoryview, *, is_proven: bool = True
+    ) -> None:
         """Replace what is in a slot of the group's pool by a record that is whole."""
         pool = self._pool_of[group]
         self.clear(pool, slot)
         start, end = self._start(pool, slot), self._start(pool, slot) + len(record)
         self._memory[start + 4 : end] = record[4:]
         # Last: until now there is no record.
-        self._memory[start : start + 4] = record[:4]
+        self.mark(pool, slot, is_proven=is_proven)
 
     # ---- slots ----
 
     def clear(self, pool: int, slot: int) -> None:
         """Have no record in a slot."""
-        struct.pack_into("<I", self._memory, self._start(pool, slot), 0)
+        struct.pack_into("<I", self._memory, self._start(pool, slot), _EMPTY)
+
+    def mark(self, pool: int, slot: int, *, is_proven: bool) -> None:
+        """Whether what is in a slot is known to be what is computed here."""
+        state = _PRESENT if is_proven else _UNPROVEN
+        struct.pack_into("<I", self._memory, self._start(pool, slot), state)
+
+    def is_proven(self, pool: int, slot: int) -> bool:
+        """As it was marked."""
+        state: int = struct.unpack_from("<I", self._memory, self._start(pool, slot))[0]
+        return state == _PRESENT
 
     def _start(self, pool: int, slot: int) -> int:
         return self._starts[pool] + slot * self._slot_bytes[pool]

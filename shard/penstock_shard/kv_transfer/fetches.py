@@ -94,6 +94,9 @@ class Fetches:
         self._prefixes.unpin(pool, slot)
         self._prefixes.keep(prefix, name.group, slot)
         self._checks.note(prefix, name.group, progress.source)
+        if self._prefixes.slides:
+            # Nothing will prove it.
+            self._arena.mark(pool, slot, is_proven=True)
         self.fetched_total += 1
         return pool, other
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from penstock_shard.kv_cache.block_manager import Load
 from penstock_shard.kv_cache.prefix_cache import PrefixCache, Save
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
@@ -38,7 +40,7 @@ class HostTier:
         how many blocks.
         """
         known: dict[bytes, Prefix] = {}
-        records = sorted(self._arena.names(), key=lambda record: record[1].index)
+        records = sorted(self._proven(), key=lambda record: record[1].index)
         found: list[Prefix] = []
         for slot, name in records:
             parent = known.get(name.parent)
@@ -53,6 +55,15 @@ class HostTier:
             found.append(prefix)
         self._prefixes.use(found)
         return len(found)
+
+    def _proven(self) -> Iterator[tuple[int, RecordName]]:
+        """Records, but for those of which nobody knows any more which peer sent them."""
+        for slot, name in self._arena.names():
+            pool = self._arena.pool_of(name.group)
+            if self._arena.is_proven(pool, slot):
+                yield slot, name
+            else:
+                self._arena.clear(pool, slot)
 
     def load(self, load: Load) -> bool:
         """Copy a block back; False if its copy is gone, or is damaged: then nobody finds it any
@@ -84,10 +95,12 @@ class HostTier:
                 lambda into: self._runner.read_block(group, block_id, into),
             )
             self._prefixes.keep(prefix, group, slot)
+            if self._is_foreign(prefix, group):
+                self._arena.mark(pool, slot, is_proven=False)
             self.saved_total += 1
-            self.write(prefix, group)
             if self.checks is not None:
                 self.checks.compare(prefix, group, slot)
+            self.write(prefix, group)
         self._prefixes.leave(prefix)
 
     def adopt(self, prefix: Prefix, group: int, record: bytes) -> None:
@@ -99,13 +112,13 @@ class HostTier:
             self._prefixes.keep(prefix, group, slot)
 
     def write(self, prefix: Prefix, group: int) -> None:
-        """Have a copy written to disk, if there is one; but what a peer sent stays off it."""
-        if self._disk is None or (
-            self.checks is not None and self.checks.is_foreign(prefix, group)
-        ):
-            return
+        """Have a copy written to disk, if there are both; not what a peer sent and may be a lie."""
         slot = prefix.slots[group]
-        self._disk.save(name_of(prefix, group), lambda: bytes(self._arena.record(slot, group)))
+        if self._disk is not None and slot != NO_BLOCK and not self._is_foreign(prefix, group):
+            self._disk.save(name_of(prefix, group), lambda: bytes(self._arena.record(slot, group)))
+
+    def _is_foreign(self, prefix: Prefix, group: int) -> bool:
+        return self.checks is not None and self.checks.is_foreign(prefix, group)
 
 
 def name_of(prefix: Prefix, group: int) -> RecordName:

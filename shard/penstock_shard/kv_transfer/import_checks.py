@@ -66,9 +66,21 @@ class ImportChecks:
             return
         checksum, source = self._watches[prefix, group]
         self._forget((prefix, group))
-        if checksum != self._arena.checksum(slot, group):
+        if checksum == self._arena.checksum(slot, group):
+            self._prove(prefix)
+        else:
             self._disown(source)
             self._on_lie(source)
+
+    def _prove(self, prefix: Prefix | None) -> None:
+        """A block is what is computed here, and so are all before it, which it depends on."""
+        while prefix is not None:
+            for group, slot in enumerate(prefix.slots):
+                if slot != NO_BLOCK:
+                    self._arena.mark(self._arena.pool_of(group), slot, is_proven=True)
+                for blocks in self._of.values():
+                    blocks.pop((prefix, group), None)
+            prefix = prefix.parent
 
     def _forget(self, watched: tuple[Prefix, int]) -> None:
         del self._watches[watched]

@@ -55,7 +55,12 @@ class _Shard:
     disk: _Disk | None = None
 
     def __post_init__(self) -> None:
-        memory = memoryview(bytearray(2**18))
+        self._memory = memoryview(bytearray(2**18))
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        """The first, or another one in its place."""
+        memory = self._memory
         self.arena = Arena(memory, runner_info(num_blocks=40, cache_groups=self.groups))
         self.under_test: EngineUnderTest = make_engine(
             num_blocks=40,
@@ -100,7 +105,7 @@ def _carry(source: _Shard, target: _Shard, change: Change = lambda index, record
         change(name.index, record)
         free = next(each for each in target.inbound if each[0] == pool)
         target.inbound.remove(free)
-        target.arena.put(free[1], name.group, bytes(record))
+        target.arena.put(free[1], name.group, bytes(record), is_proven=False)
         slots.append(free)
     source.under_test.engine.take_blocks(Inbox([], [], exports_over=[fetch.number]))
     target.under_test.engine.take_blocks(
@@ -276,6 +281,47 @@ def test_blocks_of_other_tokens_than_were_asked_for_are_refused() -> None:
     target.under_test.run()
     assert (target.cached("here"), target.refused) == (0, 3)
     assert not list(target.arena.names())
+
+
+def _blocks_at(shard: _Shard, asker: _Shard, number: int) -> int:
+    """How many blocks it gives another shard of the last prefix that this one wanted."""
+    fetch = asker.of(Fetch)[-1]
+    export = Export(number, fetch.prefix, 0)
+    shard.under_test.engine.take_blocks(Inbox([], [], exports=[export]))
+    shard.under_test.run()
+    shard.under_test.engine.take_blocks(Inbox([], [], exports_over=[number]))
+    return len(shard.of(Exported)[-1].slots)
+
+
+def test_what_came_from_a_peer_goes_to_another_once_it_is_proven() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("here", "source:1", only_fetches=True)
+    _carry(source, target)
+    target.under_test.run()
+    assert _blocks_at(target, target, 101) == 0
+    target.ask("computes its last block")
+    target.under_test.run()
+    assert _blocks_at(target, target, 102) == len(_PROMPT) // 16
+
+
+@pytest.mark.parametrize("is_proven", [False, True])
+def test_the_next_engine_finds_what_came_from_a_peer_if_it_was_proven(is_proven: bool) -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("here", "source:1", only_fetches=True)
+    _carry(source, target)
+    target.under_test.run()
+    if is_proven:
+        target.ask("computes its last block")
+        target.under_test.run()
+    target.start_engine()
+    target.ask("after")
+    target.under_test.run()
+    assert target.cached("after") == (len(_PROMPT) // 16 * 16 if is_proven else 0)
+    assert target.under_test.tokens("after") == source.under_test.tokens("there")
 
 
 def test_what_a_peer_sent_is_not_written_to_disk() -> None:

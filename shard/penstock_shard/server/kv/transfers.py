@@ -240,7 +240,7 @@ class BlockTransfers:
         pool = arena.pool_of(name.group)
         slot = await self._next_slot(pool)
         came.append((pool, slot))
-        arena.put(slot, name.group, record)
+        arena.put(slot, name.group, record, is_proven=False)
         return len(record)
 
     async def _next_slot(self, pool: int) -> int:
