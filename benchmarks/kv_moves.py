@@ -4,8 +4,9 @@
 
 For each length a prompt is computed on the first shard, which gives eight tokens; then the second
 shard goes on after them, once with the first as its source of KV blocks and once, with another
-prompt of the same length, without. Prints the time to the first token of the second shard: what a
-reader sees as a pause. And how much processor time of both shards a fetched megabyte took.
+prompt of the same length, without; and once after it has fetched them ahead, as a drain has it do
+while the request still runs on the first. Prints the time to the first token of the second shard:
+what a reader sees as a pause. And how much processor time of both shards a fetched megabyte took.
 """
 
 from __future__ import annotations
@@ -79,30 +80,42 @@ async def _measure(first: Shard, second: Shard, num_tokens: int, rounds: int) ->
     rng = random.Random(num_tokens)
     async with ShardClient(first.address) as client:
         bytes_per_token = (await client.info()).kv_bytes_per_token
-    fetched, computed, per_mb = list[float](), list[float](), list[float]()
+    ahead, fetched, computed, per_mb = [list[float]() for _ in range(4)]
     for _ in range(rounds):
-        for source, found in ((first.address, fetched), ("", computed)):
-            prompt = [rng.randrange(10, 1000) for _ in range(num_tokens)]
-            begun = await _ask(first, prompt, [])
-            before_s = _cpu_s(first) + _cpu_s(second)
-            answer = await _ask(second, prompt, begun.token_ids, source)
-            used_s = _cpu_s(first) + _cpu_s(second) - before_s
-            found.append(answer.first_s)
-            if source:
-                assert answer.cached_tokens >= num_tokens - 48, answer
-                # The same again, all of which is there: what was not for the fetch.
-                again_s = _cpu_s(first) + _cpu_s(second)
-                await _ask(second, prompt, begun.token_ids)
-                used_s -= _cpu_s(first) + _cpu_s(second) - again_s
-                num_mb = answer.cached_tokens * bytes_per_token / 1e6
-                per_mb.append(1000 * used_s / num_mb)
-    ratio = statistics.median(fetched) / statistics.median(computed)
+        prompts = [[rng.randrange(10, 1000) for _ in range(num_tokens)] for _ in range(3)]
+        begun = [await _ask(first, prompt, []) for prompt in prompts]
+        await _prefetch(second, prompts[0], begun[0].token_ids, first.address)
+        answer = await _ask(second, prompts[0], begun[0].token_ids, first.address)
+        ahead.append(answer.first_s)
+        before_s = _cpu_s(first) + _cpu_s(second)
+        answer = await _ask(second, prompts[1], begun[1].token_ids, first.address)
+        used_s = _cpu_s(first) + _cpu_s(second) - before_s
+        fetched.append(answer.first_s)
+        assert answer.cached_tokens >= num_tokens - 48, answer
+        # The same again, all of which is there: what was not for the fetch.
+        again_s = _cpu_s(first) + _cpu_s(second)
+        await _ask(second, prompts[1], begun[1].token_ids)
+        used_s -= _cpu_s(first) + _cpu_s(second) - again_s
+        per_mb.append(1000 * used_s / (answer.cached_tokens * bytes_per_token / 1e6))
+        computed.append((await _ask(second, prompts[2], begun[2].token_ids)).first_s)
+    cold_s = statistics.median(computed)
     print(
-        f"{num_tokens:6d} tokens: {1000 * statistics.median(fetched):8.0f} ms fetched, "
-        f"{1000 * statistics.median(computed):8.0f} ms computed: {ratio:.3f}; "
+        f"{num_tokens:6d} tokens: {1000 * cold_s:8.0f} ms computed; "
+        f"{_told(fetched, cold_s)} fetched; {_told(ahead, cold_s)} fetched ahead; "
         f"{statistics.median(per_mb):.2f} ms of processors a MB",
         flush=True,
     )
+
+
+def _told(pauses_s: list[float], cold_s: float) -> str:
+    pause_s = statistics.median(pauses_s)
+    return f"{1000 * pause_s:.0f} ms ({pause_s / cold_s:.3f})"
+
+
+async def _prefetch(shard: Shard, prompt: list[int], output: list[int], source: str) -> None:
+    request = GenerationRequest(prompt, output_token_ids=output)
+    async with ShardClient(shard.address) as client:
+        await client.prefetch(request, Attempt(kv_source=source))
 
 
 async def _ask(shard: Shard, prompt: list[int], output: list[int], source: str = "") -> _Answer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -62,16 +63,17 @@ class Moves:
         # By the address of the shard that they leave, those whose blocks are not asked for yet, in
         # the order in which they came, and until when they wait.
         self._waiting: dict[str, dict[FleetStream, float]] = {}
-        self._movers: dict[str, set[asyncio.Task[None]]] = {}
+        # For each address how many tasks take from there.
+        self._num_movers: Counter[str] = Counter()
+        self._movers: set[asyncio.Task[None]] = set()
         self._calls: dict[FleetStream, asyncio.Task[int]] = {}
         # Those that wait no more, and where their blocks are; None: nowhere.
         self._ready: dict[FleetStream, ShardState | None] = {}
 
     def close(self) -> None:
         """Fetch nothing more."""
-        for movers in self._movers.values():
-            for mover in movers:
-                mover.cancel()
+        for mover in self._movers:
+            mover.cancel()
 
     def hold(self, stream: FleetStream, plan: Plan) -> bool:
         """Whether a stream waits until its blocks are where it goes."""
@@ -98,24 +100,27 @@ class Moves:
             call.cancel()
 
     def _start_mover(self, address: str) -> None:
-        movers = self._movers.setdefault(address, set())
-        if len(movers) >= _AT_ONCE:
+        if self._num_movers[address] >= _AT_ONCE:
             return
+        self._num_movers[address] += 1
         moving = run_lasting(lambda: self._move_all(address), "moving requests", pause_s=0.0)
         mover = asyncio.get_running_loop().create_task(moving)
-        movers.add(mover)
-        mover.add_done_callback(movers.discard)
+        self._movers.add(mover)
+        mover.add_done_callback(self._movers.discard)
 
     async def _move_all(self, address: str) -> None:
         while waiting := self._waiting.get(address):
             stream = next(iter(waiting))
             until_s = waiting.pop(stream)
-            if not waiting:
-                del self._waiting[address]
             target = await self._prefetch(stream, until_s - self._clock())
             if _address(stream) == address:
                 self._ready[stream] = target
                 self._put_due([stream])
+        # In the turn in which nobody waits: who comes after it starts another.
+        self._waiting.pop(address, None)
+        self._num_movers[address] -= 1
+        if not self._num_movers[address]:
+            del self._num_movers[address]
 
     async def _prefetch(self, stream: FleetStream, timeout_s: float) -> ShardState | None:
         """The shard that has most of the stream's blocks now; None if none has."""
