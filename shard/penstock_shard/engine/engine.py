@@ -165,7 +165,8 @@ class Engine:
 
     def take_changed_pieces(self) -> dict[int, int]:
         """Pieces of prefixes that came or went since, by name, and the tier where each is now."""
-        return self._blocks.prefixes.held.take(self._scheduler.num_computed_insertions)
+        held = self._blocks.prefixes.held
+        return held.take(self._scheduler.num_computed_insertions) if held.has_untold else {}
 
     def adapter_indices(self) -> set[int]:
         """Adapter indices of sequences that are live, or in a step that is not collected."""

@@ -60,6 +60,11 @@ class HeldPieces:
         """Whether there is something to take without another step."""
         return bool(self._changed) or (self.disk is not None and self.disk.has_changes)
 
+    @property
+    def has_untold(self) -> bool:
+        """Whether there is something to take, now or after another step."""
+        return bool(self._uncomputed) or self.has_changes
+
     def note(self, prefix: Prefix) -> None:
         """A block of this prefix, or a copy of one, came or went."""
         if (prefix.index + 1) % self._each == 0:
@@ -74,8 +79,6 @@ class HeldPieces:
             for index, digest in self.disk.take_changes(_MOST_TAKEN):
                 if (index + 1) % self._each == 0:
                     self._changed[digest] = None
-        if not self._changed and not self._uncomputed:
-            return {}
         digests = self._uncomputed
         while self._changed and len(digests) < _MOST_TAKEN:
             digests.append(self._changed.popitem()[0])
