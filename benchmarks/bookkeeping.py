@@ -91,12 +91,13 @@ def measure(runner: Runner, args: argparse.Namespace) -> None:
     launch = timed.launch = _Timed(timed.launch)
     collect = timed.collect = _Timed(timed.collect)
     step, encode = _Timed(engine.step), _Timed(encode_frame)
+    take_pieces = _Timed(engine.take_changed_pieces)
     for number in range(args.sequences):
         engine.submit(_request(number, info.vocab_size, args.steps + 40))
     while len(step.seconds) < args.steps:
         outputs = step()
-        encode(StepOutputs(outputs, engine.load()))
-    report(args, step, schedule, launch, collect, encode)
+        encode(StepOutputs(outputs, engine.load(), take_pieces()))
+    report(args, step, schedule, launch, collect, encode, take_pieces)
 
 
 def _request(number: int, vocab_size: int, max_tokens: int) -> Request:
@@ -117,13 +118,14 @@ def report(
     launch: _Timed,
     collect: _Timed,
     encode: _Timed,
+    take_pieces: _Timed,
 ) -> None:
     def median_ms(values: Sequence[float]) -> float:
         return 1000 * statistics.median(values[len(values) // 2 :])
 
     runner_ms = median_ms(launch.seconds) + median_ms(collect.seconds)
     take_ms = median_ms(step.seconds) - runner_ms - median_ms(schedule.seconds)
-    encode_ms = median_ms(encode.seconds)
+    encode_ms = median_ms(encode.seconds) + median_ms(take_pieces.seconds)
     whole_ms = median_ms(step.seconds) + encode_ms
     rows = {
         "runner": runner_ms,

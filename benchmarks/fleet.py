@@ -30,6 +30,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def run(
     conversations = make_trace(
         random.Random(seed), shards=shards, seconds=seconds, starts_per_s=rate
     )
-    fleet = SimulatedFleet(shards, make_policy(policy))
+    fleet = SimulatedFleet(shards, partial(make_policy, policy))
 
     def progress(now_s: float) -> None:
         doing = "" if now_s < seconds else ", no more arrivals"

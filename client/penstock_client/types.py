@@ -386,6 +386,18 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksReport:
+    """Pieces of prefixes that a shard holds, or no longer does: names by `Tier`. All that it holds
+    is in the reports from one that begins a snapshot to one that ends it.
+    """
+
+    pieces: Mapping[int, Sequence[int]]
+    instance_id: str = ""
+    snapshot_begins: bool = False
+    snapshot_ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DrainProgress:
     """How much work a draining shard has left."""
 

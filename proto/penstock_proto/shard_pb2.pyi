@@ -454,6 +454,28 @@ class LoadReport(_message.Message):
     exported_blocks_total: int
     def __init__(self, instance_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., referenced_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps_total: _Optional[int] = ..., step_running_s: _Optional[float] = ..., engine_beat_age_s: _Optional[float] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., running_tokens: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., handing_over: _Optional[bool] = ..., steps_seconds_total: _Optional[float] = ..., computed_tokens_total: _Optional[int] = ..., adapters_revision: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., loaded_blocks_total: _Optional[int] = ..., fetched_blocks_total: _Optional[int] = ..., exported_blocks_total: _Optional[int] = ...) -> None: ...
 
+class WatchBlocksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BlocksReport(_message.Message):
+    __slots__ = ("instance_id", "snapshot_begins", "snapshot_ends", "device", "host", "disk", "gone")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_BEGINS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ENDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    snapshot_begins: bool
+    snapshot_ends: bool
+    device: _containers.RepeatedScalarFieldContainer[int]
+    host: _containers.RepeatedScalarFieldContainer[int]
+    disk: _containers.RepeatedScalarFieldContainer[int]
+    gone: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, instance_id: _Optional[str] = ..., snapshot_begins: _Optional[bool] = ..., snapshot_ends: _Optional[bool] = ..., device: _Optional[_Iterable[int]] = ..., host: _Optional[_Iterable[int]] = ..., disk: _Optional[_Iterable[int]] = ..., gone: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("limit_ms", "hand_over")
     LIMIT_MS_FIELD_NUMBER: _ClassVar[int]

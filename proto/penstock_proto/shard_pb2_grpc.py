@@ -59,6 +59,11 @@ class ShardStub:
                 request_serializer=penstock__proto_dot_shard__pb2.WatchLoadRequest.SerializeToString,
                 response_deserializer=penstock__proto_dot_shard__pb2.LoadReport.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/penstock.v1.Shard/WatchBlocks',
+                request_serializer=penstock__proto_dot_shard__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=penstock__proto_dot_shard__pb2.BlocksReport.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_stream(
                 '/penstock.v1.Shard/Drain',
                 request_serializer=penstock__proto_dot_shard__pb2.DrainRequest.SerializeToString,
@@ -128,6 +133,15 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request, context):
+        """Which pieces of prefixes the shard holds, and where: all of them first, then what changed, at
+        most ten times a second. A hint for who chooses a shard: nothing that is said makes a request
+        right or wrong. Silence means that nothing changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Admit nothing more; report what is left until nothing is.
         """
@@ -190,6 +204,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.WatchLoad,
                     request_deserializer=penstock__proto_dot_shard__pb2.WatchLoadRequest.FromString,
                     response_serializer=penstock__proto_dot_shard__pb2.LoadReport.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=penstock__proto_dot_shard__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=penstock__proto_dot_shard__pb2.BlocksReport.SerializeToString,
             ),
             'Drain': grpc.unary_stream_rpc_method_handler(
                     servicer.Drain,
@@ -352,6 +371,33 @@ class Shard:
             '/penstock.v1.Shard/WatchLoad',
             penstock__proto_dot_shard__pb2.WatchLoadRequest.SerializeToString,
             penstock__proto_dot_shard__pb2.LoadReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Shard/WatchBlocks',
+            penstock__proto_dot_shard__pb2.WatchBlocksRequest.SerializeToString,
+            penstock__proto_dot_shard__pb2.BlocksReport.FromString,
             options,
             channel_credentials,
             insecure,

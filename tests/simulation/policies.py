@@ -1,7 +1,8 @@
 """A fleet of simulated shards on one clock, in which real policies choose.
 
 Each shard is a real engine, scheduler and block manager over a simulated device; a policy sees of
-them what load reports say, as seldom and as late as they come. No sockets, no time of this machine.
+them what reports say, as seldom and as late as they come. Requests come by routers in turn, each
+with a policy of its own. No sockets, no time of this machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
@@ -18,6 +19,7 @@ from statistics import mean
 from support.engines import make_request
 
 from penstock_client.load_balancing.base import Candidate, Policy, Reason, load_tokens
+from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.types import GenerationRequest
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request
@@ -102,8 +104,32 @@ class Summary:
     reasons: dict[Reason, int]
 
 
+class _View:
+    """What a router knows of a shard: what it was told, and what it sent there since."""
+
+    def __init__(self, shard: _Shard) -> None:
+        self._shard = shard
+        self.load = (0, 0, 0)
+        self.sent_requests = 0
+        self.sent_prompt_tokens = 0
+        self.pieces = HeldPieces()
+
+    def take(self, load: tuple[int, int, int], changes: Mapping[int, int]) -> None:
+        self.load = load
+        self.sent_requests = self.sent_prompt_tokens = 0
+        for name, tier in changes.items():
+            self.pieces.take({tier: [name]})
+
+    def candidate(self) -> Candidate:
+        running, waiting, queued = self.load
+        num_requests = running + waiting + self.sent_requests
+        tokens = load_tokens(num_requests, queued + self.sent_prompt_tokens)
+        address, block_size = self._shard.address, self._shard.block_size
+        return Candidate(address, address, tokens, block_size, pieces=self.pieces)
+
+
 class _Shard:
-    """A simulated shard, and what the fleet knows of it."""
+    """A simulated shard, and what its server holds."""
 
     def __init__(self, address: str, device: Device) -> None:
         self.address = address
@@ -117,9 +143,9 @@ class _Shard:
         self.stepping = False
         self.reported_s = 0.0
         self.report_is_due = False
-        self.known_load = (0, 0, 0)
-        self.sent_requests = 0
-        self.sent_prompt_tokens = 0
+        # Where pieces are; and what of that was not told yet.
+        self.pieces: dict[int, int] = {}
+        self.changes: dict[int, int] = {}
 
     @property
     def num_requests(self) -> int:
@@ -132,11 +158,10 @@ class _Shard:
         queued_tokens = load.queued_tokens + load.prefill_tokens_left + inbox_tokens
         return load.running, load.waiting + len(self.inbox), queued_tokens
 
-    def candidate(self) -> Candidate:
-        running, waiting, queued = self.known_load
-        num_requests = running + waiting + self.sent_requests
-        tokens = load_tokens(num_requests, queued + self.sent_prompt_tokens)
-        return Candidate(self.address, self.address, tokens, self.block_size)
+    def take_changes(self) -> dict[int, int]:
+        changes, self.changes = self.changes, {}
+        self.pieces |= changes
+        return changes
 
 
 class _Talk:
@@ -154,19 +179,46 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class SimulatedFleet:
-    """Runs conversations over shards that `policy` chooses among."""
+    """Runs conversations over shards that a policy chooses among, at each of several routers."""
 
-    def __init__(self, num_shards: int, policy: Policy, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        num_shards: int,
+        policy: Callable[[], Policy],
+        device: Device | None = None,
+        *,
+        routers: int = 1,
+        tells_pieces: bool = True,
+    ) -> None:
+        """Without `tells_pieces` shards are of an older release, which does not."""
         device = device or Device()
         self._shards = {f"s{i}": _Shard(f"s{i}", device) for i in range(num_shards)}
-        self._policy = policy
+        self._new_policy = policy
+        self._tells_pieces = tells_pieces
+        self._policies: list[Policy] = []
+        self._views: list[dict[str, _View]] = []
+        for number in range(routers):
+            self._policies.append(policy())
+            self._views.append({})
+            self.start_router(number)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = itertools.count()
-        self._requests: dict[str, tuple[_Talk, GenerationRequest, Answer]] = {}
+        self._requests: dict[str, tuple[_Talk, Answer]] = {}
         self.now_s = _START_S
         self.answers: list[Answer] = []
         # Once a second: requests on the busiest shard, and on all of them.
         self.samples: list[tuple[int, int]] = []
+
+    def start_router(self, number: int) -> None:
+        """It knows nothing but what shards tell."""
+        self._policies[number] = self._new_policy()
+        views = self._views[number] = {a: _View(shard) for a, shard in self._shards.items()}
+        for view, shard in zip(views.values(), self._shards.values(), strict=True):
+            view.take(shard.load(), shard.pieces)
+
+    def restart_router(self, number: int, at_s: float) -> None:
+        """Have it start anew after so many seconds."""
+        self._at(_START_S + at_s, partial(self.start_router, number))
 
     def run(
         self, conversations: Iterable[Conversation], progress: Callable[[float], None] | None = None
@@ -221,26 +273,27 @@ class SimulatedFleet:
         prompt = [*talk.history, *turn.new_ids]
         talk.history = [*prompt, *([_TOKEN] * turn.output_tokens)]
         request = GenerationRequest(prompt, max_tokens=turn.output_tokens)
-        candidates = [shard.candidate() for shard in self._shards.values()]
-        decision = self._policy.choose(candidates, request, talk.name)
-        shard = self._shards[decision.address]
-        shard.sent_requests += 1
-        shard.sent_prompt_tokens += len(prompt)
+        number = len(self.answers) % len(self._policies)
+        views = self._views[number]
+        candidates = [view.candidate() for view in views.values()]
+        decision = self._policies[number].choose(candidates, request, talk.name)
+        shard, view = self._shards[decision.address], views[decision.address]
+        view.sent_requests += 1
+        view.sent_prompt_tokens += len(prompt)
         answer = Answer(shard.address, decision.reason, self.now_s, len(prompt))
         name = str(len(self.answers))
         self.answers.append(answer)
-        self._requests[name] = (talk, request, answer)
+        self._requests[name] = (talk, answer)
         shard.inbox.append(make_request(name, prompt, max_tokens=turn.output_tokens))
         self._changed(shard)
         if not shard.stepping:
             self._step(shard)
 
-    def _take(self, shard: _Shard, output: Output) -> None:
-        talk, request, answer = self._requests[output.request_id]
+    def _take(self, output: Output) -> None:
+        talk, answer = self._requests[output.request_id]
         answer.token_times_s += [self.now_s] * len(output.token_ids)
         if output.cached_tokens is not None:
             answer.cached_tokens = output.cached_tokens
-            self._policy.learn(shard.address, shard.address, request, output.cached_tokens)
         if output.is_last:
             del self._requests[output.request_id]
             self._next_turn(talk)
@@ -251,7 +304,9 @@ class SimulatedFleet:
         """A step is over, or a request has come to an idle shard: the next one begins."""
         outputs, shard.outputs = shard.outputs, []
         for output in outputs:
-            self._take(shard, output)
+            self._take(output)
+        if self._tells_pieces:
+            shard.changes |= shard.engine.take_changed_pieces()
         shard.runner.now_s = self.now_s
         for request in shard.inbox:
             shard.engine.submit(request)
@@ -271,8 +326,11 @@ class SimulatedFleet:
     def _report(self, shard: _Shard) -> None:
         shard.report_is_due = False
         shard.reported_s = self.now_s
-        self._at(self.now_s + _REPORT_DELAY_S, partial(self._reported, shard, shard.load()))
+        report = partial(self._reported, shard.address, shard.load(), shard.take_changes())
+        self._at(self.now_s + _REPORT_DELAY_S, report)
 
-    def _reported(self, shard: _Shard, load: tuple[int, int, int]) -> None:
-        shard.known_load = load
-        shard.sent_requests = shard.sent_prompt_tokens = 0
+    def _reported(
+        self, address: str, load: tuple[int, int, int], changes: Mapping[int, int]
+    ) -> None:
+        for views in self._views:
+            views[address].take(load, changes)

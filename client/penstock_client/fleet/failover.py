@@ -176,16 +176,12 @@ class Continuations:
 
     def _on_output(self, stream: FleetStream, output: Output) -> None:
         """A shard gave something."""
-        shard, info = stream.shard, stream.info
-        if stream.made_by is not info or stream.waited_s:
+        if stream.made_by is not stream.info or stream.waited_s:
             self._note_progress(stream, output)
         if stream.engine_deaths and len(stream.token_ids) - stream.taken_up_at >= TRIAL_TOKENS:
             self._clear(stream)
-        if output.cached_tokens is not None and shard is not None and info is not None:
+        if output.cached_tokens is not None and stream.shard is not None:
             stream.attempts[-1].cached_tokens = output.cached_tokens
-            self._policy.learn(
-                shard.address, info.instance_id, stream.request, output.cached_tokens
-            )
         if stream.ended:
             self._forget(stream)
             self._ended(stream)

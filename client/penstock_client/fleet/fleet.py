@@ -25,6 +25,7 @@ from penstock_client.fleet.failover import (
 )
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.output_verification import Verification
+from penstock_client.fleet.piece_watch import PieceWatch
 from penstock_client.fleet.roles import PREFILL_TOKENS
 from penstock_client.fleet.shard_state import ShardState, ShardWatch, check_served, serving
 from penstock_client.load_balancing.policies import make_policy
@@ -83,10 +84,11 @@ class Fleet:
         self._warned_of_key = False
         self._stall_timeout_s = stall_timeout_s
         self._shards: dict[str, ShardState] = {}
-        self._watches: dict[str, ShardWatch] = {}
+        self._watches: dict[str, list[PieceWatch | ShardWatch]] = {}
+        self._policy = make_policy(policy)
         self._continuations = Continuations(
             self._shards,
-            make_policy(policy),
+            self._policy,
             patience or Patience(),
             observe,
             self._ended,
@@ -130,7 +132,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        closing = (watch.close() for watch in self._watches.values())
+        closing = [watch.close() for watches in self._watches.values() for watch in watches]
         await asyncio.gather(*closing, *self._parting)
 
     # ---- what there is ----
@@ -331,9 +333,11 @@ class Fleet:
             self._warn_of_key(address)
         shard = ShardState(address, self._api_key, self._connector, self._clock)
         self._shards[address] = shard
-        self._watches[address] = ShardWatch(
-            shard, self._stall_timeout_s, self._learned, self._shard_changed, self._clock
-        )
+        watches = self._watches[address] = list[PieceWatch | ShardWatch]()
+        if self._policy.uses_pieces:
+            watches.append(PieceWatch(shard))
+        learned, changed = self._learned, self._shard_changed
+        watches.append(ShardWatch(shard, self._stall_timeout_s, learned, changed, self._clock))
 
     def _warn_of_key(self, address: str) -> None:
         if not self._warned_of_key:
@@ -364,7 +368,8 @@ class Fleet:
         task.add_done_callback(self._parting.discard)
         del self._shards[shard.address]
         self._connector.unpin(shard.address)
-        await self._watches.pop(shard.address).close()
+        for watch in self._watches.pop(shard.address):
+            await watch.close()
 
     def _learned(self, shard: ShardState, info: ShardInfo) -> None:
         for name in shard.update_info(info):

@@ -21,6 +21,7 @@ from penstock_client.errors import (
 )
 from penstock_client.fleet.circuit_breaker import CircuitBreaker
 from penstock_client.load_balancing.base import Candidate, load_tokens
+from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
 from penstock_common.clock import Clock
@@ -61,6 +62,8 @@ class ShardState:
         self.sent_prompt_tokens = 0
         # Whether it is leaving the fleet; requests on it may finish.
         self.leaving = False
+        # What its engine holds; who follows that keeps it up to date.
+        self.pieces = HeldPieces()
         self._candidate: Candidate | None = None
         self._candidate_made_of: tuple[object, ...] = ()
 
@@ -92,7 +95,7 @@ class ShardState:
     def candidate(self) -> Candidate:
         """The shard as a policy sees it; only if its `info` is known."""
         # Cached until something changes: each request asks for this, of perhaps hundreds of shards.
-        made_of = (self.info, self.load, self.sent_requests)
+        made_of = (self.info, self.load, self.sent_requests, self.pieces)
         if self._candidate is None or made_of != self._candidate_made_of:
             self._candidate, self._candidate_made_of = self._new_candidate(), made_of
         return self._candidate
@@ -103,7 +106,15 @@ class ShardState:
         load = self.load
         num_requests = load.running + load.waiting + self.sent_requests
         tokens = load_tokens(num_requests, load.queued_prompt_tokens + self.sent_prompt_tokens)
-        return Candidate(self.address, info.instance_id, tokens, info.block_size)
+        return Candidate(
+            self.address,
+            info.instance_id,
+            tokens,
+            info.block_size,
+            info.weights_hash,
+            {name: adapter.content_hash for name, adapter in info.adapters.items()},
+            self.pieces,
+        )
 
     async def drain(self) -> None:
         """Ask it to drain: to admit nothing more and hand its requests over to other shards.
@@ -125,9 +136,16 @@ class ShardState:
     def update_info(self, info: ShardInfo) -> set[str]:
         """Take the shard's info; returns the names of adapters that it unloaded."""
         before, self.info, self.last_info = self.last_info, info, info
+        self.pieces_of(info.instance_id)
         if before is None or before.instance_id != info.instance_id:
             return set()
         return before.adapters.keys() - info.adapters.keys()
+
+    def pieces_of(self, instance_id: str) -> HeldPieces:
+        """What this engine of it holds: another one begins with nothing."""
+        if self.pieces.instance_id != instance_id:
+            self.pieces = HeldPieces(instance_id)
+        return self.pieces
 
     def forget_adapter(self, model: str, name: str) -> None:
         """If the shard is away, do not expect it to return with this adapter of the model."""

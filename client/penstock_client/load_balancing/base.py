@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
+from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.types import GenerationRequest
 
 # What one request in a shard's batch costs the others, in prompt tokens of equal cost.
@@ -32,7 +33,11 @@ class Candidate:
     # Work ahead of a new request: what the shard last reported, and what was sent since. Without
     # that, requests of one moment would all pick one shard.
     load_tokens: int
+    # What names blocks of a prompt there, and which pieces of such its engine holds.
     block_size: int
+    weights_hash: str = ""
+    adapter_hashes: Mapping[str, str] = field(default_factory=dict)
+    pieces: HeldPieces = field(default_factory=HeldPieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class Policy(Protocol):
     """Chooses, and may remember; one object serves all requests of a fleet."""
 
     name: ClassVar[str]
+    # Whether shards are to tell which pieces of prefixes they hold.
+    uses_pieces: ClassVar[bool] = False
 
     def choose(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
@@ -59,12 +66,6 @@ class Policy(Protocol):
         `session` is the key that requests of one session share; "" is none.
         """
         ...
-
-    def learn(
-        self, address: str, instance_id: str, request: GenerationRequest, cached_tokens: int
-    ) -> None:
-        """Called with a request's first output: how many tokens of its prompt were cached there."""
-        return
 
 
 def least_loaded(candidates: Sequence[Candidate]) -> Candidate:

@@ -1,67 +1,119 @@
-"""Chooses the shard that should have most of the prompt in its prefix cache, unless its load is too
-high.
+"""Chooses the shard that has most of the prompt in its prefix cache, unless its load is too high.
 
-`prefix_memory` remembers which prompts were sent where; the choice is made here.
+`held_pieces` knows what shards hold; the choice is made here.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from penstock_client.load_balancing.base import Candidate, Decision, Policy, least_loaded
-from penstock_client.load_balancing.prefix_memory import PIECE_TOKENS, PrefixMemory, prompt_pieces
 from penstock_client.types import GenerationRequest
+from penstock_proto.prefix_hash import Tier, piece_blocks, piece_names, root_hash
+
+# Hashing runs on the event loop and takes half a millisecond for these. Prompts that agree so far
+# count as equal.
+MAX_HASHED_TOKENS = 8192
 
 # A cached token outweighs this many tokens of a shard's load: computing it anew delays all requests
 # of that shard, and the session's next turn goes there too. A smaller weight spreads sessions over
 # shards; a larger one crowds first turns onto the shard that has their system prompt.
 _WORTH_OF_HELD = 4
+# What is to be copied to the device first saves so much of the work.
+_WORTH_OF_TIER: dict[int, float] = {Tier.DEVICE: 1.0, Tier.HOST: 0.9, Tier.DISK: 0.7}
 # A shard whose load exceeds the lowest load by more than this, in tokens or as a ratio, whichever
 # allows more, is not chosen, whatever it has cached.
 _MAX_TOKENS_MORE = 8192
 _MAX_TIMES = 2.0
 
 
+class Held(NamedTuple):
+    """How many tokens of the prompt a shard holds, and how many on the device are worth as much."""
+
+    tokens: int
+    worth: float
+
+
 class PrefixAffinity(Policy):
     """Weighs what a shard holds of the prompt against what it has to do, within bounds."""
 
     name = "prefix-affinity"
-
-    def __init__(self, memory: PrefixMemory | None = None) -> None:
-        self._memory = PrefixMemory() if memory is None else memory
+    uses_pieces = True
 
     def choose(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
     ) -> Decision:
-        pieces = prompt_pieces(request)
-        held = [self._memory.num_held(candidate, pieces) for candidate in candidates]
-        chosen, decision = decide(candidates, held)
-        self._memory.record_sent(chosen, request, pieces)
+        if len(candidates) == 1:
+            return Decision(candidates[0].address, "only")
+        names = _Names(request)
+        chosen, decision = decide(
+            candidates, [held_by(each, names.at(each)) for each in candidates]
+        )
+        chosen.pieces.note_sent(names.at(chosen))
         return decision
 
-    def learn(
-        self, address: str, instance_id: str, request: GenerationRequest, cached_tokens: int
-    ) -> None:
-        self._memory.record_answer(instance_id, request, cached_tokens)
+
+class _Names:
+    """The names of a prompt's pieces: the same at all shards that have the same model."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._known: dict[tuple[str, str, int], list[int]] = {}
+
+    def at(self, candidate: Candidate) -> list[int]:
+        adapter_hash = candidate.adapter_hashes.get(self._request.adapter, "")
+        key = candidate.weights_hash, adapter_hash, candidate.block_size
+        if key not in self._known:
+            self._known[key] = prompt_pieces(self._request, *key)
+        return self._known[key]
 
 
-def decide(candidates: Sequence[Candidate], held: Sequence[int]) -> tuple[Candidate, Decision]:
-    """`held` says of each candidate how many pieces of the prompt it should have."""
+def prompt_pieces(
+    request: GenerationRequest, weights_hash: str, adapter_hash: str, block_size: int
+) -> list[int]:
+    """Names of the prompt's pieces that a shard could find cached: never that with its last token.
+
+    Empty if the prompt's log-probabilities are asked for: those are computed, whatever is cached;
+    and of what are no token ids, which is refused where it is sent.
+    """
+    if request.prompt_logprobs is not None:
+        return []
+    findable = request.prompt_token_ids[: min(MAX_HASHED_TOKENS, len(request.prompt_token_ids) - 1)]
+    root = root_hash(weights_hash, request.cache_salt, adapter_hash)
+    try:
+        return piece_names(root, findable, block_size)
+    except struct.error:
+        return []
+
+
+def held_by(candidate: Candidate, names: Sequence[int]) -> Held:
+    """What a shard holds of a prompt with these pieces."""
+    size = piece_blocks(candidate.block_size) * candidate.block_size
+    tokens, worth = 0, 0.0
+    for tier, count in candidate.pieces.runs(names):
+        tokens += count * size
+        worth += _WORTH_OF_TIER[tier] * count * size
+    return Held(tokens, worth)
+
+
+def decide(candidates: Sequence[Candidate], held: Sequence[Held]) -> tuple[Candidate, Decision]:
+    """`held` says what each candidate holds of the prompt."""
     least = least_loaded(candidates)
-    if len(candidates) == 1:
-        return least, Decision(least.address, "only")
-    longest = max(held)
-    if longest == 0:
+    best = max(each.worth for each in held)
+    if best == 0:
         return least, Decision(least.address, "least_load")
     most = max(least.load_tokens + _MAX_TOKENS_MORE, least.load_tokens * _MAX_TIMES)
-    allowed = [pair for pair in zip(candidates, held, strict=True) if pair[0].load_tokens <= most]
-    chosen, num_held = min(allowed, key=_cost_tokens)
-    if num_held == longest:
+    pairs = list(zip(candidates, held, strict=True))
+    chosen, own = min((pair for pair in pairs if pair[0].load_tokens <= most), key=_cost_tokens)
+    if own.worth == best:
         return chosen, Decision(chosen.address, "prefix")
-    source = candidates[held.index(longest)].address
+    with_more = [pair for pair in pairs if pair[1].tokens > own.tokens]
+    source = max(with_more, key=lambda pair: pair[1].worth)[0].address if with_more else ""
     return chosen, Decision(chosen.address, "imbalance", source)
 
 
-def _cost_tokens(pair: tuple[Candidate, int]) -> int:
-    candidate, num_held = pair
-    return candidate.load_tokens - _WORTH_OF_HELD * num_held * PIECE_TOKENS
+def _cost_tokens(pair: tuple[Candidate, Held]) -> float:
+    candidate, held = pair
+    return candidate.load_tokens - _WORTH_OF_HELD * held.worth

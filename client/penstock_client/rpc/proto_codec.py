@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -28,6 +28,7 @@ from penstock_client.errors import (
 from penstock_client.types import (
     Adapter,
     Attempt,
+    BlocksReport,
     Constraint,
     ConstraintKind,
     DrainProgress,
@@ -47,6 +48,7 @@ from penstock_client.types import (
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.fields import scalar_fields, scalars
+from penstock_proto.prefix_hash import Tier
 from penstock_proto.shard_pb2_grpc import ShardStub
 from penstock_proto.transport import FIELD_METADATA, explain
 
@@ -74,6 +76,7 @@ _IS_PACKED = sys.byteorder == "little" and array("I").itemsize == 4
 INFO_REQUEST = pb.InfoRequest()
 TOKENIZER_REQUEST = pb.TokenizerRequest()
 WATCH_LOAD_REQUEST = pb.WatchLoadRequest()
+WATCH_BLOCKS_REQUEST = pb.WatchBlocksRequest()
 
 
 def stub(channel: grpc.Channel | grpc.aio.Channel) -> Any:
@@ -420,6 +423,16 @@ def _as_written(value: Any) -> Any:
 
 def load_report(message: pb.LoadReport) -> LoadReport:
     return LoadReport(**scalars(message))
+
+
+def blocks_report(message: pb.BlocksReport) -> BlocksReport:
+    pieces: dict[int, Sequence[int]] = {
+        Tier.DEVICE: message.device,
+        Tier.HOST: message.host,
+        Tier.DISK: message.disk,
+        Tier.GONE: message.gone,
+    }
+    return BlocksReport(pieces, **scalars(message))
 
 
 def drain_progress(message: pb.DrainProgress) -> DrainProgress:

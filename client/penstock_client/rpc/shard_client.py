@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, Self
 
 import grpc
@@ -31,6 +32,7 @@ from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import (
     Adapter,
     Attempt,
+    BlocksReport,
     DrainProgress,
     EmbeddingRequest,
     GenerationRequest,
@@ -279,12 +281,19 @@ class ShardClient:
         """Load reports, on change and at least one a second, until the shard goes away."""
         self._require_open()
         call = self._stub.WatchLoad(proto_codec.WATCH_LOAD_REQUEST, metadata=self._metadata)
-        try:
-            with proto_codec.errors_of(self.address):
-                async for message in call:
-                    yield proto_codec.load_report(message)
-        finally:
-            call.cancel()
+        async with aclosing(self._read(call)) as messages:
+            async for message in messages:
+                yield proto_codec.load_report(message)
+
+    async def watch_blocks(self) -> AsyncGenerator[BlocksReport, None]:
+        """Which pieces of prefixes the shard holds, then what changes, until the shard goes away.
+        Raises `NotServed` for one that does not tell, and others as `errors` lists them.
+        """
+        self._require_open()
+        call = self._stub.WatchBlocks(proto_codec.WATCH_BLOCKS_REQUEST, metadata=self._metadata)
+        async with aclosing(self._read(call)) as messages:
+            async for message in messages:
+                yield proto_codec.blocks_report(message)
 
     async def load_adapter(
         self, name: str, source: str, *, timeout_s: float = ADAPTER_TIMEOUT_S
@@ -328,10 +337,18 @@ class ShardClient:
         call = self._stub.Drain(
             proto_codec.drain_request(limit_s, hand_over), metadata=self._metadata
         )
+        async with aclosing(self._read(call)) as messages:
+            async for message in messages:
+                yield proto_codec.drain_progress(message)
+
+    async def _read(self, call: Any) -> AsyncGenerator[Any, None]:
+        """The messages of a call, which ends when they are read no more. Raises as `errors` lists
+        them.
+        """
         try:
             with proto_codec.errors_of(self.address):
                 async for message in call:
-                    yield proto_codec.drain_progress(message)
+                    yield message
         finally:
             call.cancel()
 

@@ -90,6 +90,7 @@ def create_moves(
     moves = BlockMoves(tier, scheduler, blocks, max(runner.info.block_bytes))
     if disk is not None:
         most = moves.most_loads
+        blocks.prefixes.held.disk = disk
         moves.reads = PendingReads(disk, tier, blocks, scheduler.compute_s, most_blocks=most)
     if send is not None:
         prefixes, size = blocks.prefixes, blocks.block_size

@@ -163,6 +163,16 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    @property
+    def has_changed_pieces(self) -> bool:
+        """Whether `take_changed_pieces` has something to tell without another step."""
+        return self._blocks.prefixes.held.has_changes
+
+    def take_changed_pieces(self) -> dict[int, int]:
+        """Pieces of prefixes that came or went since, by name, and the tier where each is now."""
+        held = self._blocks.prefixes.held
+        return held.take(self._scheduler.num_computed_insertions) if held.has_untold else {}
+
     def adapter_indices(self) -> set[int]:
         """Adapter indices of sequences that are live, or in a step that is not collected."""
         sequences = chain(self._live.values(), self._scheduler.slots.holders)

@@ -43,7 +43,7 @@ class EngineLoop:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do until a message comes."""
-        return not self._engine.has_work
+        return not self._engine.has_work and not self._engine.has_changed_pieces
 
     @property
     def due_s(self) -> float | None:
@@ -82,9 +82,9 @@ class EngineLoop:
     def collect(self) -> None:
         """Collect a step if there is one to wait for, and send what is new."""
         outputs = self._engine.collect()
-        load = self._engine.load()
-        if outputs or load != self._load_sent:
-            self._send(StepOutputs(outputs, load))
+        load, pieces = self._engine.load(), self._engine.take_changed_pieces()
+        if outputs or pieces or load != self._load_sent:
+            self._send(StepOutputs(outputs, load, pieces))
             self._load_sent = load
         if self._checks and self.is_idle:
             self._engine.check_integrity()

@@ -221,6 +221,8 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="step"):
 
     outputs: list[Output]
     load: Load
+    # Pieces of prefixes that came or went, by name, and the `Tier` where each is now.
+    pieces: dict[int, int] = {}
 
 
 class AdapterChanged(msgspec.Struct, array_like=True, tag="adapter"):

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool, CachedBlock
+from penstock_shard.kv_cache.held_pieces import HeldPieces
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 
 # No more blocks wait to be copied: a copy that is not made is computed again.
@@ -63,6 +64,7 @@ class PrefixCache:
         # Groups of which a prefix needs every block.
         self._whole = [i for i in range(len(groups)) if i not in some]
         self._tree = PrefixTree(len(groups))
+        self.held = HeldPieces(self._tree, groups, pools, block_size)
         # How many times a block has been cached so far.
         self.num_insertions = 0
         # Blocks to be copied, by prefix and group, and those of them whose memory is needed: it is
@@ -143,6 +145,7 @@ class PrefixCache:
         self.num_insertions += 1
         pool = self._pools[self._groups[group].pool]
         pool.cached[block_id] = CachedBlock(prefix, group, self.num_insertions)
+        self.held.note(prefix)
         if self._watches and (id(prefix), group) in self._watches:
             self._wish(prefix, group)
 
@@ -159,6 +162,7 @@ class PrefixCache:
     def forget(self, cached: CachedBlock) -> None:
         """The block is no longer cached."""
         cached.prefix.block_ids[cached.group] = NO_BLOCK
+        self.held.note(cached.prefix)
         if self._wishes:
             save = self._wishes.pop((id(cached.prefix), cached.group), None)
             if save is not None:
@@ -286,6 +290,7 @@ class PrefixCache:
         pool = self._host_pool(group)
         prefix.slots[group] = slot
         pool.cached[slot] = CachedBlock(prefix, group, 0)
+        self.held.note(prefix)
         pool.touch(slot)
 
     def drop(self, prefix: Prefix, group: int) -> None:
@@ -341,6 +346,7 @@ class PrefixCache:
 
     def _forget_copy(self, cached: CachedBlock) -> None:
         cached.prefix.slots[cached.group] = NO_BLOCK
+        self.held.note(cached.prefix)
         self._tree.prune(cached.prefix)
 
     def _host_pool(self, group: int) -> BlockPool:

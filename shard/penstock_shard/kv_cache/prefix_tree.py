@@ -66,6 +66,10 @@ class PrefixTree:
             return None
         return prefix
 
+    def named(self, digest: bytes) -> Prefix | None:
+        """The prefix of this hash, whatever leads to it."""
+        return self._by_digest.get(digest)
+
     def add(
         self,
         parent: Prefix | None,

@@ -50,8 +50,9 @@ class DiskTier:
         max_bytes: int = _MOST_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`on_done` is called, in the thread, when `take` has something new, or all is written. Of
-        what waits to be written or taken there are `max_bytes`.
+        """`on_done` is called, in the thread, when `take` has something new, when all is written,
+        or when what is there has changed by itself. Of what waits to be written or taken there are
+        `max_bytes`.
         """
         self._segments = segments
         self._on_done = on_done
@@ -105,6 +106,17 @@ class DiskTier:
         """Whether the disk has the block, though maybe damaged."""
         return self._segments.has((group, digest))
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` gives any."""
+        return bool(self._segments.changes)
+
+    def take_changes(self, most: int) -> list[tuple[int, bytes]]:
+        """Blocks that came or went since, at most so many: index in its prefix, and hash."""
+        changes = self._segments.changes
+        # Only this thread takes; the other may drop the oldest meanwhile, but only of a full deque.
+        return [changes.popleft() for _ in range(min(most, len(changes)))]
+
     def save(self, name: RecordName, record: Callable[[], bytes]) -> None:
         """Have a record written, unless it is there, must not be, or too much waits already."""
         key = name.group, name.digest
@@ -152,8 +164,12 @@ class DiskTier:
         self._try(self._segments.scan)
         if self.num_blocks:
             logger.info("%d KV blocks are found on disk", self.num_blocks)
+            self._on_done()
         while True:
+            num_blocks = self.num_blocks
             self._try(self._segments.expire)
+            if self.num_blocks < num_blocks:
+                self._on_done()
             if (task := self._next()) is None:
                 return
             task()

@@ -12,6 +12,7 @@ import os
 import struct
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ _SUFFIX = ".kv"
 # Bytes and age of a segment are this part of those of all.
 _PARTS = 16
 _LOCK_WAIT_S = 5.0
+# So many changes wait to be taken; of more the oldest are forgotten.
+_MOST_CHANGES = 2**20
 
 # What names a block: its group and its chained hash.
 Key = tuple[int, bytes]
@@ -104,7 +107,10 @@ class Segments:
         self._segments = sorted(_files(directory), key=lambda segment: segment.created_ms)
         # The newest, if it is this process's: no record is behind a torn one.
         self._open: _Segment | None = None
-        self._places: dict[Key, tuple[_Segment, int]] = {}
+        # With the offset of a record the index of its block.
+        self._places: dict[Key, tuple[_Segment, int, int]] = {}
+        # Records that came or went, by index and hash; any thread may take them.
+        self.changes: deque[tuple[int, bytes]] = deque(maxlen=_MOST_CHANGES)
 
     @property
     def num_records(self) -> int:
@@ -138,11 +144,13 @@ class Segments:
         with segment.path.open("rb") as file:
             segment.is_ours = file.read(_HEADER.size) == self._header
             if segment.is_ours:
-                for key, offset in self._scan(file.fileno(), segment.num_bytes):
-                    self._places.setdefault(key, (segment, offset))
-                    segment.keys.append(key)
+                for name, offset in self._scan(file.fileno(), segment.num_bytes):
+                    if self.has(_key(name)):
+                        segment.keys.append(_key(name))
+                    else:
+                        self._place(name, segment, offset)
 
-    def _scan(self, file: int, num_bytes: int) -> Iterator[tuple[Key, int]]:
+    def _scan(self, file: int, num_bytes: int) -> Iterator[tuple[RecordName, int]]:
         offset = _HEADER.size
         while True:
             header = os.pread(file, self._arena.header_bytes, offset)
@@ -152,21 +160,21 @@ class Segments:
             if name is None or offset + self._arena.record_bytes(name.group) > num_bytes:
                 return
             if self._with_salted or not name.is_salted:
-                yield _key(name), offset
+                yield name, offset
             offset += self._arena.record_bytes(name.group)
 
     def read(self, name: RecordName) -> bytes | None:
         """A record that is whole; None if it is not there, or is damaged: then it is found no more.
         Raises OSError.
         """
-        segment, offset = self._places.get(_key(name), (None, 0))
+        segment, offset, _ = self._places.get(_key(name), (None, 0, 0))
         if segment is None:
             return None
         with segment.path.open("rb", buffering=0) as file:
             record = os.pread(file.fileno(), self._arena.record_bytes(name.group), offset)
         if self._arena.is_whole(memoryview(record), name):
             return record
-        del self._places[_key(name)]
+        self._forget(_key(name))
         return None
 
     def append(self, name: RecordName, record: bytes) -> None:
@@ -184,8 +192,7 @@ class Segments:
         self._open = None
         offset = segment.num_bytes
         self._write(segment, record)
-        self._places[_key(name)] = segment, offset
-        segment.keys.append(_key(name))
+        self._place(name, segment, offset)
         self._open = segment
 
     def expire(self) -> None:
@@ -230,7 +237,16 @@ class Segments:
             self._open = None
         for key in segment.keys:
             if self._places.get(key, (None,))[0] is segment:
-                del self._places[key]
+                self._forget(key)
+
+    def _place(self, name: RecordName, segment: _Segment, offset: int) -> None:
+        self._places[_key(name)] = segment, offset, name.index
+        segment.keys.append(_key(name))
+        self.changes.append((name.index, name.digest))
+
+    def _forget(self, key: Key) -> None:
+        *_, index = self._places.pop(key)
+        self.changes.append((index, key[1]))
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)

@@ -73,3 +73,10 @@ async def _end(process: ChildProcess) -> None:
     process.writer.close()
     process.kill()
     await process.wait()
+
+
+def manner_of_end(status: int | None) -> str:
+    """How a process ended that reported no error itself."""
+    if status is not None and status < 0:
+        return f"it was killed by signal {-status}"
+    return f"it exited with status {status} and without a word"

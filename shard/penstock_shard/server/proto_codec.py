@@ -5,7 +5,7 @@ the stubs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from itertools import chain, repeat
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from penstock_common.version import VERSION
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.fields import message_from, scalars
+from penstock_proto.prefix_hash import Tier
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.block_messages import PrefixNames
@@ -25,6 +26,7 @@ from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.messages import Error, Output, Ready
 from penstock_shard.ipc.request import Constraint, FinishReason, Pooling, ThinkingBudget
 from penstock_shard.ipc.runner_info import Adapter, EmbeddingDefaults
+from penstock_shard.server.kv.held_pieces import PiecesReport
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
@@ -321,6 +323,21 @@ def load_report(engine: EngineSupervisor) -> pb.LoadReport:
         handing_over=engine.handing_over,
         adapters_revision=engine.adapters.revision,
     )
+
+
+def blocks_report(report: PiecesReport) -> pb.BlocksReport:
+    message = pb.BlocksReport(
+        instance_id=report.instance_id, snapshot_begins=report.begins, snapshot_ends=report.ends
+    )
+    names: dict[int, MutableSequence[int]] = {
+        Tier.DEVICE: message.device,
+        Tier.HOST: message.host,
+        Tier.DISK: message.disk,
+        Tier.GONE: message.gone,
+    }
+    for name, tier in report.pieces:
+        names[tier].append(name)
+    return message
 
 
 def aborts(message: pb.AbortRequest) -> Iterator[tuple[str, int]]:

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -293,6 +294,12 @@ class ShardServicer(proto_codec.Servicer):
                     continue
         finally:
             self._engine.unlisten(changed)
+
+    async def WatchBlocks(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        # Closed as soon as the caller is gone: changes wait for it.
+        async with aclosing(self._engine.pieces.watch()) as reports:
+            async for report in reports:
+                yield proto_codec.blocks_report(report)
 
     async def Drain(self, request: Any, context: Context) -> AsyncIterator[Any]:
         self._engine.drain(hand_over=request.hand_over)

@@ -28,7 +28,8 @@ from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.early_aborts import EarlyAborts
-from penstock_shard.server.engine_process import start_engine
+from penstock_shard.server.engine_process import manner_of_end, start_engine
+from penstock_shard.server.kv.held_pieces import HeldPieces
 from penstock_shard.server.kv.transfers import BlockTransfers
 from penstock_shard.server.metrics import ShardMetrics
 from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
@@ -102,6 +103,8 @@ class EngineSupervisor:
         # What this turn of the event loop queues for the engine.
         self._inbox = messages.Inbox([], [])
         self._transfers = transfers
+        # What routers follow.
+        self.pieces = HeldPieces()
         self.adapters = ServerAdapters(config, self._change_adapter, self._adapters_changed)
         self._flush_scheduled = False
         # A set in the order in which they came.
@@ -428,7 +431,7 @@ class EngineSupervisor:
         was_ready, num_live = self._ready is not None, len(self._routes)
         self._died()
         # The requests have ended by now: the process may take a while.
-        manner = _manner_of(await self._stop())
+        manner = manner_of_end(await self._stop())
         if was_ready:
             ended = "1 request ends" if num_live == 1 else f"{num_live} requests end"
             logger.error("the engine died: %s; %s as retryable", manner, ended)
@@ -509,6 +512,7 @@ class EngineSupervisor:
             self._transfers.on_engine_ready(ready.info, self._tell_of_blocks)
         self._refusal = ""
         self.instance_id = uuid.uuid4().hex
+        self.pieces.begin(self.instance_id)
         self.adapters.on_engine_ready(ready.info.adapters)
         info, tokenizer = ready.info, ready.tokenizer_files.get("tokenizer.json")
         if tokenizer is not None and info.capabilities & CONSTRAINT_KINDS:
@@ -565,6 +569,7 @@ class EngineSupervisor:
                 route.suspect = route.num_given < TRIAL_TOKENS
             route.deliver(output)
         self.metrics.on_step(self.load, step.load, num_tokens)
+        self.pieces.take(step.pieces)
         if step.load != self.load:
             self.load = step.load
             self._notify()
@@ -591,10 +596,3 @@ class EngineSupervisor:
     def _notify(self) -> None:
         for event in self._listeners:
             event.set()
-
-
-def _manner_of(status: int | None) -> str:
-    """How a process ended that reported no error itself."""
-    if status is not None and status < 0:
-        return f"it was killed by signal {-status}"
-    return f"it exited with status {status} and without a word"

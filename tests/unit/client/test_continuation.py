@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from support.fleet_doubles import Make, World, info, settled
@@ -977,7 +976,6 @@ class Remembering:
 
     def __init__(self) -> None:
         self.chosen: list[tuple[GenerationRequest, str]] = []
-        self.cached: list[tuple[str, str, GenerationRequest, int]] = []
 
     def choose(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
@@ -985,23 +983,13 @@ class Remembering:
         self.chosen.append((request, session))
         return Decision(candidates[0].address, "session")
 
-    def learn(self, *what: Any) -> None:
-        self.cached.append(what)
 
-
-async def test_the_policy_sees_requests_and_sessions_and_learns_what_was_cached(
-    make: Make,
-) -> None:
+async def test_the_policy_sees_requests_and_sessions(make: Make) -> None:
     policy = Remembering()
     world = make("a", policy=policy)
     stream = world.start(session="s")
-    info = stream.info
-    assert info is not None
     assert policy.chosen == [(stream.request, "s")]
     assert world.events == [("sent", "session")]
-    stream.feed(Output([10], 0, cached_tokens=2))
-    stream.feed(Output([11], 1))
-    assert policy.cached == [("a", info.instance_id, stream.request, 2)]
 
 
 TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"

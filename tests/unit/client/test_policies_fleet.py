@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 from simulation.fleet_traces import chat, mixed
 from simulation.policies import Conversation, SimulatedFleet, Summary, Turn
@@ -17,14 +18,14 @@ _SEED = 0
 
 def _chat(policy: str) -> Summary:
     seconds = budget(5, 120)
-    fleet = SimulatedFleet(_SHARDS, make_policy(policy))
+    fleet = SimulatedFleet(_SHARDS, partial(make_policy, policy))
     fleet.run(chat(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
     return fleet.summary(seconds)
 
 
 def _mixed(policy: str) -> Summary:
     seconds = budget(12, 120)
-    fleet = SimulatedFleet(_SHARDS, make_policy(policy))
+    fleet = SimulatedFleet(_SHARDS, partial(make_policy, policy))
     fleet.run(mixed(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
     return fleet.summary(seconds)
 
@@ -35,13 +36,37 @@ def test_prefix_affinity_finds_more_cached_in_chats_and_nobody_waits_longer() ->
     assert affinity.first_token_p99_s <= least_load.first_token_p99_s
 
 
+def test_routers_that_share_nothing_find_as_much_cached_as_one() -> None:
+    """And one that is started anew does, from its first request on. Shards that do not tell what
+    they hold leave each router to what it sent itself.
+    """
+    one = _routers(1).cached_share
+    several, restarted = _routers(2).cached_share, _routers(2, restart=True).cached_share
+    alone = _routers(2, tells_pieces=False).cached_share
+    print(f"{one:.3f} {several:.3f} {restarted:.3f} {alone:.3f}")
+    assert several >= 0.95 * one
+    assert restarted >= 0.95 * one
+    assert alone < 0.95 * one
+
+
+def _routers(count: int, *, tells_pieces: bool = True, restart: bool = False) -> Summary:
+    seconds = budget(12, 120)
+    policy = partial(make_policy, "prefix-affinity")
+    fleet = SimulatedFleet(_SHARDS, policy, routers=count, tells_pieces=tells_pieces)
+    if restart:
+        for number in range(count):
+            fleet.restart_router(number, seconds / 2)
+    fleet.run(chat(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
+    return fleet.summary(seconds)
+
+
 def test_least_load_lets_the_unlucky_wait_less_than_round_robin() -> None:
     round_robin, least_load = _mixed("round-robin"), _mixed("least-load")
     assert least_load.first_token_p99_s < round_robin.first_token_p99_s
 
 
 def test_a_conversation_finds_what_it_said_before_on_the_same_shard() -> None:
-    fleet = SimulatedFleet(_SHARDS, make_policy("prefix-affinity"))
+    fleet = SimulatedFleet(_SHARDS, partial(make_policy, "prefix-affinity"))
     rng = random.Random(_SEED)
     turns = [Turn(rng.choices(range(10, 900), k=300), 40, think_s=1.0) for _ in range(4)]
     answers = fleet.run([Conversation("only", 0.0, turns)])
@@ -55,7 +80,7 @@ def test_a_conversation_finds_what_it_said_before_on_the_same_shard() -> None:
 
 
 def test_requests_of_one_moment_spread_before_any_report_comes() -> None:
-    fleet = SimulatedFleet(_SHARDS, make_policy("least-load"))
+    fleet = SimulatedFleet(_SHARDS, partial(make_policy, "least-load"))
     burst = [Conversation(str(i), 0.5, [Turn([1 + i] * 100, 4)]) for i in range(3 * _SHARDS)]
     answers = fleet.run(burst)
     shards = [answer.shard for answer in answers]
@@ -64,6 +89,6 @@ def test_requests_of_one_moment_spread_before_any_report_comes() -> None:
 
 def test_all_tokens_of_all_requests_arrive() -> None:
     trace = chat(random.Random(_SEED), shards=2, seconds=3, starts_per_s=1.0)
-    answers = SimulatedFleet(2, make_policy("session")).run(trace)
+    answers = SimulatedFleet(2, partial(make_policy, "session")).run(trace)
     wanted = sorted(turn.output_tokens for talk in trace for turn in talk.turns)
     assert sorted(len(answer.token_times_s) for answer in answers) == wanted

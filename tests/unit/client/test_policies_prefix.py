@@ -1,4 +1,4 @@
-"""Prefix affinity: what is remembered of whom, and when it gives way to load."""
+"""Prefix affinity: what is known to be held by whom, and when it gives way to load."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from dataclasses import replace
 import pytest
 from support.budget import seeded
 
+from penstock_client.load_balancing import held_pieces
 from penstock_client.load_balancing.base import Candidate, load_tokens
-from penstock_client.load_balancing.prefix_affinity import PrefixAffinity, decide
-from penstock_client.load_balancing.prefix_memory import (
+from penstock_client.load_balancing.held_pieces import HeldPieces
+from penstock_client.load_balancing.prefix_affinity import (
     MAX_HASHED_TOKENS,
-    PIECE_TOKENS,
-    PrefixMemory,
+    Held,
+    PrefixAffinity,
+    decide,
+    held_by,
     prompt_pieces,
 )
 from penstock_client.types import GenerationRequest
+from penstock_proto.prefix_hash import PIECE_TOKENS, Tier, piece_names, root_hash
 
 
 def _candidate(
-    address: str, *, start: int = 1, running: int = 0, block_size: int = 16
+    address: str, *, running: int = 0, block_size: int = 16, weights_hash: str = "w"
 ) -> Candidate:
-    return Candidate(address, f"{address}-{start}", load_tokens(running, 0), block_size)
-
-
-_A, _B, _C = _candidate("a"), _candidate("b"), _candidate("c")
+    tokens = load_tokens(running, 0)
+    return Candidate(address, f"{address}-1", tokens, block_size, weights_hash, {"lora": "content"})
 
 
 def _prompt(*parts: int) -> GenerationRequest:
@@ -32,181 +34,181 @@ def _prompt(*parts: int) -> GenerationRequest:
     return GenerationRequest([part for part in parts for _ in range(PIECE_TOKENS)] + [1])
 
 
-def _send(memory: PrefixMemory, to: Candidate, request: GenerationRequest) -> None:
-    memory.record_sent(to, request, prompt_pieces(request))
+def _names(request: GenerationRequest, block_size: int = 16) -> list[int]:
+    return prompt_pieces(request, "w", "", block_size)
 
 
-def _held(memory: PrefixMemory, by: Candidate, request: GenerationRequest) -> int:
-    return memory.num_held(by, prompt_pieces(request))
+def _tell(candidate: Candidate, *parts: int, tier: Tier = Tier.DEVICE) -> None:
+    names = _names(_prompt(*parts), candidate.block_size)
+    candidate.pieces.take({tier: names})
+
+
+def _choose(candidates: list[Candidate], *parts: int) -> str:
+    return PrefixAffinity().choose(candidates, _prompt(*parts), "").address
 
 
 # ---- pieces ----
 
 
 def test_prompts_share_the_pieces_of_their_common_prefix() -> None:
-    one, other = prompt_pieces(_prompt(1, 2, 3)), prompt_pieces(_prompt(1, 2, 4, 3))
+    one, other = _names(_prompt(1, 2, 3)), _names(_prompt(1, 2, 4, 3))
     assert one[:2] == other[:2]
     assert not set(one[2:]) & set(other[2:])
 
 
 def test_the_piece_with_the_last_token_is_not_among_them() -> None:
-    assert len(prompt_pieces(GenerationRequest([1] * 256))) == 1
-    assert len(prompt_pieces(GenerationRequest([1] * 257))) == 2
-    assert prompt_pieces(GenerationRequest([])) == []
+    assert len(_names(GenerationRequest([1] * 256))) == 1
+    assert len(_names(GenerationRequest([1] * 257))) == 2
+    assert _names(GenerationRequest([])) == []
 
 
-def test_what_shards_keep_apart_has_other_pieces() -> None:
-    request = _prompt(1, 2)
-    for apart in (replace(request, cache_salt="x"), replace(request, adapter="x")):
-        assert not set(prompt_pieces(request)) & set(prompt_pieces(apart))
+def test_pieces_are_named_as_the_shard_names_them() -> None:
+    request = replace(_prompt(1, 2), cache_salt="salt", adapter="lora")
+    root = root_hash("w", "salt", "content")
+    expected = piece_names(root, request.prompt_token_ids, 16)
+    candidates = [_candidate("a"), _candidate("b")]
+    candidates[1].pieces.take({Tier.DEVICE: expected})
+    assert PrefixAffinity().choose(candidates, request, "").address == "b"
+    for other in (replace(request, cache_salt="x"), replace(request, adapter="")):
+        assert PrefixAffinity().choose(candidates, other, "").address == "a"
 
 
 def test_only_the_start_of_a_long_prompt_is_hashed() -> None:
     request = GenerationRequest([1] * 100_000)
-    assert len(prompt_pieces(request)) == MAX_HASHED_TOKENS // PIECE_TOKENS
+    assert len(_names(request)) == MAX_HASHED_TOKENS // PIECE_TOKENS
 
 
 def test_a_request_for_scores_of_its_prompt_finds_nothing() -> None:
-    assert prompt_pieces(replace(_prompt(1, 2), prompt_logprobs=0)) == []
+    assert _names(replace(_prompt(1, 2), prompt_logprobs=0)) == []
 
 
-# ---- memory ----
+@pytest.mark.parametrize("wrong", [[-1] * 300, [2**32] * 300, ["a"] * 300])
+def test_a_prompt_of_what_are_no_token_ids_is_left_to_be_refused(wrong: list[int]) -> None:
+    candidates = [_candidate("a"), _candidate("b")]
+    assert PrefixAffinity().choose(candidates, GenerationRequest(wrong), "").address == "a"
 
 
-def test_what_was_sent_is_held_by_that_shard_alone() -> None:
-    memory = PrefixMemory()
-    _send(memory, _A, _prompt(1, 2, 3))
-    assert _held(memory, _A, _prompt(1, 2, 9)) == 2
-    assert _held(memory, _B, _prompt(1, 2, 9)) == 0
+def test_shards_of_other_block_sizes_or_weights_are_asked_by_their_own_names() -> None:
+    candidates = [
+        _candidate("a", block_size=32),
+        _candidate("b", block_size=256),
+        _candidate("c", weights_hash="v"),
+    ]
+    request = _prompt(1, 2, 3, 4)
+    for candidate in candidates:
+        names = prompt_pieces(request, candidate.weights_hash, "", candidate.block_size)
+        candidate.pieces.take({Tier.DEVICE: names})
+        assert held_by(candidate, names) == Held(512, 512.0)
+        assert PrefixAffinity().choose(candidates, request, "").reason == "prefix"
 
 
-def test_an_engine_that_started_anew_holds_nothing() -> None:
-    memory = PrefixMemory()
-    _send(memory, _A, _prompt(1, 2))
-    restarted = _candidate("a", start=2)
-    assert _held(memory, restarted, _prompt(1, 2)) == 0
-    _send(memory, restarted, _prompt(5))
-    assert _held(memory, restarted, _prompt(1, 2)) == 0
-    assert _held(memory, restarted, _prompt(5)) == 1
+# ---- what is held ----
 
 
-def test_what_a_shard_turned_out_not_to_have_is_forgotten_with_all_that_is_older() -> None:
-    memory = PrefixMemory()
-    oldest, middle, newest = _prompt(1), _prompt(2, 3), _prompt(4)
-    for request in (oldest, middle, newest):
-        _send(memory, _A, request)
-        memory.record_answer(_A.instance_id, request, 0)
-    again = _prompt(2, 3, 8)
-    _send(memory, _A, again)
-    memory.record_answer(_A.instance_id, again, 0)
-    assert _held(memory, _A, oldest) == 0
-    assert _held(memory, _A, newest) == 1
-    # It has been computed there by now.
-    assert _held(memory, _A, again) == 3
+def test_what_a_shard_tells_is_held_there_until_it_tells_otherwise() -> None:
+    candidates = [_candidate("a"), _candidate("b")]
+    _tell(candidates[1], 1, 2)
+    assert _choose(candidates, 1, 2, 3) == "b"
+    _tell(candidates[1], 1, 2, tier=Tier.GONE)
+    # It was sent there just now, and that is forgotten too.
+    assert _choose(candidates, 1, 2, 3) == "a"
 
 
-def test_a_shard_that_has_what_it_should_keeps_its_memory() -> None:
-    memory = PrefixMemory()
-    older, request, again = _prompt(1), _prompt(2, 3), _prompt(2, 3, 4)
-    for sent in (older, request):
-        _send(memory, _A, sent)
-        memory.record_answer(_A.instance_id, sent, 0)
-    _send(memory, _A, again)
-    memory.record_answer(_A.instance_id, again, 2 * PIECE_TOKENS)
-    assert _held(memory, _A, older) == 1
+def test_two_routers_that_hear_the_same_choose_the_same() -> None:
+    for _ in range(2):
+        candidates = [_candidate("a"), _candidate("b"), _candidate("c", running=1)]
+        _tell(candidates[2], 1, 2, 3)
+        assert _choose(candidates, 1, 2, 3, 4) == "c"
 
 
-def test_a_shard_with_large_blocks_is_not_blamed_for_half_a_block() -> None:
-    memory = PrefixMemory()
-    large = _candidate("a", block_size=256)
-    older, request, again = _prompt(1, 1), _prompt(2, 3, 4), _prompt(2, 3, 4, 5)
-    for sent in (older, request):
-        _send(memory, large, sent)
-        memory.record_answer(large.instance_id, sent, 0)
-    _send(memory, large, again)
-    memory.record_answer(large.instance_id, again, 256)
-    assert _held(memory, large, older) == 2
+def test_a_burst_with_one_prefix_goes_to_one_shard_before_anything_is_told() -> None:
+    policy, request = PrefixAffinity(), _prompt(*range(30))
+    sent = {"a": 0, "b": 0}
+    pieces = {"a": HeldPieces(), "b": HeldPieces()}
+    for _ in range(8):
+        candidates = [
+            replace(_candidate(address, running=sent[address]), pieces=pieces[address])
+            for address in sent
+        ]
+        sent[policy.choose(candidates, request, "").address] += 1
+    assert sorted(sent.values()) == [0, 8]
 
 
-def test_prompts_of_one_moment_do_not_blame_the_shard_for_what_is_being_computed() -> None:
-    memory = PrefixMemory()
-    slow, older, first, second = _prompt(9), _prompt(1), _prompt(2, 3), _prompt(2, 3, 4)
-    _send(memory, _A, slow)
-    _send(memory, _A, older)
-    memory.record_answer(_A.instance_id, older, 0)
-    _send(memory, _A, first)
-    _send(memory, _A, second)
-    memory.record_answer(_A.instance_id, first, 0)
-    memory.record_answer(_A.instance_id, second, 0)
-    assert _held(memory, _A, slow) == 1
-    assert _held(memory, _A, older) == 1
+def test_of_equal_length_the_faster_tier_wins() -> None:
+    candidates = [_candidate("disk"), _candidate("host"), _candidate("device")]
+    for candidate, tier in zip(candidates, (Tier.DISK, Tier.HOST, Tier.DEVICE), strict=True):
+        _tell(candidate, *range(20), tier=tier)
+    for address in ("device", "host", "disk"):
+        assert _choose(candidates, *range(20)) == address
+        candidates = [candidate for candidate in candidates if candidate.address != address]
+        candidates += [_candidate("none")]
 
 
-def test_an_answer_of_an_engine_that_is_gone_changes_nothing() -> None:
-    memory = PrefixMemory()
-    older, request = _prompt(1), _prompt(1, 2)
-    _send(memory, _A, older)
-    memory.record_answer(_A.instance_id, older, 0)
-    _send(memory, _A, request)
-    memory.record_answer("another", request, 0)
-    assert _held(memory, _A, older) == 1
+def test_a_longer_prefix_on_disk_is_worth_more_than_a_short_one_on_the_device() -> None:
+    candidates = [_candidate("a"), _candidate("b")]
+    _tell(candidates[0], *range(4))
+    _tell(candidates[1], *range(20), tier=Tier.DISK)
+    assert _choose(candidates, *range(20)) == "b"
 
 
-def test_an_answer_to_a_request_that_was_never_sent_changes_nothing() -> None:
-    memory = PrefixMemory()
-    memory.record_answer(_A.instance_id, _prompt(1), 0)
-    assert _held(memory, _A, _prompt(1)) == 0
+def test_a_prefix_in_several_tiers_counts_each_for_what_it_is_worth() -> None:
+    candidate, names = _candidate("a"), _names(_prompt(*range(10)))
+    candidate.pieces.take({1: names[:3], 2: names[3:5], 3: names[5:8]})
+    assert dict(candidate.pieces.runs(names)) == {1: 3, 2: 2, 3: 3}
+    assert held_by(candidate, names).tokens == 8 * PIECE_TOKENS
+    assert held_by(candidate, names).worth == pytest.approx((3 + 1.8 + 2.1) * PIECE_TOKENS)
 
 
-def test_memory_is_bounded_and_the_ends_of_old_prompts_go_first() -> None:
-    memory = PrefixMemory(max_pieces=4)
-    _send(memory, _A, _prompt(1, 2, 3))
-    _send(memory, _A, _prompt(1, 7, 8))
-    assert _held(memory, _A, _prompt(1, 2, 3)) == 2
-    assert _held(memory, _A, _prompt(1, 7, 8)) == 3
+def test_runs_are_what_looking_at_each_piece_gives_where_shards_lose_the_last_first() -> None:
+    rng = seeded("runs")
+    for _ in range(300):
+        names = [rng.getrandbits(64) for _ in range(rng.randint(0, 64))]
+        tiers = sorted(rng.choice((1, 2, 3, 4)) for _ in names)
+        held = HeldPieces()
+        for name, tier in zip(names, tiers, strict=True):
+            held.take({tier: [name]})
+        runs = [(tier, tiers.count(tier)) for tier in (1, 2, 3) if tier in tiers]
+        assert list(held.runs(names)) == runs
 
 
-def test_unanswered_requests_and_shards_that_are_gone_are_bounded() -> None:
-    memory = PrefixMemory()
-    requests = [GenerationRequest([1]) for _ in range(6000)]
-    for index, request in enumerate(requests):
-        memory.record_sent(_candidate(f"pod-{index}"), request, [])
-    assert len(memory._unanswered) <= 4096
-    assert len(memory._caches) <= 1024
-
-
-def test_a_piece_is_never_held_without_those_before_it() -> None:
-    rng = seeded("pieces")
-    memory = PrefixMemory(max_pieces=20)
-    for _ in range(400):
-        request = _prompt(*(rng.randrange(3) for _ in range(rng.randint(1, 8))))
-        _send(memory, _A, request)
-        if rng.random() < 0.7:
-            memory.record_answer(_A.instance_id, request, rng.randint(0, 8) * PIECE_TOKENS)
-        pieces = prompt_pieces(_prompt(*(rng.randrange(3) for _ in range(8))))
-        held = [piece in memory._caches["a"].pieces for piece in pieces]
-        assert held == sorted(held, reverse=True)
-        assert memory.num_held(_A, pieces) == sum(held)
+def test_what_was_sent_is_bounded_and_the_ends_of_old_prompts_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_pieces, "_MOST_SENT", 4)
+    held = HeldPieces()
+    first, second = _names(_prompt(1, 2, 3)), _names(_prompt(1, 7, 8))
+    held.note_sent(first)
+    held.note_sent(second)
+    assert dict(held.runs(first)) == {Tier.DEVICE: 2}
+    assert dict(held.runs(second)) == {Tier.DEVICE: 3}
 
 
 # ---- decisions ----
 
 
+_A, _B, _C = _candidate("a"), _candidate("b"), _candidate("c")
+
+
+def _held(*pieces: int) -> list[Held]:
+    return [Held(count * PIECE_TOKENS, count * PIECE_TOKENS) for count in pieces]
+
+
 def test_a_prompt_follows_its_prefix() -> None:
     policy = PrefixAffinity()
-    assert policy.choose([_A, _B, _C], _prompt(1, 2), "").reason == "least_load"
-    busier = [_candidate("a", running=4), _B, _C]
+    candidates = [_candidate("a"), _candidate("b"), _candidate("c")]
+    assert policy.choose(candidates, _prompt(1, 2), "").reason == "least_load"
+    busier = [replace(candidates[0], load_tokens=load_tokens(4, 0)), *candidates[1:]]
     decision = policy.choose(busier, _prompt(1, 2, 3), "")
     assert (decision.address, decision.reason) == ("a", "prefix")
 
 
 def test_the_longest_prefix_wins_among_equals() -> None:
-    _, decision = decide([_A, _B, _C], [2, 5, 3])
+    _, decision = decide([_A, _B, _C], _held(2, 5, 3))
     assert (decision.address, decision.reason) == ("b", "prefix")
 
 
 def test_without_a_match_the_least_loaded_is_chosen() -> None:
-    _, decision = decide([_candidate("a", running=2), _candidate("b", running=1)], [0, 0])
+    _, decision = decide([_candidate("a", running=2), _candidate("b", running=1)], _held(0, 0))
     assert (decision.address, decision.reason) == ("b", "least_load")
 
 
@@ -218,7 +220,7 @@ def test_a_prefix_gives_way_beyond_the_bounds_of_imbalance(
     running: int, least: int, address: str
 ) -> None:
     among = [_candidate("a", running=running), _candidate("b", running=least)]
-    _, decision = decide(among, [128, 0])
+    _, decision = decide(among, _held(128, 0))
     assert decision.address == address
     assert decision.reason == ("prefix" if address == "a" else "imbalance")
     # Whoever takes it may fetch what the other has.
@@ -226,10 +228,19 @@ def test_a_prefix_gives_way_beyond_the_bounds_of_imbalance(
 
 
 def test_a_short_prefix_is_not_worth_a_long_queue() -> None:
-    _, decision = decide([_candidate("a", running=20), _B], [2, 0])
+    _, decision = decide([_candidate("a", running=20), _B], _held(2, 0))
     assert (decision.address, decision.reason) == ("b", "imbalance")
 
 
 def test_the_second_shard_with_the_prefix_is_chosen_when_the_first_has_too_much() -> None:
-    _, decision = decide([_candidate("a", running=100), _B, _C], [20, 0, 15])
+    _, decision = decide([_candidate("a", running=100), _B, _C], _held(20, 0, 15))
     assert (decision.address, decision.reason) == ("c", "imbalance")
+
+
+def test_blocks_are_fetched_from_who_holds_more_not_from_who_holds_as_much_on_the_device() -> None:
+    busy = [_candidate("a", running=100), _candidate("b", running=100), _C]
+    held = [Held(640, 640.0), Held(1280, 896.0), Held(640, 576.0)]
+    _, decision = decide(busy, held)
+    assert (decision.address, decision.kv_source) == ("c", "b")
+    _, decision = decide(busy, [Held(640, 640.0), Held(640, 448.0), Held(640, 576.0)])
+    assert (decision.address, decision.reason, decision.kv_source) == ("c", "imbalance", "")

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from penstock_proto.prefix_hash import block_hash, chain_hashes, root_hash
+import pytest
+
+from penstock_proto.prefix_hash import (
+    block_hash,
+    chain_hashes,
+    piece_blocks,
+    piece_name,
+    piece_names,
+    root_hash,
+)
 
 
 def test_the_root_covers_weights_salt_and_adapter() -> None:
@@ -29,3 +38,17 @@ def test_a_chain_can_be_continued_block_by_block() -> None:
     first, second = chain_hashes(root, range(32), 16)
     assert block_hash(first, range(16, 32)) == second
     assert chain_hashes(root, range(15), 16) == []
+
+
+def test_a_piece_is_named_by_the_hash_at_its_end() -> None:
+    root = root_hash("w")
+    hashes = chain_hashes(root, range(400), 16)
+    names = piece_names(root, range(400), 16)
+    assert names == [piece_name(hashes[7]), piece_name(hashes[15]), piece_name(hashes[23])]
+    assert [f"{name:016x}" for name in names[:1]] == [hashes[7][:8][::-1].hex()]
+
+
+@pytest.mark.parametrize(("block_size", "blocks"), [(1, 128), (16, 8), (48, 2), (128, 1), (256, 1)])
+def test_a_piece_has_as_many_whole_blocks_as_fit(block_size: int, blocks: int) -> None:
+    assert piece_blocks(block_size) == blocks
+    assert len(piece_names(b"", range(1000), block_size)) == 1000 // (blocks * block_size)

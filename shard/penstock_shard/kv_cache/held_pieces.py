@@ -1,0 +1,113 @@
+"""What of the pieces that a shard holds has changed, to be told to those who choose a shard.
+
+Only names are noted, and only of prefixes that end a piece; where a piece is, is looked at when the
+change is taken. Of several cache groups those count of which a prefix needs every block.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import Protocol
+
+from penstock_proto.prefix_hash import Tier, piece_blocks, piece_name
+from penstock_shard.ipc.runner_info import CacheGroup
+from penstock_shard.kv_cache.block_pool import BlockPool
+from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
+
+# So many are looked at in a turn, which takes a millisecond at most.
+_MOST_TAKEN = 1024
+
+
+class Disk(Protocol):
+    """Where copies are that the prefix tree knows nothing of."""
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` gives any."""
+
+    def has(self, group: int, digest: bytes) -> bool:
+        """Whether there is a copy."""
+
+    def take_changes(self, most: int) -> list[tuple[int, bytes]]:
+        """Blocks that came or went since, at most so many: index in its prefix, and hash."""
+
+
+class HeldPieces:
+    """Owns the names of what changed and was not taken yet: no more than a step changes, as all are
+    taken after each.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        groups: abc.Sequence[CacheGroup],
+        pools: abc.Sequence[BlockPool],
+        block_size: int,
+    ) -> None:
+        """`pools` are those of the device's blocks."""
+        self._tree = tree
+        self._pool_of = [pools[group.pool] for group in groups]
+        whole = [i for i, each in enumerate(groups) if each.reach is None and not each.has_state]
+        self._groups = whole or [0]
+        self._each = piece_blocks(block_size)
+        self._changed: dict[bytes, None] = {}
+        # Those in blocks that a step in flight fills.
+        self._uncomputed: list[bytes] = []
+        self.disk: Disk | None = None
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is something to take without another step."""
+        return bool(self._changed) or (self.disk is not None and self.disk.has_changes)
+
+    @property
+    def has_untold(self) -> bool:
+        """Whether there is something to take, now or after another step."""
+        return bool(self._uncomputed) or self.has_changes
+
+    def note(self, prefix: Prefix) -> None:
+        """A block of this prefix, or a copy of one, came or went."""
+        if (prefix.index + 1) % self._each == 0:
+            self._changed[prefix.digest] = None
+
+    def take(self, computed: int) -> dict[int, int]:
+        """Where pieces are now that changed since, by name; at most `_MOST_TAKEN`. A block counts
+        from when the step that fills it is over: steps that are have computed what was cached up to
+        the insertion `computed`.
+        """
+        if self.disk is not None and self.disk.has_changes:
+            for index, digest in self.disk.take_changes(_MOST_TAKEN):
+                if (index + 1) % self._each == 0:
+                    self._changed[digest] = None
+        digests = self._uncomputed
+        while self._changed and len(digests) < _MOST_TAKEN:
+            digests.append(self._changed.popitem()[0])
+        self._uncomputed = []
+        taken: dict[int, int] = {}
+        for digest in digests:
+            prefix = self._tree.named(digest)
+            if prefix is not None and not self._is_computed(prefix, computed):
+                self._uncomputed.append(digest)
+            else:
+                taken[piece_name(digest)] = self._tier(digest, prefix)
+        return taken
+
+    def _is_computed(self, prefix: Prefix, computed: int) -> bool:
+        """Whether its blocks on the device, if any, are filled."""
+        for group in self._groups:
+            block_id = prefix.block_ids[group]
+            if block_id != NO_BLOCK and self._pool_of[group].cached[block_id].insertion > computed:
+                return False
+        return True
+
+    def _tier(self, digest: bytes, prefix: Prefix | None) -> Tier:
+        """The slowest of those where its blocks of each group are."""
+        return max(self._tier_in(group, digest, prefix) for group in self._groups)
+
+    def _tier_in(self, group: int, digest: bytes, prefix: Prefix | None) -> Tier:
+        if prefix is not None and prefix.block_ids[group] != NO_BLOCK:
+            return Tier.DEVICE
+        if prefix is not None and prefix.slots[group] != NO_BLOCK:
+            return Tier.HOST
+        is_on_disk = self.disk is not None and self.disk.has(group, digest)
+        return Tier.DISK if is_on_disk else Tier.GONE

@@ -1,0 +1,134 @@
+"""Which pieces of prefixes the engine holds, for callers that follow them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from penstock_proto.prefix_hash import Tier
+
+# Beyond so many, others are not known of.
+_MOST_PIECES = 2**20
+# They are kept in so many parts, each of which is copied in a tenth of a millisecond.
+_NUM_PARTS = 256
+# Of one report, which takes less than a millisecond at either end.
+_MOST_IN_REPORT = 1024
+# A caller for which more changes wait is told everything again.
+_MOST_CHANGED = 65_536
+_MIN_REPORT_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesReport:
+    """Names of pieces, each with its `Tier`. `begins` and `ends` mark the first and the last of
+    those reports that tell all that is held.
+    """
+
+    instance_id: str
+    pieces: list[tuple[int, int]]
+    begins: bool = False
+    ends: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Watch:
+    """What a caller has not been told: all that is held, or the names that changed since."""
+
+    is_behind: bool = True
+    changed: dict[int, None] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note(self, names: list[int]) -> None:
+        self.changed.update(dict.fromkeys(names))
+        if len(self.changed) > _MOST_CHANGED:
+            self.restart()
+        self.news.set()
+
+    def restart(self) -> None:
+        self.changed.clear()
+        self.is_behind = True
+        self.news.set()
+
+    def take(self) -> list[int]:
+        """Names that changed, at most those of one report."""
+        count = min(len(self.changed), _MOST_IN_REPORT)
+        return [self.changed.popitem()[0] for _ in range(count)]
+
+
+class HeldPieces:
+    """Owns what the present engine has told, and who follows it."""
+
+    def __init__(self) -> None:
+        self._instance_id = ""
+        self._parts: list[dict[int, int]] = [{} for _ in range(_NUM_PARTS)]
+        self._watches: set[_Watch] = set()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def begin(self, instance_id: str) -> None:
+        """Another engine is there, which holds nothing but what it tells."""
+        self._instance_id, self._count = instance_id, 0
+        self._parts = [{} for _ in range(_NUM_PARTS)]
+        for watch in self._watches:
+            watch.restart()
+
+    def take(self, changes: Mapping[int, int]) -> None:
+        """What the engine tells: names of pieces, and the `Tier` of each."""
+        names = [name for name, tier in changes.items() if self._set(name, tier)]
+        if names:
+            for watch in self._watches:
+                watch.note(names)
+
+    def _set(self, name: int, tier: int) -> bool:
+        """Whether that is news."""
+        part = self._parts[name % _NUM_PARTS]
+        before = part.get(name, Tier.GONE)
+        if before == tier or (before == Tier.GONE and self._count >= _MOST_PIECES):
+            return False
+        if tier == Tier.GONE:
+            del part[name]
+        else:
+            part[name] = tier
+        self._count += (before == Tier.GONE) - (tier == Tier.GONE)
+        return True
+
+    async def watch(self) -> AsyncGenerator[PiecesReport, None]:
+        """All that is held, then changes, ten times a second at most, in bounded reports."""
+        watch = _Watch()
+        self._watches.add(watch)
+        try:
+            while True:
+                # First: what comes while reports are read is to be told too.
+                watch.news.clear()
+                if watch.is_behind:
+                    watch.is_behind = False
+                    for report in self._snapshot(watch):
+                        yield report
+                while not watch.is_behind and (names := watch.take()):
+                    yield PiecesReport(self._instance_id, [self._now(name) for name in names])
+                await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
+                await watch.news.wait()
+        finally:
+            self._watches.discard(watch)
+
+    def _now(self, name: int) -> tuple[int, int]:
+        return name, self._parts[name % _NUM_PARTS].get(name, Tier.GONE)
+
+    def _snapshot(self, watch: _Watch) -> Iterator[PiecesReport]:
+        """Reports of all that is held, which may change between two of them: what changed is told
+        after them. Ends early when a new snapshot is needed.
+        """
+        instance_id, pieces, begins = self._instance_id, list[tuple[int, int]](), True
+        for number in range(_NUM_PARTS):
+            pieces += self._parts[number].items()
+            while len(pieces) > _MOST_IN_REPORT:
+                if watch.is_behind:
+                    return
+                yield PiecesReport(instance_id, pieces[:_MOST_IN_REPORT], begins)
+                begins = False
+                del pieces[:_MOST_IN_REPORT]
+        if not watch.is_behind:
+            yield PiecesReport(instance_id, pieces, begins, ends=True)
