@@ -284,7 +284,12 @@ class Continuations:
     def _choose(self, stream: FleetStream, among: Sequence[ShardState]) -> Plan:
         """What the policy chooses among these shards, of which there is one at least."""
         request, source = stream.request, self._kv_source(stream)
-        suited = self._roles.prefer(stream, among, source)
+        suited = self._roles.prefer(
+            stream,
+            among,
+            source,
+            lambda shard: self._policy.held_tokens(shard.candidate(), request),
+        )
         candidates = [shard.candidate() for shard in suited]
         decision = self._policy.choose(candidates, request, request.session)
         reason = "pinned" if request.shard else decision.reason

@@ -6,7 +6,7 @@ KV blocks are there: no stream waits in a step for the prompt of another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
@@ -27,15 +27,22 @@ class Roles:
         self._prefill_tokens = prefill_tokens
 
     def prefer(
-        self, stream: FleetStream, shards: Sequence[ShardState], kv_source: str
+        self,
+        stream: FleetStream,
+        shards: Sequence[ShardState],
+        kv_source: str,
+        held_tokens: Callable[[ShardState], int],
     ) -> Sequence[ShardState]:
         """Those of the shards that suit the stream; all of them if none does. Little is to be
-        computed of one whose KV blocks are at `kv_source`.
+        computed of one whose KV blocks are at `kv_source`, or that a shard holds `held_tokens` of.
         """
+        decoding = [shard for shard in shards if suits_decode(shard)]
         num_tokens = len(stream.request.prompt_token_ids) + len(stream.token_ids)
-        is_long = num_tokens >= self._prefill_tokens and not kv_source
-        unsuited = _DECODE if is_long else _PREFILL
-        return [shard for shard in shards if _role(shard) != unsuited] or shards
+        if len(decoding) < len(shards) and num_tokens >= self._prefill_tokens and not kv_source:
+            num_tokens -= max(map(held_tokens, decoding), default=0)
+            if num_tokens >= self._prefill_tokens:
+                return [shard for shard in shards if _role(shard) != _DECODE] or shards
+        return decoding or shards
 
 
 def wants_to_leave(stream: FleetStream) -> bool:

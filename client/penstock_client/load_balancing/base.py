@@ -67,6 +67,10 @@ class Policy(Protocol):
         """
         ...
 
+    def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:
+        """How many tokens of the prompt a candidate holds; 0 where that is not known."""
+        return 0
+
 
 def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
     """The one with the least work ahead; the first of equals."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from penstock_client.load_balancing.base import Candidate, Decision, Policy, least_loaded
 from penstock_client.types import GenerationRequest
-from penstock_proto.prefix_hash import Tier, piece_blocks, piece_names, root_hash
+from penstock_proto.prefix_hash import PIECE_TOKENS, Tier, piece_blocks, piece_names, root_hash
 
 # Hashing runs on the event loop and takes half a millisecond for these. Prompts that agree so far
 # count as equal.
@@ -42,31 +42,47 @@ class PrefixAffinity(Policy):
     name = "prefix-affinity"
     uses_pieces = True
 
+    def __init__(self) -> None:
+        self._last: _Names | None = None
+
     def choose(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
     ) -> Decision:
         if len(candidates) == 1:
             return Decision(candidates[0].address, "only")
-        names = _Names(request)
+        names = self._names_of(request)
         chosen, decision = decide(
             candidates, [held_by(each, names.at(each)) for each in candidates]
         )
         chosen.pieces.note_sent(names.at(chosen))
         return decision
 
+    def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:
+        names = self._names_of(request).at(candidate)
+        held = held_by(candidate, names).tokens
+        # Prompts that agree so far count as equal.
+        is_whole = held >= MAX_HASHED_TOKENS - PIECE_TOKENS
+        return len(request.prompt_token_ids) if is_whole else held
+
+    def _names_of(self, request: GenerationRequest) -> _Names:
+        """Hashed once, however often it is asked for in a row."""
+        if self._last is None or self._last.request is not request:
+            self._last = _Names(request)
+        return self._last
+
 
 class _Names:
     """The names of a prompt's pieces: the same at all shards that have the same model."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        self._request = request
+        self.request = request
         self._known: dict[tuple[str, str, int], list[int]] = {}
 
     def at(self, candidate: Candidate) -> list[int]:
-        adapter_hash = candidate.adapter_hashes.get(self._request.adapter, "")
+        adapter_hash = candidate.adapter_hashes.get(self.request.adapter, "")
         key = candidate.weights_hash, adapter_hash, candidate.block_size
         if key not in self._known:
-            self._known[key] = prompt_pieces(self._request, *key)
+            self._known[key] = prompt_pieces(self.request, *key)
         return self._known[key]
 
 

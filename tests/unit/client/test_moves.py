@@ -7,9 +7,18 @@ import asyncio
 import pytest
 from support.fleet_doubles import Make, World, settled
 
-from penstock_client import FinishReason, LoadReport, Output, ShardState, ShardUnavailable
+from penstock_client import (
+    FinishReason,
+    GenerationRequest,
+    LoadReport,
+    Output,
+    ShardState,
+    ShardUnavailable,
+)
 from penstock_client.fleet import moves
 from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.load_balancing.base import Candidate
+from penstock_client.load_balancing.prefix_affinity import PrefixAffinity
 
 _LONG = list(range(1, 201))
 _PEERS = frozenset({"prefetch"})
@@ -180,6 +189,27 @@ def _roles(make: Make, **roles: str) -> World:
     for name, role in roles.items():
         world.add(name, role=role, capabilities=_PEERS)
     return world
+
+
+class _Knowing(PrefixAffinity):
+    """Knows how much of any prompt a shard holds."""
+
+    held = 0
+
+    def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:
+        return self.held if candidate.address == "d" else 0
+
+
+@pytest.mark.parametrize(("held", "where"), [(100, "p"), (101, "d")])
+async def test_what_other_shards_hold_of_a_prompt_does_not_count_as_long(
+    make: Make, held: int, where: str
+) -> None:
+    policy = _Knowing()
+    policy.held = held
+    world = make(prefill_tokens=100, policy=policy)
+    world.add("p", role="prefill", capabilities=_PEERS)
+    world.add("d", role="decode", capabilities=_PEERS)
+    assert world.where(world.start(prompt_token_ids=_LONG)) == where
 
 
 def _at(world: World, stream: FleetStream) -> ShardState:
