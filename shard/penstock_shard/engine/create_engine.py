@@ -61,6 +61,7 @@ def create_engine(
         max_num_batched_tokens=max_tokens,
         max_prefill_tokens=config.prefill_tokens(info.device),
         max_scored_tokens=info.max_scored_tokens,
+        prompts_first=config.role == "prefill",
     )
     drafter = Drafter(config.speculative_tokens) if config.speculative_tokens else None
     scheduler = create_scheduler(limits, blocks, drafter, aging_s=config.aging_s)

@@ -57,6 +57,8 @@ class SchedulerLimits:
     max_prefill_tokens: int = 2**31
     # Prompt tokens of a step whose log-probabilities are wanted.
     max_scored_tokens: int = 2**31
+    # Whether decodes bound no prompts beside them: they are about to leave for another shard.
+    prompts_first: bool = False
 
 
 class _Launched(NamedTuple):
@@ -229,7 +231,8 @@ class Scheduler:
         rows, size = self._decode_rows(budget.take_decodes(decodes), budget)
         if speculation is not None:
             rows, size = speculation.add_drafts(rows, budget)
-        budget.bound_prompts(size, self._limits.max_prefill_tokens)
+        decoded = StepSize(0, 0, 0) if self._limits.prompts_first else size
+        budget.bound_prompts(decoded, self._limits.max_prefill_tokens)
         # A sequence preempted in this step would only be admitted again to be preempted again.
         admits = self.preemptions_total == preemptions_before
         prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
