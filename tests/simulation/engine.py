@@ -6,12 +6,15 @@ import asyncio
 import dataclasses
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from support.compilers import EOS_IDS, VOCAB_SIZE, two_ended_compiler
 from support.engines import runner_info
 
+from penstock_common.clock import Clock
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
@@ -28,6 +31,7 @@ from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.base import ReadAdapter
 from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.fake_runner import FakeRunner
+from simulation.devices import Device, DeviceRunner
 from simulation.virtual_time import InlineExecutor, Process, VirtualLoop
 
 _HEADER_BYTES = struct.calcsize("<II")
@@ -56,6 +60,11 @@ class EngineKind:
     # Memory for copies of KV blocks; and whether these go to other shards.
     host_bytes: int = 0
     has_peers: bool = False
+    # What its steps and copies take, in place of `step_s`.
+    device: Device | None = None
+    max_model_len: int = 512
+    max_prefill_tokens: int = 2**31
+    prompts_first: bool = False
 
 
 # An id that ends the engine which computes a prompt with it.
@@ -66,7 +75,11 @@ ORDINARY_IDS = range(100, VOCAB_SIZE)
 
 def info_of(kind: EngineKind) -> RunnerInfo:
     """What an engine of this kind says that it serves."""
-    info = runner_info(num_blocks=kind.num_blocks, cache_groups=kind.cache_groups)
+    info = runner_info(
+        num_blocks=kind.num_blocks,
+        max_model_len=kind.max_model_len,
+        cache_groups=kind.cache_groups,
+    )
     return dataclasses.replace(
         info,
         vocab_size=VOCAB_SIZE,
@@ -151,6 +164,8 @@ class SimulatedEngine:
         # Its next step will never end, or what it does before that.
         self.hangs = self.hangs_before_step = False
         self.engine: Engine | None = None
+        # What it says while it waits for copies is sent after that; None: at once.
+        self._unsent: list[FromEngine] | None = None
         self.steps.run(self._run())
 
     async def _wait(self) -> int:
@@ -186,7 +201,9 @@ class SimulatedEngine:
         self._news.set()
 
     def _send(self, message: FromEngine) -> None:
-        if self._link_is_open:
+        if self._unsent is not None:
+            self._unsent.append(message)
+        elif self._link_is_open:
             self.reader.feed_data(encode_frame(message))
 
     async def _run(self) -> None:
@@ -204,16 +221,33 @@ class SimulatedEngine:
         adapters = EngineAdapters(_Adapters(), 4, self._news.set, InlineExecutor())
         for name, source in start.adapters or start.config.loras:
             adapters.load(name, source)
-        clock = self._loop.time
+        clock = self._clock_of(runner)
         loop = EngineLoop(engine, adapters, self._send, checks=True, clock=clock)
         self.beats.run(self._beat(Heartbeat(loop, clock)))
         info = dataclasses.replace(runner.info, adapters=adapters.loaded)
         self._send(Ready(info, {}, "", ""))
         while True:
             await self._take(loop, wait=loop.is_idle)
-            if loop.launch():
+            if await self._launch(loop, runner):
                 await self._await_step(runner.done_at_s)
             loop.collect()
+
+    def _clock_of(self, runner: FakeRunner) -> Clock:
+        """The time of its thread."""
+        return runner.thread_s if isinstance(runner, DeviceRunner) else self._loop.time
+
+    async def _launch(self, loop: EngineLoop, runner: FakeRunner) -> bool:
+        """As the loop's; takes as long as the copies that come before it."""
+        if not isinstance(runner, DeviceRunner):
+            return loop.launch()
+        self._unsent = []
+        is_due = loop.launch()
+        waited_s, runner.waited_s = runner.waited_s, 0.0
+        await asyncio.sleep(waited_s)
+        unsent, self._unsent = self._unsent, None
+        for message in unsent:
+            self._send(message)
+        return is_due
 
     async def _await_step(self, done_at_s: float) -> None:
         if self.hangs:
@@ -252,12 +286,14 @@ class SimulatedEngine:
         def overslept(seconds: float) -> None:
             assert seconds <= 1e-6, f"a step is collected {seconds} s before its end"
 
-        info = info_of(self._kind)
-        return FakeRunner(
+        kind, info = self._kind, info_of(self._kind)
+        make: Callable[..., FakeRunner] = partial(FakeRunner, step_s=kind.step_s)
+        if kind.device is not None:
+            make = partial(DeviceRunner, device=kind.device)
+        return make(
             info,
             ORDINARY_IDS,
-            step_s=self._kind.step_s,
-            eos_rate=self._kind.eos_rate,
+            eos_rate=kind.eos_rate,
             crash_on=POISON_ID,
             kv=FakeKv(info),
             clock=self._loop.time,
@@ -271,18 +307,24 @@ class SimulatedEngine:
         arena = Arena(self._memory, info) if self._memory and has_copies else None
         host_slots = () if arena is None else arena.num_slots
         blocks = BlockManager.of(info, kind.max_num_batched_tokens, host_slots=host_slots)
-        limits = SchedulerLimits(kind.max_num_seqs, kind.max_num_batched_tokens)
+        limits = SchedulerLimits(
+            kind.max_num_seqs,
+            kind.max_num_batched_tokens,
+            kind.max_prefill_tokens,
+            prompts_first=kind.prompts_first,
+        )
         drafter = Drafter(kind.speculative_tokens) if kind.speculative_tokens else None
         scheduler = create_scheduler(limits, blocks, drafter)
         moves = None
         if arena is not None:
             send = self._send if kind.has_peers else None
-            moves = create_moves(arena, runner, scheduler, blocks, send=send)
+            clock = self._clock_of(runner)
+            moves = create_moves(arena, runner, scheduler, blocks, send=send, clock=clock)
         return Engine(
             runner,
             scheduler,
             blocks,
-            clock=self._loop.time,
+            clock=self._clock_of(runner),
             tell_started=lambda ids: self._send(Started(ids)),
             matchers=PendingMatchers(two_ended_compiler(), self._news.set, InlineExecutor()),
             moves=moves,

@@ -51,6 +51,22 @@ def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) 
     return Answer(token_ids, logprobs, prompt_logprobs, finish)
 
 
+def expected_tokens(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> list[int]:
+    """The tokens of `expected` up to `max_tokens`, without looking at each anew."""
+    runner, sequence = _runner(kind), _sequence(request, kind, config)
+    row = Row(sequence, len(sequence.token_ids) - 1, 1, samples=True)
+    row.sequence.slot = 0
+    batch, token_ids = batch_of(row), list[int]()
+    for _ in range(sequence.request.max_tokens):
+        runner.launch(batch)
+        (result,) = runner.collect()
+        assert result.token_id is not None, result.error
+        token_ids.append(result.token_id)
+        # The runner has the sequence from now on, and appends what it samples.
+        batch = dataclasses.replace(batch, admitted=())
+    return token_ids
+
+
 def expected_vectors(
     request: EmbeddingRequest, kind: EngineKind, config: ShardConfig
 ) -> list[list[float]]:

@@ -13,12 +13,13 @@ from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.server import proto_codec
 from penstock_shard.server.app import drain
-from penstock_shard.server.kv.transfers import BlockTransfers
+from penstock_shard.server.kv.transfers import BlockTransfers, Peers
 from penstock_shard.server.servicer import ShardServicer
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.structured_output.checker import ConstraintChecker
 from penstock_shard.structured_output.refusal import ConstraintRefused
 from simulation.channel import MemoryServer
+from simulation.devices import LinkedPeers, Links
 from simulation.engine import KILLED, EngineKind, SimulatedEngine
 from simulation.network import Network
 from simulation.peers import SimulatedPeers
@@ -51,9 +52,13 @@ class SimulatedShard:
         config: ShardConfig,
         kind: EngineKind,
         find: Callable[[str], BlockTransfers | None] = lambda address: None,
+        links: Links | None = None,
     ) -> None:
-        """`find` gives what the shard at an address has for its peers."""
+        """`find` gives what the shard at an address has for its peers. Between these is a wire that
+        may do anything, or are `links`.
+        """
         self._find = find
+        self._links = links
         self.transfers: BlockTransfers | None = None
         self._memory: memoryview | None = None
         self.address = address
@@ -88,8 +93,7 @@ class SimulatedShard:
         if self.kind.host_bytes:
             self._memory = memoryview(bytearray(self.kind.host_bytes))
         if self._memory is not None and self.kind.has_peers and self.kind.is_exact:
-            peers = SimulatedPeers(self._find, self._network.random)
-            self.transfers = BlockTransfers(self._memory, peers)
+            self.transfers = BlockTransfers(self._memory, self._peers())
         self.supervisor = supervisor = EngineSupervisor(
             self.config, self._start_engine, self._loop.time, _Checker(), self.transfers
         )
@@ -99,6 +103,11 @@ class SimulatedShard:
         self._servicer = servicer
         self._network.listen(self.address, server.listener)
         self._running = process.run(supervisor.run())
+
+    def _peers(self) -> Peers:
+        if self._links is not None:
+            return LinkedPeers(self.address, self._find, self._links)
+        return SimulatedPeers(self._find, self._network.random)
 
     def _start_engine(self) -> Awaitable[ChildProcess]:
         name = f"engine of {self.address}"

@@ -185,6 +185,8 @@ class Continuations:
         if stream.ended:
             self._forget(stream)
             self._ended(stream)
+        else:
+            self._moves.on_output(stream)
 
     def _note_progress(self, stream: FleetStream, output: Output) -> None:
         """The first outputs of an attempt; tokens that were known before it are already cut off."""

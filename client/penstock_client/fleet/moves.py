@@ -24,8 +24,12 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 2
 # So many tokens are computed in about the time that a fetch of them takes.
 _LEAST_TOKENS = 128
-# A stream that has waited for so long moves without its blocks: its shard will not wait for ever.
-_MOST_S = 15.0
+# One whose blocks are there moves when its next token comes, or after so long: what it computes in
+# between is not lost.
+_NEXT_TOKEN_S = 0.25
+# A stream that has waited for so long moves without its blocks: its shard waits for 30 s, if not
+# told otherwise.
+_MOST_S = 25.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class Moves:
         self._calls: dict[FleetStream, asyncio.Task[int]] = {}
         # Those that wait no more, and where their blocks are; None: nowhere.
         self._ready: dict[FleetStream, ShardState | None] = {}
+        # Of these, those that move at their next token.
+        self._arrived: set[FleetStream] = set()
 
     def close(self) -> None:
         """Fetch nothing more."""
@@ -88,6 +94,12 @@ class Moves:
         self._start_mover(_address(stream))
         return True
 
+    def on_output(self, stream: FleetStream) -> None:
+        """A stream has a token more. Called for each: keep it cheap."""
+        if stream in self._arrived:
+            self._arrived.discard(stream)
+            self._put_due([stream])
+
     def target(self, stream: FleetStream) -> ShardState | None:
         """The shard that has the blocks of a stream, if one was told to fetch them."""
         return self._ready.get(stream)
@@ -95,6 +107,7 @@ class Moves:
     def discard(self, stream: FleetStream) -> None:
         """Forget a stream that leaves its shard."""
         self._ready.pop(stream, None)
+        self._arrived.discard(stream)
         self._waiting.get(_address(stream), {}).pop(stream, None)
         if (call := self._calls.get(stream)) is not None:
             call.cancel()
@@ -115,7 +128,12 @@ class Moves:
             target = await self._prefetch(stream, until_s - self._clock())
             if _address(stream) == address:
                 self._ready[stream] = target
-                self._put_due([stream])
+                if target is None:
+                    self._put_due([stream])
+                else:
+                    self._arrived.add(stream)
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(_NEXT_TOKEN_S, self._put_due, [stream])
         # In the turn in which nobody waits: who comes after it starts another.
         self._waiting.pop(address, None)
         self._num_movers[address] -= 1

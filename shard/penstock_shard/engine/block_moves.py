@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
+from penstock_common.clock import Clock
+from penstock_shard.engine.copy_pace import CopyPace
 from penstock_shard.engine.final_saves import FinalSaves
 from penstock_shard.engine.pending_fetches import PendingFetches
 from penstock_shard.engine.pending_reads import PendingReads
 from penstock_shard.ipc.block_messages import Distrust
 from penstock_shard.ipc.messages import FromBlocks, Inbox
-from penstock_shard.kv_cache.block_manager import BlockManager, Load
+from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.exports import Exports
 from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence
 
-# So many bytes a turn, so that steps of others wait a few milliseconds at most.
-_LOADED_BYTES = 32 * 2**20
-_SAVED_BYTES = 8 * 2**20
+# What copies of a turn may take of the time of a step: those that a sequence or a peer waits for,
+# and those for which nobody does.
+_WAITED_FOR = 0.5
+_AHEAD = 1 / 16
+# How long copies of a turn take where no sequence runs.
+_IDLE_S = 0.02
 
 
 class BlockMoves:
@@ -26,21 +31,22 @@ class BlockMoves:
     """
 
     def __init__(
-        self, tier: HostTier, scheduler: Scheduler, blocks: BlockManager, block_bytes: int
+        self, tier: HostTier, scheduler: Scheduler, blocks: BlockManager, clock: Clock
     ) -> None:
-        """`block_bytes` are of the largest block of any group."""
         self.tier = tier
         self._scheduler = scheduler
         self._blocks = blocks
-        self.most_loads = max(1, _LOADED_BYTES // max(1, block_bytes))
-        self._most_saves = max(1, _SAVED_BYTES // max(1, block_bytes))
+        self._clock = clock
+        self._load_pace = CopyPace()
+        self._save_pace = CopyPace()
         # Of a disk; of other shards, and for them. None where there is no such.
         self.reads: PendingReads | None = None
         self.fetches: PendingFetches | None = None
         self.exports: Exports | None = None
         self.send: Callable[[FromBlocks], None] = lambda message: None
-        # Sequences that wait no more.
+        # Sequences that wait no more; and of those that will not run, those that are loaded.
         self._ready: list[Sequence] = []
+        self._fetched: list[Sequence] = []
         # Once the shard ends.
         self._final: FinalSaves | None = None
 
@@ -89,6 +95,11 @@ class BlockMoves:
         ready, self._ready = self._ready, []
         return ready if self.reads is None else [*ready, *self.reads.take()]
 
+    def take_fetched(self) -> list[Sequence]:
+        """Sequences that will not run, and of which all is done."""
+        fetched, self._fetched = self._fetched, []
+        return fetched
+
     def take(self, message: Inbox) -> None:
         """What the server says of blocks of other shards."""
         if self.exports is None or self.fetches is None:
@@ -114,42 +125,66 @@ class BlockMoves:
     # ---- copies ----
 
     def load(self) -> None:
-        """Go on with what sequences wait for. One whose copies are not there any more is queued
-        again.
+        """Go on with what sequences wait for, or with what will be needed. One whose copies are not
+        there any more is queued again.
         """
-        for sequence, load in self._due_loads():
+        loading = self._scheduler.loading
+        ends_s: list[float] = []
+        for sequence in sorted(loading, key=lambda each: each.request.only_fetches):
+            self._load(sequence, ends_s)
+        self._load_pace.learn(ends_s)
+
+    def _load(self, sequence: Sequence, ends_s: list[float]) -> None:
+        """Load what the turn has time for; `ends_s` has when each copy of the turn was over."""
+        is_ahead = sequence.request.only_fetches
+        most = self._most(self._load_pace, _AHEAD if is_ahead else _WAITED_FOR)
+        due = (load for load in self._blocks.loads_of(sequence) if not load.is_done)
+        for load in due:
+            if len(ends_s) >= most:
+                return
             if not self.tier.load(load):
-                self._scheduler.lose_loads(sequence)
+                self._lose_loads(sequence)
                 return
             load.is_done = True
-        for sequence in self._scheduler.loading:
-            if all(load.is_done for load in self._blocks.loads_of(sequence)):
-                self._scheduler.finish_loads(sequence)
+            ends_s.append(self._clock())
+        if is_ahead:
+            self._blocks.finish_loads(sequence)
+            self._fetched.append(sequence)
+        else:
+            self._scheduler.finish_loads(sequence)
 
-    def _due_loads(self) -> Iterator[tuple[Sequence, Load]]:
-        left = self.most_loads
-        for sequence in self._scheduler.loading:
-            for load in self._blocks.loads_of(sequence):
-                if not load.is_done and left:
-                    left -= 1
-                    yield sequence, load
+    def _lose_loads(self, sequence: Sequence) -> None:
+        if sequence.request.only_fetches:
+            self._fetched.append(sequence)
+        else:
+            self._scheduler.lose_loads(sequence)
+
+    def _most(self, pace: CopyPace, share: float) -> int:
+        """How many blocks a turn may copy."""
+        is_idle = not self._scheduler.num_running
+        return pace.blocks_in(_IDLE_S if is_idle else share * self._scheduler.last_step_s)
 
     def save(self) -> None:
         """Copy out what is due. Comes after a step is planned, and before it is launched."""
-        prefixes = self._blocks.prefixes
+        prefixes, exports = self._blocks.prefixes, self.exports
         if prefixes.has_wishes:
+            is_waited_for = exports is not None and exports.num_waiting > 0
+            most = self._most(self._save_pace, _WAITED_FOR if is_waited_for else _AHEAD)
             computed = self._scheduler.num_computed_insertions
-            for save in prefixes.take_saves(self._most_saves, computed):
+            ends_s: list[float] = []
+            for save in prefixes.take_saves(most, computed):
                 self.tier.save(save)
-        if self.exports is not None:
-            self.exports.advance()
+                ends_s.append(self._clock())
+            self._save_pace.learn(ends_s)
+        if exports is not None:
+            exports.advance()
 
     def save_all(self) -> None:
         """Nothing runs, nor will: have all that is cached written to disk, if there is one."""
         if self._final is None and self.reads is not None:
             self._final = FinalSaves(self.tier, self._blocks.prefixes, self.reads.disk)
         if self._final is not None:
-            self._final.advance(self._most_saves)
+            self._final.advance(self._most(self._save_pace, _WAITED_FOR))
 
     @property
     def has_unsaved(self) -> bool:

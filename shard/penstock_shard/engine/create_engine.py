@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
+from penstock_common.clock import Clock
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.engine import Engine
@@ -29,6 +31,9 @@ from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusabl
 from penstock_shard.worker.base import Runner
 
 logger = logging.getLogger(__name__)
+
+# Of a disk so many bytes go to host memory in a turn.
+_READ_BYTES = 32 * 2**20
 
 
 def create_engine(
@@ -56,6 +61,7 @@ def create_engine(
         max_num_batched_tokens=max_tokens,
         max_prefill_tokens=config.prefill_tokens(info.device),
         max_scored_tokens=info.max_scored_tokens,
+        prompts_first=config.role == "prefill",
     )
     drafter = Drafter(config.speculative_tokens) if config.speculative_tokens else None
     scheduler = create_scheduler(limits, blocks, drafter, aging_s=config.aging_s)
@@ -79,6 +85,7 @@ def create_moves(
     blocks: BlockManager,
     disk: DiskTier | None = None,
     send: Callable[[FromBlocks], None] | None = None,
+    clock: Clock = time.monotonic,
 ) -> BlockMoves:
     """Moves between a runner's blocks and what an engine before it may have left in host memory;
     with `disk` on a disk too, with `send` on other shards.
@@ -87,10 +94,10 @@ def create_moves(
     restored = tier.restore()
     if restored:
         logger.info("%d KV blocks of the engine before are found in host memory", restored)
-    moves = BlockMoves(tier, scheduler, blocks, max(runner.info.block_bytes))
+    moves = BlockMoves(tier, scheduler, blocks, clock)
     if disk is not None:
-        most = moves.most_loads
         blocks.prefixes.held.disk = disk
+        most = max(1, _READ_BYTES // max(1, *runner.info.block_bytes))
         moves.reads = PendingReads(disk, tier, blocks, scheduler.compute_s, most_blocks=most)
     if send is not None:
         prefixes, size = blocks.prefixes, blocks.block_size

@@ -219,15 +219,20 @@ class Engine:
             self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
-        """Nothing more comes of others for a sequence: queue it, or that is all it was for."""
+        """Nothing more comes of others for a sequence: queue it, or load it for who will come."""
         if not sequence.request.only_fetches:
             self._scheduler.add(sequence, self._clock())
             return
+        self._scheduler.load(sequence)
+        if self._moves is None:
+            self._end_fetch(sequence)
+
+    def _end_fetch(self, sequence: Sequence) -> None:
+        """A request finds all that it will find."""
         output = last_output(sequence, finish=FinishReason.FETCHED)
         output.cached_tokens = self._blocks.count_cached(sequence)
         self._outputs.append(output)
-        self._blocks.forget(sequence)
-        del self._live[sequence.request.request_id]
+        self._forget(sequence)
 
     def _add_compiled(self) -> None:
         """Queue the sequences whose constraints are compiled by now."""
@@ -247,6 +252,8 @@ class Engine:
             starts_s = max(now_s, ends_s)
         if self._moves is not None:
             self._moves.load()
+            for sequence in self._moves.take_fetched():
+                self._end_fetch(sequence)
         batch = self._scheduler.schedule(now_s, starts_s)
         self._give_back()
         self._release()

@@ -12,6 +12,9 @@ from penstock_shard.sequence import Sequence
 
 # Fewer blocks than this are computed as soon as they are fetched.
 _LEAST_BLOCKS = 4
+# And so is what takes no longer than this: before anything that is fetched is where it is needed,
+# some steps of both shards pass.
+_LEAST_S = 0.025
 # How long it waits at most, whatever computing would take.
 _LONGEST_S = 10.0
 # How long it waits at least: while no step was timed, nothing is known of computing.
@@ -57,20 +60,28 @@ class PendingFetches:
             return False
         names, num_known = self._blocks.missing_of(sequence)
         num_missing = len(names.digests) - num_known
-        if num_missing < _LEAST_BLOCKS:
+        wait_s = self._most_wait_s(sequence, num_known, num_missing)
+        if num_missing < _LEAST_BLOCKS or not wait_s:
             return False
         self._number += 1
         is_salted = bool(sequence.request.cache_salt)
         progress = self.fetches.begin(source, names, is_salted=is_salted)
         self._waiting[sequence] = _Waiting(self._number, progress)
         self._sequences[self._number] = sequence
-        size = self._blocks.block_size
-        deadline_s = _PREFETCH_S
-        if not sequence.request.only_fetches:
-            compute_s = self._compute_s(num_known * size, num_missing * size)
-            deadline_s = min(max(compute_s, _SHORTEST_S), _LONGEST_S)
-        self._send(Fetch(self._number, source, names, num_known, deadline_s))
+        self._send(Fetch(self._number, source, names, num_known, wait_s))
         return True
+
+    def _most_wait_s(self, sequence: Sequence, num_known: int, num_missing: int) -> float:
+        """How long the blocks behind those that are known are worth waiting for; 0 if they are
+        computed before any fetch is over.
+        """
+        if sequence.request.only_fetches:
+            return _PREFETCH_S
+        size = self._blocks.block_size
+        compute_s = self._compute_s(num_known * size, num_missing * size)
+        if 0 < compute_s < _LEAST_S:
+            return 0.0
+        return min(max(compute_s, _SHORTEST_S), _LONGEST_S)
 
     def arrive(self, arrival: Arrival) -> Sequence | None:
         """Take what came; the sequence that has all there is, and may be queued."""

@@ -57,6 +57,8 @@ class SchedulerLimits:
     max_prefill_tokens: int = 2**31
     # Prompt tokens of a step whose log-probabilities are wanted.
     max_scored_tokens: int = 2**31
+    # Whether decodes bound no prompts beside them: they are about to leave for another shard.
+    prompts_first: bool = False
 
 
 class _Launched(NamedTuple):
@@ -117,6 +119,8 @@ class Scheduler:
         # `arrival` of the sequence that last lacked blocks, of which pool, and how many free ones
         # it needs.
         self._turned_away = (-1, 0, 0)
+        # Seconds of the last step that is collected.
+        self.last_step_s = 0.0
         # Tokens of waiting sequences, as counted when each joined the queue.
         self.num_queued_tokens = 0
         self.preemptions_total = 0
@@ -180,6 +184,19 @@ class Scheduler:
         self._policy.add(sequence)
         self._enqueue(sequence)
 
+    def load(self, sequence: Sequence) -> None:
+        """Give a sequence that will not run blocks for what host memory has of its prefix, so that
+        it is found there; none if it takes more than half of those that are free. `remove` it when
+        that is copied.
+        """
+        self._policy.add(sequence)
+        found = self._blocks.acquire_prefix(sequence)
+        pool, lacking = self._blocks.shortage(sequence, found)
+        if 2 * lacking > -self._blocks.free_in(pool) or not self._blocks.grow(sequence, found):
+            self._blocks.release(sequence)
+        sequence.state = SequenceState.LOADING
+        self._loading[sequence] = self._steps
+
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or aborted, wherever it is. Its blocks and its slot are freed
         as soon as no launched step refers to them.
@@ -214,7 +231,8 @@ class Scheduler:
         rows, size = self._decode_rows(budget.take_decodes(decodes), budget)
         if speculation is not None:
             rows, size = speculation.add_drafts(rows, budget)
-        budget.bound_prompts(size, self._limits.max_prefill_tokens)
+        decoded = StepSize(0, 0, 0) if self._limits.prompts_first else size
+        budget.bound_prompts(decoded, self._limits.max_prefill_tokens)
         # A sequence preempted in this step would only be admitted again to be preempted again.
         admits = self.preemptions_total == preemptions_before
         prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
@@ -244,6 +262,7 @@ class Scheduler:
         self.decode_tokens_total += size.num_decodes + size.num_drafts
         if seconds is not None:
             self._step_time.learn(size, seconds)
+            self.last_step_s = seconds
         if self.bounds.reduced:
             self.bounds.recover()
         live: list[Sequence] = []

@@ -47,6 +47,14 @@ def _answer(asked: asyncio.Future[int], answer: Exception | int) -> None:
         asked.set_exception(answer)
 
 
+async def _arrive(world: World, stream: FleetStream, name: str, index: int = 0) -> None:
+    """The blocks of a stream are at a shard, and its next token comes."""
+    world.at(name).prefetches[index][2].set_result(200)
+    await settled()
+    stream.feed(Output([99], stream.num_tokens))
+    await settled()
+
+
 async def _drain(world: World, name: str) -> None:
     world.shards[name].load = LoadReport(serving=True, draining=True, handing_over=True)
     world.continuations.on_shard_change(world.shards[name])
@@ -66,9 +74,13 @@ async def test_a_stream_goes_on_where_it_runs_until_its_blocks_are_where_it_goes
     assert world.where(stream) == "a"
     answer.set_result(200)
     await settled()
+    # It moves when it loses least.
+    assert world.where(stream) == "a"
+    stream.feed(Output([12], 2))
+    await settled()
     assert (world.where(stream), world.at("a").detached) == ("b", [0])
     sent = world.last(stream)
-    assert (sent.attempt.kv_source, list(sent.request.output_token_ids)) == ("a", [10, 11])
+    assert (sent.attempt.kv_source, list(sent.request.output_token_ids)) == ("a", [10, 11, 12])
     assert world.events[-2:] == [("moved", "drain"), ("sent", "only")]
 
 
@@ -100,6 +112,19 @@ async def test_a_stream_moves_without_its_blocks_if_they_cannot_be_had(
     assert len(world.at("b").prefetches) == 1
 
 
+async def test_one_of_which_no_token_comes_moves_a_while_after_its_blocks(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "_NEXT_TOKEN_S", 0.02)
+    world = _world(make, "a")
+    (stream,) = _running(world)
+    world.add("b", capabilities=_PEERS)
+    await _drain(world, "a")
+    world.at("b").prefetches[0][2].set_result(200)
+    await asyncio.sleep(0.1)
+    assert world.where(stream) == "b"
+
+
 async def test_a_stream_does_not_wait_for_ever_for_its_blocks(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,11 +144,9 @@ async def test_of_one_shard_the_blocks_of_two_streams_are_fetched_at_once(make: 
     await _drain(world, "a")
     for count in range(2, 6):
         assert len(world.at("b").prefetches) == count
-        world.at("b").prefetches[count - 2][2].set_result(200)
-        await settled()
+        await _arrive(world, streams[count - 2], "b", count - 2)
     assert [world.where(stream) for stream in streams] == ["b"] * 4 + ["a"]
-    world.at("b").prefetches[4][2].set_result(200)
-    await settled()
+    await _arrive(world, streams[4], "b", 4)
     assert world.where(streams[4]) == "b"
 
 
@@ -176,8 +199,7 @@ async def test_one_whose_blocks_went_to_a_shard_that_is_gone_goes_elsewhere(make
     await _drain(world, "a")
     world.add("c", capabilities=_PEERS)
     world.shards["b"].load = LoadReport(serving=False)
-    world.at("b").prefetches[0][2].set_result(200)
-    await settled()
+    await _arrive(world, stream, "b")
     assert world.where(stream) == "c"
 
 
@@ -227,13 +249,12 @@ async def test_a_long_prompt_is_computed_on_a_prefill_shard_and_goes_on_at_anoth
     assert world.at("d").prefetches == []
     stream.feed(Output([10], 0))
     await settled()
-    _, attempt, answer = world.at("d").prefetches[0]
+    _, attempt, _ = world.at("d").prefetches[0]
     assert (world.where(stream), attempt.kv_source) == ("p", "p")
-    answer.set_result(200)
-    await settled()
+    await _arrive(world, stream, "d")
     assert world.where(stream) == "d"
     assert ("moved", "role") in world.events
-    stream.feed(Output([11], 1))
+    stream.feed(Output([11], 2))
     await settled()
     assert world.where(stream) == "d"
 
@@ -279,8 +300,7 @@ async def test_a_stream_at_a_prefill_shard_leaves_it_when_another_joins(make: Ma
     await settled()
     world.continuations.on_shard_change(world.add("d", role="decode", capabilities=_PEERS))
     await settled()
-    world.at("d").prefetches[0][2].set_result(200)
-    await settled()
+    await _arrive(world, stream, "d")
     assert world.where(stream) == "d"
 
 
@@ -291,8 +311,7 @@ async def test_a_prefill_shard_that_drains_hands_over_also_to_others_of_its_kind
     stream = world.start(prompt_token_ids=_LONG)
     world.add("q", role="prefill", capabilities=_PEERS)
     await _drain(world, "p")
-    world.at("q").prefetches[0][2].set_result(200)
-    await settled()
+    await _arrive(world, stream, "q")
     assert world.where(stream) == "q"
 
 
@@ -302,8 +321,7 @@ async def test_one_that_is_to_be_computed_again_goes_to_a_prefill_shard_again(ma
     stream.feed(Output([10], 0))
     await settled()
     moved_to = "d" if world.at("d").prefetches else "e"
-    world.at(moved_to).prefetches[0][2].set_result(200)
-    await settled()
+    await _arrive(world, stream, moved_to)
     assert world.where(stream) == moved_to
     world.shards[moved_to].load = LoadReport(serving=False)
     stream.fail(ShardUnavailable("gone"))

@@ -158,6 +158,72 @@ def test_a_request_that_only_fetches_ends_with_its_blocks_and_computes_nothing()
     target.under_test.engine.check_integrity()
 
 
+def test_what_was_fetched_ahead_is_in_blocks_before_its_request_comes() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("ahead", "source:1", only_fetches=True)
+    _carry(source, target)
+    target.under_test.run()
+    assert target.under_test.engine.load().loaded_blocks_total == 9
+    assert target.under_test.blocks.num_referenced == 0
+    target.ask("after", "source:1")
+    target.under_test.step()
+    assert target.under_test.scheduler.num_running == 1
+    target.under_test.run()
+    assert target.under_test.engine.load().loaded_blocks_total == 9
+
+
+def test_what_was_fetched_ahead_takes_no_more_than_half_of_the_free_blocks() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    others = make_request("others", list(range(300, 716)), max_tokens=40)
+    target.under_test.engine.submit(others)
+    for _ in range(8):
+        target.under_test.step()
+    target.ask("ahead", "source:1", only_fetches=True)
+    _carry(source, target)
+    target.under_test.step()
+    target.under_test.step()
+    (ending,) = target.under_test.endings("ahead")
+    assert ending.cached_tokens == 144
+    assert target.under_test.engine.load().loaded_blocks_total == 0
+    target.under_test.run()
+    target.under_test.engine.check_integrity()
+
+
+def test_a_fetch_ahead_that_is_aborted_while_it_is_loaded_keeps_nothing() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.under_test.engine.submit(make_request("others", [5] * 20, max_tokens=40))
+    target.under_test.step()
+    target.under_test.step()
+    target.ask("ahead", "source:1", only_fetches=True)
+    _carry(source, target)
+    target.under_test.step()
+    assert not target.under_test.endings("ahead")
+    target.under_test.engine.abort("ahead", 0)
+    target.under_test.run()
+    (ending,) = target.under_test.endings("ahead")
+    assert ending.finish is FinishReason.ABORTED
+    assert target.under_test.blocks.num_referenced == 0
+    target.under_test.engine.check_integrity()
+
+
+def test_what_is_computed_as_soon_as_it_is_fetched_is_not_fetched() -> None:
+    target = _Shard(_ALL)
+    # Its steps take no time.
+    target.under_test.engine.submit(make_request("others", [5] * 200))
+    target.under_test.run()
+    target.ask("here", "source:1")
+    assert not target.of(Fetch)
+    # Of that nobody waits.
+    target.ask("ahead", "source:1", only_fetches=True)
+    assert target.of(Fetch)
+
+
 def test_a_request_that_only_fetches_and_has_nothing_to_fetch_ends_at_once() -> None:
     target = _Shard(_ALL)
     target.ask("nowhere", only_fetches=True)

@@ -268,9 +268,10 @@ def _scheduler(
     num_seqs: int = 8,
     num_tokens: int = 64,
     prefill_tokens: int = 2**31,
+    prompts_first: bool = False,
     drafter: Drafter | None = None,
 ) -> Scheduler:
-    limits = SchedulerLimits(num_seqs, num_tokens, prefill_tokens)
+    limits = SchedulerLimits(num_seqs, num_tokens, prefill_tokens, prompts_first=prompts_first)
     return create_scheduler(limits, BlockManager([num_blocks], 16), drafter)
 
 
@@ -607,6 +608,13 @@ def test_a_prompt_of_just_the_length_that_is_long_is_not_long() -> None:
         _decode(scheduler, _of("decodes"))
         scheduler.add(_of("prompt", num_tokens))
         assert _rows(plan_step(scheduler))[1][2] == chunk
+
+
+def test_decodes_do_not_bound_a_prompt_where_prompts_come_first() -> None:
+    scheduler = _scheduler(prefill_tokens=32, prompts_first=True)
+    _decode(scheduler, _of("decodes"))
+    scheduler.add(_of("prompt", 100))
+    assert [row.count for row in plan_step(scheduler).rows] == [1, 63]
 
 
 def test_short_prompts_that_have_begun_get_half_of_what_a_long_one_would_take() -> None:

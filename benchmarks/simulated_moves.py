@@ -1,0 +1,223 @@
+"""What it costs to move streams between GPUs, on simulated devices and links and a virtual clock.
+
+    python benchmarks/simulated_moves.py
+    python benchmarks/simulated_moves.py pauses --plot docs/images
+
+The client library, the shards' servers, their engines and KV block managers are the real ones, with
+the fake runner; the network is in memory. What is simulated is time: a step, a copy between device
+and host, and a transfer between hosts take what the bytes and multiplications of Llama-3.1-8B take
+on an H100 (`tests/simulation/devices.py`). Every token is checked. The same figures come on any
+machine.
+
+`pauses`: how long a stream of 1,000 to 32,000 tokens stands still when it goes on elsewhere.
+`drain`: one shard of four is left by 32 streams of 8,000 tokens. `roles`: prompts of 4,000 tokens
+beside 64 streams, on one shard of the role "prefill" and three "decode", or on four of neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from simulation.device_loads import (
+    Drain,
+    Fared,
+    Load,
+    Setting,
+    drain,
+    first_token_elsewhere,
+    long_prompts,
+    pause_of_move,
+)
+
+_LENGTHS = (1000, 2000, 4000, 8000, 16_000, 32_000)
+_NONE = Setting(blocks="none")
+_PAUSES: dict[str, tuple[Callable[[Setting, int], float], Setting]] = {
+    "computed again": (pause_of_move, _NONE),
+    "fetched, 25 Gbit/s": (first_token_elsewhere, Setting(25)),
+    "fetched, 100 Gbit/s": (first_token_elsewhere, Setting(100)),
+    "fetched ahead, 25 Gbit/s": (pause_of_move, Setting(25)),
+    "fetched ahead, 100 Gbit/s": (pause_of_move, Setting(100)),
+}
+_DRAINS = {
+    "fetched ahead, 100 Gbit/s": Setting(100),
+    "fetched ahead, 25 Gbit/s": Setting(25),
+    "computed again": _NONE,
+}
+_SPLIT = ("prefill", "decode", "decode", "decode")
+_ALIKE = ("both",) * 4
+_4K_2, _4K_4, _4K_8 = Load(2), Load(4), Load(8)
+_SHORT = Load(24, prompt_tokens=500)
+# What comes, over which links, and to whom.
+_ROLES: Sequence[tuple[str, Load, Setting, dict[str, Sequence[str]]]] = (
+    ("no prompts", Load(0), Setting(), {"roles": _SPLIT, "all alike": _ALIKE}),
+    ("2 a second of 4,000 tokens", _4K_2, Setting(), {"roles": _SPLIT, "all alike": _ALIKE}),
+    ("4 a second of 4,000 tokens", _4K_4, Setting(), {"roles": _SPLIT, "all alike": _ALIKE}),
+    ("the same, 10 Gbit/s", _4K_4, Setting(10), {"roles": _SPLIT}),
+    ("8 a second of 4,000 tokens", _4K_8, Setting(), {"roles": _SPLIT, "all alike": _ALIKE}),
+    ("24 a second of 500 tokens", _SHORT, Setting(), {"roles": _SPLIT, "all alike": _ALIKE}),
+    ("2 a second of 4,000, two shards", _4K_2, Setting(), {"roles": _SPLIT[:2],
+                                                         "all alike": _ALIKE[:2]}),
+)  # fmt: skip
+
+_ROLES_TITLES = ("between tokens of the 64, p99, ms", "first token, p50, ms")
+
+
+def main() -> None:
+    args = parse_args()
+    logging.disable()
+    gc.disable()
+    for name in args.parts:
+        _PARTS[name](args.plot)
+        gc.collect()
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", default=[*_PARTS],
+                        help=f"of {', '.join(_PARTS)} (default: all)")  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write moves-*.png there")
+    args = parser.parse_args(argv)
+    for part in args.parts:
+        if part not in _PARTS:
+            parser.error(f"{part!r} is none of {', '.join(_PARTS)}")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot: needs matplotlib; pip install 'penstock[bench]'")
+    return args
+
+
+# ---- parts --------------------------------------------------------------------------------------
+
+
+def pauses(plots: Path | None) -> None:
+    """A table of milliseconds, and a curve for each column."""
+    curves: dict[str, list[float]] = {name: [] for name in _PAUSES}
+    table("tokens", *_PAUSES)
+    for num_tokens in _LENGTHS:
+        for name, (measure, setting) in _PAUSES.items():
+            curves[name].append(1e3 * measure(setting, num_tokens))
+            gc.collect()
+        row(f"{num_tokens:,}", *(f"{curve[-1]:,.0f}" for curve in curves.values()))
+    if plots is None:
+        return
+    figure, axes = new_figure(1, "A stream goes on at another shard (Llama-3.1-8B, H100)")
+    for name, curve in curves.items():
+        axes[0].plot(_LENGTHS, curve, marker="o", label=name)
+    axes[0].set(xscale="log", yscale="log", xlabel="tokens", ylabel="pause, ms")
+    axes[0].set_xticks(_LENGTHS, [f"{length // 1000}k" for length in _LENGTHS])
+    axes[0].minorticks_off()
+    axes[0].legend()
+    figure.savefig(plots / "moves-pauses.png", dpi=120)
+
+
+def drains(plots: Path | None) -> None:
+    """Steps are those usual before, milliseconds the longest of each stream."""
+    found: dict[str, Drain] = {}
+    table("blocks", "pause p50, ms", "max", "in steps p50", "max", "drained in, s",
+          "others: usual step, ms", "longest")  # fmt: skip
+    for name, setting in _DRAINS.items():
+        seen = found[name] = drain(setting, num_streams=32, num_tokens=8000, num_others=8)
+        row(
+            name,
+            f"{1e3 * median(seen.longest_s):,.0f}",
+            f"{1e3 * max(seen.longest_s):,.0f}",
+            f"{median(seen.steps):.1f}",
+            f"{max(seen.steps):.1f}",
+            f"{seen.took_s:.1f}",
+            f"{1e3 * seen.others_usual_s:.1f}",
+            f"{1e3 * seen.others_longest_s:.1f}",
+        )
+        gc.collect()
+    if plots is None:
+        return
+    figure, axes = new_figure(1, "32 streams of 8,000 tokens leave a shard")
+    for name, seen in found.items():
+        axes[0].plot(range(1, len(seen.steps) + 1), seen.steps, marker=".", label=name)
+    axes[0].axhline(3, color="grey", linestyle="--", linewidth=1)
+    axes[0].set(yscale="log", xlabel="streams, by their pause", ylabel="longest pause, steps")
+    axes[0].legend()
+    figure.savefig(plots / "moves-drain.png", dpi=120)
+
+
+def roles(plots: Path | None) -> None:
+    """Milliseconds."""
+    found: dict[str, dict[str, Fared]] = {}
+    table("prompts that come", "shards", "between tokens p99", "first token p50", "max",
+          "longest pause of an answer p50")  # fmt: skip
+    for what, load, setting, fleets in _ROLES:
+        found[what] = {}
+        for name, fleet in fleets.items():
+            fared = found[what][name] = long_prompts(setting, fleet, load)
+            row(what, name, f"{1e3 * fared.gap_p99_s:.1f}", *_answers_ms(fared))
+            gc.collect()
+    if plots is None:
+        return
+    figure, axes = new_figure(2, "Prompts of 4,000 tokens beside 64 streams, 4 shards")
+    shown = [what for what, load, _, fleets in _ROLES if len(fleets) == 2][:4]
+    for offset, name in enumerate(("roles", "all alike")):
+        places = [index + 0.4 * offset for index in range(len(shown))]
+        gaps = [1e3 * found[what][name].gap_p99_s for what in shown]
+        firsts = [1e3 * median(found[what][name].first_tokens_s or [0.0]) for what in shown]
+        axes[0].bar(places, gaps, 0.4, label=name)
+        axes[1].bar(places[1:], firsts[1:], 0.4, label=name)
+    for axis, title in zip(axes, _ROLES_TITLES, strict=True):
+        axis.set_title(title)
+        axis.set_xticks(
+            [0.2 + i for i in range(len(shown))], [what.split(" of")[0] for what in shown]
+        )
+        axis.legend()
+    axes[1].set_xlim(axes[0].get_xlim())
+    axes[1].set_yscale("log")
+    figure.savefig(plots / "moves-roles.png", dpi=120)
+
+
+def _answers_ms(fared: Fared) -> list[str]:
+    if not fared.first_tokens_s:
+        return ["", "", ""]
+    seconds = median(fared.first_tokens_s), max(fared.first_tokens_s), median(fared.longest_s)
+    return [f"{1e3 * each:,.0f}" for each in seconds]
+
+
+_PARTS: dict[str, Callable[[Path | None], None]] = {
+    "pauses": pauses,
+    "drain": drains,
+    "roles": roles,
+}
+
+
+# ---- tables and plots ---------------------------------------------------------------------------
+
+
+def table(*headings: str) -> None:
+    print()
+    row(*headings)
+    row(*("---" for _ in headings))
+
+
+def row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def new_figure(num_axes: int, title: str) -> tuple[Any, Sequence[Any]]:
+    figure: Any = importlib.import_module("matplotlib.figure").Figure(
+        figsize=(5.5 * num_axes + 1, 3.8), layout="constrained"
+    )
+    figure.suptitle(title)
+    return figure, figure.subplots(1, num_axes, squeeze=False)[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""What is asked of simulated devices, and how streams fare: one moves, a shard drains, long prompts
+come beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+from unittest.mock import patch
+
+from penstock_client.fleet import moves
+from simulation import virtual_time
+from simulation.device_fleet import DeviceFleet, Timeline, prompts
+from simulation.devices import H100, Device
+from simulation.policies import percentile
+from simulation.virtual_time import VirtualLoop
+
+_Result = TypeVar("_Result")
+
+_ENDS_S = 1000.0
+# What a stream that moves has to say: more than it comes to.
+_MANY_TOKENS = 20_000
+# Of a stream so many tokens are looked at, before it moves and after that.
+_LOOKED_AT = 20
+_WARM_UP_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A fleet's devices and links, and how blocks go: before their stream ("ahead"), when it comes
+    ("asked"), or not at all ("none").
+    """
+
+    gbit_per_s: float = 100.0
+    blocks: str = "ahead"
+    device: Device = H100
+
+    def run(
+        self, roles: Sequence[str], main: Callable[[DeviceFleet], Coroutine[None, None, _Result]]
+    ) -> _Result:
+        """What `main` comes to with a fleet, whose shards it starts."""
+
+        async def with_fleet(loop: VirtualLoop) -> _Result:
+            fleet = DeviceFleet(
+                loop,
+                roles,
+                device=self.device,
+                gbit_per_s=self.gbit_per_s,
+                moves_blocks=self.blocks != "none",
+            )
+            try:
+                return await main(fleet)
+            finally:
+                await fleet.close()
+
+        least_tokens = moves._LEAST_TOKENS if self.blocks == "ahead" else 2**31
+        with patch.object(moves, "_LEAST_TOKENS", least_tokens):
+            return virtual_time.run(with_fleet, ends_s=_ENDS_S)
+
+
+# ---- one stream ---------------------------------------------------------------------------------
+
+
+def pause_of_move(setting: Setting, num_tokens: int) -> float:
+    """Seconds: the longest between tokens of a stream of so many tokens that moves to an idle
+    shard.
+    """
+
+    async def main(fleet: DeviceFleet) -> float:
+        rng = random.Random(0)
+        await fleet.start(0)
+        stream = fleet.send(prompts(rng, 1, num_tokens)[0], _MANY_TOKENS)
+        await fleet.wait_for_tokens([stream], _LOOKED_AT)
+        await fleet.start(1)
+        await _warm_up(fleet, rng, 1)
+        left_s = fleet.now_s
+        fleet.shards[0].terminate()
+        await fleet.wait_until_left(0)
+        await fleet.wait_for_tokens([stream], len(stream.times_s) + _LOOKED_AT)
+        fleet.check_answers([stream])
+        return stream.longest_gap_s(left_s)
+
+    return setting.run(["both"] * 2, main)
+
+
+def first_token_elsewhere(setting: Setting, num_tokens: int) -> float:
+    """Seconds to the first token of a prompt at an idle shard, another of which has computed it."""
+
+    async def main(fleet: DeviceFleet) -> float:
+        rng = random.Random(0)
+        await fleet.start()
+        (prompt,) = prompts(rng, 1, num_tokens)
+        await fleet.send(prompt, 2, only_at=0).over()
+        await _warm_up(fleet, rng, 1)
+        elsewhere = fleet.send_from(0, 1, prompt)
+        await elsewhere.over()
+        fleet.check_answers([elsewhere])
+        return elsewhere.first_token_s
+
+    return setting.run(["both"] * 2, main)
+
+
+async def _warm_up(fleet: DeviceFleet, rng: random.Random, shard: int) -> None:
+    """Let a shard learn what its steps take."""
+    await fleet.send(prompts(rng, 1, _WARM_UP_TOKENS)[0], 100, only_at=shard).over()
+
+
+# ---- a drain ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Seconds. `usual_s` is between tokens of the streams that leave, `longest_s` the longest for
+    each of them from then on, and the others are those of the streams that run where they go.
+    """
+
+    took_s: float
+    usual_s: float
+    longest_s: list[float]
+    others_usual_s: float
+    others_longest_s: float
+
+    @property
+    def steps(self) -> list[float]:
+        """The longest pause of each stream, in its usual steps."""
+        return [longest_s / self.usual_s for longest_s in self.longest_s]
+
+
+def drain(setting: Setting, *, num_streams: int, num_tokens: int, num_others: int) -> Drain:
+    """One shard of four is left by streams of so many tokens each; on each of the three others run
+    `num_others` of the same length.
+    """
+
+    async def main(fleet: DeviceFleet) -> Drain:
+        rng = random.Random(0)
+        await fleet.start(0)
+        streams = [
+            fleet.send(prompt, _MANY_TOKENS) for prompt in prompts(rng, num_streams, num_tokens)
+        ]
+        await fleet.start(1, 2, 3)
+        others = [
+            fleet.send(prompt, _MANY_TOKENS, only_at=1 + number % 3)
+            for number, prompt in enumerate(prompts(rng, 3 * num_others, num_tokens))
+        ]
+        await fleet.wait_for_tokens([*streams, *others], _LOOKED_AT)
+        left_s = fleet.now_s
+        fleet.shards[0].terminate()
+        await fleet.wait_until_left(0)
+        took_s = fleet.now_s - left_s
+        for stream in streams:
+            await fleet.wait_for_tokens([stream], len(stream.times_s) + _LOOKED_AT)
+        fleet.check_answers(streams)
+        return Drain(
+            took_s,
+            _usual_s(streams, left_s),
+            sorted(stream.longest_gap_s(left_s) for stream in streams),
+            _usual_s(others, left_s),
+            max(other.longest_gap_s(left_s) for other in others),
+        )
+
+    return setting.run(["both"] * 4, main)
+
+
+def _usual_s(streams: Sequence[Timeline], until_s: float) -> float:
+    """Of the last tokens before a time."""
+    return median(gap for s in streams for gap in s.gaps_s(until_s=until_s)[-_LOOKED_AT // 2 :])
+
+
+# ---- roles --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """Streams that decode throughout, and prompts that come beside them."""
+
+    per_s: float
+    prompt_tokens: int = 4000
+    output_tokens: int = 100
+    seconds: float = 10.0
+    num_streams: int = 64
+    stream_tokens: int = 1000
+
+
+@dataclass(frozen=True)
+class Fared:
+    """Seconds between tokens of the streams; to the first token of each prompt; and the longest
+    between tokens of each of their answers.
+    """
+
+    gaps_s: list[float]
+    first_tokens_s: list[float]
+    longest_s: list[float]
+
+    @property
+    def gap_p99_s(self) -> float:
+        return percentile(self.gaps_s, 0.99)
+
+
+def long_prompts(setting: Setting, roles: Sequence[str], load: Load) -> Fared:
+    """How a fleet of these roles fares with a load."""
+
+    async def main(fleet: DeviceFleet) -> Fared:
+        rng = random.Random(1)
+        await fleet.start()
+        streams = []
+        for prompt in prompts(rng, load.num_streams, load.stream_tokens):
+            streams.append(fleet.send(prompt, _MANY_TOKENS))
+            await asyncio.sleep(0.05)
+        await fleet.wait_for_tokens(streams, _LOOKED_AT)
+        since_s = fleet.now_s
+        answers = []
+        for pause_s in _pauses(rng, load):
+            await asyncio.sleep(pause_s)
+            (prompt,) = prompts(rng, 1, load.prompt_tokens)
+            answers.append(fleet.send(prompt, load.output_tokens))
+        until_s = since_s + load.seconds
+        await asyncio.sleep(max(0.0, until_s - fleet.now_s))
+        for answer in answers:
+            await answer.over()
+        fleet.check_answers(answers)
+        return Fared(
+            [gap for stream in streams for gap in stream.gaps_s(since_s, until_s)],
+            [answer.first_token_s for answer in answers],
+            [max(answer.gaps_s()) for answer in answers],
+        )
+
+    return setting.run(roles, main)
+
+
+def _pauses(rng: random.Random, load: Load) -> Iterator[float]:
+    """Between Poisson arrivals, as long as the load comes."""
+    at_s = 0.0
+    while load.per_s:
+        pause_s = rng.expovariate(load.per_s)
+        at_s += pause_s
+        if at_s > load.seconds:
+            return
+        yield pause_s
