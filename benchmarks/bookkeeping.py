@@ -31,7 +31,7 @@ from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import StepOutputs
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Runner
 
 

@@ -33,7 +33,7 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.base import ForwardOutput
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.model_runner import ModelRunner
 

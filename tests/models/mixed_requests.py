@@ -16,7 +16,8 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler.scheduler import Scheduler
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.base import Runner
 

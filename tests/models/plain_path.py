@@ -23,7 +23,8 @@ from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.base import ForwardOutput
-from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler.scheduler import Scheduler
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Admission
 from penstock_shard.worker.model_runner import ModelRunner
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows

@@ -26,7 +26,7 @@ from penstock_shard.ipc.request import Pooling
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.transformers.transformers_model import TransformersModel
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.outputs.embeddings import Embeddings
 

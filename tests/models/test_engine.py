@@ -16,7 +16,7 @@ from support.budget import in_soak
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 
 FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2")
 # Much like llama.

@@ -29,7 +29,7 @@ from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.cuda_graphs import GraphedModel
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import SequenceState
 from penstock_shard.worker.base import Runner
 

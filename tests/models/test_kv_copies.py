@@ -19,7 +19,7 @@ from penstock_shard.ipc.block_messages import Arrival, Distrust, Fetch, InboundS
 from penstock_shard.ipc.messages import FromBlocks, Inbox
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("short_check")

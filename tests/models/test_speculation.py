@@ -25,7 +25,7 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import Constraint, SamplingParams, ThinkingBudget
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller

@@ -26,7 +26,7 @@ from penstock_shard.ipc.messages import FromEngine, Inbox, Ready, Start, Started
 from penstock_shard.ipc.runner_info import Adapter, CacheGroup, RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena, namespace_of
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.base import ReadAdapter
 from penstock_shard.worker.fake_kv import FakeKv

@@ -23,7 +23,7 @@ from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.types import GenerationRequest
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from simulation.scheduling import Cost, Simulation, linear_cost
 
 # As shards send them, and what a network adds.

@@ -16,7 +16,7 @@ from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import AdapterStore, Batch, RowResult
 

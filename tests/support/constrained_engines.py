@@ -12,7 +12,7 @@ from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Constraint, Request
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.worker.base import Runner

@@ -20,7 +20,8 @@ from penstock_shard.ipc.runner_info import CacheGroup, EmbeddingDefaults, Runner
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
 from penstock_shard.kv_transfer.disk_tier import DiskTier
-from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler.scheduler import Scheduler
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.fake_kv import FakeKv

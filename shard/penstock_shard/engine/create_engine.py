@@ -23,8 +23,9 @@ from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.kv_transfer.import_checks import ImportChecks
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
-from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.scheduler.speculation import Speculation
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.scheduler.step_time import StepTime
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 
-from penstock_shard.sequence import Sequence
+from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.worker.base import Admission, Batch
 
 
@@ -87,3 +87,10 @@ def admission_of(sequence: Sequence) -> Admission:
         sequence.adapter_index,
         sequence.constraint,
     )
+
+
+def num_left(prefilling: abc.Iterable[Sequence], rows: abc.Iterable[Row]) -> int:
+    """Tokens still to be computed of prompts that have begun, without the last one of each."""
+    begun = {*prefilling, *(row.sequence for row in rows)}
+    running = (sequence for sequence in begun if sequence.state is SequenceState.RUNNING)
+    return sum(max(0, sequence.num_uncomputed - 1) for sequence in running)

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 from collections import OrderedDict, abc, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.fcfs_policy import FcfsPolicy
 from penstock_shard.scheduler.oom_backoff import StepBounds
-from penstock_shard.scheduler.rows import Row, Rows
+from penstock_shard.scheduler.rows import Row, Rows, num_left
 from penstock_shard.scheduler.slot_pool import SlotPool
-from penstock_shard.scheduler.step_budget import StepBudget
+from penstock_shard.scheduler.step_budget import SchedulerLimits, StepBudget
 from penstock_shard.scheduler.step_time import StepSize, StepTime, step_size
 from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.worker.base import Batch, RowResult
@@ -44,21 +43,6 @@ _PROBE_STEPS = 8
 # Every this many steps a sequence that lacked blocks looks in the prefix cache again, since other
 # sequences may have cached more of its prompt.
 _LOOK_AGAIN_STEPS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds of a step."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    # Prompt tokens of a step in which other sequences decode. Prompts longer than this count as
-    # long: their chunks take no more time than the decodes beside them.
-    max_prefill_tokens: int = 2**31
-    # Prompt tokens of a step whose log-probabilities are wanted.
-    max_scored_tokens: int = 2**31
-    # Whether decodes bound no prompts beside them: they are about to leave for another shard.
-    prompts_first: bool = False
 
 
 class _Launched(NamedTuple):
@@ -236,7 +220,7 @@ class Scheduler:
         # A sequence preempted in this step would only be admitted again to be preempted again.
         admits = self.preemptions_total == preemptions_before
         prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
-        self.num_prefill_tokens_left = _num_left(prefilling, prompt_rows)
+        self.num_prefill_tokens_left = num_left(prefilling, prompt_rows)
         for row in prompt_rows:
             # A prompt whose every token but the last is cached is a decode row too.
             rows.insert(0 if row.count == 1 and row.samples else len(rows.starts), row)
@@ -607,11 +591,3 @@ class Scheduler:
         admitted, self._admitted = self._admitted, []
         new_blocks, copies = self._blocks.take_new(rows.sequences), self._blocks.take_state_copies()
         return rows.batch(new_blocks, admitted, copies)
-
-
-def _num_left(prefilling: Iterable[Sequence], rows: Iterable[Row]) -> int:
-    """Tokens still to be computed of prompts that have begun, without the last one of each."""
-    begun = {*prefilling, *(row.sequence for row in rows)}
-    return sum(
-        max(0, sequence.num_uncomputed - 1) for sequence in begun if sequence.state is _RUNNING
-    )

@@ -17,6 +17,21 @@ _LONG_SHARE = 0.8
 UNBOUNDED_S = float("inf")
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of a step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    # Prompt tokens of a step in which other sequences decode. Prompts longer than this count as
+    # long: their chunks take no more time than the decodes beside them.
+    max_prefill_tokens: int = 2**31
+    # Prompt tokens of a step whose log-probabilities are wanted.
+    max_scored_tokens: int = 2**31
+    # Whether decodes bound no prompts beside them: they are about to leave for another shard.
+    prompts_first: bool = False
+
+
 @dataclass(slots=True)
 class StepBudget:
     """Tokens and seconds that rows may still take; each row that is added takes its part."""

@@ -93,9 +93,11 @@ async def test_of_each_attempt_it_is_known_what_was_cached_and_whose_blocks_it_h
     await _drain(world, "a")
     world.at("b").prefetches[0][2].set_result(200)
     await settled()
-    stream.feed(Output([11], 1, cached_tokens=192))
+    stream.feed(Output([11], 1))
+    await settled()
+    stream.feed(Output([12], 2, cached_tokens=192))
     found = [(each.num_tokens, each.cached_tokens, each.kv_source) for each in stream.attempts]
-    assert found == [(200, None, ""), (201, 192, "a")]
+    assert found == [(200, None, ""), (202, 192, "a")]
 
 
 @pytest.mark.parametrize("answer", [ShardUnavailable("gone"), TimeoutError(), 10])

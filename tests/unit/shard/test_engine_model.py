@@ -28,7 +28,7 @@ from penstock_shard.ipc.request import FinishReason, Objective, Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.fake_runner import FakeRunner

@@ -12,7 +12,7 @@ from support.budget import budget, seeded
 from support.engines import make_request
 
 from penstock_shard.ipc.request import Objective, Request
-from penstock_shard.scheduler.scheduler import SchedulerLimits
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 
 # A device of which 32 decode rows take 42 ms, and a prompt of 100 tokens 90 ms.
 _COST = linear_cost(step_s=0.004, decode_s=0.0012, prompt_token_s=0.0009, key_s=1e-6)

@@ -12,7 +12,8 @@ from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.ipc.request import Objective
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler.scheduler import Scheduler
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.scheduler.step_time import StepSize, StepTime
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter

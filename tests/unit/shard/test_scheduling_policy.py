@@ -6,7 +6,8 @@ from support.engines import make_sequence
 
 from penstock_shard.ipc.request import Objective
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.scheduler.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.scheduler.scheduler import Scheduler
+from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import RowResult
 
 
