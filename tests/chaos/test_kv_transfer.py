@@ -55,16 +55,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("shards")
     metrics_port = free_port()
     proxy_ports = [free_port() for _ in range(_ROUNDS + 1)]
+    peers = [f"127.0.0.1:{port}" for port in proxy_ports]
+    flags = (*_SMALL, "--kv-peers", *peers)
+    metrics = ("--metrics-port", str(metrics_port))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_KV_PEER_KEY", _KEY)
-        first = Shard(folder / "first", *_SMALL, "--kv-peers", "127.0.0.1:1")
-        peers = [f"127.0.0.1:{port}" for port in proxy_ports]
-        metrics = ("--metrics-port", str(metrics_port))
-        second = Shard(folder / "second", *_SMALL, *metrics, "--kv-peers", *peers)
-    with running(first, second):
-        yield Pair(first, second, metrics_port, proxy_ports)
-        for shard in (first, second):
-            assert "Traceback" not in shard.log
+        first = Shard(folder / "first", *flags)
+        # With the same flags, and after it: it takes what the first has kept of its load.
+        with running(first), running(second := Shard(folder / "second", *flags, *metrics)):
+            yield Pair(first, second, metrics_port, proxy_ports)
+            for shard in (first, second):
+                assert "Traceback" not in shard.log
 
 
 @asynccontextmanager

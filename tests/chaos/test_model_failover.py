@@ -48,8 +48,10 @@ async def test_streams_of_a_real_model_outlive_its_engines_bit_for_bit(
     pytest.importorskip("torch")
     rng = seeded("streams_of_a_real_model")
     flags = (*_model_flags(model, tmp_path), "--threads", "1")
-    shards = [Shard(tmp_path / f"shard{index}", *flags) for index in range(2)]
-    with running(*shards):
+    # One after the other: the second takes what the first has kept of its load.
+    first = Shard(tmp_path / "first", *flags)
+    with running(first), running(second := Shard(tmp_path / "second", *flags)):
+        shards = [first, second]
         async with Fleet([shard.address for shard in shards]) as fleet:
             for _ in range(budget(1, 30)):
                 async with asyncio.timeout(60):

@@ -174,10 +174,10 @@ def all_asked(family: Family, rng: random.Random) -> list[Asked]:
         asked += [Asked(family, number, str(at), "helper") for at in range(1, length + 1)]
     whole = [each for each in asked if not each.cut.isdigit()]
     cut = [each for each in asked if each.cut.isdigit()]
-    few = rng.sample(range(len(family.records)), 2)
+    one = rng.randrange(len(family.records))
     return [
-        *[each for each in whole if budget(each.number in few, True)],
-        *rng.sample(cut, budget(4, len(cut))),
+        *[each for each in whole if budget(each.number == one, True)],
+        *rng.sample(cut, budget(3, len(cut))),
     ]
 
 

@@ -77,7 +77,7 @@ def test_what_is_installed_from_the_wheel_serves_outside_of_a_clone(
     (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site_packages / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
-    install = [*pip, "install", "--quiet", "--no-deps", "--no-index"]
+    install = [*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run([*install, str(wheel)], check=True, timeout=110)
     where = "import penstock_router as r, penstock_shard as s; print(r.__file__, s.__file__)"
     found = subprocess.run(

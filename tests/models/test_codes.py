@@ -92,6 +92,7 @@ def test_what_is_no_codes_is_read_as_floats() -> None:
     assert read_codes(np.zeros((2, 66), np.uint8), "IQ2_XXS") is None
 
 
+@pytest.mark.usefixtures("whole_check")
 @pytest.mark.parametrize("kind", HALVES)
 def test_a_gguf_file_is_multiplied_by_its_codes(kind: str, tmp_path: Path) -> None:
     file = make_gguf(wide(tmp_path), tmp_path / "model.gguf", kind)
@@ -101,6 +102,7 @@ def test_a_gguf_file_is_multiplied_by_its_codes(kind: str, tmp_path: Path) -> No
     assert (info.dtype, info.batch_invariant) == ("codes", True)
 
 
+@pytest.mark.usefixtures("whole_check")
 def test_a_file_with_codes_of_two_kinds_in_one_product(tmp_path: Path) -> None:
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "attn_output": "F16"}
     file = make_gguf(wide(tmp_path), tmp_path / "model.gguf", "Q4_K", kinds=kinds)
@@ -109,6 +111,7 @@ def test_a_file_with_codes_of_two_kinds_in_one_product(tmp_path: Path) -> None:
     assert runner.info.batch_invariant
 
 
+@pytest.mark.usefixtures("whole_check")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantized_checkpoint_is_multiplied_by_its_codes(
     name: str, model_dir: Directory, tmp_path: Path
@@ -119,6 +122,7 @@ def test_a_quantized_checkpoint_is_multiplied_by_its_codes(
     assert (runner.info.dtype, runner.info.batch_invariant) == ("codes", True)
 
 
+@pytest.mark.usefixtures("whole_check")
 def test_experts_are_multiplied_by_their_codes(model_dir: Directory, tmp_path: Path) -> None:
     stored, _ = make_quantized(tmp_path, model_dir("mixtral"), packed(), seed())
     runner, error = error_of(stored)
@@ -156,6 +160,7 @@ def with_mxfp4(directory: Path, plain: Path) -> Path:
     return directory
 
 
+@pytest.mark.usefixtures("whole_check")
 def test_experts_in_mxfp4_are_multiplied_by_their_codes(tmp_path: Path) -> None:
     plain = make_model(tmp_path / "plain", "gpt_oss", hidden_size=64, intermediate_size=96)
     stored = with_mxfp4(tmp_path / "stored", plain)
@@ -186,6 +191,7 @@ def test_blocks_in_mxfp4_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
         load(tmp_path / "other" / "model")
 
 
+@pytest.mark.usefixtures("whole_check")
 def test_groups_that_the_kernels_do_not_store_are_kept_in_float16(
     model_dir: Directory, tmp_path: Path
 ) -> None:

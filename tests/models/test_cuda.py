@@ -139,6 +139,7 @@ def test_tokens_of_an_adapter_are_those_on_cpu(model_dir: Directory, tmp_path: P
     assert found[CUDA.type, 2] == found["cpu", 2]
 
 
+@pytest.mark.usefixtures("whole_check")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
 def test_exact_bits_are_the_same_alone_and_in_a_batch(

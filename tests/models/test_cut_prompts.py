@@ -19,6 +19,7 @@ OUTPUT_TOKENS = 4
 
 
 # Three layers of four have a state; all have; all have, and attend too.
+@pytest.mark.usefixtures("whole_check")
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", in_soak("falcon_h1")])
 def test_a_prompt_may_be_cut_after_each_of_its_tokens(family: str, tmp_path: Path) -> None:
     loaded = load(make_family(tmp_path, family), max_model_len=128)

@@ -24,8 +24,6 @@ from penstock_shard.models.transformers.transformers_model import TransformersMo
 
 Directory = Callable[[str], Path]
 
-pytestmark = pytest.mark.usefixtures("short_check")
-
 DECODERS = (
     "llama",
     "mistral",

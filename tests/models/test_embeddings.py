@@ -85,6 +85,7 @@ def test_vectors_are_those_of_transformers(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("whole_check")
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_vectors_depend_neither_on_chunks_nor_on_the_batch(

@@ -200,6 +200,7 @@ def _make(family: str, tmp_path: Path) -> Path:
     return _tie_logits(directory, tmp_path / "tied")
 
 
+@pytest.mark.usefixtures("whole_check")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("family", "settings"),

@@ -31,8 +31,6 @@ from penstock_shard.ops.cpu_ops import CpuMatrix, CpuOps
 from penstock_shard.ops.torch_ops import DenseMatrix, TorchOps
 from penstock_shard.worker.model_runner import ModelRunner
 
-pytestmark = pytest.mark.usefixtures("short_check")
-
 Directory = Callable[[str], Path]
 # Sets of siblings in each of the three layers, of seven projections at most.
 SETS = {"opt": 1, "olmo": 2, "stablelm": 2, "olmoe": 1, "gpt2": 0}

@@ -34,6 +34,7 @@ from penstock_shard.worker.model_runner import ModelRunner
 
 Directory = Callable[[str], Path]
 
+pytestmark = pytest.mark.usefixtures("whole_check")
 
 # The gate of its shared expert is one value a token, before a sigmoid: see docs/models.md.
 _MAY_VARY = {"qwen2_moe"}

@@ -22,8 +22,6 @@ from penstock_shard.kv_transfer.arena import Arena
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.model_runner import ModelRunner
 
-pytestmark = pytest.mark.usefixtures("short_check")
-
 _LENGTH = 70
 
 

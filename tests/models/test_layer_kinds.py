@@ -23,8 +23,6 @@ from penstock_shard.worker.model_runner import ModelRunner
 
 Family = Callable[..., Path]
 
-pytestmark = pytest.mark.usefixtures("short_check")
-
 
 @pytest.fixture
 def family(tmp_path: Path) -> Family:

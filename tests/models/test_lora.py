@@ -177,6 +177,7 @@ def test_greedy_tokens_are_those_of_the_merged_model(model_dir: Directory, tmp_p
         assert sequence.token_ids[start:].tolist() == best[start - 1 : -1]
 
 
+@pytest.mark.usefixtures("whole_check")
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 def test_a_token_has_the_same_bits_alone_and_beside_other_adapters(
     dtype: str, model_dir: Directory, tmp_path: Path

@@ -24,8 +24,6 @@ from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.worker.input_batch import InputBuilder
 
-pytestmark = pytest.mark.usefixtures("short_check")
-
 Directory = Callable[[str], Path]
 PROMPT = [9, 200, 31, 77, 5, 160, 42, 42, 300, 11]
 

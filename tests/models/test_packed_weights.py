@@ -27,8 +27,6 @@ from penstock_shard.models.transformers.transformers_model import TransformersMo
 from penstock_shard.ops.base import Matrix
 from penstock_shard.ops.cpu_ops import CpuOps
 
-pytestmark = pytest.mark.usefixtures("short_check")
-
 Directory = Callable[[str], Path]
 FAMILIES = ("gpt2", "opt", "phi", "olmo", "olmoe", "deepseek_v2")
 

@@ -227,6 +227,7 @@ class WithHidden:
         return forwarded
 
 
+@pytest.mark.usefixtures("whole_check")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_with_kernels_of_fixed_bits_sums_over_ranks_have_fixed_bits(
     family: str, two_ranks: TwoRanks, model_dir: Callable[[str], Path]

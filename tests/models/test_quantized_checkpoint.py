@@ -30,8 +30,6 @@ from penstock_shard.errors import ModelError
 Directory = Callable[[str], Path]
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.usefixtures("short_check")
-
 FORMATS = {
     "gptq": gptq(),
     "gptq in 8 bits": gptq(bits=8),

@@ -33,8 +33,6 @@ from penstock_shard.errors import ModelError
 from penstock_shard.model_loader.transformers_loader import LoadOptions, load_config, load_module
 from penstock_shard.models.decoder.decoder import Decoder
 
-pytestmark = pytest.mark.usefixtures("short_check")
-
 # Whose text model can be built, by what transformers calls it; served or not so far.
 TEXT_MODELS = {
     "gemma3": "Gemma3ForCausalLM",

@@ -129,6 +129,7 @@ def test_a_model_of_int8_is_the_same_by_tiles(
     assert found[0].info.numerics_fingerprint == found[1].info.numerics_fingerprint != ""
 
 
+@pytest.mark.usefixtures("whole_check")
 def test_a_model_of_bfloat16_by_tiles_has_a_fingerprint_of_its_own(
     tiles: CpuKernels, vectors: CpuKernels, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,6 @@ def test_exact_ops_give_the_same_bits_in_any_step(family: str, model_dir: Direct
         assert torch.equal(steps.run([*fillers, (watched, 12, 2)])[-2:], whole[12:])
 
 
-@pytest.mark.usefixtures("short_check")
 def test_the_check_at_load_tells_exact_ops_from_others(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,9 +44,11 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) ->
     """Poll until the condition holds; how long that took. Fails with `what` after the timeout."""
     started_s = time.monotonic()
     while not condition():
-        if time.monotonic() - started_s > timeout_s:
+        waited_s = time.monotonic() - started_s
+        if waited_s > timeout_s:
             raise AssertionError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(0.02)
+        # The longer it takes the less often: who looks takes time from what is waited for.
+        time.sleep(max(0.02, waited_s / 20))
     return time.monotonic() - started_s
 
 
@@ -151,9 +153,15 @@ class Service(ABC):
         def settled() -> bool:
             if self.process.poll() is not None:
                 raise AssertionError(f"exited with {self.process.returncode}:\n{self.log}")
-            return self.healthy()
+            return self._listens() and self.healthy()
 
         return wait_until(settled, timeout_s=timeout_s, what=f"healthy; its log:\n{self.log}")
+
+    def _listens(self) -> bool:
+        """A connection costs a fraction of a call that is refused."""
+        host, _, port = self.address.partition(":")
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
 
     def terminate(self, timeout_s: float = 20.0) -> int:
         """SIGTERM, and the exit status."""
