@@ -212,13 +212,17 @@ def test_a_fetch_ahead_that_is_aborted_while_it_is_loaded_keeps_nothing() -> Non
     target.under_test.engine.check_integrity()
 
 
-def test_what_is_computed_as_soon_as_it_is_fetched_is_not_fetched() -> None:
+@pytest.mark.parametrize(("compute_s", "is_fetched"), [(0.02, False), (0.03, True), (0.0, True)])
+def test_what_is_computed_as_soon_as_it_is_fetched_is_not_fetched(
+    monkeypatch: pytest.MonkeyPatch, compute_s: float, is_fetched: bool
+) -> None:
     target = _Shard(_ALL)
-    # Its steps take no time.
-    target.under_test.engine.submit(make_request("others", [5] * 200))
-    target.under_test.run()
+    moves = target.under_test.moves
+    assert moves is not None
+    # 0 is not known.
+    monkeypatch.setattr(moves.fetches, "_compute_s", lambda start, count: compute_s)
     target.ask("here", "source:1")
-    assert not target.of(Fetch)
+    assert bool(target.of(Fetch)) == is_fetched
     # Of that nobody waits.
     target.ask("ahead", "source:1", only_fetches=True)
     assert target.of(Fetch)
