@@ -276,12 +276,14 @@ class Scheduler:
         return zip(live, news, strict=True)
 
     def lose(self, batches: abc.Sequence[Batch]) -> None:
-        """The oldest launched step ran out of device memory. `batches` are all launched ones; none
-        counts. Every running sequence in them is preempted, and steps are smaller for a while.
+        """The oldest of `batches`, all launched ones, ran out of device memory; none counts. Rows of
+        them are preempted, loading sequences begin anew, and steps are smaller for a while.
         """
         # Blocks cached since the failed step was planned were never filled with valid keys.
         self._blocks.uncache_since(self._launched[0].num_insertions)
         self._launched.clear()
+        for sequence in list(self._loading):  # Their states were to be copied by these steps.
+            self.lose_loads(sequence)
         if self._speculation is not None:
             self._speculation.drop()
         self.bounds.shrink(batches[0], self.slots[batches[0].slots[0]])

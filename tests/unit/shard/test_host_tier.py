@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from support.engines import CACHE_GROUPS, EngineUnderTest, make_engine, make_request, runner_info
+from support.shadow import ShadowStep
 
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool
@@ -90,6 +91,36 @@ def test_a_preempted_request_goes_on_from_copies_of_its_blocks() -> None:
     assert [engine.tokens(name) for name in ("first", "second")] == [
         calm.tokens(name) for name in ("first", "second")
     ]
+
+
+def test_who_waits_for_copies_when_a_step_is_out_of_memory_gets_its_state_all_the_same() -> None:
+    """Its state was to be copied by that step, in which it has no row."""
+    fails_next = False
+
+    def fails(step: ShadowStep) -> bool:
+        nonlocal fails_next
+        is_it = fails_next and bool(step.batch.state_copies)
+        fails_next = fails_next and not is_it
+        return is_it
+
+    states = (CacheGroup(has_state=True), CacheGroup(pool=1))
+    engine = make_engine(host_memory=_memory(), cache_groups=states, fails=fails)
+    for name in ("first", "second"):
+        _ask(engine, name)
+    # The device needs all blocks but those of states.
+    blocks = engine.blocks._pools[1]
+    for block_id in list(blocks.cached):
+        engine.blocks.prefixes.forget(blocks.cached.pop(block_id))
+    engine.engine.submit(make_request("other", [7, 8, 9], max_tokens=40))
+    for _ in range(5):
+        engine.step()
+    fails_next = True
+    engine.engine.submit(make_request("third", _PROMPT, seed=7))
+    engine.run()
+    assert not fails_next
+    assert engine.moves is not None
+    assert engine.moves.tier.loaded_total > 0
+    assert engine.tokens("third") == engine.tokens("second")
 
 
 def test_the_next_engine_finds_what_the_one_before_has_copied() -> None:
