@@ -99,6 +99,19 @@ async def test_what_comes_is_put_into_slots_and_told_of() -> None:
     assert not arrival.is_damaged
 
 
+async def test_a_fetch_of_more_than_there_are_slots_goes_on_as_the_engine_gives_others() -> None:
+    server = _Server(_Peers([_record(_name(index)) for index in range(3)]), num_slots=1)
+
+    def tell(message: Export | Arrival | int) -> None:
+        server.told.append(message)
+        if isinstance(message, Arrival) and message.slots:
+            server.transfers.take(InboundSlots([(0, 7)]))
+
+    server.transfers.on_engine_ready(runner_info(), tell)
+    arrivals = await server.fetch()
+    assert sum(len(arrival.slots) for arrival in arrivals) == 3
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -153,7 +166,7 @@ async def test_without_slots_a_fetch_waits_for_some() -> None:
     await asyncio.sleep(0.01)
     assert not server.told
     server.transfers.take(InboundSlots([(0, 5)]))
-    (arrival,) = await server.fetch()
+    arrival, *_ = await server.fetch()
     assert arrival.slots == [(0, 5)]
 
 

@@ -56,6 +56,12 @@ async def test_names_are_looked_up_again_after_a_while(looked_up: list[str]) -> 
     assert looked_up == ["shards", "shards"]
 
 
+async def test_a_name_that_no_host_can_have_stands_for_nothing() -> None:
+    peers = KvPeers(("a..b:1", "127.0.0.2:1"), "key")
+    with pytest.raises(FetchFailed, match="it is not among --kv-peers"):
+        await anext(peers.fetch("127.0.0.1:1", b"n", _PREFIX, 0))
+
+
 async def test_a_stranger_is_not_called() -> None:
     peers = KvPeers(("127.0.0.1:1",), "key")
     with pytest.raises(FetchFailed, match="it is not among --kv-peers"):

@@ -109,7 +109,8 @@ class KvPeers:
 async def _look_up(address: str) -> set[str]:
     """The addresses that a name with a port stands for; none if it cannot be found."""
     host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError):
+    # UnicodeError: no host can have such a name.
+    with contextlib.suppress(OSError, UnicodeError):
         infos = await asyncio.get_running_loop().getaddrinfo(host, int(port))
         return {
             f"[{info[4][0]}]:{port}" if ":" in str(info[4][0]) else f"{info[4][0]}:{port}"

@@ -40,7 +40,7 @@ _MOST_FETCHES = 8
 _EXPORT_S = 10.0
 # From a peer of which nothing comes for so long nothing will: its host may be gone.
 _FIRST_S = 3.0
-# The engine hears of what came once it is this much, or all.
+# The engine hears of what came once it is this much, or all, or no slot is left.
 _ARRIVAL_BYTES = 2**20
 
 Tell = Callable[[Export | Arrival | int], None]
@@ -225,7 +225,8 @@ class BlockTransfers:
             async for record in records:
                 on_record()
                 num_bytes += await self._put(fetch, arena, record, came)
-                if num_bytes >= _ARRIVAL_BYTES:
+                # The engine gives others for slots that it hears of, and for no others.
+                if num_bytes >= _ARRIVAL_BYTES or self._lacks_slots:
                     self._tell(Arrival(fetch.number, came.copy()))
                     came.clear()
                     num_bytes = 0
@@ -242,6 +243,10 @@ class BlockTransfers:
         came.append((pool, slot))
         arena.put(slot, name.group, record, is_proven=False)
         return len(record)
+
+    @property
+    def _lacks_slots(self) -> bool:
+        return not all(self._inbound.values())
 
     async def _next_slot(self, pool: int) -> int:
         while not self._inbound[pool]:
