@@ -273,8 +273,8 @@ class Scheduler:
         return zip(live, news, strict=True)
 
     def lose(self, batches: abc.Sequence[Batch]) -> None:
-        """The oldest of `batches`, all launched ones, ran out of device memory; none counts. Running
-        sequences in them are preempted, loading ones begin anew, and steps are smaller for a while.
+        """The oldest of `batches`, all launched ones, ran out of device memory; none counts. Their
+        rows are preempted, loading sequences begin anew, and steps are smaller for a while.
         """
         # Blocks cached since the failed step was planned were never filled with valid keys.
         self._blocks.uncache_since(self._launched[0].num_insertions)
