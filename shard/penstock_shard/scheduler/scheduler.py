@@ -282,8 +282,10 @@ class Scheduler:
         # Blocks cached since the failed step was planned were never filled with valid keys.
         self._blocks.uncache_since(self._launched[0].num_insertions)
         self._launched.clear()
-        for sequence in list(self._loading):  # Their states were to be copied by these steps.
-            self.lose_loads(sequence)
+        for sequence in list(self._loading):
+            if not sequence.request.only_fetches:
+                # Its states were to be copied by these steps.
+                self.lose_loads(sequence)
         if self._speculation is not None:
             self._speculation.drop()
         self.bounds.shrink(batches[0], self.slots[batches[0].slots[0]])
