@@ -8,6 +8,8 @@ import pytest
 from support.engines import CACHE_GROUPS, EngineUnderTest, make_engine, make_request, runner_info
 from support.shadow import ShadowStep
 
+from penstock_shard.engine.copy_pace import CopyPace
+from penstock_shard.ipc.request import FinishReason
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
@@ -121,6 +123,38 @@ def test_who_waits_for_copies_when_a_step_is_out_of_memory_gets_its_state_all_th
     assert engine.moves is not None
     assert engine.moves.tier.loaded_total > 0
     assert engine.tokens("third") == engine.tokens("second")
+
+
+def test_who_only_fetches_does_not_run_when_a_step_is_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # So that some steps pass before all is loaded.
+    monkeypatch.setattr(CopyPace, "blocks_in", lambda self, seconds: 1)
+    fails_next = False
+
+    def fails(step: ShadowStep) -> bool:
+        nonlocal fails_next
+        is_it, fails_next = fails_next, False
+        return is_it
+
+    engine = make_engine(host_memory=_memory(), fails=fails)
+    for name in ("first", "second"):
+        _ask(engine, name)
+    for block_id in list(engine.blocks._pools[0].cached):
+        engine.blocks.prefixes.forget(engine.blocks._pools[0].cached.pop(block_id))
+    engine.engine.submit(make_request("other", [7, 8, 9], max_tokens=40))
+    for _ in range(5):
+        engine.step()
+    engine.engine.submit(make_request("ahead", _PROMPT, only_fetches=True))
+    engine.step()
+    fails_next = True
+    engine.step()
+    assert not fails_next
+    assert engine.scheduler._loading
+    engine.run()
+    (ending,) = engine.endings("ahead")
+    assert (ending.finish, ending.token_ids) == (FinishReason.FETCHED, [])
+    engine.engine.check_integrity()
 
 
 def test_the_next_engine_finds_what_the_one_before_has_copied() -> None:
