@@ -120,6 +120,9 @@ def test_blocks_of_a_model_are_as_long_as_it_says(tmp_path: Path) -> None:
     assert runner.info.block_bytes == (runner.info.kv_bytes_per_token * runner.info.block_size,)
 
 
+_PROMPT = list(range(3, 3 + _LENGTH))
+
+
 def _lie(arena: Arena, record: bytearray) -> None:
     """One bit of a block is another, and its checksums are of that."""
     record[arena.header_bytes + 100] ^= 4
@@ -127,35 +130,69 @@ def _lie(arena: Arena, record: bytearray) -> None:
     struct.pack_into("<I", record, 4, zlib.crc32(record[8 : arena.header_bytes]))
 
 
-@pytest.mark.parametrize(
-    "lying", [None, 0, 2], ids=["no lie", "in the first block", "in the third"]
-)
-def test_one_wrong_bit_of_a_peer_shows_in_the_last_block(lying: int | None, tmp_path: Path) -> None:
-    directory = make_family(tmp_path / "model", "llama")
-    prompt = list(range(3, 3 + _LENGTH))
-    first = _Served(directory, memoryview(bytearray(2**22)))
-    tokens, _ = first.ask(prompt)
-    first.ask(prompt)
+class _Pair:
+    """Two engines, and what the second has of the first one's blocks."""
 
-    said: list[FromBlocks] = []
-    second = _Served(directory, memoryview(bytearray(2**22)), said.append)
-    sequence = make_sequence(prompt, max_tokens=6, kv_source="peer:1")
-    second.engine.submit(sequence.request)
-    inbound, fetch = said
-    assert isinstance(inbound, InboundSlots)
-    assert isinstance(fetch, Fetch)
-    arrived = inbound.slots[:4]
-    for slot, name in first.arena.names():
-        record = bytearray(first.arena.record(slot, 0))
-        if name.index == lying:
-            _lie(first.arena, record)
-        second.arena.put(arrived[name.index][1], 0, bytes(record))
-    arrival = Arrival(fetch.number, arrived, is_last=True)
-    second.engine.take_blocks(Inbox([], [], arrivals=[arrival]))
-    found = second.outputs()
-    distrusted = [message for message in said if isinstance(message, Distrust)]
-    assert bool(distrusted) == (lying is not None)
+    def __init__(self, tmp_path: Path) -> None:
+        directory = make_family(tmp_path / "model", "llama")
+        self.first = _Served(directory, memoryview(bytearray(2**22)))
+        self.said: list[FromBlocks] = []
+        self.second = _Served(directory, memoryview(bytearray(2**22)), self.said.append)
+        self.tokens, _ = self.first.ask(_PROMPT)
+        self.first.ask(_PROMPT)
+
+    def fetch(self, num_sent: int, lying: int | None, *, only_fetches: bool = False) -> None:
+        """Have the second begin a request; of its first blocks so many come, one of them wrong."""
+        sequence = make_sequence(
+            _PROMPT, max_tokens=6, kv_source="peer:1", only_fetches=only_fetches
+        )
+        self.second.engine.submit(sequence.request)
+        inbound, fetch = self.said
+        assert isinstance(inbound, InboundSlots)
+        assert isinstance(fetch, Fetch)
+        arrived = inbound.slots[:num_sent]
+        for slot, name in self.first.arena.names():
+            record = bytearray(self.first.arena.record(slot, 0))
+            if name.index == lying:
+                _lie(self.first.arena, record)
+            if name.index < num_sent:
+                self.second.arena.put(arrived[name.index][1], 0, bytes(record), is_proven=False)
+        arrival = Arrival(fetch.number, arrived, is_last=True)
+        self.second.engine.take_blocks(Inbox([], [], arrivals=[arrival]))
+
+    @property
+    def is_distrusted(self) -> bool:
+        return any(isinstance(message, Distrust) for message in self.said)
+
+
+@pytest.mark.parametrize(
+    ("lying", "num_sent"),
+    [(None, 4), (0, 4), (2, 4), (None, 2), (0, 2)],
+    ids=["no lie", "in the first", "in the third", "no lie, some come", "in the first, some come"],
+)
+def test_one_wrong_bit_of_a_peer_shows_in_the_last_block(
+    lying: int | None, num_sent: int, tmp_path: Path
+) -> None:
+    pair = _Pair(tmp_path)
+    pair.fetch(num_sent, lying)
+    found = pair.second.outputs()
+    assert pair.is_distrusted == (lying is not None)
     if lying is None:
-        assert found == tokens
-    # Whatever came, what is asked for next is right.
-    assert second.ask(prompt)[0] == tokens
+        assert found == pair.tokens
+    # Whatever came, and whatever was computed on it, what is asked for next is right.
+    assert pair.second.ask(_PROMPT)[0] == pair.tokens
+    assert pair.second.ask(_PROMPT)[0] == pair.tokens
+
+
+def test_who_finds_a_peers_wrong_block_without_having_asked_for_it_is_computed_again(
+    tmp_path: Path,
+) -> None:
+    pair = _Pair(tmp_path)
+    pair.fetch(4, 0, only_fetches=True)
+    pair.second.outputs()
+    sequence = make_sequence(_PROMPT, max_tokens=6)
+    pair.second.engine.submit(sequence.request)
+    pair.second.outputs()
+    assert pair.is_distrusted
+    assert pair.second.engine.load().preemptions_total == 1
+    assert pair.second.ask(_PROMPT)[0] == pair.tokens

@@ -114,13 +114,11 @@ class BlockMoves:
                 self._ready.append(sequence)
 
     def distrust(self, source: str) -> None:
-        """A peer's block is not what is computed here: who has others of it is computed again."""
+        """A peer's blocks are wrong: who has some, or what relies on them, is computed again."""
         if self.fetches is not None:
             self.fetches.fetches.refused_total += 1
         self.send(Distrust(source))
-        self._scheduler.preempt_those(
-            lambda sequence: sequence.request.kv_source == source, "a peer's KV blocks are wrong"
-        )
+        self._scheduler.preempt_those(self._blocks.is_wrong, "a peer's KV blocks are wrong")
 
     # ---- copies ----
 
@@ -137,6 +135,9 @@ class BlockMoves:
     def _load(self, sequence: Sequence, ends_s: list[float]) -> None:
         """Load what the turn has time for; `ends_s` has when each copy of the turn was over."""
         is_ahead = sequence.request.only_fetches
+        if is_ahead and self._blocks.is_wrong(sequence):
+            self._lose_loads(sequence)
+            return
         most = self._most(self._load_pace, _AHEAD if is_ahead else _WAITED_FOR)
         due = (load for load in self._blocks.loads_of(sequence) if not load.is_done)
         for load in due:

@@ -102,7 +102,7 @@ def create_moves(
         moves.reads = PendingReads(disk, tier, blocks, scheduler.compute_s, most_blocks=most)
     if send is not None:
         prefixes, size = blocks.prefixes, blocks.block_size
-        moves.exports = Exports(arena, prefixes, size, send)
+        moves.exports = Exports(prefixes, size, send)
         tier.checks = ImportChecks(arena, prefixes, moves.distrust)
         fetches = Fetches(arena, prefixes, size, send, tier.checks)
         moves.fetches = PendingFetches(fetches, blocks, scheduler.compute_s, send)

@@ -65,7 +65,7 @@ class PendingFetches:
             return False
         self._number += 1
         is_salted = bool(sequence.request.cache_salt)
-        progress = self.fetches.begin(source, names, is_salted=is_salted)
+        progress = self.fetches.begin(source, names, num_known, is_salted=is_salted)
         self._waiting[sequence] = _Waiting(self._number, progress)
         self._sequences[self._number] = sequence
         self._send(Fetch(self._number, source, names, num_known, wait_s))

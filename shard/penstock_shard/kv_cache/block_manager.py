@@ -15,6 +15,7 @@ from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.ipc.block_messages import PrefixNames
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, blocks_each
 from penstock_shard.kv_cache.block_pool import BlockPool
+from penstock_shard.kv_cache.doubt import Doubt, is_proven, is_wrong
 from penstock_shard.kv_cache.kept_states import Boundaries
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
@@ -61,6 +62,8 @@ class _Table:
     # How many of its full blocks are cached, or were found there; and the prefix of these.
     num_cached: int = 0
     prefix: Prefix | None = None
+    # Of the blocks that it found.
+    doubt: Doubt | None = None
 
 
 class BlockManager:
@@ -210,6 +213,7 @@ class BlockManager:
             table.num_cached = len(found)
             table.prefix = found[-1]
             table.prefix.num_users += 1
+            table.doubt = table.prefix.doubt
             for group in range(len(self._groups)):
                 self._share(sequence, table, group, found)
             self.prefixes.use(found)
@@ -289,8 +293,15 @@ class BlockManager:
             # Another may have computed the same meanwhile. And a state is the sequence's to change.
             is_new = load.prefix.block_ids[load.group] == NO_BLOCK
             if is_new and not self._groups[load.group].has_state:
-                self.prefixes.name(load.prefix, load.group, load.block_id)
+                self.prefixes.name(load.prefix, load.group, load.block_id, load.prefix.doubt)
         table.loads = []
+
+    def is_wrong(self, sequence: Sequence) -> bool:
+        """Whether a sequence has blocks that are wrong, or were computed on such."""
+        table = self._tables.get(sequence)
+        if table is None:
+            return False
+        return is_wrong(table.doubt) or (table.prefix is not None and is_wrong(table.prefix.doubt))
 
     def use_prefix(self, sequence: Sequence) -> None:
         """It will be computed again: have copies of what is cached of it."""
@@ -516,7 +527,8 @@ class BlockManager:
             # may have been given back before its last token was known.
             is_there = index >= blocks.first and not self._groups[group].has_state
             if prefix.block_ids[group] == NO_BLOCK and is_there:
-                self.prefixes.name(prefix, group, blocks.ids[index])
+                doubt = parent.doubt if is_proven(table.doubt) else table.doubt
+                self.prefixes.name(prefix, group, blocks.ids[index], doubt)
         return prefix
 
     # ---- states ----

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool, CachedBlock
+from penstock_shard.kv_cache.doubt import Doubt, is_wrong, may_follow
 from penstock_shard.kv_cache.held_pieces import HeldPieces
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 
@@ -86,10 +87,13 @@ class PrefixCache:
         if parent is None:
             return found
         for digest, token_ids in names:
-            parent = self._tree.find(parent, digest, token_ids)
-            if parent is None or any(not parent.has(group) for group in self._whole):
+            prefix = self._tree.find(parent, digest, token_ids)
+            if prefix is None or any(not prefix.has(group) for group in self._whole):
                 break
-            found.append(parent)
+            if prefix.doubt is not parent.doubt and not may_follow(parent.doubt, prefix.doubt):
+                break
+            found.append(prefix)
+            parent = prefix
         return found
 
     def longest(self, found: abc.Sequence[HasBlocks]) -> int:
@@ -139,8 +143,10 @@ class PrefixCache:
             return known
         return self._tree.add(parent, digest, token_ids, is_salted=parent.is_salted)
 
-    def name(self, prefix: Prefix, group: int, block_id: int) -> None:
-        """The block is cached under the prefix."""
+    def name(self, prefix: Prefix, group: int, block_id: int, doubt: Doubt | None = None) -> None:
+        """The block is cached under the prefix. `doubt` is that of what it was computed on."""
+        if max(prefix.slots, default=NO_BLOCK) == NO_BLOCK or is_wrong(prefix.doubt):
+            prefix.doubt = doubt
         prefix.block_ids[group] = block_id
         self.num_insertions += 1
         pool = self._pools[self._groups[group].pool]
@@ -158,6 +164,12 @@ class PrefixCache:
             self.forget(CachedBlock(prefix, group, 0))
         if prefix.slots[group] != NO_BLOCK:
             self.drop(prefix, group)
+
+    def uncache_those(self, is_meant: Callable[[Prefix], bool]) -> None:
+        """As `uncache`, of all prefixes that are meant."""
+        for prefix, group in self.cached_blocks():
+            if is_meant(prefix):
+                self.uncache(prefix, group)
 
     def forget(self, cached: CachedBlock) -> None:
         """The block is no longer cached."""

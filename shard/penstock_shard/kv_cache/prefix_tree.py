@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from penstock_shard.kv_cache.doubt import Doubt
+
 # Stands for a block where there is none.
 NO_BLOCK = -1
 
@@ -29,6 +31,8 @@ class Prefix:
     index: int
     # Whether its root has a salt.
     is_salted: bool = False
+    # Whether its blocks are right; None: they are.
+    doubt: Doubt | None = field(default=None, repr=False)
     # Longer prefixes that have it as their parent, and sequences that may add such.
     num_users: int = field(default=0, repr=False)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from penstock_shard.ipc.block_messages import Export, Exported, PrefixNames, Slot
+from penstock_shard.kv_cache.doubt import is_proven
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
-from penstock_shard.kv_transfer.arena import Arena
 
 # Of each pool's slots, the share that one export may keep from being reused.
 _SHARE = 4
@@ -17,27 +17,20 @@ _SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A prefix as far as host memory has copies of its blocks that can be vouched for."""
+    """A prefix as far as host memory has copies of its blocks that are known to be right."""
 
     prefix: Prefix
-    arena: Arena
 
     def has(self, group: int) -> bool:
-        slot = self.prefix.slots[group]
-        return slot != NO_BLOCK and self.arena.is_proven(self.arena.pool_of(group), slot)
+        return self.prefix.slots[group] != NO_BLOCK and is_proven(self.prefix.doubt)
 
 
 class Exports:
     """Answers from what is here: nothing is computed, or fetched, for another shard."""
 
     def __init__(
-        self,
-        arena: Arena,
-        prefixes: PrefixCache,
-        block_size: int,
-        send: Callable[[Exported], None],
+        self, prefixes: PrefixCache, block_size: int, send: Callable[[Exported], None]
     ) -> None:
-        self._arena = arena
         self._prefixes = prefixes
         self._block_size = block_size
         self._send = send
@@ -92,8 +85,7 @@ class Exports:
 
     def _num_copied(self, chain: list[Prefix]) -> int:
         """How many of them can be used with what is copied of them."""
-        known = (_Copied(prefix, self._arena) for prefix in chain)
-        copied = takewhile(self._prefixes.is_useful, known)
+        copied = takewhile(self._prefixes.is_useful, map(_Copied, chain))
         return self._prefixes.longest(list(copied))
 
     def _find(self, names: PrefixNames) -> list[Prefix]:

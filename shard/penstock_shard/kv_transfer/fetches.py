@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock_shard.ipc.block_messages import InboundSlots, PrefixNames, Slot
+from penstock_shard.kv_cache.doubt import Doubt, is_proven
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
-from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
+from penstock_shard.kv_cache.prefix_tree import Prefix
 from penstock_shard.kv_transfer.arena import Arena, RecordName
 from penstock_shard.kv_transfer.exports import names_of
 from penstock_shard.kv_transfer.import_checks import ImportChecks
@@ -18,14 +19,15 @@ _SHARE = 8
 
 @dataclass(slots=True)
 class FetchProgress:
-    """What was asked for and of whom, and the longest prefix of it of which something came, which
-    has a user more until `Fetches.end`.
+    """What was asked for, without the first `num_known` blocks; and the longest prefix of it of
+    which something came, which has a user more until `Fetches.end`.
     """
 
-    source: str
     root: bytes
     names: list[tuple[bytes, tuple[int, ...]]]
+    num_known: int
     prefix: Prefix
+    doubt: Doubt
 
     def parent_of(self, index: int) -> bytes:
         return self.names[index - 1][0] if index else self.root
@@ -60,17 +62,20 @@ class Fetches:
         ]
         self._send(InboundSlots(slots))
 
-    def begin(self, source: str, names: PrefixNames, *, is_salted: bool) -> FetchProgress:
+    def begin(
+        self, source: str, names: PrefixNames, num_known: int, *, is_salted: bool
+    ) -> FetchProgress:
         prefix = self._prefixes.root(names.root, is_salted=is_salted)
         prefix.num_users += 1
-        return FetchProgress(source, names.root, names_of(names, self._block_size), prefix)
+        blocks, doubt = names_of(names, self._block_size), self._checks.begin(source)
+        return FetchProgress(names.root, blocks, num_known, prefix, doubt)
 
     def end(self, progress: FetchProgress) -> None:
         """Nothing more comes. The last block that came is computed here too, where what precedes it
         is enough for that.
         """
-        if not self._prefixes.slides and progress.prefix.parent is not None:
-            self._checks.watch(progress.prefix, progress.source)
+        if progress.prefix.doubt is progress.doubt:
+            self._checks.watch(progress.prefix, progress.doubt)
         self._prefixes.leave(progress.prefix)
 
     def take(self, progress: FetchProgress | None, slots: list[Slot]) -> None:
@@ -87,21 +92,31 @@ class Fetches:
             self._arena.clear(pool, slot)
             return pool, slot
         prefix = self._prefix_at(progress, name.index)
-        if prefix.slots[name.group] != NO_BLOCK or not self._prefixes.has_free_slot(pool):
+        if prefix.has(name.group) or not self._prefixes.has_free_slot(pool):
             self._arena.clear(pool, slot)
             return pool, slot
         other = self._prefixes.take_pinned(pool)
         self._prefixes.unpin(pool, slot)
         self._prefixes.keep(prefix, name.group, slot)
-        self._checks.note(prefix, name.group, progress.source)
-        if self._prefixes.slides:
-            # Nothing will prove it.
-            self._arena.mark(pool, slot, is_proven=True)
+        self._doubt(prefix, name.group, progress.doubt)
         self.fetched_total += 1
         return pool, other
 
+    def _doubt(self, prefix: Prefix, group: int, doubt: Doubt) -> None:
+        """Until its fetch is settled; where nothing would ever settle it, not at all."""
+        if self._prefixes.slides:
+            pool = self._arena.pool_of(group)
+            self._arena.mark(pool, prefix.slots[group], is_proven=True)
+            return
+        before = None if prefix.parent is None else prefix.parent.doubt
+        if before is not doubt and not is_proven(before):
+            doubt.before = before
+        prefix.doubt = doubt
+        self._checks.note_copy(prefix, group)
+
     def _is_asked_for(self, progress: FetchProgress, name: RecordName) -> bool:
-        if not progress.prefix.index <= name.index < len(progress.names):
+        first = max(progress.prefix.index, 0 if self._prefixes.slides else progress.num_known)
+        if not first <= name.index < len(progress.names):
             return False
         wanted = (*progress.names[name.index], progress.parent_of(name.index))
         found = (name.digest, name.token_ids, name.parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock_shard.kv_cache.block_manager import Load
+from penstock_shard.kv_cache.doubt import is_proven, is_wrong
 from penstock_shard.kv_cache.prefix_cache import PrefixCache, Save
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.kv_transfer.arena import Arena, RecordName
@@ -87,7 +88,9 @@ class HostTier:
         """Copy a block, which a step that is over has computed."""
         prefix, group, block_id = save.prefix, save.group, save.block_id
         pool = self._arena.pool_of(group)
-        if prefix.slots[group] == NO_BLOCK and self._prefixes.has_free_slot(pool):
+        # It may have turned out to be wrong, and another be there that is not.
+        is_it = prefix.block_ids[group] in (NO_BLOCK, block_id) and not is_wrong(prefix.doubt)
+        if is_it and prefix.slots[group] == NO_BLOCK and self._prefixes.has_free_slot(pool):
             slot = self._prefixes.take_slot(group)
             self._arena.write(
                 slot,
@@ -95,10 +98,9 @@ class HostTier:
                 lambda into: self._runner.read_block(group, block_id, into),
             )
             self._prefixes.keep(prefix, group, slot)
-            if self._is_foreign(prefix, group):
-                self._arena.mark(pool, slot, is_proven=False)
             self.saved_total += 1
             if self.checks is not None:
+                self.checks.note_copy(prefix, group)
                 self.checks.compare(prefix, group, slot)
             self.write(prefix, group)
         self._prefixes.leave(prefix)
@@ -110,15 +112,13 @@ class HostTier:
             slot = self._prefixes.take_slot(group)
             self._arena.put(slot, group, record)
             self._prefixes.keep(prefix, group, slot)
+            prefix.doubt = None if is_wrong(prefix.doubt) else prefix.doubt
 
     def write(self, prefix: Prefix, group: int) -> None:
-        """Have a copy written to disk, if there are both; not what a peer sent and may be a lie."""
+        """Have a copy written to disk, if there are both; not one that may be wrong."""
         slot = prefix.slots[group]
-        if self._disk is not None and slot != NO_BLOCK and not self._is_foreign(prefix, group):
+        if self._disk is not None and slot != NO_BLOCK and is_proven(prefix.doubt):
             self._disk.save(name_of(prefix, group), lambda: bytes(self._arena.record(slot, group)))
-
-    def _is_foreign(self, prefix: Prefix, group: int) -> bool:
-        return self.checks is not None and self.checks.is_foreign(prefix, group)
 
 
 def name_of(prefix: Prefix, group: int) -> RecordName:

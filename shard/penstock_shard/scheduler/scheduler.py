@@ -276,8 +276,8 @@ class Scheduler:
         return zip(live, news, strict=True)
 
     def lose(self, batches: abc.Sequence[Batch]) -> None:
-        """The oldest of `batches`, all launched ones, ran out of device memory; none counts. Rows of
-        them are preempted, loading sequences begin anew, and steps are smaller for a while.
+        """The oldest of `batches`, all launched ones, ran out of memory; none counts. Running
+        sequences in them are preempted, loading ones begin anew; steps are smaller for a while.
         """
         # Blocks cached since the failed step was planned were never filled with valid keys.
         self._blocks.uncache_since(self._launched[0].num_insertions)
@@ -318,7 +318,7 @@ class Scheduler:
 
     def lose_loads(self, sequence: Sequence) -> None:
         """What a sequence waited for is not there: it is queued again, the first of all."""
-        del self._loading[sequence]
+        (self._loading if sequence in self._loading else self._loaded).pop(sequence)
         self._leave(sequence, SequenceState.WAITING)
         self._enqueue(sequence)
         self._waiting.move_to_end(sequence, last=False)
@@ -328,9 +328,12 @@ class Scheduler:
         return self._step_time.predict(self._launched[0].size)
 
     def preempt_those(self, is_meant: Callable[[Sequence], bool], reason: str) -> None:
-        """Have running sequences computed again from their tokens."""
+        """Have sequences computed again from their tokens."""
         for sequence in [each for each in self._running if is_meant(each)][::-1]:
             self._preempt(sequence, reason)
+        for sequence in [each for each in (*self._loaded, *self._loading) if is_meant(each)]:
+            if not sequence.request.only_fetches:
+                self.lose_loads(sequence)
 
     def compute_s(self, start: int, count: int) -> float:
         """Predicted seconds of steps that compute so many tokens of a prompt alone, from a position
