@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock_shard.sequence import Sequence
+from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.worker.base import Admission, Batch
 
 
@@ -86,4 +87,14 @@ def admission_of(sequence: Sequence) -> Admission:
         sequence.token_ids[:],
         sequence.adapter_index,
         sequence.constraint,
+    )
+
+
+def num_left(prefilling: Iterable[Sequence], rows: Iterable[Row]) -> int:
+    """Tokens still to be computed of prompts that have begun, without the last one of each."""
+    begun = {*prefilling, *(row.sequence for row in rows)}
+    return sum(
+        max(0, sequence.num_uncomputed - 1)
+        for sequence in begun
+        if sequence.state is SequenceState.RUNNING
     )

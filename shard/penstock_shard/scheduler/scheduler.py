@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.fcfs_policy import FcfsPolicy
 from penstock_shard.scheduler.oom_backoff import StepBounds
-from penstock_shard.scheduler.rows import Row, Rows
+from penstock_shard.scheduler.rows import Row, Rows, num_left
 from penstock_shard.scheduler.slot_pool import SlotPool
 from penstock_shard.scheduler.step_budget import StepBudget
 from penstock_shard.scheduler.step_time import StepSize, StepTime, step_size
@@ -119,8 +119,6 @@ class Scheduler:
         # `arrival` of the sequence that last lacked blocks, of which pool, and how many free ones
         # it needs.
         self._turned_away = (-1, 0, 0)
-        # Seconds of the last step that is collected.
-        self.last_step_s = 0.0
         # Tokens of waiting sequences, as counted when each joined the queue.
         self.num_queued_tokens = 0
         self.preemptions_total = 0
@@ -185,15 +183,9 @@ class Scheduler:
         self._enqueue(sequence)
 
     def load(self, sequence: Sequence) -> None:
-        """Give a sequence that will not run blocks for what host memory has of its prefix, so that
-        it is found there; none if it takes more than half of those that are free. `remove` it when
-        that is copied.
-        """
+        """Have copies of a sequence's prefix loaded, though it will not run; then `remove` it."""
         self._policy.add(sequence)
-        found = self._blocks.acquire_prefix(sequence)
-        pool, lacking = self._blocks.shortage(sequence, found)
-        if 2 * lacking > -self._blocks.free_in(pool) or not self._blocks.grow(sequence, found):
-            self._blocks.release(sequence)
+        self._blocks.acquire_copies(sequence)
         sequence.state = SequenceState.LOADING
         self._loading[sequence] = self._steps
 
@@ -236,7 +228,7 @@ class Scheduler:
         # A sequence preempted in this step would only be admitted again to be preempted again.
         admits = self.preemptions_total == preemptions_before
         prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
-        self.num_prefill_tokens_left = _num_left(prefilling, prompt_rows)
+        self.num_prefill_tokens_left = num_left(prefilling, prompt_rows)
         for row in prompt_rows:
             # A prompt whose every token but the last is cached is a decode row too.
             rows.insert(0 if row.count == 1 and row.samples else len(rows.starts), row)
@@ -262,7 +254,6 @@ class Scheduler:
         self.decode_tokens_total += size.num_decodes + size.num_drafts
         if seconds is not None:
             self._step_time.learn(size, seconds)
-            self.last_step_s = seconds
         if self.bounds.reduced:
             self.bounds.recover()
         live: list[Sequence] = []
@@ -607,11 +598,3 @@ class Scheduler:
         admitted, self._admitted = self._admitted, []
         new_blocks, copies = self._blocks.take_new(rows.sequences), self._blocks.take_state_copies()
         return rows.batch(new_blocks, admitted, copies)
-
-
-def _num_left(prefilling: Iterable[Sequence], rows: Iterable[Row]) -> int:
-    """Tokens still to be computed of prompts that have begun, without the last one of each."""
-    begun = {*prefilling, *(row.sequence for row in rows)}
-    return sum(
-        max(0, sequence.num_uncomputed - 1) for sequence in begun if sequence.state is _RUNNING
-    )
