@@ -115,7 +115,9 @@ def pauses(plots: Path | None) -> None:
         return
     figure, axes = new_figure(1, "A stream goes on at another shard (Llama-3.1-8B, H100)")
     for name, curve in curves.items():
-        axes[0].plot(_LENGTHS, curve, marker="o", label=name)
+        # Two of them are the same.
+        style = "--" if name.startswith("fetched ahead, 100") else "-"
+        axes[0].plot(_LENGTHS, curve, style, marker="o", label=name)
     axes[0].set(xscale="log", yscale="log", xlabel="tokens", ylabel="pause, ms")
     axes[0].set_xticks(_LENGTHS, [f"{length // 1000}k" for length in _LENGTHS])
     axes[0].minorticks_off()
@@ -180,7 +182,6 @@ def roles(plots: Path | None) -> None:
         )
         axis.legend()
     axes[1].set_xlim(axes[0].get_xlim())
-    axes[1].set_yscale("log")
     figure.savefig(plots / "moves-roles.png", dpi=120)
 
 

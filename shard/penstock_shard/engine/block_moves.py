@@ -37,6 +37,8 @@ class BlockMoves:
         self._scheduler = scheduler
         self._blocks = blocks
         self._clock = clock
+        # What the last step took.
+        self.step_s = 0.0
         self._load_pace = CopyPace()
         self._save_pace = CopyPace()
         # Of a disk; of other shards, and for them. None where there is no such.
@@ -163,7 +165,7 @@ class BlockMoves:
     def _most(self, pace: CopyPace, share: float) -> int:
         """How many blocks a turn may copy."""
         is_idle = not self._scheduler.num_running
-        return pace.blocks_in(_IDLE_S if is_idle else share * self._scheduler.last_step_s)
+        return pace.blocks_in(_IDLE_S if is_idle else share * self.step_s)
 
     def save(self) -> None:
         """Copy out what is due. Comes after a step is planned, and before it is launched."""

@@ -309,6 +309,8 @@ class Engine:
         self.step_started_s = None
         self.steps_total += 1
         self._steps_seconds_total += seconds
+        if self._moves is not None:
+            self._moves.step_s = seconds
         self._sequences_total += batch.num_rows
         self._report(self._scheduler.update(batch, results, now_s, seconds))
         self._release()

@@ -219,6 +219,15 @@ class BlockManager:
             self.prefixes.use(found)
         return len(found) * self.block_size
 
+    def acquire_copies(self, sequence: Sequence) -> None:
+        """As `acquire_prefix`, with blocks for what host memory has of it, for a sequence that will
+        not run; none if they are more than half of those that are free.
+        """
+        found = self.acquire_prefix(sequence)
+        pool, lacking = self.shortage(sequence, found)
+        if 2 * lacking > -self.free_in(pool) or not self.grow(sequence, found):
+            self.release(sequence)
+
     def missing_of(self, sequence: Sequence) -> tuple[PrefixNames, int]:
         """The names of its blocks before its last token, and how many of the first are found."""
         names, token_ids = self.names_of(sequence), sequence.token_ids

@@ -103,8 +103,6 @@ class Scheduler:
         # `arrival` of the sequence that last lacked blocks, of which pool, and how many free ones
         # it needs.
         self._turned_away = (-1, 0, 0)
-        # Seconds of the last step that is collected.
-        self.last_step_s = 0.0
         # Tokens of waiting sequences, as counted when each joined the queue.
         self.num_queued_tokens = 0
         self.preemptions_total = 0
@@ -169,15 +167,9 @@ class Scheduler:
         self._enqueue(sequence)
 
     def load(self, sequence: Sequence) -> None:
-        """Give a sequence that will not run blocks for what host memory has of its prefix, so that
-        it is found there; none if it takes more than half of those that are free. `remove` it when
-        that is copied.
-        """
+        """Have copies of a sequence's prefix loaded, though it will not run; then `remove` it."""
         self._policy.add(sequence)
-        found = self._blocks.acquire_prefix(sequence)
-        pool, lacking = self._blocks.shortage(sequence, found)
-        if 2 * lacking > -self._blocks.free_in(pool) or not self._blocks.grow(sequence, found):
-            self._blocks.release(sequence)
+        self._blocks.acquire_copies(sequence)
         sequence.state = SequenceState.LOADING
         self._loading[sequence] = self._steps
 
@@ -246,7 +238,6 @@ class Scheduler:
         self.decode_tokens_total += size.num_decodes + size.num_drafts
         if seconds is not None:
             self._step_time.learn(size, seconds)
-            self.last_step_s = seconds
         if self.bounds.reduced:
             self.bounds.recover()
         live: list[Sequence] = []
