@@ -85,8 +85,12 @@ def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
             f"--role {config.role}: requests go on at other shards with their KV blocks; give "
             "--kv-peers"
         )
-    if (config.kv_disk is None) != (not config.kv_disk_bytes):
+    if (not config.kv_disk) != (not config.kv_disk_bytes):
         parser.error("--kv-disk and --kv-disk-bytes: give both or neither")
+    if config.kv_disk_salted and not config.kv_disk:
+        parser.error("--kv-disk-salted: nothing is written without --kv-disk")
+    if config.kv_peer_server_name is not None and config.kv_peer_ca_file is None:
+        parser.error("--kv-peer-server-name: certificates are looked at with --kv-peer-ca-file")
     if config.kv_disk is not None and not config.kv_host_bytes:
         parser.error(
             f"--kv-disk {config.kv_disk}: blocks go there by way of memory; give --kv-host-bytes"
@@ -107,8 +111,9 @@ def _check_peers(parser: OneLineParser, config: ShardConfig) -> None:
     flag = f"--kv-peers {' '.join(config.kv_peers)}"
     for address in config.kv_peers:
         host, _, port = address.rpartition(":")
-        if not (host and port.isdecimal()):
-            parser.error(f"--kv-peers {address}: must be HOST:PORT")
+        is_port = port.isdecimal() and 0 < int(port) < 65536
+        if not host or "/" in host or not is_port:
+            parser.error(f"--kv-peers {address}: must be HOST:PORT with a port from 1 to 65535")
     if not config.kv_host_bytes:
         parser.error(f"{flag}: blocks come and go by host memory; give --kv-host-bytes")
     if config.kv_peer_key is None:

@@ -284,7 +284,10 @@ class ShardConfig(ObservingConfig):
         0, "most bytes there; the oldest are deleted", read=size, at_least=0, metavar="BYTES"
     )
     kv_disk_age_s: float = flag(
-        86_400.0, "delete what was written longer ago, as keys and values reveal prompts", above=0
+        86_400.0,
+        "delete what was written longer ago, as keys and values reveal prompts",
+        above=0,
+        at_most=1e9,
     )
     kv_disk_salted: bool = flag(
         False, "write blocks of requests with a cache_salt there too, which otherwise are not"

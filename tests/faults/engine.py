@@ -73,8 +73,14 @@ FAULTS = [
     Fault(
         "A peer's last block is taken as it came",
         "ImportChecks.compare",
-        becomes("checksum != self._arena.checksum(slot, group)", "False"),
+        becomes("checksum == self._arena.checksum(slot, group)", "True"),
         caught_by="test_a_peer_whose_block_differs_is_given_up_with_all_of_its_blocks",
+    ),
+    Fault(
+        "What is computed on a peer's blocks counts as right",
+        "BlockManager._cache_block",
+        becomes("parent.doubt if is_proven(table.doubt) else table.doubt", "None"),
+        caught_by="test_one_wrong_bit_of_a_peer_shows_in_the_last_block",
     ),
     Fault(
         "A block is copied before the step that fills it is over",

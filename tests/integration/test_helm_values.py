@@ -28,6 +28,9 @@ WRONG: list[tuple[Values, str]] = [
     ({"shard": {"gpus": -1}}, "'/shard/gpus': minimum: got -1, want 0"),
     ({"shard": {"gpuResource": "gpu"}}, "'/shard/gpuResource': 'gpu' does not match pattern '/'"),
     ({"shard": {"nodes": 0}}, "'/shard/nodes': minimum: got 0, want 1"),
+    ({"shard": {"kvHostMemory": "1T"}}, "'/shard/kvHostMemory': '1T' does not match pattern"),
+    ({"shard": {"kvHostMemory": "0"}}, "'/shard/kvHostMemory': '0' does not match pattern"),
+    ({"shard": {"role": "both?"}}, "'/shard/role': value must be one of"),
     ({"shard": {"extraArgs": "--runner fake"}}, "'/shard/extraArgs': got string, want array"),
     ({"shard": {"extraArgs": ["--seed", 1]}}, "'/shard/extraArgs/1': got number, want string"),
     ({"shard": {"extraEnv": [{"value": "b"}]}}, "'/shard/extraEnv/0': missing property 'name'"),
@@ -77,6 +80,7 @@ CONTRADICTIONS: list[tuple[Values, str]] = [
         "models, toy: autoscaling.maxReplicas 4 is below minReplicas 5",
     ),
     ({"shard": {"autoscaling": {**TO_ZERO, "kind": "hpa"}}}, "minReplicas 0 needs autoscaling.kin"),
+    ({"shard": {"role": "prefill"}}, "models, toy: role prefill needs kvHostMemory and kvPeerKey"),
     ({"shard": {"autoscaling": TO_ZERO}}, "minReplicas 0 needs router.shardWaitSeconds"),
     (
         {"router": {"autoscaling": {"enabled": True, "minReplicas": 10}}},

@@ -182,6 +182,7 @@ def test_one_wrong_bit_of_a_peer_shows_in_the_last_block(
     # Whatever came, and whatever was computed on it, what is asked for next is right.
     assert pair.second.ask(_PROMPT)[0] == pair.tokens
     assert pair.second.ask(_PROMPT)[0] == pair.tokens
+    assert pair.second.cached_bytes() == pair.first.cached_bytes()
 
 
 def test_who_finds_a_peers_wrong_block_without_having_asked_for_it_is_computed_again(

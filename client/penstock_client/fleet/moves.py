@@ -125,6 +125,8 @@ class Moves:
         while waiting := self._waiting.get(address):
             stream = next(iter(waiting))
             until_s = waiting.pop(stream)
+            # Many may move at once, without anything to wait for.
+            await asyncio.sleep(0)
             target = await self._prefetch(stream, until_s - self._clock())
             if _address(stream) == address:
                 self._ready[stream] = target

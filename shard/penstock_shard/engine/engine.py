@@ -120,7 +120,10 @@ class Engine:
 
     def take_blocks(self, message: Inbox) -> None:
         """Take what the server says of blocks of other shards, and that the shard drains."""
-        self._drains = self._drains or message.drains
+        if message.drains:
+            self._drains = True
+            for sequence in [s for s in self._live.values() if s.request.only_fetches]:
+                self._end(sequence, finish=FinishReason.ABORTED)
         if self._moves is not None:
             self._moves.take(message)
 

@@ -59,6 +59,8 @@ class PendingFetches:
         if not source or sequence.needs_whole_prompt:
             return False
         names, num_known = self._blocks.missing_of(sequence)
+        # More would take the place of its own beginnings.
+        names = names.first(num_known + self.fetches.most_blocks)
         num_missing = len(names.digests) - num_known
         wait_s = self._most_wait_s(sequence, num_known, num_missing)
         if num_missing < _LEAST_BLOCKS or not wait_s:

@@ -20,6 +20,13 @@ class PrefixNames(msgspec.Struct, array_like=True, frozen=True):
     digests: list[bytes]
     token_ids: bytes
 
+    def first(self, count: int) -> PrefixNames:
+        """Those of so many blocks."""
+        if count >= len(self.digests):
+            return self
+        num_bytes = len(self.token_ids) // len(self.digests) * count
+        return PrefixNames(self.root, self.digests[:count], self.token_ids[:num_bytes])
+
 
 # ---- server -> engine ----
 

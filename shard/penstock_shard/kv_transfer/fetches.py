@@ -54,13 +54,20 @@ class Fetches:
         self.refused_total = 0
 
     def give_slots(self) -> None:
-        """Give the server its first slots."""
+        """Give the server its first slots: one of each pool at least, if that is not all of it."""
         slots = [
             (pool, self._prefixes.take_pinned(pool))
             for pool, count in enumerate(self._arena.num_slots)
-            for _ in range(count // _SHARE)
+            for _ in range(min(count - 1, max(1, count // _SHARE)))
         ]
         self._send(InboundSlots(slots))
+
+    @property
+    def most_blocks(self) -> int:
+        """So many of each group have room at once, beside those that come; 0 if none can come."""
+        if min(self._arena.num_slots) < 2:
+            return 0
+        return self._prefixes.most_copies * (_SHARE - 1) // _SHARE
 
     def begin(
         self, source: str, names: PrefixNames, num_known: int, *, is_salted: bool

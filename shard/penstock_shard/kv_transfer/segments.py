@@ -220,7 +220,12 @@ class Segments:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         segment = _Segment(path, created_ms, 0)
         self._segments.append(segment)
-        self._write(segment, self._header)
+        try:
+            self._write(segment, self._header)
+        except OSError:
+            # On a full disk each try would leave another.
+            self._delete(segment)
+            raise
         return segment
 
     def _write(self, segment: _Segment, data: bytes) -> None:
@@ -263,7 +268,7 @@ def append(path: Path, data: bytes) -> None:
 def _files(directory: Path) -> Iterator[_Segment]:
     """The segments of a directory; other files are left alone."""
     for path in directory.iterdir():
-        if path.suffix == _SUFFIX and path.stem.isdecimal():
+        if path.suffix == _SUFFIX and path.stem.isdecimal() and path.exists():
             yield _Segment(path, int(path.stem), path.stat().st_size)
 
 

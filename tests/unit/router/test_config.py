@@ -147,6 +147,7 @@ COUNTS = ("1", "1000000000000000")
 NUMBERS = {
     "--port": ("0", "65535"),
     "--workers": ("1", "1024"),
+    "--prefill-tokens": ("1", "1000000"),
     "--tokenizer-threads": ("1", "1024"),
     "--text-processes": ("1", "1024"),
     "--stall-timeout-s": ("1.001", "31536000"),

@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 from support.engines import CACHE_GROUPS, EngineUnderTest, make_engine, make_request, runner_info
 
+from penstock_shard.engine import pending_fetches
 from penstock_shard.ipc.block_messages import (
     Arrival,
     Distrust,
@@ -53,9 +54,10 @@ class _Shard:
     groups: tuple[CacheGroup, ...]
     said: list[FromBlocks] = field(default_factory=list)
     disk: _Disk | None = None
+    memory_bytes: int = 2**18
 
     def __post_init__(self) -> None:
-        self._memory = memoryview(bytearray(2**18))
+        self._memory = memoryview(bytearray(self.memory_bytes))
         self.start_engine()
 
     def start_engine(self) -> None:
@@ -90,10 +92,18 @@ class _Shard:
 Change = Callable[[int, bytearray], None]
 
 
-def _carry(source: _Shard, target: _Shard, change: Change = lambda index, record: None) -> None:
-    """What the servers do for the last fetch; `change` may do something to a record."""
+def _carry(
+    source: _Shard,
+    target: _Shard,
+    change: Change = lambda index, record: None,
+    *,
+    num_known: int | None = None,
+) -> None:
+    """What the servers do for the last fetch; `change` may do something to a record. Those behind
+    `num_known` come, rather than what was asked for.
+    """
     fetch = target.of(Fetch)[-1]
-    export = Export(fetch.number, fetch.prefix, fetch.num_known)
+    export = Export(fetch.number, fetch.prefix, fetch.num_known if num_known is None else num_known)
     source.under_test.engine.take_blocks(Inbox([], [], exports=[export]))
     source.under_test.run()
     exported = source.of(Exported)[-1]
@@ -361,6 +371,42 @@ def _blocks_at(shard: _Shard, asker: _Shard, number: int) -> int:
     shard.under_test.run()
     shard.under_test.engine.take_blocks(Inbox([], [], exports_over=[number]))
     return len(shard.of(Exported)[-1].slots)
+
+
+def test_what_is_there_already_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer sends blocks that it was not asked for: those that are on the device here."""
+    monkeypatch.setattr(pending_fetches, "_LEAST_S", 0.0)
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.under_test.engine.submit(make_request("begins alike", _PROMPT[:100], seed=3))
+    target.under_test.run()
+    target.ask("here", "source:1")
+    fetch = target.of(Fetch)[-1]
+    assert fetch.num_known == 6
+    _carry(source, target, num_known=0)
+    assert target.under_test.engine.load().fetched_blocks_total == 4
+    assert target.refused == 6
+    target.under_test.run()
+    assert target.under_test.tokens("here") == source.under_test.tokens("there")
+
+
+def test_of_a_prefix_that_has_no_room_the_beginning_is_fetched() -> None:
+    target = _Shard(_ALL, memory_bytes=4096 + 8 * 320)
+    num_slots = target.arena.num_slots[0]
+    target.ask("here", "source:1")
+    prefix = target.of(Fetch)[-1].prefix
+    assert len(prefix.digests) == num_slots * 7 // 8 < len(_PROMPT) // 16
+    assert len(prefix.token_ids) == 4 * 16 * len(prefix.digests)
+
+
+def test_a_shard_that_ends_fetches_nothing_more() -> None:
+    target = _Shard(_ALL)
+    target.ask("ahead", "source:1", only_fetches=True)
+    target.under_test.engine.take_blocks(Inbox([], [], drains=True))
+    target.under_test.run()
+    (ending,) = target.under_test.endings("ahead")
+    assert ending.finish is FinishReason.ABORTED
 
 
 def test_what_came_from_a_peer_goes_to_another_once_it_is_proven() -> None:

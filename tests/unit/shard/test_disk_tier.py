@@ -272,6 +272,26 @@ def test_a_disk_that_takes_nothing_is_one_line_of_the_log(
     assert _found(disk.open(), 9) == [0, 1, 8]
 
 
+def test_a_full_disk_does_not_fill_with_empty_files(
+    disk: _Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    segments = disk.open()
+    monkeypatch.setattr(segments_module, "append", fail)
+    for number in range(3):
+        with pytest.raises(OSError, match="full"):
+            segments.append(_name(number), disk.record(_name(number)))
+    assert not list(disk.directory.iterdir())
+
+
+def test_a_link_that_leads_nowhere_is_no_segment(disk: _Disk) -> None:
+    disk.fill(2)
+    (disk.directory / f"{1:016d}.kv").symlink_to(disk.directory / "nowhere")
+    assert _found(disk.open(), 2) == [0, 1]
+
+
 def test_a_slow_disk_is_not_waited_for(
     disk: _Disk, tiers: Callable[..., DiskTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:

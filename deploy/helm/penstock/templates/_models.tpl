@@ -39,6 +39,9 @@
 {{- if and (gt (int $model.nodes) 1) (lt (int $model.gpus) 1) -}}
 {{- fail (printf "%s nodes %d needs gpus: several pods share a model only over GPUs" $where (int $model.nodes)) -}}
 {{- end -}}
+{{- if and (ne $model.role "both") (or (not $model.kvHostMemory) (not .root.Values.kvPeerKey.existingSecret)) -}}
+{{- fail (printf "%s role %s needs kvHostMemory and kvPeerKey.existingSecret: requests go on elsewhere with their KV blocks" $where $model.role) -}}
+{{- end -}}
 {{- with $model.autoscaling -}}
 {{- if and (ne .kind "none") (lt (int .maxReplicas) (int .minReplicas)) -}}
 {{- fail (printf "%s autoscaling.maxReplicas %d is below minReplicas %d" $where (int .maxReplicas) (int .minReplicas)) -}}
