@@ -12,6 +12,8 @@ machine.
 `pauses`: how long a stream of 1,000 to 32,000 tokens stands still when it goes on elsewhere.
 `drain`: one shard of four is left by 32 streams of 8,000 tokens. `roles`: prompts of 4,000 tokens
 beside 64 streams, on one shard of the role "prefill" and three "decode", or on four of neither.
+`shared`: a hundred requests a second to eight shards; their prompts begin with the same 4,000
+tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ from simulation.device_loads import (
     Fared,
     Load,
     Setting,
+    Shared,
     drain,
     first_token_elsewhere,
     long_prompts,
     pause_of_move,
+    shared_prompt,
 )
 
 _LENGTHS = (1000, 2000, 4000, 8000, 16_000, 32_000)
@@ -69,6 +73,13 @@ _ROLES: Sequence[tuple[str, Load, Setting, dict[str, Sequence[str]]]] = (
     ("2 a second of 4,000, two shards", _4K_2, Setting(), {"roles": _SPLIT[:2],
                                                          "all alike": _ALIKE[:2]}),
 )  # fmt: skip
+
+_SHARED = {
+    "least-load": Setting(blocks="none"),
+    "prefix-affinity": Setting(blocks="none", policy="prefix-affinity"),
+    "prefix-affinity, peers at 100 Gbit/s": Setting(100, policy="prefix-affinity"),
+    "prefix-affinity, peers at 25 Gbit/s": Setting(25, policy="prefix-affinity"),
+}
 
 _ROLES_TITLES = ("between tokens of the 64, p99, ms", "first token, p50, ms")
 
@@ -185,6 +196,22 @@ def roles(plots: Path | None) -> None:
     figure.savefig(plots / "moves-roles.png", dpi=120)
 
 
+def shared(plots: Path | None) -> None:
+    """How often what is shared was computed; milliseconds to first tokens. Draws nothing."""
+    table("policy", "shards that got any", "times computed", "first token p50", "p99", "max")
+    for name, setting in _SHARED.items():
+        fared = shared_prompt(setting, Shared())
+        firsts = sorted(1e3 * each for each in fared.first_tokens_s)
+        quantiles = (firsts[len(firsts) // 2], firsts[len(firsts) * 99 // 100], firsts[-1])
+        row(
+            name,
+            str(fared.num_shards),
+            f"{fared.times_computed:.1f}",
+            *(f"{each:,.0f}" for each in quantiles),
+        )
+        gc.collect()
+
+
 def _answers_ms(fared: Fared) -> list[str]:
     if not fared.first_tokens_s:
         return ["", "", ""]
@@ -196,6 +223,7 @@ _PARTS: dict[str, Callable[[Path | None], None]] = {
     "pauses": pauses,
     "drain": drains,
     "roles": roles,
+    "shared": shared,
 }
 
 

@@ -38,6 +38,7 @@ class Setting:
     gbit_per_s: float = 100.0
     blocks: str = "ahead"
     device: Device = H100
+    policy: str = "least-load"
 
     def run(
         self, roles: Sequence[str], main: Callable[[DeviceFleet], Coroutine[None, None, _Result]]
@@ -51,6 +52,7 @@ class Setting:
                 device=self.device,
                 gbit_per_s=self.gbit_per_s,
                 moves_blocks=self.blocks != "none",
+                policy=self.policy,
             )
             try:
                 return await main(fleet)
@@ -240,3 +242,66 @@ def _pauses(rng: random.Random, load: Load) -> Iterator[float]:
         if at_s > load.seconds:
             return
         yield pause_s
+
+
+# ---- a shared prompt ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Requests whose prompts begin alike, to so many shards: one by itself, then others at random
+    for so many seconds.
+    """
+
+    num_shards: int = 8
+    shared_tokens: int = 4000
+    own_tokens: int = 100
+    output_tokens: int = 50
+    per_s: float = 100.0
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class SharedFared:
+    """How often each token of what is shared was computed, and how many shards had any of it; the
+    seconds to first tokens.
+    """
+
+    times_computed: float
+    num_shards: int
+    first_tokens_s: list[float]
+
+
+def shared_prompt(setting: Setting, load: Shared) -> SharedFared:
+    """How a fleet fares with prompts that begin alike."""
+
+    async def main(fleet: DeviceFleet) -> SharedFared:
+        rng = random.Random(2)
+        await fleet.start()
+        for shard in range(load.num_shards):
+            await _warm_up(fleet, rng, shard)
+        before = _prompt_tokens(fleet)
+        (shared,) = prompts(rng, 1, load.shared_tokens)
+        answers = []
+        for pause_s in (0.0, 1.0, *_pauses(rng, Load(load.per_s, seconds=load.seconds))):
+            await asyncio.sleep(pause_s)
+            (own,) = prompts(rng, 1, load.own_tokens)
+            answers.append(fleet.send([*shared, *own], load.output_tokens))
+        for answer in answers:
+            await answer.over()
+        fleet.check_answers(answers)
+        computed = [after - n for after, n in zip(_prompt_tokens(fleet), before, strict=True)]
+        own_tokens = len(answers) * load.own_tokens
+        return SharedFared(
+            (sum(computed) - own_tokens) / load.shared_tokens,
+            sum(each > 0 for each in computed),
+            [answer.first_token_s for answer in answers],
+        )
+
+    return setting.run(["both"] * load.num_shards, main)
+
+
+def _prompt_tokens(fleet: DeviceFleet) -> list[int]:
+    """Computed by each shard so far."""
+    supervisors = [shard.supervisor for shard in fleet.shards]
+    return [0 if each is None else each.load.prompt_tokens_total for each in supervisors]

@@ -111,9 +111,8 @@ class BlockMoves:
         for number in message.exports_over:
             self.exports.end(number)
         for arrival in message.arrivals:
-            sequence = self.fetches.arrive(arrival)
-            if sequence is not None and not self._reads(sequence):
-                self._ready.append(sequence)
+            came = self.fetches.arrive(arrival)
+            self._ready += [sequence for sequence in came if not self._reads(sequence)]
 
     def distrust(self, source: str) -> None:
         """A peer's blocks are wrong: who has some, or what relies on them, is computed again."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock_shard.ipc.block_messages import Arrival, Fetch, FetchOver
+from penstock_shard.ipc.block_messages import Arrival, Fetch, FetchOver, PrefixNames
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.fetches import Fetches, FetchProgress
 from penstock_shard.sequence import Sequence
@@ -23,14 +23,21 @@ _SHORTEST_S = 0.25
 _PREFETCH_S = 30.0
 
 
-@dataclass(slots=True)
-class _Waiting:
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A fetch, and the sequences that wait for what comes of it. Values are unused."""
+
     number: int
     progress: FetchProgress
+    # Hashes of the blocks that it may bring.
+    digests: list[bytes]
+    sequences: dict[Sequence, None] = field(default_factory=dict)
 
 
 class PendingFetches:
-    """A fetch takes as long as computing what it fetches would take, or less."""
+    """A fetch takes as long as computing what it fetches would take, or less. Whoever lacks the
+    same blocks waits for it too.
+    """
 
     def __init__(
         self,
@@ -46,32 +53,48 @@ class PendingFetches:
         self._blocks = blocks
         self._compute_s = compute_s
         self._send = send
-        self._waiting: dict[Sequence, _Waiting] = {}
-        self._sequences: dict[int, Sequence] = {}
+        self._of: dict[Sequence, _Pending] = {}
+        self._pending: dict[int, _Pending] = {}
+        # By the hash of each block that may come.
+        self._coming: dict[bytes, _Pending] = {}
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._of)
 
     def hold(self, sequence: Sequence) -> bool:
         """Whether a sequence waits, since another shard may have blocks of it."""
         source = sequence.request.kv_source
-        if not source or sequence.needs_whole_prompt:
+        if not (source or self._pending) or sequence.needs_whole_prompt:
             return False
         names, num_known = self._blocks.missing_of(sequence)
         # More would take the place of its own beginnings.
         names = names.first(num_known + self.fetches.most_blocks)
-        num_missing = len(names.digests) - num_known
-        wait_s = self._most_wait_s(sequence, num_known, num_missing)
-        if num_missing < _LEAST_BLOCKS or not wait_s:
+        missing = names.digests[num_known:]
+        wait_s = self._most_wait_s(sequence, num_known, len(missing))
+        if len(missing) < _LEAST_BLOCKS or not wait_s:
             return False
-        self._number += 1
-        is_salted = bool(sequence.request.cache_salt)
-        progress = self.fetches.begin(source, names, num_known, is_salted=is_salted)
-        self._waiting[sequence] = _Waiting(self._number, progress)
-        self._sequences[self._number] = sequence
-        self._send(Fetch(self._number, source, names, num_known, wait_s))
+        pending = self._coming.get(missing[0])
+        if pending is None and source:
+            pending = self._begin(sequence, names, num_known, wait_s)
+        if pending is None:
+            return False
+        pending.sequences[sequence] = None
+        self._of[sequence] = pending
         return True
+
+    def _begin(
+        self, sequence: Sequence, names: PrefixNames, num_known: int, wait_s: float
+    ) -> _Pending:
+        self._number += 1
+        request = sequence.request
+        is_salted = bool(request.cache_salt)
+        progress = self.fetches.begin(request.kv_source, names, num_known, is_salted=is_salted)
+        pending = _Pending(self._number, progress, names.digests[num_known:])
+        self._pending[self._number] = pending
+        self._coming |= dict.fromkeys(pending.digests, pending)
+        self._send(Fetch(self._number, request.kv_source, names, num_known, wait_s))
+        return pending
 
     def _most_wait_s(self, sequence: Sequence, num_known: int, num_missing: int) -> float:
         """How long the blocks behind those that are known are worth waiting for; 0 if they are
@@ -85,28 +108,33 @@ class PendingFetches:
             return 0.0
         return min(max(compute_s, _SHORTEST_S), _LONGEST_S)
 
-    def arrive(self, arrival: Arrival) -> Sequence | None:
-        """Take what came; the sequence that has all there is, and may be queued."""
+    def arrive(self, arrival: Arrival) -> list[Sequence]:
+        """Take what came; the sequences that have all there is, and may be queued."""
         self.fetches.refused_total += arrival.is_damaged
-        sequence = self._sequences.get(arrival.number)
-        waiting = None if sequence is None else self._waiting[sequence]
-        self.fetches.take(None if waiting is None else waiting.progress, arrival.slots)
-        if sequence is None or not arrival.is_last:
-            return None
-        self._end(sequence)
-        return sequence
+        pending = self._pending.get(arrival.number)
+        self.fetches.take(None if pending is None else pending.progress, arrival.slots)
+        if pending is None or not arrival.is_last:
+            return []
+        self._end(pending)
+        for sequence in pending.sequences:
+            del self._of[sequence]
+        return list(pending.sequences)
 
     def discard(self, sequence: Sequence) -> bool:
         """Forget a sequence that ended; whether it waited."""
-        waiting = self._waiting.get(sequence)
-        if waiting is None:
+        pending = self._of.pop(sequence, None)
+        if pending is None:
             return False
-        self._end(sequence)
         self._blocks.forget(sequence)
-        self._send(FetchOver(waiting.number))
+        del pending.sequences[sequence]
+        if not pending.sequences:
+            self._end(pending)
+            self._send(FetchOver(pending.number))
         return True
 
-    def _end(self, sequence: Sequence) -> None:
-        waiting = self._waiting.pop(sequence)
-        del self._sequences[waiting.number]
-        self.fetches.end(waiting.progress)
+    def _end(self, pending: _Pending) -> None:
+        del self._pending[pending.number]
+        for digest in pending.digests:
+            if self._coming.get(digest) is pending:
+                del self._coming[digest]
+        self.fetches.end(pending.progress)

@@ -5,10 +5,13 @@ computed on top of that.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from penstock_shard.kv_cache.prefix_tree import Prefix
+
+class HasCopies(Protocol):
+    """A prefix, with the slots of host memory that have copies of its blocks, by cache group."""
+
+    slots: list[int]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -23,7 +26,7 @@ class Doubt:
     before: Doubt | None = None
     is_lie: bool | None = None
     # Copies in host memory, by prefix and group: of the blocks, and of what was computed on them.
-    copies: list[tuple[Prefix, int]] = field(default_factory=list)
+    copies: list[tuple[HasCopies, int]] = field(default_factory=list)
 
     def chain(self) -> list[Doubt]:
         """It and those before it, as far as they are not known to be right."""

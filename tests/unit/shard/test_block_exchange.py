@@ -148,6 +148,38 @@ def test_a_prefix_is_fetched_whatever_layers_keep(groups: tuple[CacheGroup, ...]
         shard.under_test.engine.check_integrity()
 
 
+def test_who_lacks_the_same_blocks_waits_for_the_same_fetch() -> None:
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("here", "source:1")
+    for name, asked in (("knows no source", ""), ("knows it too", "source:1"), ("leaves", "")):
+        target.ask(name, asked)
+    target.under_test.engine.abort("leaves", 0)
+    assert len(target.of(Fetch)) == 1
+    assert not target.of(FetchOver)
+    assert not target.under_test.engine.has_work
+    _carry(source, target)
+    target.under_test.run()
+    for name in ("here", "knows no source", "knows it too"):
+        assert target.cached(name) >= 144
+        assert target.under_test.tokens(name) == source.under_test.tokens("there")
+    target.under_test.engine.check_integrity()
+
+
+def test_a_fetch_for_which_nobody_waits_any_more_is_over() -> None:
+    target = _Shard(_ALL)
+    target.ask("first", "source:1")
+    target.ask("second")
+    target.under_test.engine.abort("first", 0)
+    assert not target.of(FetchOver)
+    target.under_test.engine.abort("second", 0)
+    assert target.of(FetchOver)
+    target.ask("third")
+    target.under_test.run()
+    assert target.cached("third") == 0
+
+
 def test_a_request_that_only_fetches_ends_with_its_blocks_and_computes_nothing() -> None:
     source, target = _Shard(_ALL), _Shard(_ALL)
     source.ask("there")
