@@ -295,6 +295,16 @@ class BlockManager:
         table = self._tables.get(sequence)
         return () if table is None else table.loads
 
+    def awaits_loads(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether what one of these is to have copied is of a sequence too: it finds that later."""
+        table = self._table(sequence)
+        for loads in map(self.loads_of, others):
+            if loads and sequence.num_tokens > (loads[0].prefix.index + 1) * self.block_size:
+                self._hash_full_blocks(sequence, table, loads[0].prefix.index + 1)
+                if table.hashes[loads[0].prefix.index] == loads[0].prefix.digest:
+                    return True
+        return False
+
     def finish_loads(self, sequence: Sequence) -> None:
         """It is copied: others find it in these blocks."""
         table = self._table(sequence)
@@ -368,10 +378,6 @@ class BlockManager:
                 count = sequence.num_computed
             if count >= (table.num_cached + 1) * block_size:
                 self._cache_blocks(sequence, table, count // block_size)
-
-    def uncache_since(self, since: int) -> None:
-        """Uncache what was cached after `num_insertions` was `since`: it was never computed."""
-        self.prefixes.uncache_since(since)
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back. The last are reused first: a prefix's start lives longest."""

@@ -271,7 +271,7 @@ class Scheduler:
         sequences in them are preempted, loading ones begin anew; steps are smaller for a while.
         """
         # Blocks cached since the failed step was planned were never filled with valid keys.
-        self._blocks.uncache_since(self._launched[0].num_insertions)
+        self._blocks.prefixes.uncache_since(self._launched[0].num_insertions)
         self._launched.clear()
         for sequence in list(self._loading):
             if not sequence.request.only_fetches:
@@ -459,6 +459,8 @@ class Scheduler:
                 continue
             if not free_seqs or not self._chunk_limit(sequence, budget):
                 return
+            if self._loading and self._blocks.awaits_loads(sequence, self._loads_waited_for()):
+                continue
             if not self._admit(sequence):
                 return
             free_seqs -= 1
@@ -466,6 +468,9 @@ class Scheduler:
                 continue
             # Computed again: with a cached prefix the chunk starts later, and attends to more keys.
             yield self._prompt_row(sequence, max(1, self._chunk_limit(sequence, budget)), budget)
+
+    def _loads_waited_for(self) -> Iterator[Sequence]:
+        return (each for each in self._loading if not each.request.only_fetches)
 
     def _chunk_limit(self, sequence: Sequence, budget: StepBudget) -> int:
         probes = self._steps % _PROBE_STEPS == 0

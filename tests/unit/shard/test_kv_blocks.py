@@ -244,7 +244,7 @@ def test_what_was_cached_since_a_step_that_failed_is_found_no_more() -> None:
     before = blocks.num_insertions
     _compute(blocks, sequence, 48)
     assert (before, blocks.num_insertions) == (1, 3)
-    blocks.uncache_since(before)
+    blocks.prefixes.uncache_since(before)
     blocks.check_integrity()
     assert blocks.acquire_prefix(make_sequence("b", range(64))) == 16
 

@@ -38,8 +38,10 @@ _TURN_S = 2.0
 _MOST_FETCHES = 8
 # How long the engine may take to have copies of what is asked for.
 _EXPORT_S = 10.0
-# From a peer of which nothing comes for so long nothing will: its host may be gone.
+# From a peer of which nothing comes for so long nothing will: its host may be gone. And if the first
+# block takes so large a share of the time for all, it is asked by too many.
 _FIRST_S = 3.0
+_FIRST_SHARE = 1 / 3
 # The engine hears of what came once it is this much, or all, or no slot is left.
 _ARRIVAL_BYTES = 2**20
 
@@ -204,7 +206,7 @@ class BlockTransfers:
         is_damaged = False
         ends_s = asyncio.get_running_loop().time() + fetch.deadline_s
         try:
-            async with asyncio.timeout(min(fetch.deadline_s, _FIRST_S)) as limit:
+            async with asyncio.timeout(min(_FIRST_SHARE * fetch.deadline_s, _FIRST_S)) as limit:
                 await self._receive(fetch, arena, came, lambda: limit.reschedule(ends_s))
         except TimeoutError:
             self._peers.note_late(fetch.source)
