@@ -38,8 +38,8 @@ _TURN_S = 2.0
 _MOST_FETCHES = 8
 # How long the engine may take to have copies of what is asked for.
 _EXPORT_S = 10.0
-# From a peer of which nothing comes for so long nothing will: its host may be gone. And if the first
-# block takes so large a share of the time for all, it is asked by too many.
+# From a peer of which nothing comes for so long nothing will: its host may be gone. And if the
+# first block takes so large a share of the time for all, it is asked by too many.
 _FIRST_S = 3.0
 _FIRST_SHARE = 1 / 3
 # The engine hears of what came once it is this much, or all, or no slot is left.
