@@ -125,8 +125,6 @@ class Moves:
         while waiting := self._waiting.get(address):
             stream = next(iter(waiting))
             until_s = waiting.pop(stream)
-            # Many may move at once, without anything to wait for.
-            await asyncio.sleep(0)
             target = await self._prefetch(stream, until_s - self._clock())
             if _address(stream) == address:
                 self._ready[stream] = target
@@ -136,6 +134,8 @@ class Moves:
                     self._arrived.add(stream)
                     loop = asyncio.get_running_loop()
                     loop.call_later(_NEXT_TOKEN_S, self._put_due, [stream])
+            # Many may move at once, without anything that was waited for.
+            await asyncio.sleep(0)
         # In the turn in which nobody waits: who comes after it starts another.
         self._waiting.pop(address, None)
         self._num_movers[address] -= 1

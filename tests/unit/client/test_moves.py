@@ -152,6 +152,21 @@ async def test_of_one_shard_the_blocks_of_two_streams_are_fetched_at_once(make: 
     assert world.where(streams[4]) == "b"
 
 
+async def test_a_stream_that_is_looked_at_again_is_fetched_once(make: Make) -> None:
+    world = _world(make, "a")
+    streams = _running(world, 5)
+    world.add("b", capabilities=_PEERS)
+    shard = world.shards["a"]
+    shard.load = LoadReport(serving=True, draining=True, handing_over=True)
+    for count in range(6):
+        for _ in range(10):
+            world.continuations.on_shard_change(shard)
+            await asyncio.sleep(0)
+        if count < len(streams):
+            world.at("b").prefetches[count][2].set_result(200)
+    assert len(world.at("b").prefetches) == len(streams)
+
+
 async def test_a_shard_that_is_no_peer_is_told_to_fetch_nothing(make: Make) -> None:
     world = _world(make, "a")
     (stream,) = _running(world)
