@@ -35,6 +35,7 @@ from penstock_client.fleet.compatibility import (
 from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
 from penstock_client.fleet.moves import Moves, Plan
 from penstock_client.fleet.poison_requests import POISON_DEATHS, RefusedRequests
+from penstock_client.fleet.rebalancing import REBALANCE, Rebalancing, has_room
 from penstock_client.fleet.request_checks import check_adapter, check_known, check_tokenizer
 from penstock_client.fleet.roles import PREFILL_TOKENS, Roles, suits_decode, wants_to_leave
 from penstock_client.fleet.shard_state import ShardState, serving
@@ -122,6 +123,7 @@ class Continuations:
             self._put_due,
             clock,
         )
+        self._rebalancing = Rebalancing(shards, self._on, self._put_due)
         self._closed = False
 
     def start(self, request: GenerationRequest) -> FleetStream:
@@ -162,6 +164,7 @@ class Continuations:
         self._closed = True
         self._due.clear()
         self._moves.close()
+        self._rebalancing.close()
         for stream in list(self._waiting):
             self._end(stream, ShardUnavailable(_CLOSED))
 
@@ -170,7 +173,7 @@ class Continuations:
         if shard.ready:
             self._put_due(self._waiting)
         for left in self._shards.values() if shard.ready else [shard]:
-            self._put_due(stream for stream in self._on(left) if _is_to_move(stream))
+            self._put_due(stream for stream in self._on(left) if self._why_to_move(stream))
 
     # ---- called by streams ----
 
@@ -422,24 +425,38 @@ class Continuations:
             if shard is not stream.shard
             and (made_by is None or (shard.info and same_numerics(made_by, shard.info)))
         ]
-        if stream.shard is not None and not stream.shard.handing_over:
+        why, left = self._why_to_move(stream), stream.shard
+        if why == "role":
             others = [shard for shard in others if suits_decode(shard)]
+        elif why == REBALANCE and left is not None:
+            others = [shard for shard in others if has_room(shard, left)]
         if not others:
             return None
         return self._choose(stream, [target] if target in others else others)
 
-    def _move(self, stream: FleetStream, left: ShardState) -> None:
-        """Move a stream from a shard that drains, or that has computed its prompt, once its KV
-        blocks are where it goes.
+    def _why_to_move(self, stream: FleetStream) -> str:
+        """Why a running stream should go on at another shard; empty if it should not."""
+        if stream.shard is not None and stream.shard.handing_over:
+            return "drain"
+        if wants_to_leave(stream):
+            return "role"
+        return REBALANCE if self._rebalancing.is_chosen(stream) else ""
+
+    def _move(self, stream: FleetStream, left: ShardState, why: str) -> None:
+        """Move a stream from a shard that drains, that has computed its prompt, or where it waits,
+        once its KV blocks are where it goes.
         """
         target = self._moves.target(stream)
         plan = self._plan_move(stream, target)
-        if plan is None or self._moves.hold(stream, plan):
+        if plan is None:
+            self._rebalancing.discard(stream)
             return
-        if not left.handing_over and plan.shard is not target:
+        has_begun = why != REBALANCE or stream.attempts[-1].first_output_s is not None
+        if has_begun and self._moves.hold(stream, plan):
+            return
+        if why == "role" and plan.shard is not target:
             # Without them it is better off here.
             return
-        why = "drain" if left.handing_over else "role"
         left.client.detach(stream)
         self._leave(stream, why)
         self._observe("moved", why)
@@ -459,8 +476,8 @@ class Continuations:
             try:
                 if stream in self._waiting:
                     self._send_waiting(stream)
-                elif stream.shard is not None and _is_to_move(stream):
-                    self._move(stream, stream.shard)
+                elif stream.shard is not None and (why := self._why_to_move(stream)):
+                    self._move(stream, stream.shard, why)
             except PenstockError as error:
                 self._end(stream, error)
             except Exception as error:  # a defect ends the request that it shows on
@@ -531,6 +548,7 @@ class Continuations:
         if shard is None:
             return
         self._moves.discard(stream)
+        self._rebalancing.discard(stream)
         stream.attempts[-1].ended_s = time.perf_counter()
         stream.attempts[-1].ended_because = because
         running = self._running[shard.address]
@@ -543,11 +561,6 @@ class Continuations:
     def _forget(self, stream: FleetStream) -> None:
         self._stop_waiting(stream)
         self._leave(stream)
-
-
-def _is_to_move(stream: FleetStream) -> bool:
-    """Whether a running stream should go on at another shard."""
-    return (stream.shard is not None and stream.shard.handing_over) or wants_to_leave(stream)
 
 
 def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
