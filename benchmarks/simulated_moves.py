@@ -13,7 +13,7 @@ machine.
 `drain`: one shard of four is left by 32 streams of 8,000 tokens. `roles`: prompts of 4,000 tokens
 beside 64 streams, on one shard of the role "prefill" and three "decode", or on four of neither.
 `shared`: a hundred requests a second to eight shards; their prompts begin with the same 4,000
-tokens.
+tokens. `joins`: requests queue at one shard when another one joins.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from simulation.device_loads import (
     Shared,
     drain,
     first_token_elsewhere,
+    first_tokens_when_one_joins,
     long_prompts,
     pause_of_move,
     shared_prompt,
@@ -73,6 +74,8 @@ _ROLES: Sequence[tuple[str, Load, Setting, dict[str, Sequence[str]]]] = (
     ("2 a second of 4,000, two shards", _4K_2, Setting(), {"roles": _SPLIT[:2],
                                                          "all alike": _ALIKE[:2]}),
 )  # fmt: skip
+
+_QUEUES = ((128, 4000), (400, 1000))
 
 _SHARED = {
     "least-load": Setting(blocks="none"),
@@ -212,6 +215,26 @@ def shared(plots: Path | None) -> None:
         gc.collect()
 
 
+def joins(plots: Path | None) -> None:
+    """Seconds to first tokens. Draws nothing."""
+    table("requests at once", "tokens each", "what waits", "first token p50", "p90", "max")
+    for num_requests, num_tokens in _QUEUES:
+        for name, rebalances in (("stays", False), ("goes where there is room", True)):
+            firsts = sorted(
+                first_tokens_when_one_joins(
+                    num_requests=num_requests, num_tokens=num_tokens, rebalances=rebalances
+                )
+            )
+            quantiles = (firsts[len(firsts) // 2], firsts[len(firsts) * 9 // 10], firsts[-1])
+            row(
+                str(num_requests),
+                f"{num_tokens:,}",
+                name,
+                *(f"{each:.1f}" for each in quantiles),
+            )
+            gc.collect()
+
+
 def _answers_ms(fared: Fared) -> list[str]:
     if not fared.first_tokens_s:
         return ["", "", ""]
@@ -224,6 +247,7 @@ _PARTS: dict[str, Callable[[Path | None], None]] = {
     "drain": drains,
     "roles": roles,
     "shared": shared,
+    "joins": joins,
 }
 
 

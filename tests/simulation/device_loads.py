@@ -12,7 +12,7 @@ from statistics import median
 from typing import TypeVar
 from unittest.mock import patch
 
-from penstock_client.fleet import moves
+from penstock_client.fleet import moves, rebalancing
 from simulation import virtual_time
 from simulation.device_fleet import DeviceFleet, Timeline, prompts
 from simulation.devices import H100, Device
@@ -27,6 +27,8 @@ _MANY_TOKENS = 20_000
 # Of a stream so many tokens are looked at, before it moves and after that.
 _LOOKED_AT = 20
 _WARM_UP_TOKENS = 2048
+# Of each answer, where a queue is long.
+_OUTPUT_TOKENS = 200
 
 
 @dataclass(frozen=True)
@@ -305,3 +307,31 @@ def _prompt_tokens(fleet: DeviceFleet) -> list[int]:
     """Computed by each shard so far."""
     supervisors = [shard.supervisor for shard in fleet.shards]
     return [0 if each is None else each.load.prompt_tokens_total for each in supervisors]
+
+
+# ---- a shard that joins -------------------------------------------------------------------------
+
+
+def first_tokens_when_one_joins(
+    *, num_requests: int, num_tokens: int, rebalances: bool
+) -> list[float]:
+    """Seconds to each first token of requests that came at once to one shard, which has no room for
+    all of them, a second before another one joins.
+    """
+
+    async def main(fleet: DeviceFleet) -> list[float]:
+        await fleet.start(0)
+        answers = [
+            fleet.send(prompt, _OUTPUT_TOKENS)
+            for prompt in prompts(random.Random(3), num_requests, num_tokens)
+        ]
+        await asyncio.sleep(1.0)
+        await fleet.start(1)
+        for answer in answers:
+            await answer.over()
+        fleet.check_answers(answers)
+        return [answer.first_token_s for answer in answers]
+
+    interval_s = rebalancing._LOOK_INTERVAL_S if rebalances else _ENDS_S
+    with patch.object(rebalancing, "_LOOK_INTERVAL_S", interval_s):
+        return Setting().run(["both"] * 2, main)

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from simulation.device_loads import Load, Setting, drain, long_prompts, pause_of_move
+from simulation.device_loads import (
+    Load,
+    Setting,
+    drain,
+    first_tokens_when_one_joins,
+    long_prompts,
+    pause_of_move,
+)
 
 _SPLIT = ("prefill", "decode", "decode")
 
@@ -43,3 +50,11 @@ def test_long_prompts_on_a_prefill_shard_do_not_slow_streams_on_others() -> None
     assert busy.gap_p99_s <= 1.1 * calm.gap_p99_s
     alike = long_prompts(Setting(), ("both",) * 3, load)
     assert alike.gap_p99_s > 1.5 * calm.gap_p99_s
+
+
+def test_a_shard_that_joins_takes_its_share_of_a_queue() -> None:
+    left, shared = (
+        max(first_tokens_when_one_joins(num_requests=24, num_tokens=4000, rebalances=rebalances))
+        for rebalances in (False, True)
+    )
+    assert shared < 0.75 * left

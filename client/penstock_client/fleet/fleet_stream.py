@@ -69,6 +69,11 @@ class FleetStream(GenerationStream):
         return self.engine_deaths >= SUSPECT_DEATHS
 
     @property
+    def context_tokens(self) -> int:
+        """How many tokens prompt and output have so far."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+    @property
     def kind(self) -> bytes:
         """A fingerprint: equal for requests that make an engine do the same."""
         if not self._kind:

@@ -87,7 +87,7 @@ class Moves:
             return False
         if stream in self._calls or stream in self._waiting.get(_address(stream), ()):
             return True
-        if not plan.can_prefetch or _num_tokens(stream) < _LEAST_TOKENS:
+        if not plan.can_prefetch or stream.context_tokens < _LEAST_TOKENS:
             return False
         waiting = self._waiting.setdefault(_address(stream), {})
         waiting[stream] = self._clock() + _MOST_S
@@ -161,11 +161,7 @@ class Moves:
         if (error := call.exception()) is not None:
             logger.info("%s fetches no KV blocks: %s", plan.shard.address, error)
             return None
-        return plan.shard if 2 * call.result() >= _num_tokens(stream) else None
-
-
-def _num_tokens(stream: FleetStream) -> int:
-    return len(stream.request.prompt_token_ids) + len(stream.token_ids)
+        return plan.shard if 2 * call.result() >= stream.context_tokens else None
 
 
 def _address(stream: FleetStream) -> str:

@@ -16,8 +16,8 @@ from penstock_common.tasks import run_lasting
 # Why such a stream left, in its attempts and in metrics.
 REBALANCE = "rebalance"
 
-# How often to look. A stream without a token from one look to the next waits, if its shard reports
-# that some do; shorter waits are usual.
+# How often to look. A stream without a token from one look to the next waits, if its shard has many
+# to compute first; shorter waits are usual.
 _LOOK_INTERVAL_S = 1.0
 
 
@@ -36,7 +36,7 @@ class Rebalancing:
         self._shards = shards
         self._running = running
         self._put_due = put_due
-        # At the last look, of each stream on a shard where some waited.
+        # At the last look, of each stream on a shard with prompts to compute.
         self._num_tokens: dict[FleetStream, int] = {}
         self._chosen: set[FleetStream] = set()
         self._task = asyncio.get_running_loop().create_task(run_lasting(self._run, "rebalancing"))
@@ -58,31 +58,38 @@ class Rebalancing:
             await asyncio.sleep(_LOOK_INTERVAL_S)
             before, self._num_tokens = self._num_tokens, {}
             for shard in self._shards.values():
-                if shard.load.waiting:
+                if shard.ready and shard.load.queued_prompt_tokens:
                     self._look_at(shard, before)
 
     def _look_at(self, shard: ShardState, num_tokens_before: dict[FleetStream, int]) -> None:
-        """Choose the newest of those that wait; of the shard's queue no more than this client's
-        share, as others move theirs.
+        """Choose the newest of those that wait: not one that the shard may have begun to compute,
+        and no more than this client's share, as others move theirs.
         """
         streams, load = self._running(shard), shard.load
         self._num_tokens.update((stream, len(stream.token_ids)) for stream in streams)
-        if not any(other.ready and has_room(other, shard) for other in self._shards.values()):
+        has_target = any(other.ready and has_room(other, shard) for other in self._shards.values())
+        if not streams or not has_target:
             return
-        share = -(-load.waiting * len(streams) // (load.waiting + load.running))
         stalled = [
             stream
             for stream in streams
             if num_tokens_before.get(stream) == len(stream.token_ids) and not _went_once(stream)
         ]
-        chosen = stalled[: -share - 1 : -1]
+        num_streams = max(load.running + load.waiting, len(streams))
+        share_tokens = load.queued_prompt_tokens * len(streams) / num_streams
+        chosen = []
+        for stream in reversed(stalled):
+            share_tokens -= stream.context_tokens
+            if share_tokens < 0:
+                break
+            chosen.append(stream)
         self._chosen.update(chosen)
         self._put_due(chosen)
 
 
 def has_room(target: ShardState, left: ShardState) -> bool:
-    """Whether what waits at one shard should go to another: nothing waits there, most KV blocks are
-    free, and it has less than half the work.
+    """Whether what waits at one shard should go to another: none waits there for its turn, most KV
+    blocks are free, and it has less than half the work.
     """
     if target.load.waiting or target.half_full:
         return False

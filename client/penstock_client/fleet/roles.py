@@ -37,7 +37,7 @@ class Roles:
         computed of one whose KV blocks are at `kv_source`, or that a shard holds `held_tokens` of.
         """
         decoding = [shard for shard in shards if suits_decode(shard)]
-        num_tokens = len(stream.request.prompt_token_ids) + len(stream.token_ids)
+        num_tokens = stream.context_tokens
         if len(decoding) < len(shards) and num_tokens >= self._prefill_tokens and not kv_source:
             num_tokens -= max(map(held_tokens, decoding), default=0)
             if num_tokens >= self._prefill_tokens:

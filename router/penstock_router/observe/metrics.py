@@ -154,8 +154,8 @@ class Metrics:
         self.fleet_events = self._counter(
             "fleet_events",
             "What happened to sequences between shards: sent (reason: the policy's), continued "
-            "(why the previous shard failed), moved, approximate, refused, given_up, verified (the "
-            "result).",
+            "(why the previous shard failed), moved (drain, role, rebalance), approximate, "
+            "refused, given_up, verified (the result).",
             *("event", "reason"),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from support.fleet_doubles import Make, World, settled
@@ -23,8 +24,16 @@ async def _looks() -> None:
     await asyncio.sleep(0.1)
 
 
-def _report(world: World, name: str, running: int, waiting: int, **fields: int) -> None:
-    load = LoadReport(serving=True, num_blocks=10, running=running, waiting=waiting, **fields)
+def _report(world: World, name: str, running: int, waiting: int, blocks: int = 0) -> None:
+    """As of a shard where prompts of three tokens wait."""
+    load = LoadReport(
+        serving=True,
+        num_blocks=10,
+        running=running,
+        waiting=waiting,
+        queued_prompt_tokens=3 * waiting,
+        referenced_blocks=blocks,
+    )
     world.shards[name].update_load(load)
 
 
@@ -67,8 +76,8 @@ async def test_none_goes_where_others_wait_or_the_cache_is_full_or_the_work_is_a
     streams = [world.start() for _ in range(4)]
     _report(world, "a", 0, 4)
     world.add("b")
-    for running, waiting, blocks in ((0, 1, 0), (0, 0, 6), (2, 0, 0)):
-        _report(world, "b", running, waiting, referenced_blocks=blocks)
+    for running, waiting, blocks in ((0, 1, 0), (0, 0, 6), (3, 0, 0)):
+        _report(world, "b", running, waiting, blocks)
         await _looks()
     assert {world.where(stream) for stream in streams} == {"a"}
     # Nor once there would be room again, for less than it takes to look twice.
@@ -81,7 +90,7 @@ async def test_none_goes_where_others_wait_or_the_cache_is_full_or_the_work_is_a
 async def test_of_a_queue_that_clients_share_each_moves_its_share(make: Make) -> None:
     world = make("a")
     streams = [world.start() for _ in range(5)]
-    # Of 20 requests there 15 are another client's.
+    # Of 20 requests there 15 are another client's, and 8 have been computed.
     _report(world, "a", 12, 8)
     world.add("b")
     while ("moved", "rebalance") not in world.events:
@@ -110,7 +119,8 @@ async def test_one_that_has_begun_goes_with_its_blocks(make: Make) -> None:
     stream = world.start(prompt_token_ids=list(range(1, 201)), max_tokens=50)
     stream.feed(Output([10], 0))
     # Preempted: it waits again.
-    _report(world, "a", 3, 1)
+    _report(world, "a", 0, 1)
+    world.shards["a"].load = dataclasses.replace(world.shards["a"].load, queued_prompt_tokens=201)
     world.add("b", capabilities=_PEERS)
     await _looks()
     assert world.where(stream) == "a"
@@ -121,6 +131,33 @@ async def test_one_that_has_begun_goes_with_its_blocks(make: Make) -> None:
     stream.feed(Output([11], 1))
     await settled()
     assert (world.where(stream), world.last(stream).attempt.kv_source) == ("b", "a")
+
+
+async def test_one_that_may_be_half_computed_stays(make: Make) -> None:
+    world = make("a")
+    streams = [world.start(prompt_token_ids=[1] * num_tokens) for num_tokens in (50, 30)]
+    _report(world, "a", 2, 0)
+    world.shards["a"].load = dataclasses.replace(world.shards["a"].load, queued_prompt_tokens=29)
+    world.add("b")
+    await _looks()
+    assert {world.where(stream) for stream in streams} == {"a"}
+    world.shards["a"].load = dataclasses.replace(world.shards["a"].load, queued_prompt_tokens=31)
+    await _looks()
+    assert [world.where(stream) for stream in streams] == ["a", "b"]
+
+
+async def test_shards_without_streams_of_this_client_and_engines_that_start_are_looked_over(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make("a", "b", "c")
+    stream = world.start(shard="a")
+    _report(world, "a", 0, 3)
+    for name in "bc":
+        load = LoadReport(serving=name == "b", num_blocks=10, queued_prompt_tokens=5)
+        world.shards[name].load = load
+    world.shards["c"].info = None
+    await _looks()
+    assert (world.where(stream), caplog.text) == ("a", "")
 
 
 async def test_one_that_must_run_where_it_waits_stays(make: Make) -> None:
