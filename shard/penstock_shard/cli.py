@@ -112,8 +112,11 @@ def _check_peers(parser: OneLineParser, config: ShardConfig) -> None:
     for address in config.kv_peers:
         host, _, port = address.rpartition(":")
         is_port = port.isdecimal() and 0 < int(port) < 65536
-        if not host or "/" in host or not is_port:
-            parser.error(f"--kv-peers {address}: must be HOST:PORT with a port from 1 to 65535")
+        if not host or any(char in host for char in "/,") or not is_port:
+            parser.error(
+                f"--kv-peers {address}: must be HOST:PORT with a port from 1 to 65535; separate "
+                "several with spaces"
+            )
     if not config.kv_host_bytes:
         parser.error(f"{flag}: blocks come and go by host memory; give --kv-host-bytes")
     if config.kv_peer_key is None:

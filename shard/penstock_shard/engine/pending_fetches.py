@@ -17,8 +17,10 @@ _LEAST_BLOCKS = 4
 _LEAST_S = 0.025
 # How long it waits at most, whatever computing would take.
 _LONGEST_S = 10.0
-# How long it waits at least: while no step was timed, nothing is known of computing.
+# How long it waits at least; and how long while no step was timed, when nothing is known of
+# computing: a shard that joins fetches what the fleet has, if its device is not a fast one.
 _SHORTEST_S = 0.25
+_UNTIMED_S = 2.0
 # How long where nobody waits: the source goes on with it meanwhile.
 _PREFETCH_S = 30.0
 
@@ -106,7 +108,7 @@ class PendingFetches:
         compute_s = self._compute_s(num_known * size, num_missing * size)
         if 0 < compute_s < _LEAST_S:
             return 0.0
-        return min(max(compute_s, _SHORTEST_S), _LONGEST_S)
+        return min(max(compute_s or _UNTIMED_S, _SHORTEST_S), _LONGEST_S)
 
     def arrive(self, arrival: Arrival) -> list[Sequence]:
         """Take what came; the sequences that have all there is, and may be queued."""

@@ -483,3 +483,15 @@ def test_what_a_peer_sent_is_not_written_to_disk() -> None:
     last = len(_PROMPT) // 16 - 1
     # The one that was computed here.
     assert {name.index for name in target.disk.names} == {last}
+
+
+def test_an_engine_that_has_computed_nothing_yet_waits_long_enough_for_long_prefixes() -> None:
+    # A shard that joins would compute what the fleet has, as nothing is known of its device.
+    source, target = _Shard(_ALL), _Shard(_ALL)
+    source.ask("there")
+    source.under_test.run()
+    target.ask("here", "source:1")
+    assert target.of(Fetch)[-1].deadline_s == 2.0
+    _carry(source, target)
+    target.under_test.run()
+    assert target.cached("here") > 0

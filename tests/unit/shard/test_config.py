@@ -92,6 +92,7 @@ def test_quantization_has_two_spellings(flag: str) -> None:
         ("--kv-disk-salted", ["--kv-disk-salted", "--kv-disk"]),
         ("--kv-disk-age-s 1e308", ["--kv-disk-age-s", "1e308", "1000000000"]),
         ("--kv-peers host:99999", ["--kv-peers host:99999", "65535"]),
+        ("--kv-peers a:1,b:1", ["--kv-peers a:1,b:1", "spaces"]),
         ("--kv-peers http://host:1", ["--kv-peers http://host:1", "HOST:PORT"]),
         ("--kv-peer-server-name x", ["--kv-peer-server-name", "--kv-peer-ca-file"]),
         ("--role decode", ["--role decode", "--kv-peers"]),
