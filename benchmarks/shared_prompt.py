@@ -18,6 +18,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -53,18 +55,21 @@ def main() -> None:
 
 async def _measure_all(args: argparse.Namespace) -> None:
     for are_peers in (False, True):
-        with tempfile.TemporaryDirectory() as folder:
-            shards = _shards(Path(folder), args, are_peers)
-            with running(*shards):
-                for policy in (name for name, peers in _SETTINGS if peers == are_peers):
-                    await _measure(shards, policy, are_peers, args)
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            shards = []
+            # One after the other: each start takes a processor for some seconds.
+            for shard in _start(Path(folder), args, are_peers):
+                stack.enter_context(running(shard))
+                shards.append(shard)
+            for policy in (name for name, peers in _SETTINGS if peers == are_peers):
+                await _measure(shards, policy, are_peers, args)
 
 
-def _shards(folder: Path, args: argparse.Namespace, are_peers: bool) -> list[Shard]:
+def _start(folder: Path, args: argparse.Namespace, are_peers: bool) -> Iterator[Shard]:
     ports = [free_port() for _ in range(args.shards)]
     addresses = [f"127.0.0.1:{port}" for port in ports]
-    return [
-        Shard(
+    for port in ports:
+        yield Shard(
             folder / str(port),
             *("--model", args.model, "--threads", "1", "--max-num-seqs", "8"),
             *("--max-model-len", str(args.tokens + 256), "--kv-memory", args.memory),
@@ -72,8 +77,6 @@ def _shards(folder: Path, args: argparse.Namespace, are_peers: bool) -> list[Sha
             *(("--kv-peers", *addresses) if are_peers else ()),
             port=port,
         )
-        for port in ports
-    ]
 
 
 async def _measure(

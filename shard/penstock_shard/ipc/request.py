@@ -97,6 +97,18 @@ class Objective:
     latency_sensitive: bool = False
 
 
+class PlacedImage(msgspec.Struct, array_like=True, frozen=True):
+    """An image in a prompt, whose pixels the engine has: sha256 of them (`image_digest`), their
+    size, and which tokens stand for it.
+    """
+
+    digest: bytes
+    width: int
+    height: int
+    offset: int
+    num_tokens: int
+
+
 class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """One sequence to generate, checked, with the model's defaults filled in.
 
@@ -138,6 +150,8 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     kv_source: str = ""
     # Nothing is computed: it ends when what `kv_source` has of it is here.
     only_fetches: bool = False
+    # In the order of their places in the prompt, which do not overlap.
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -11,9 +11,9 @@ from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.ipc.block_messages import PrefixNames
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, blocks_each
+from penstock_shard.kv_cache.block_names import block_tokens, extend_hashes, root_of
 from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.doubt import Doubt, is_proven, is_wrong
 from penstock_shard.kv_cache.kept_states import Boundaries
@@ -233,7 +233,8 @@ class BlockManager:
         names, token_ids = self.names_of(sequence), sequence.token_ids
         num_known = self.count_cached(sequence) // self.block_size
         packed = token_ids[: len(names) * self.block_size].tobytes()
-        return PrefixNames(self._root(sequence), [digest for digest, _ in names], packed), num_known
+        digests = [digest for digest, _ in names]
+        return PrefixNames(self.root_of(sequence), digests, packed), num_known
 
     def count_cached(self, sequence: Sequence) -> int:
         """Of its tokens, those that need not be computed now."""
@@ -300,7 +301,7 @@ class BlockManager:
         table = self._table(sequence)
         for loads in map(self.loads_of, others):
             if loads and sequence.num_tokens > (loads[0].prefix.index + 1) * self.block_size:
-                self._hash_full_blocks(sequence, table, loads[0].prefix.index + 1)
+                self._hash_blocks(sequence, table, loads[0].prefix.index + 1)
                 if table.hashes[loads[0].prefix.index] == loads[0].prefix.digest:
                     return True
         return False
@@ -456,42 +457,35 @@ class BlockManager:
 
     # ---- prefixes ----
 
-    def _root(self, sequence: Sequence) -> bytes:
-        request = sequence.request
-        return root_hash(self._weights_hash, request.cache_salt, request.adapter_hash)
+    def root_of(self, sequence: Sequence) -> bytes:
+        """Where its chain begins."""
+        return root_of(sequence, self._weights_hash)
 
     def names_of(self, sequence: Sequence) -> list[tuple[bytes, tuple[int, ...]]]:
         """Of each full block without the last token, the chained hash and the tokens."""
         count = (sequence.num_tokens - 1) // self.block_size
         table = self._table(sequence)
-        self._hash_full_blocks(sequence, table, count)
+        self._hash_blocks(sequence, table, count)
         return [(table.hashes[index], self._tokens(sequence, index)) for index in range(count)]
 
-    def root_of(self, sequence: Sequence) -> bytes:
-        """Where its chain begins."""
-        return self._root(sequence)
-
     def _tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
-        return tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
+        return block_tokens(sequence, index, self.block_size)
 
-    def _hash_full_blocks(self, sequence: Sequence, table: _Table, count: int) -> None:
+    def _hash_blocks(self, sequence: Sequence, table: _Table, count: int) -> None:
         """Hash its first `count` blocks, where that has not been done."""
-        hashes = table.hashes
-        for index in range(len(hashes), count):
-            parent = hashes[index - 1] if index else self._root(sequence)
-            hashes.append(block_hash(parent, self._tokens(sequence, index)))
+        extend_hashes(table.hashes, sequence, count, self.block_size, self._weights_hash)
 
     def _find_chain(self, sequence: Sequence, table: _Table) -> list[Prefix]:
         """The known prefixes of its tokens, from the shortest on, as far as groups that need every
         block have them; without the last token, so that one is left to be computed.
         """
         count = (sequence.num_tokens - 1) // self.block_size
-        self._hash_full_blocks(sequence, table, count)
+        self._hash_blocks(sequence, table, count)
         names = (
             (digest, self._tokens(sequence, index))
             for index, digest in enumerate(table.hashes[:count])
         )
-        return self.prefixes.find(self._root(sequence), names)
+        return self.prefixes.find(self.root_of(sequence), names)
 
     def _share(self, sequence: Sequence, table: _Table, group: int, found: list[Prefix]) -> None:
         """Refer to the blocks of a found prefix that the next token sees."""
@@ -522,11 +516,11 @@ class BlockManager:
 
     def _cache_blocks(self, sequence: Sequence, table: _Table, count: int) -> None:
         """Cache its first `count` blocks, as far as they are not."""
-        self._hash_full_blocks(sequence, table, count)
+        self._hash_blocks(sequence, table, count)
         prefix = before = table.prefix
         if prefix is None:
             is_salted = bool(sequence.request.cache_salt)
-            prefix = self.prefixes.root(self._root(sequence), is_salted=is_salted)
+            prefix = self.prefixes.root(self.root_of(sequence), is_salted=is_salted)
         for index in range(table.num_cached, count):
             prefix = self._cache_block(sequence, table, prefix, index)
         prefix.num_users += 1

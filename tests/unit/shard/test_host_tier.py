@@ -225,7 +225,7 @@ def test_a_forged_hash_finds_no_copy_of_other_tokens(monkeypatch: pytest.MonkeyP
         * 2
     )
     monkeypatch.setattr(
-        "penstock_shard.kv_cache.block_manager.block_hash", lambda parent, ids: next(digests)
+        "penstock_shard.kv_cache.block_names.block_hash", lambda parent, ids, marks: next(digests)
     )
     assert _ask(again, "third", [i + 1 for i in _PROMPT]) == 0
 

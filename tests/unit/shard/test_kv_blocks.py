@@ -9,8 +9,9 @@ import pytest
 from support.budget import budget, seeded
 from support.engines import make_sequence
 
-import penstock_shard.kv_cache.block_manager as kv_blocks
 from penstock_proto.prefix_hash import block_hash, chain_hashes, root_hash
+from penstock_shard.ipc.request import PlacedImage
+from penstock_shard.kv_cache import block_names
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.sequence import Sequence
 
@@ -136,7 +137,7 @@ def test_a_prefix_is_not_found_after_a_different_start() -> None:
 
 
 def test_a_forged_hash_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_blocks, "block_hash", lambda parent, ids: b"same for all")
+    monkeypatch.setattr(block_names, "block_hash", lambda parent, ids, marks: b"same for all")
     blocks = BlockManager([16], 16)
     _compute(blocks, make_sequence("a", range(40)), 40)
     assert blocks.acquire_prefix(make_sequence("b", range(500, 540))) == 0
@@ -147,10 +148,10 @@ def test_what_follows_a_block_is_not_found_behind_a_forged_one_in_its_place(
 ) -> None:
     honest, forged, child = range(16), range(100, 116), range(50, 66)
 
-    def forge(parent: bytes, ids: abc.Sequence[int]) -> bytes:
+    def forge(parent: bytes, ids: abc.Sequence[int], marks: bytes) -> bytes:
         return block_hash(parent, honest if tuple(ids) == tuple(forged) else ids)
 
-    monkeypatch.setattr(kv_blocks, "block_hash", forge)
+    monkeypatch.setattr(block_names, "block_hash", forge)
     blocks = BlockManager([8], 16)
     first = make_sequence("first", [*honest, 1])
     second = make_sequence("second", [*honest, *child, 1])
@@ -286,3 +287,29 @@ def test_random_traffic_keeps_the_accounts_exact() -> None:
         for sequence in live:
             blocks.release(sequence)
         assert blocks.num_referenced == 0
+
+
+def _with_image(name: str, digest: bytes, offset: int = 20, num_tokens: int = 30) -> Sequence:
+    image = PlacedImage(digest, 8, 8, offset, num_tokens)
+    return make_sequence(name, range(80), images=(image,))
+
+
+def test_blocks_that_an_image_touches_are_found_for_the_same_image_in_the_same_place() -> None:
+    blocks = BlockManager([16], 16)
+    _compute(blocks, _with_image("first", b"a" * 32), 80)
+    # The image stands for tokens 20 to 49: the first block has none of them.
+    assert blocks.acquire_prefix(_with_image("same", b"a" * 32)) == 64
+    assert blocks.acquire_prefix(_with_image("another", b"b" * 32)) == 16
+    assert blocks.acquire_prefix(_with_image("elsewhere", b"a" * 32, offset=21)) == 16
+    assert blocks.acquire_prefix(_with_image("before", b"a" * 32, offset=15)) == 0
+    assert blocks.acquire_prefix(make_sequence("none", range(80))) == 16
+
+
+def test_a_router_names_blocks_with_images_as_a_shard_does() -> None:
+    blocks = BlockManager([16], 16, weights_hash="weights")
+    sequence = _with_image("first", b"a" * 32)
+    _compute(blocks, sequence, 80)
+    root = root_hash("weights")
+    names = chain_hashes(root, range(80), 16, sequence.request.images)
+    assert [digest for digest, _ in blocks.names_of(sequence)] == names[:4]
+    assert names[:1] == chain_hashes(root, range(16), 16)
