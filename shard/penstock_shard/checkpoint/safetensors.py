@@ -90,6 +90,13 @@ class Checkpoint:
         """All tensors by name, read when they are sliced."""
         return {name: LazyTensor(self, name) for name in self.shapes}
 
+    def beside_text(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that are not of the text model, by their names in the files."""
+        text = set(self.names.stored.values())
+        for name, file in self._files.items():
+            if name not in text:
+                yield name, file.get_tensor(name)
+
     def equal(self, first: str, second: str) -> bool:
         """Whether two tensors of one shape have the same values."""
         with self.read([first, second]) as (one, other):

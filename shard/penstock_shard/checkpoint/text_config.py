@@ -29,6 +29,7 @@ _TYPES = frozenset(
         "internvl",
         "kimi_k25",
         "lfm2_vl",
+        "llava_next",
         "llama4",
         "minimax_m3_vl",
         "mistral3",

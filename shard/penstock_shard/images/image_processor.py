@@ -1,0 +1,43 @@
+"""Pixels as a model's encoder takes them: by the checkpoint's own processor, in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from penstock_shard.errors import ModelError, first_line
+
+
+class ImageProcessor:
+    """Resizes, cuts and normalizes one image at a time. May be called from any thread."""
+
+    def __init__(self, model_dir: Path, options: Mapping[str, Any]) -> None:
+        """`options` go with every call. Raises ModelError if the directory has no processor that is
+        known.
+        """
+        self._options = dict(options)
+        try:
+            # Of the two that transformers has for most families this one needs nothing but Pillow,
+            # and the same pixels give the same numbers on every machine.
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                model_dir, backend="pil", local_files_only=True
+            )
+        except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+            raise ModelError(f"{model_dir}: no image processor: {first_line(error)}") from error
+
+    def process(self, pixels: bytes, width: int, height: int) -> Mapping[str, Tensor]:
+        """What the encoder gets of an image, RGB8 in rows. Numbers are float32 or int64."""
+        image = np.frombuffer(pixels, dtype=np.uint8).reshape(height, width, 3)
+        made = self._processor(
+            images=[image],
+            input_data_format="channels_last",
+            return_tensors="np",
+            **self._options,
+        )
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in made.items()}

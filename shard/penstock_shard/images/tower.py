@@ -1,0 +1,99 @@
+"""The encoder of a model that sees: the code of transformers for all but the text model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from penstock_shard.checkpoint.safetensors import Checkpoint
+from penstock_shard.errors import ModelError
+from penstock_shard.images.features import ImageFeatures
+
+# So many words has the text model that is made beside the encoder and thrown away.
+_FEW = 8
+
+
+class Tower:
+    """Encodes one image a call, so that no image's bits depend on others."""
+
+    def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+        """`module` is the model of images and text, whose text model is not used."""
+        self._module: Any = module
+        self._device = device
+        self._dtype = dtype
+        # How many patches in a row become one token.
+        self._merge = int(getattr(module.config.vision_config, "spatial_merge_size", 1))
+
+    @torch.inference_mode()
+    def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
+        """The features of one image that was processed."""
+        placed = {
+            name: value.to(self._device, self._dtype)
+            if value.is_floating_point()
+            else value.to(self._device)
+            for name, value in inputs.items()
+        }
+        made = self._module.get_image_features(**placed, return_dict=True)
+        deep = getattr(made, "deepstack_features", None) or ()
+        return ImageFeatures(
+            _rows(made.pooler_output), tuple(_rows(each) for each in deep), self._grid(inputs)
+        )
+
+    def _grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
+        if "image_grid_thw" not in inputs:
+            return (0, 0)
+        _, height, width = inputs["image_grid_thw"][0].tolist()
+        return (height // self._merge, width // self._merge)
+
+
+def _rows(made: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+    """One [R, H] of what may come in tiles."""
+    parts = [made] if isinstance(made, Tensor) else made
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def load_tower(
+    config: PreTrainedConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> Tower:
+    """The encoder of a model of images and text. Raises ModelError if its weights are missing."""
+    maker: Any = AutoModelForImageTextToText
+    small = _with_little_text(config)
+    with torch.device("meta"):
+        maker = type(maker.from_config(small))
+    module, loading = maker.from_pretrained(
+        None,
+        config=small,
+        state_dict=dict(checkpoint.beside_text()),
+        dtype=dtype,
+        output_loading_info=True,
+    )
+    missing = sorted(name for name in loading["missing_keys"] if not _is_of_text(name))
+    if missing:
+        raise ModelError(
+            f"the weights lack {len(missing)} of the image encoder's tensors, {missing[0]} for one"
+        )
+    inner: PreTrainedModel = module.model
+    inner.language_model = None
+    inner.eval().requires_grad_(False)
+    return Tower(inner.to(device), device, dtype)
+
+
+def _is_of_text(name: str) -> bool:
+    return "language_model." in name or name.startswith("lm_head.")
+
+
+def _with_little_text(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration with a text model of no layers: what is made of it costs nothing."""
+    small = copy.deepcopy(config)
+    text: Any = small.get_text_config()
+    text.num_hidden_layers = 0
+    text.vocab_size = _FEW
+    text.pad_token_id = None
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    return small

@@ -1,0 +1,112 @@
+"""Tiny random models of families that see images, with their image processors, and what
+transformers generates with them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from models.tiny_families import tiny_config
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+# In place of an image in prompts.
+IMAGE_ID = 4000
+_PATCH = 14
+_SIDE = 2 * _PATCH
+
+# For each family: values of its configuration, those of its encoder's, and its processor.
+_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+    "llava_next": (
+        {
+            "image_token_index": IMAGE_ID,
+            "image_grid_pinpoints": [[_SIDE, 2 * _SIDE], [2 * _SIDE, _SIDE], [2 * _SIDE] * 2],
+        },
+        {"image_size": _SIDE, "patch_size": _PATCH},
+        LlavaNextImageProcessorPil(
+            size={"shortest_edge": _SIDE},
+            crop_size={"height": _SIDE, "width": _SIDE},
+            image_grid_pinpoints=[[_SIDE, 2 * _SIDE], [2 * _SIDE, _SIDE], [2 * _SIDE] * 2],
+        ),
+    ),
+    "mistral3": (
+        {"image_token_index": IMAGE_ID, "spatial_merge_size": 2, "vision_feature_layer": -1},
+        {"image_size": 8 * _PATCH, "patch_size": _PATCH},
+        PixtralImageProcessorPil(size={"longest_edge": 8 * _PATCH}, patch_size=_PATCH),
+    ),
+    "internvl": (
+        {"image_token_id": IMAGE_ID, "image_seq_length": 4, "downsample_ratio": 0.5},
+        {"image_size": [4 * _PATCH] * 2, "patch_size": [_PATCH] * 2},
+        GotOcr2ImageProcessorPil(size={"height": 4 * _PATCH, "width": 4 * _PATCH}),
+    ),
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Pixels, RGB8 in rows."""
+
+    width: int
+    height: int
+    pixels: bytes
+
+    @property
+    def array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.frombuffer(self.pixels, dtype=np.uint8).reshape(self.height, self.width, 3)
+
+
+def random_picture(rng: random.Random, width: int, height: int) -> Picture:
+    """Noise over a slope, so that resizing matters."""
+    slope = np.add.outer(np.arange(height), np.arange(width))[:, :, None] * [1, 2, 3]
+    noise = np.frombuffer(rng.randbytes(width * height * 3), dtype=np.uint8)
+    mixed = (slope + noise.reshape(height, width, 3) // 4) % 256
+    return Picture(width, height, mixed.astype(np.uint8).tobytes())
+
+
+def make_vision(directory: Path, family: str, seed: int = 0) -> PreTrainedModel:
+    """Write a model and its processor. Returns the model, as transformers computes it."""
+    values, vision, processor = _FAMILIES[family]
+    config: Any = tiny_config(family)
+    for name, value in values.items():
+        setattr(config, name, value)
+    for name, value in vision.items():
+        setattr(config.vision_config, name, value)
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, weight.shape[-1] ** -0.5 * (0.2 if "embed" in name else 1))
+            else:
+                weight.add_(torch.randn_like(weight), alpha=0.1)
+    model.eval().save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return model
+
+
+def generate(
+    model: Any, token_ids: Sequence[int], inputs: dict[str, Any], num_tokens: int
+) -> list[int]:
+    """Greedy tokens after a prompt with images, by transformers."""
+    ids = torch.tensor([list(token_ids)])
+    made = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        **inputs,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return made[0, ids.shape[1] :].tolist()
