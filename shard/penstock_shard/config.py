@@ -265,6 +265,14 @@ class ShardConfig(ObservingConfig):
         read=size,
         metavar="BYTES",
     )
+    image_cache_bytes: int = flag(
+        2**30,
+        "memory of the machine for what the encoder of a model that sees made of images, as 512M "
+        "or 2G, and as much for their pixels; 0: only text is served",
+        read=size,
+        at_least=0,
+        metavar="BYTES",
+    )
     kv_host_bytes: int = flag(
         0,
         "memory of the machine for copies of KV blocks whose prefixes are used again, as 512M or "

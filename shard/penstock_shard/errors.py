@@ -83,3 +83,7 @@ def device_failures() -> tuple[type[Exception], ...]:
     if not is_installed():
         return known
     return (*known, importlib.import_module("triton.errors").TritonError)
+
+
+class ImageUnusable(Exception):
+    """An image cannot be encoded; the text says why, in a few words."""

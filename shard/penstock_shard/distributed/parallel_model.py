@@ -34,7 +34,7 @@ from penstock_shard.distributed.messages import (
 from penstock_shard.distributed.rank_connections import Followers
 from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import AdapterWeights, LoraBank, LowRank
-from penstock_shard.models.base import CausalModel, ForwardOutput, WithOwnAttention
+from penstock_shard.models.base import CausalModel, ForwardOutput, ImageInputs, WithOwnAttention
 from penstock_shard.models.cuda_graphs import GraphedModel, GraphShape, StaticInputs
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.step_inputs import StepInputs
@@ -107,7 +107,9 @@ class MirroredModel:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> ForwardOutput:
+        assert images is None, "images are not served over several ranks"
         tensors = {
             "input_ids": input_ids,
             "positions": positions,
@@ -308,7 +310,7 @@ def _follow_step(model: CausalModel, ranks: Ranks, step: Step) -> None:
         names = {f"{group}.{name}": name for name in _BATCH_FIELDS}
         own = {names[key]: tensors.pop(key) for key in names.keys() & tensors.keys()}
         batches.append(AttentionBatch(**values, **own))  # type: ignore[arg-type]
-    model.forward(batches=batches, **tensors)
+    model.forward(batches=batches, **tensors)  # type: ignore[arg-type]
 
 
 def _pack(

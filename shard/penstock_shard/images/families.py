@@ -7,9 +7,13 @@ to know (`text/image_tokens/` there).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
+from penstock_shard.checkpoint.weight_files import read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _Options = Callable[[Any], dict[str, Any]]
 
@@ -31,9 +35,10 @@ _FAMILIES: Mapping[str, _Options] = {
 }
 
 
-def sees_images(config: PreTrainedConfig) -> bool:
+def sees_images(model_dir: Path) -> bool:
     """Whether images are served of a model."""
-    return config.model_type in _FAMILIES
+    path = model_dir / "config.json"
+    return path.exists() and read_object(path).get("model_type") in _FAMILIES
 
 
 def processor_options(config: PreTrainedConfig) -> dict[str, Any]:

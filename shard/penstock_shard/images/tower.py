@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from penstock_shard.checkpoint.safetensors import Checkpoint
@@ -29,9 +29,23 @@ class Tower:
         # How many patches in a row become one token.
         self._merge = int(getattr(module.config.vision_config, "spatial_merge_size", 1))
 
+        # What is called between layers.
+        self._pause: Callable[[], None] = lambda: None
+        for layer in _layers(module):
+            layer.register_forward_pre_hook(self._before_layer)
+
+    def _before_layer(self, *_: object) -> None:
+        self._pause()
+
     @torch.inference_mode()
-    def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
-        """The features of one image that was processed."""
+    def encode(
+        self, inputs: Mapping[str, Tensor], pause: Callable[[], None] = lambda: None
+    ) -> ImageFeatures:
+        """The features of one image that was processed; between layers `pause` is called."""
+        self._pause = pause
+        if self._device.type == "cpu":
+            # With several, torch would cut tensors in pieces whose ends it computes otherwise.
+            torch.set_num_threads(1)
         placed = {
             name: value.to(self._device, self._dtype)
             if value.is_floating_point()
@@ -49,6 +63,15 @@ class Tower:
             return (0, 0)
         _, height, width = inputs["image_grid_thw"][0].tolist()
         return (height // self._merge, width // self._merge)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Of all stacks, but for stacks within them."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
 
 
 def _rows(made: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:

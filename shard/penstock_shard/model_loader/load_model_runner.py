@@ -14,6 +14,8 @@ from penstock_shard.checkpoint.pooling_files import pooling_of
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.errors import ModelError, report_out_of_memory
+from penstock_shard.images.families import sees_images
+from penstock_shard.images.image_encoder import ImageEncoder
 from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
 from penstock_shard.model_loader.adapter_store import adapter_store
 from penstock_shard.model_loader.fingerprint import fingerprint
@@ -21,6 +23,8 @@ from penstock_shard.model_loader.generation_config import generation_defaults
 from penstock_shard.model_loader.load_checked import CheckedLoad, load_checked
 from penstock_shard.model_loader.prepare_model import PreparedModel, prepare_model
 from penstock_shard.models.base import CausalModel
+from penstock_shard.models.decoder.decoder import Decoder
+from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.structured_output.matcher_state import MaskFiller
 from penstock_shard.worker.capabilities import CAPABILITIES
 from penstock_shard.worker.logits_processors.order import every_processor
@@ -52,7 +56,25 @@ def load_model_runner(
         make_outputs=every_output,
         graphs=loaded.graphs if prepared.has_graphs else None,
         adapters=adapter_store(config, loaded.bank, loaded.model),
+        images=_image_encoder(config, model_dir, loaded, progress),
     )
+
+
+def _image_encoder(
+    config: ShardConfig, model_dir: Path, loaded: LoadedModel, progress: Callable[[str], None]
+) -> ImageEncoder | None:
+    """None where images are not served. Raises ModelError if files are missing."""
+    is_dummy = config.load_format == "dummy"
+    if config.image_cache_bytes == 0 or is_dummy or not sees_images(model_dir):
+        return None
+    if config.tensor_parallel_size > 1 or not isinstance(loaded.part, Decoder):
+        progress("its images are not served: only our own decoder, on one device, takes them")
+        return None
+    # Imported here, as it imports transformers, which a load that was kept does not need.
+    from penstock_shard.images.load_encoder import load_encoder
+
+    progress("loading the image encoder")
+    return load_encoder(model_dir, loaded.model.device, config.image_cache_bytes)
 
 
 def _info(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -24,6 +25,17 @@ class ForwardOutput(NamedTuple):
 
     logits: Tensor
     hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInputs:
+    """What images bring into a step: `rows` [R, H] take the place of the embeddings of the tokens
+    `places`, int64 [R]; each of `deep` [R, H] is added to these behind one of the first layers.
+    """
+
+    places: Tensor
+    rows: Tensor
+    deep: tuple[Tensor, ...] = ()
 
 
 class CausalModel(Protocol):
@@ -67,12 +79,13 @@ class CausalModel(Protocol):
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> ForwardOutput:
         """input_ids and positions int64 [T]; a batch for each cache group. logit_rows int64 [N] and
         hidden_rows int64 [M] are ascending indices into the T tokens. Where N is T, logit_rows are
         all tokens in order.
         `adapters` int64 [T] has the index of each token's adapter, 0 for none; None where no token
-        has an adapter.
+        has an adapter. `images` are given only to our own decoder.
         """
 
     def shortened(self) -> AbstractContextManager[None]:

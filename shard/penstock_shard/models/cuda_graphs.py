@@ -30,7 +30,7 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_groups import CacheLayout
-from penstock_shard.models.base import CausalModel, ForwardOutput
+from penstock_shard.models.base import CausalModel, ForwardOutput, ImageInputs
 from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batches
 
 # (bound, step): up to `bound` rows, the number of rows is padded to a multiple of `step`. Steps of
@@ -322,13 +322,15 @@ class GraphedModel:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> ForwardOutput:
         width = batches[0].block_table.shape[1]
         shape = GraphShape(len(input_ids), width, adapters is not None)
-        captured = self._captured.get(shape) if hidden_rows is None else None
+        is_plain = hidden_rows is None and images is None
+        captured = self._captured.get(shape) if is_plain else None
         if captured is None or batches[0].num_decodes != shape.num_rows:
             return self._model.forward(
-                input_ids, positions, batches, logit_rows, hidden_rows, adapters
+                input_ids, positions, batches, logit_rows, hidden_rows, adapters, images
             )
         if batches is not captured.static.attention:
             _copy_inputs(captured.static.inputs, input_ids, positions, batches, adapters)

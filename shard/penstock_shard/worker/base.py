@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.request import Request
+from penstock_shard.ipc.request import PlacedImage, Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 
 if TYPE_CHECKING:
@@ -127,6 +127,30 @@ class AdapterStore(Protocol):
         """Remove the adapter of an index that no sequence uses any more."""
 
 
+class ImageEncoder(Protocol):
+    """Images of requests: their pixels, and what the model's encoder makes of them. Called between
+    steps. `salt` is the request's: what is encoded serves only requests of the same one.
+    """
+
+    # In a prompt the id of each token that stands for a part of an image.
+    token_id: int
+
+    def put(self, digest: bytes, pixels: bytes) -> None:
+        """Keep the pixels of an image, RGB8 in rows."""
+
+    def drop(self, digest: bytes) -> None:
+        """Forget the pixels of an image that no request names any more."""
+
+    def num_rows(self, digest: bytes) -> int | None:
+        """For how many tokens an image stands; None if it was never encoded."""
+
+    def has(self, salt: str, image: PlacedImage) -> bool:
+        """Whether it is encoded."""
+
+    def encode(self, salt: str, image: PlacedImage, seconds: float) -> bool:
+        """Go on encoding it for about so long; whether it is encoded. Raises `ImageUnusable`."""
+
+
 class StepOutOfMemory(Exception):
     """A step ran out of device memory. Nothing of it counts. The runner's state of its sequences
     may be that before the step or that after it, never in between. The text says what was asked
@@ -147,6 +171,10 @@ class Runner(Protocol):
     @property
     def adapters(self) -> AdapterStore | None:
         """None if sequences with adapters are not served."""
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        """None if sequences with images are not served."""
 
     def launch(self, batch: Batch) -> None:
         """Start a step. Returns before the step is over where the runner can."""

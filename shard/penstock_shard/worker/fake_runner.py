@@ -30,7 +30,14 @@ from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import Pooling, Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids
-from penstock_shard.worker.base import AdapterStore, Admission, Batch, ReadAdapter, RowResult
+from penstock_shard.worker.base import (
+    AdapterStore,
+    Admission,
+    Batch,
+    ImageEncoder,
+    ReadAdapter,
+    RowResult,
+)
 from penstock_shard.worker.capabilities import CAPABILITIES
 from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.token_state import BadWords, Thinking
@@ -135,6 +142,10 @@ class FakeRunner:
     @property
     def adapters(self) -> AdapterStore | None:
         return self._adapters
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        return None
 
     @property
     def done_at_s(self) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import abc, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -17,9 +17,16 @@ from penstock_shard.device.async_copy import mark, to_device
 from penstock_shard.device.gpu_memory import empty_caches
 from penstock_shard.errors import first_line, is_out_of_memory
 from penstock_shard.ipc.runner_info import RunnerInfo
-from penstock_shard.models.base import CausalModel
+from penstock_shard.models.base import CausalModel, ImageInputs
 from penstock_shard.models.cuda_graphs import Graphs
-from penstock_shard.worker.base import AdapterStore, Batch, RowResult, StepOutOfMemory
+from penstock_shard.worker.base import (
+    AdapterStore,
+    Batch,
+    ImageEncoder,
+    RowResult,
+    StepOutOfMemory,
+)
+from penstock_shard.worker.image_rows import FeatureSource, ImageRows
 from penstock_shard.worker.input_batch import InputBuilder, Inputs, PendingTokens, SamplingInputs
 from penstock_shard.worker.logits_processors.apply import LogitsShaping
 from penstock_shard.worker.outputs.base import PendingOutput, RowOutput
@@ -39,6 +46,9 @@ class _Pass:
     enqueued: PendingSamples | None = None
     # What rows give besides sampled tokens.
     outputs: abc.Sequence[PendingOutput] = ()
+    # What images bring in, and why rows are void that lack them.
+    images: ImageInputs | None = None
+    void_rows: dict[int, str] = field(default_factory=dict)
 
     @property
     def must_be_sampled(self) -> bool:
@@ -47,7 +57,8 @@ class _Pass:
     def gives_all_and_nothing_else(self, num_rows: int) -> bool:
         """Whether the sampled tokens are the results of all rows, in order."""
         sampled = self.inputs.sampled
-        return sampled is not None and len(sampled.rows) == num_rows and not self.outputs
+        has_others = self.outputs or self.void_rows
+        return sampled is not None and len(sampled.rows) == num_rows and not has_others
 
 
 @dataclass(slots=True)
@@ -81,13 +92,16 @@ class ModelRunner:
         make_outputs: MakeOutputs | None = None,
         graphs: Graphs | None = None,
         adapters: AdapterStore | None = None,
+        images: FeatureSource | None = None,
     ) -> None:
         """`shaping` has the logits processors, and `make_outputs` makes what rows may give besides
         sampled tokens; by default there are none of either. `graphs` and `adapters` are the
-        model's CUDA graphs and LoRA adapters, if it has any.
+        model's CUDA graphs and LoRA adapters, if it has any; `images` is there if it sees images.
         """
         self.model = model
         self._adapters = adapters
+        self._images = images
+        self._image_rows = None if images is None else ImageRows(images, model.device)
         self._info = info
         self._launched: deque[_Step] = deque()
         groups = info.cache_groups
@@ -105,6 +119,10 @@ class ModelRunner:
     @property
     def adapters(self) -> AdapterStore | None:
         return self._adapters
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        return self._images
 
     def launch(self, batch: Batch) -> None:
         step = _Step(batch.num_rows)
@@ -134,6 +152,8 @@ class ModelRunner:
 
     def release(self, slot: int) -> None:
         self._slots.release(slot)
+        if self._image_rows is not None:
+            self._image_rows.release(slot)
         self._sampler.release(slot)
         for output in self._outputs:
             output.release(slot)
@@ -175,9 +195,13 @@ class ModelRunner:
         if batch.state_copies:
             self.model.copy_states(batch.state_copies)
         inputs = self._inputs.build(batch)
+        step.forward = forward = _Pass(inputs)
         for admission in batch.admitted:
             self._sampler.admit(admission)
-        step.forward = forward = _Pass(inputs)
+            if self._image_rows is not None:
+                self._image_rows.admit(admission)
+        if self._image_rows is not None:
+            forward.images, forward.void_rows = self._image_rows.inputs(batch)
         defers = self._defers(inputs)
         logits, hidden = self._forward(forward, prepares=not defers)
         if not defers:
@@ -207,6 +231,7 @@ class ModelRunner:
             inputs.logit_rows,
             inputs.hidden_rows,
             inputs.adapters,
+            forward.images,
         )
         forward.logits = logits
         if inputs.sampled_logits is not None:
@@ -281,6 +306,8 @@ class ModelRunner:
                 if results[index].error is None:
                     result.prompt_logprobs = results[index].prompt_logprobs
                     results[index] = result
+        for index, why in forward.void_rows.items():
+            results[index] = RowResult(error=why)
 
 
 def _finish_all(outputs: abc.Sequence[PendingOutput], results: list[RowResult]) -> None:

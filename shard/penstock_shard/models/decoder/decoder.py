@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_groups import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
-from penstock_shard.models.base import ForwardOutput
+from penstock_shard.models.base import ForwardOutput, ImageInputs
 from penstock_shard.models.decoder.feed_forward import FeedForwardScratch
 from penstock_shard.models.decoder.linear import Linear
 from penstock_shard.models.decoder.self_attention import AttentionScratch
@@ -151,12 +151,15 @@ class Decoder:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> ForwardOutput:
         rows = logit_rows if hidden_rows is None else torch.cat([logit_rows, hidden_rows])
         needs_all = hidden_rows is None and len(logit_rows) == len(input_ids)
         stream = self._weights.embedding.rows(input_ids)
         if self._spec.embedding_scale != 1.0:
             stream.mul_(self._spec.embedding_scale)
+        if images is not None:
+            stream.index_copy_(0, images.places, images.rows.to(stream.dtype))
         update = None
         tokens = None if adapters is None else TokenAdapters(adapters)
         for layer in self._running:

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from penstock_shard.attention.base import AttentionBatch, LayerSpec, StateSpec
 from penstock_shard.attention.cache_groups import CacheLayout, cache_layout
 from penstock_shard.lora.lora import TokenAdapters
-from penstock_shard.models.base import ForwardOutput
+from penstock_shard.models.base import ForwardOutput, ImageInputs
 from penstock_shard.models.latent_heads import LatentHeads
 from penstock_shard.models.layer_config import source_of_keys
 from penstock_shard.models.paged_caches import PagedCaches, StateCache
@@ -239,7 +239,9 @@ class TransformersModel:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> ForwardOutput:
+        assert images is None, "images are served by our decoder alone"
         self.token_adapters = None if adapters is None else TokenAdapters(adapters)
         backend, group_of = self._ops.backend, self.cache_layout.group_of
         specs = {spec.index: spec for spec in self._layers}

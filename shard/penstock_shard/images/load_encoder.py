@@ -1,0 +1,24 @@
+"""A model directory -> what encodes its images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from penstock_shard.checkpoint.safetensors import Checkpoint
+from penstock_shard.images.families import image_token_id, processor_options
+from penstock_shard.images.image_encoder import ImageEncoder
+from penstock_shard.images.image_processor import ImageProcessor
+from penstock_shard.images.tower import load_tower
+
+
+def load_encoder(model_dir: Path, device: torch.device, cache_bytes: int) -> ImageEncoder:
+    """Raises ModelError if files are missing."""
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    # On a cpu torch's products of two bytes a weight are slower, where there are any.
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    tower = load_tower(config, Checkpoint(model_dir), device, dtype)
+    processor = ImageProcessor(model_dir, processor_options(config))
+    return ImageEncoder(processor, tower, image_token_id(config), cache_bytes)
