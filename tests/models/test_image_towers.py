@@ -10,7 +10,7 @@ import torch
 from models.tiny_vision import FAMILIES, make_vision, random_picture
 
 from penstock_shard.checkpoint.safetensors import Checkpoint
-from penstock_shard.images.families import processor_options
+from penstock_shard.images.families import family_of
 from penstock_shard.images.image_processor import ImageProcessor
 from penstock_shard.images.tower import load_tower
 from penstock_shard.model_loader.transformers_loader import load_config
@@ -23,7 +23,7 @@ def test_features_are_those_of_the_whole_model_bit_for_bit(family: str, tmp_path
     whole = make_vision(tmp_path, family)
     config = load_config(tmp_path, trust_remote_code=False)
     tower = load_tower(config, Checkpoint(tmp_path), torch.device("cpu"), torch.float32)
-    processor = ImageProcessor(tmp_path, processor_options(config))
+    processor = ImageProcessor(tmp_path, family_of(config).options(config))
     for width, height in SIZES:
         picture = random_picture(random.Random(width), width, height)
         inputs = processor.process(picture.pixels, width, height)

@@ -14,7 +14,7 @@ from models.driver import Driver, load, make_sequence
 from models.tiny_vision import FAMILIES, IMAGE_ID, Picture, generate, make_vision, random_picture
 
 from penstock_common.image_digest import image_digest
-from penstock_shard.images.families import processor_options
+from penstock_shard.images.families import family_of
 from penstock_shard.images.image_processor import ImageProcessor
 from penstock_shard.ipc.request import PlacedImage
 from penstock_shard.model_loader.transformers_loader import load_config
@@ -49,11 +49,11 @@ def ask(directory: Path, whole: Any, sizes: Seq[tuple[int, int]], seed: int) -> 
     """Images between words, and the answer of the whole model."""
     rng = random.Random(seed)
     config = load_config(directory, trust_remote_code=False)
-    processor = ImageProcessor(directory, processor_options(config))
+    processor = ImageProcessor(directory, family_of(config).options(config))
     pictures = [random_picture(rng, *size) for size in sizes]
     token_ids, placed, inputs = [1], [], []
     for picture in pictures:
-        token_ids += [rng.randrange(5, 3900) for _ in range(rng.randint(0, 9))]
+        token_ids += [rng.randrange(5, 3900) for _ in range(rng.randint(1, 9))]
         inputs.append(processor.process(picture.pixels, picture.width, picture.height))
         with torch.inference_mode():
             made = whole.model.get_image_features(**inputs[-1], return_dict=True).pooler_output
@@ -71,7 +71,7 @@ def _together(inputs: Seq[Any]) -> dict[str, torch.Tensor]:
     together = {}
     for name in inputs[0].keys() - {"num_patches"}:
         parts = [each[name] for each in inputs]
-        if parts[0].dim() > 2:
+        if parts[0].dim() > 3:
             shapes = [part.shape for part in parts]
             most = [max(sizes) for sizes in zip(*shapes, strict=True)]
             if parts[0].dim() == 5 or (name == "pixel_values" and len(set(shapes)) > 1):

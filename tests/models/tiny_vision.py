@@ -19,6 +19,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 # In place of an image in prompts.
 IMAGE_ID = 4000
@@ -48,6 +49,34 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         {"image_token_id": IMAGE_ID, "image_seq_length": 4, "downsample_ratio": 0.5},
         {"image_size": [4 * _PATCH] * 2, "patch_size": [_PATCH] * 2},
         GotOcr2ImageProcessorPil(size={"height": 4 * _PATCH, "width": 4 * _PATCH}),
+    ),
+    "qwen2_5_vl": (
+        {"image_token_id": IMAGE_ID},
+        {
+            "patch_size": _PATCH,
+            "spatial_merge_size": 2,
+            "window_size": 4 * _PATCH,
+            "fullatt_block_indexes": [1],
+        },
+        Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 40 * _SIDE**2},
+            patch_size=_PATCH,
+            merge_size=2,
+        ),
+    ),
+    "qwen3_vl": (
+        {"image_token_id": IMAGE_ID},
+        {
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2},
+            patch_size=16,
+            merge_size=2,
+        ),
     ),
 }
 FAMILIES = tuple(_FAMILIES)
@@ -100,6 +129,8 @@ def generate(
 ) -> list[int]:
     """Greedy tokens after a prompt with images, by transformers."""
     ids = torch.tensor([list(token_ids)])
+    if "image_grid_thw" in inputs:
+        inputs = {**inputs, "mm_token_type_ids": (ids == IMAGE_ID).long()}
     made = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -1,4 +1,4 @@
-"""Which families' images are served, and what each asks of its image processor.
+"""Which families' images are served, and what is special to each.
 
 Their encoders are called alike (`tower.py`), and what stands for an image in a prompt is a router's
 to know (`text/image_tokens/` there).
@@ -7,6 +7,7 @@ to know (`text/image_tokens/` there).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from penstock_shard.checkpoint.weight_files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_Options = Callable[[Any], dict[str, Any]]
 
 
 def _nothing(config: Any) -> dict[str, Any]:
@@ -27,11 +26,29 @@ def _merged_patches(config: Any) -> dict[str, Any]:
     return {"patch_size": config.vision_config.patch_size * config.spatial_merge_size}
 
 
-# By the model's type: what its processor of images and text tells that of images.
-_FAMILIES: Mapping[str, _Options] = {
-    "llava_next": _nothing,
-    "mistral3": _merged_patches,
-    "internvl": lambda config: {"crop_to_patches": True},
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a family's processor of images and text tells that of images at each call. Where
+    positions are on three axes, how many rotary frequencies follow each if the configuration does
+    not say, and whether they take turns.
+    """
+
+    options: Callable[[Any], dict[str, Any]] = _nothing
+    sections: tuple[int, ...] = ()
+    take_turns: bool = False
+
+
+_QWEN2 = Family(sections=(16, 24, 24))
+_QWEN3 = Family(sections=(24, 20, 20), take_turns=True)
+# By the model's type.
+_FAMILIES: Mapping[str, Family] = {
+    "internvl": Family(lambda config: {"crop_to_patches": True}),
+    "llava_next": Family(),
+    "mistral3": Family(_merged_patches),
+    "qwen2_5_vl": _QWEN2,
+    "qwen2_vl": _QWEN2,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
 }
 
 
@@ -41,12 +58,30 @@ def sees_images(model_dir: Path) -> bool:
     return path.exists() and read_object(path).get("model_type") in _FAMILIES
 
 
-def processor_options(config: PreTrainedConfig) -> dict[str, Any]:
-    """What the image processor is told at each call."""
-    return _FAMILIES[config.model_type](config)
+def family_of(config: PreTrainedConfig) -> Family:
+    """Of a model whose images are served."""
+    return _FAMILIES[config.model_type]
 
 
 def image_token_id(config: Any) -> int:
     """The id in whose places features stand."""
     found = getattr(config, "image_token_id", None)
     return int(config.image_token_index if found is None else found)
+
+
+def axis_of_frequencies(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Which axis of positions each rotary frequency follows; empty where there is but one axis."""
+    family, text = family_of(config), config.get_text_config()
+    if not family.sections:
+        return ()
+    rope = text.rope_parameters or {}
+    sections = rope.get("mrope_section", family.sections)
+    if not family.take_turns:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    axes = [0] * (int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2)
+    for axis in (1, 2):
+        places = range(axis, min(len(axes), 3 * sections[axis]), 3)
+        for place in places:
+            axes[place] = axis
+    return tuple(axes)

@@ -14,8 +14,8 @@ from penstock_shard.images.features import ImageFeatures
 from penstock_shard.images.sliced_run import SlicedRun
 from penstock_shard.ipc.request import PlacedImage
 
-# How many images it remembers the number of rows of.
-_MOST_COUNTS = 100_000
+# Of how many images it remembers what they were encoded to, if not that itself.
+_MOST_FACTS = 100_000
 _FOREVER_S = 1e9
 # The salt of requests, and the digest of the pixels.
 _Key = tuple[str, bytes]
@@ -39,10 +39,16 @@ class ImageEncoder:
     """See `penstock_shard.worker.base.ImageEncoder`. One image is encoded at a time."""
 
     def __init__(
-        self, processor: Processor, encoder: Encoder, token_id: int, cache_bytes: int
+        self,
+        processor: Processor,
+        encoder: Encoder,
+        token_id: int,
+        cache_bytes: int,
+        axis_of_frequencies: tuple[int, ...] = (),
     ) -> None:
         """Features of up to `cache_bytes` are kept once nobody uses them."""
         self.token_id = token_id
+        self.axis_of_frequencies = axis_of_frequencies
         self._processor = processor
         self._encoder = encoder
         self._cache_bytes = cache_bytes
@@ -50,7 +56,8 @@ class ImageEncoder:
         # By salt and digest, the one that was used last at the end.
         self._features: OrderedDict[_Key, ImageFeatures] = OrderedDict()
         self._held_bytes = 0
-        self._counts: OrderedDict[bytes, int] = OrderedDict()
+        # Of images that were encoded once: the number of rows, and the grid.
+        self._facts: OrderedDict[bytes, tuple[int, tuple[int, int]]] = OrderedDict()
         # Resizing takes no time of the engine's thread.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="image processor")
         self._processing: dict[bytes, Future[Mapping[str, Tensor]]] = {}
@@ -65,7 +72,8 @@ class ImageEncoder:
         self._pixels.pop(digest, None)
 
     def num_rows(self, digest: bytes) -> int | None:
-        return self._counts.get(digest)
+        known = self._facts.get(digest)
+        return None if known is None else known[0]
 
     def has(self, salt: str, image: PlacedImage) -> bool:
         return (salt, image.digest) in self._features
@@ -95,6 +103,12 @@ class ImageEncoder:
         self._features.move_to_end(key)
         return self._features[key]
 
+    def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
+        """In how many rows and columns its features are arranged. Raises `ImageUnusable`."""
+        if image.digest not in self._facts:
+            self.features(salt, image)
+        return self._facts[image.digest][1]
+
     def _inputs(self, image: PlacedImage) -> Future[Mapping[str, Tensor]]:
         if image.digest not in self._processing:
             self._processing[image.digest] = self._pool.submit(self._process, image)
@@ -116,9 +130,9 @@ class ImageEncoder:
         return self._processor.process(pixels, image.width, image.height)
 
     def _keep(self, key: _Key, features: ImageFeatures) -> None:
-        self._counts[key[1]] = len(features.rows)
-        if len(self._counts) > _MOST_COUNTS:
-            self._counts.popitem(last=False)
+        self._facts[key[1]] = len(features.rows), features.grid
+        if len(self._facts) > _MOST_FACTS:
+            self._facts.popitem(last=False)
         self._features[key] = features
         self._held_bytes += features.nbytes
         while self._held_bytes > self._cache_bytes and len(self._features) > 1:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from penstock_shard.checkpoint.safetensors import Checkpoint
-from penstock_shard.images.families import image_token_id, processor_options
+from penstock_shard.images.families import axis_of_frequencies, family_of, image_token_id
 from penstock_shard.images.image_encoder import ImageEncoder
 from penstock_shard.images.image_processor import ImageProcessor
 from penstock_shard.images.tower import load_tower
@@ -20,5 +20,6 @@ def load_encoder(model_dir: Path, device: torch.device, cache_bytes: int) -> Ima
     # On a cpu torch's products of two bytes a weight are slower, where there are any.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tower = load_tower(config, Checkpoint(model_dir), device, dtype)
-    processor = ImageProcessor(model_dir, processor_options(config))
-    return ImageEncoder(processor, tower, image_token_id(config), cache_bytes)
+    processor = ImageProcessor(model_dir, family_of(config).options(config))
+    axes = axis_of_frequencies(config)
+    return ImageEncoder(processor, tower, image_token_id(config), cache_bytes, axes)

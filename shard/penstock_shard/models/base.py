@@ -31,11 +31,14 @@ class ForwardOutput(NamedTuple):
 class ImageInputs:
     """What images bring into a step: `rows` [R, H] take the place of the embeddings of the tokens
     `places`, int64 [R]; each of `deep` [R, H] is added to these behind one of the first layers.
+    Where tokens have positions on three axes, `angles` int64 [T, rotary_dim / 2] has the position
+    by which each frequency turns.
     """
 
     places: Tensor
     rows: Tensor
     deep: tuple[Tensor, ...] = ()
+    angles: Tensor | None = None
 
 
 class CausalModel(Protocol):

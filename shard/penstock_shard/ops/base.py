@@ -119,6 +119,14 @@ class Rope:
     # What the decoder multiplies rotated queries by, float32 [positions]; None: nothing.
     temperature: Tensor | None = None
 
+    def of(self, positions: Tensor) -> Rope:
+        """A table with a row for each token, by its position, int64 [T]; or by that of each of its
+        frequencies, int64 [T, rotary_dim / 2].
+        """
+        if positions.dim() == 1:
+            return Rope(self.cos[positions], self.sin[positions])
+        return Rope(self.cos.gather(0, positions), self.sin.gather(0, positions))
+
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
+from penstock_shard.images.positions import Integers, PromptPositions, prompt_positions
 from penstock_shard.ipc.request import PlacedImage
 from penstock_shard.models.base import ImageInputs
 from penstock_shard.worker.base import Admission, Batch, ImageEncoder
 
 
 class FeatureSource(ImageEncoder, Protocol):
-    """What a runner of a model asks of its encoder besides."""
+    """What a runner of a model asks of its encoder besides. All raise `ImageUnusable`."""
+
+    # Which axis of positions each rotary frequency follows; empty where there is but one.
+    axis_of_frequencies: tuple[int, ...]
 
     def features(self, salt: str, image: PlacedImage) -> ImageFeatures:
-        """What stands in the image's places. Raises `ImageUnusable`."""
+        """What stands in the image's places."""
+
+    def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
+        """In how many rows and columns that is arranged."""
 
 
 @dataclass(slots=True)
@@ -30,8 +38,34 @@ class _Placed:
     image: PlacedImage
     salt: str
     # Of each of its tokens, how many before it have a row of features; and of them all.
-    num_before: NDArray[np.int64]
+    num_before: Integers
     features: ImageFeatures | None = None
+
+
+@dataclass(slots=True)
+class _Seeing:
+    """What the sequence in a slot sees. `error` says why its rows are void."""
+
+    placed: list[_Placed]
+    positions: PromptPositions | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a step's rows bring, row after row."""
+
+    places: list[Tensor] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+    deep: list[list[Tensor]] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def add(self, first: int, own: Integers, begin: int, features: ImageFeatures) -> None:
+        """Tokens `own` of the step, of which `first` more come before, get rows from `begin` on."""
+        end = begin + len(own)
+        self.places.append(torch.from_numpy(own + first))
+        self.rows.append(features.rows[begin:end])
+        self.deep.append([each[begin:end] for each in features.deep])
 
 
 class ImageRows:
@@ -40,75 +74,114 @@ class ImageRows:
     def __init__(self, source: FeatureSource, device: torch.device) -> None:
         self._source = source
         self._device = device
-        self._placed: dict[int, list[_Placed]] = {}
+        self._axes = np.array(source.axis_of_frequencies, dtype=np.int64)
+        self._seeing: dict[int, _Seeing] = {}
 
     def admit(self, admission: Admission) -> None:
         """A sequence has this slot from now on."""
         request = admission.request
-        if request.images:
-            ids = np.frombuffer(admission.token_ids, dtype=np.uint32)
-            self._placed[admission.slot] = [
+        if not request.images:
+            return
+        ids = np.frombuffer(admission.token_ids, dtype=np.uint32)
+        seeing = self._seeing[admission.slot] = _Seeing(
+            [
                 _Placed(image, request.cache_salt, self._num_before(ids, image))
                 for image in request.images
             ]
+        )
+        if len(self._axes):
+            try:
+                grids = [self._source.grid(request.cache_salt, each) for each in request.images]
+            except ImageUnusable as error:
+                seeing.error = str(error)
+            else:
+                offsets = [image.offset for image in request.images]
+                seeing.positions = prompt_positions(offsets, grids)
 
     def release(self, slot: int) -> None:
         """The slot is free."""
-        self._placed.pop(slot, None)
+        self._seeing.pop(slot, None)
+
+    def shifts(self, slots: Integers) -> Integers | None:
+        """By how much positions of tokens behind all images differ from their places in the
+        sequence, for each of the slots; None if by nothing.
+        """
+        if not (self._seeing and len(self._axes)):
+            return None
+        found = (self._seeing.get(slot) for slot in slots.tolist())
+        positions = (None if each is None else each.positions for each in found)
+        return np.array([0 if each is None else each.shift for each in positions])
 
     def inputs(self, batch: Batch) -> tuple[ImageInputs | None, dict[int, str]]:
         """What the model gets for a batch, None if nothing; and why rows of it are void."""
-        if not self._placed:
-            return None, {}
-        places, rows, deep, errors = [], [], [], dict[int, str]()
-        first = 0
+        found = _Found()
+        if not self._seeing:
+            return None, found.errors
+        first, turns = 0, False
         for row, (slot, start, count) in enumerate(
             zip(batch.slots, batch.starts, batch.counts, strict=True)
         ):
-            for placed in self._placed.get(slot, ()):
-                found = self._of_row(placed, start, start + count)
-                if isinstance(found, str):
-                    errors[row] = found
-                elif found is not None:
-                    own, begin, features = found
-                    places.append(torch.from_numpy(own + (first - start)))
-                    rows.append(features.rows[begin : begin + len(own)])
-                    deep.append([each[begin : begin + len(own)] for each in features.deep])
+            seeing = self._seeing.get(slot)
+            if seeing is not None:
+                turns = turns or (seeing.positions is not None and start < seeing.positions.end)
+                self._add_row(found, seeing, row, first - start, (start, start + count))
             first += count
-        if not rows:
-            return None, errors
+        if not (found.rows or turns):
+            return None, found.errors
+        angles = torch.from_numpy(self._angles(batch)) if turns else None
+        none = torch.zeros(0, dtype=torch.int64)
         made = ImageInputs(
-            torch.cat(places).to(self._device),
-            torch.cat(rows).to(self._device),
-            tuple(torch.cat(each).to(self._device) for each in zip(*deep, strict=True)),
+            torch.cat([none, *found.places]).to(self._device),
+            torch.cat(found.rows).to(self._device) if found.rows else none.to(self._device),
+            tuple(torch.cat(each).to(self._device) for each in zip(*found.deep, strict=True)),
+            None if angles is None else angles.to(self._device),
         )
-        return made, errors
+        return made, found.errors
 
-    def _of_row(
-        self, placed: _Placed, start: int, end: int
-    ) -> tuple[NDArray[np.int64], int, ImageFeatures] | str | None:
-        """Of the tokens [start, end) those in the image's places, the first of their rows, and the
-        features; or why there are none.
-        """
-        image = placed.image
-        low, high = max(start, image.offset), min(end, image.offset + image.num_tokens)
-        if low >= high:
-            return None
-        before = placed.num_before[low - image.offset : high - image.offset + 1]
-        if placed.features is None:
+    def _add_row(
+        self, found: _Found, seeing: _Seeing, row: int, first: int, tokens: tuple[int, int]
+    ) -> None:
+        """What images bring to a row of these tokens of a sequence."""
+        if seeing.error:
+            found.errors[row] = seeing.error
+            return
+        for placed in seeing.placed:
+            image = placed.image
+            end = image.offset + image.num_tokens
+            low, high = max(tokens[0], image.offset), min(tokens[1], end)
+            if low >= high:
+                continue
             try:
-                placed.features = self._source.features(placed.salt, image)
+                features = self._features(placed)
             except ImageUnusable as error:
-                return f"an image of {image.width}x{image.height} pixels: {error}"
-        features = placed.features
-        if high == image.offset + image.num_tokens:
-            # A sequence is computed in order.
-            placed.features = None
-        if len(features.rows) != placed.num_before[-1]:
-            return f"an image stands for {placed.num_before[-1]} tokens, not {len(features.rows)}"
-        own = low + np.flatnonzero(np.diff(before))
-        return own, int(before[0]), features
+                found.errors[row] = f"an image of {image.width}x{image.height} pixels: {error}"
+                return
+            if high == end:
+                # A sequence is computed in order.
+                placed.features = None
+            before = placed.num_before[low - image.offset : high - image.offset + 1]
+            own = low + np.flatnonzero(np.diff(before))
+            found.add(first, own, int(before[0]), features)
 
-    def _num_before(self, token_ids: NDArray[np.uint32], image: PlacedImage) -> NDArray[np.int64]:
+    def _features(self, placed: _Placed) -> ImageFeatures:
+        if placed.features is None:
+            placed.features = self._source.features(placed.salt, placed.image)
+        expected, given = len(placed.features.rows), int(placed.num_before[-1])
+        if given != expected:
+            raise ImageUnusable(f"it stands for {expected} tokens; the prompt has {given}")
+        return placed.features
+
+    def _angles(self, batch: Batch) -> Integers:
+        """int64 [T, rotary_dim / 2]: the position by which each frequency of a token turns."""
+        parts = []
+        for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
+            seeing = self._seeing.get(slot)
+            if seeing is None or seeing.positions is None:
+                parts.append(np.tile(np.arange(start, start + count), (3, 1)))
+            else:
+                parts.append(seeing.positions.between(start, start + count))
+        return np.ascontiguousarray(np.concatenate(parts, axis=1)[self._axes].T)
+
+    def _num_before(self, token_ids: NDArray[np.uint32], image: PlacedImage) -> Integers:
         own = token_ids[image.offset : image.offset + image.num_tokens] == self._source.token_id
         return np.concatenate([[0], np.cumsum(own)])

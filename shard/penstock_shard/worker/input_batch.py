@@ -10,6 +10,7 @@ own, which attends to the tokens before it as a decode does.
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -136,8 +137,12 @@ class InputBuilder:
         groups: abc.Sequence[CacheGroup],
         slots: Slots | None = None,
         graphs: Graphs | None = None,
+        shifts: Callable[[Integers], Integers | None] | None = None,
     ) -> None:
-        """Steps of only decodes and drafts use the static inputs of `graphs`, if given."""
+        """Steps of only decodes and drafts use the static inputs of `graphs`, if given. `shifts`
+        says by how much positions differ from places in the sequences of these slots.
+        """
+        self._shifts = shifts
         self._block_size = block_size
         self._device = device
         self._groups = groups
@@ -255,6 +260,8 @@ class InputBuilder:
         """
         count, total, size = len(rows.slots), tokens.total, self._block_size
         arrays.positions[:total] = tokens.positions
+        if self._shifts is not None and (shifts := self._shifts(own_slots)) is not None:
+            arrays.positions[:total] += shifts
         arrays.cu_queries[: count + 1] = rows.offsets
         block_index, offset = np.divmod(tokens.positions, size)
         for i, (group, table) in enumerate(zip(self._groups, self._slots.tables, strict=True)):

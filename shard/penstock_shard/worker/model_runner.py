@@ -106,7 +106,10 @@ class ModelRunner:
         self._launched: deque[_Step] = deque()
         groups = info.cache_groups
         self._slots = Slots(len(groups))
-        self._inputs = InputBuilder(info.block_size, model.device, groups, self._slots, graphs)
+        shifts = None if self._image_rows is None else self._image_rows.shifts
+        self._inputs = InputBuilder(
+            info.block_size, model.device, groups, self._slots, graphs, shifts
+        )
         self._sampler = Sampler(shaping)
         self._outputs = () if make_outputs is None else make_outputs(self._slots, self._sampler)
         # The last sampled token of the sequence in each slot; the host may not know it yet.
@@ -194,12 +197,13 @@ class ModelRunner:
     def _launch(self, step: _Step, batch: Batch) -> None:
         if batch.state_copies:
             self.model.copy_states(batch.state_copies)
-        inputs = self._inputs.build(batch)
-        step.forward = forward = _Pass(inputs)
+        if self._image_rows is not None:
+            for admission in batch.admitted:
+                self._image_rows.admit(admission)
+        step.forward = forward = _Pass(self._inputs.build(batch))
+        inputs = forward.inputs
         for admission in batch.admitted:
             self._sampler.admit(admission)
-            if self._image_rows is not None:
-                self._image_rows.admit(admission)
         if self._image_rows is not None:
             forward.images, forward.void_rows = self._image_rows.inputs(batch)
         defers = self._defers(inputs)

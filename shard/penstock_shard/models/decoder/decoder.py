@@ -158,8 +158,14 @@ class Decoder:
         stream = self._weights.embedding.rows(input_ids)
         if self._spec.embedding_scale != 1.0:
             stream.mul_(self._spec.embedding_scale)
+        deep: Sequence[Tensor] = ()
         if images is not None:
-            stream.index_copy_(0, images.places, images.rows.to(stream.dtype))
+            positions = positions if images.angles is None else images.angles
+            if len(images.places):
+                stream.index_copy_(0, images.places, images.rows.to(stream.dtype))
+                deep = images.deep
+            # Which of the tokens the last layer computes is known to it alone.
+            needs_all = needs_all or len(deep) >= len(self._running)
         update = None
         tokens = None if adapters is None else TokenAdapters(adapters)
         for layer in self._running:
@@ -170,6 +176,9 @@ class Decoder:
                 stream, attended = stream[rows], attended[rows]
                 tokens = None if tokens is None else tokens.of(rows)
             update = self._feed_forward(layer, stream, attended, tokens)
+            if images is not None and layer.spec.index < len(deep):
+                more = deep[layer.spec.index].to(stream.dtype)
+                stream.index_add_(0, images.places, more)
         hidden = self._final_norm(stream, update)
         count = len(logit_rows)
         return ForwardOutput(self._logits(hidden[:count]), hidden[count:])

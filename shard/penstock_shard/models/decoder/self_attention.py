@@ -35,7 +35,8 @@ NO_ATTENTION_SCRATCH = AttentionScratch(None, None)
 
 class Attention(Protocol):
     """Normed hidden states [T, H] -> what their tokens attend to, [T, Hq * Dv]; their keys and
-    values are written to the layer's cache.
+    values are written to the layer's cache. Positions are int64 [T], or [T, rotary_dim / 2] where
+    each frequency turns by another.
     """
 
     def __call__(
@@ -84,6 +85,9 @@ class HeadAttention:
         adapters: TokenAdapters | None = None,
     ) -> Tensor:
         spec, rope = self.spec, self.rope
+        if positions.dim() > 1:
+            rope = rope.of(positions)
+            positions = torch.arange(len(positions), device=positions.device)
         qkv = self.qkv(hidden, scratch.qkv, adapters)
         if self.value_norm is not None:
             self._norm_values(qkv, self.value_norm)
@@ -228,8 +232,9 @@ class LatentAttention:
 
 
 def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions [T], each [T, 1, P / 2]."""
-    return rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
+    """Cosines and sines of each token, [T, 1, P / 2]."""
+    own = rope.of(positions)
+    return own.cos.unsqueeze(1), own.sin.unsqueeze(1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
