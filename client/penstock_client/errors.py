@@ -74,3 +74,22 @@ class Unauthenticated(PenstockError):
 
 class ShardFailed(PenstockError):
     """A defect on the shard's side; not the caller's fault and not known to be retryable."""
+
+
+def cause_of(error: PenstockError) -> str:
+    """What metrics call an error that a shard failed a request with."""
+    match error:
+        case ShardUnavailable():
+            return "engine_died" if error.engine_died else "unavailable"
+        case Overloaded():
+            return "overloaded"
+        case NotServed():
+            return "not_served"
+        case InvalidRequest():
+            return "invalid"
+        case Unauthenticated():
+            return "unauthenticated"
+        case DeadlineExceeded():
+            return "deadline"
+        case _:
+            return "failed"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -81,6 +81,27 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt: its digest (`penstock_common.image_digest`) as hex digits, its size, and
+    which of the prompt's tokens stand for it.
+    """
+
+    sha256: str
+    width: int
+    height: int
+    offset: int
+    num_tokens: int
+
+    @property
+    def digest(self) -> bytes:
+        return bytes.fromhex(self.sha256)
+
+
+# Gives the pixels of an image, RGB8 in rows, whenever a shard lacks them.
+PixelSource = Callable[[PromptImage], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to generate.
 
@@ -125,6 +146,8 @@ class GenerationRequest:
     traceparent: str = ""
     # Who of those that share this client it is for: an opaque name. Shards have them take turns.
     caller: str = ""
+    # In the order of their places. Whoever sends it must put their pixels first, as a fleet does.
+    images: Sequence[PromptImage] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What names an image on the wire: a hash of its size and its pixels, whatever it was encoded as."""
+"""What names an image on the wire: a hash of its size and pixels, whatever it was encoded as."""
 
 from __future__ import annotations
 

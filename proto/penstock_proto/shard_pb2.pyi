@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "stop", "output", "constraint", "objective", "model", "adapter", "cache_salt", "label", "traceparent", "instance_id", "hand_back", "suspect", "number", "thinking_budget", "adapter_hash", "caller", "kv_source")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "stop", "output", "constraint", "objective", "model", "adapter", "cache_salt", "label", "traceparent", "instance_id", "hand_back", "suspect", "number", "thinking_budget", "adapter_hash", "caller", "kv_source", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_HASH_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -53,7 +54,42 @@ class GenerateRequest(_message.Message):
     adapter_hash: str
     caller: str
     kv_source: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., label: _Optional[str] = ..., traceparent: _Optional[str] = ..., instance_id: _Optional[str] = ..., hand_back: _Optional[bool] = ..., suspect: _Optional[bool] = ..., number: _Optional[int] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ..., adapter_hash: _Optional[str] = ..., caller: _Optional[str] = ..., kv_source: _Optional[str] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., label: _Optional[str] = ..., traceparent: _Optional[str] = ..., instance_id: _Optional[str] = ..., hand_back: _Optional[bool] = ..., suspect: _Optional[bool] = ..., number: _Optional[int] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ..., adapter_hash: _Optional[str] = ..., caller: _Optional[str] = ..., kv_source: _Optional[str] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("digest", "width", "height", "offset", "num_tokens")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    width: int
+    height: int
+    offset: int
+    num_tokens: int
+    def __init__(self, digest: _Optional[bytes] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class ImageChunk(_message.Message):
+    __slots__ = ("digest", "width", "height", "instance_id", "pixels")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PIXELS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    width: int
+    height: int
+    instance_id: str
+    pixels: bytes
+    def __init__(self, digest: _Optional[bytes] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., instance_id: _Optional[str] = ..., pixels: _Optional[bytes] = ...) -> None: ...
+
+class PutImageResponse(_message.Message):
+    __slots__ = ("was_there",)
+    WAS_THERE_FIELD_NUMBER: _ClassVar[int]
+    was_there: bool
+    def __init__(self, was_there: _Optional[bool] = ...) -> None: ...
 
 class ThinkingBudget(_message.Message):
     __slots__ = ("max_tokens", "begin_token_id", "end_token_id", "begun")

@@ -79,6 +79,11 @@ class ShardStub:
                 request_serializer=penstock__proto_dot_shard__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=penstock__proto_dot_shard__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
+        self.PutImage = channel.stream_unary(
+                '/penstock.v1.Shard/PutImage',
+                request_serializer=penstock__proto_dot_shard__pb2.ImageChunk.SerializeToString,
+                response_deserializer=penstock__proto_dot_shard__pb2.PutImageResponse.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/penstock.v1.Shard/LoadAdapter',
                 request_serializer=penstock__proto_dot_shard__pb2.LoadAdapterRequest.SerializeToString,
@@ -165,6 +170,16 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutImage(self, request_iterator, context):
+        """The pixels of an image that requests of this call's caller, or of others, will name. Must come
+        before them, on a call of its own. Idempotent: the same pixels may come any number of times. Kept
+        as long as memory lasts, and until the engine ends; a request that names an image which is not
+        there ends as NOT_FOUND, and its caller puts it again. Needs the capability "images".
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadAdapter(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -224,6 +239,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=penstock__proto_dot_shard__pb2.GenerateRequest.FromString,
                     response_serializer=penstock__proto_dot_shard__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'PutImage': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutImage,
+                    request_deserializer=penstock__proto_dot_shard__pb2.ImageChunk.FromString,
+                    response_serializer=penstock__proto_dot_shard__pb2.PutImageResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -479,6 +499,33 @@ class Shard:
             '/penstock.v1.Shard/Prefetch',
             penstock__proto_dot_shard__pb2.GenerateRequest.SerializeToString,
             penstock__proto_dot_shard__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutImage(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/penstock.v1.Shard/PutImage',
+            penstock__proto_dot_shard__pb2.ImageChunk.SerializeToString,
+            penstock__proto_dot_shard__pb2.PutImageResponse.FromString,
             options,
             channel_credentials,
             insecure,

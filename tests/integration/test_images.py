@@ -1,223 +1,189 @@
-"""The images for CPUs, built from the Dockerfile as it is written, and run: their own users, entry
-points, ports and health checks, on a host that has no network but itself.
-"""
+"""Images of requests: put before the shard needs them, again where they are gone, and refused."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterator
 
-import psutil
 import pytest
-from hosts.network import Host, HostsUnavailable
-from integration.image_builder import Builder, BuildFailed, why_not
-from integration.images import Image, image
-from support.processes import wait_until
+from support.processes import Shard, running
 
-# Minutes: packages are downloaded, and a slow registry is not what is tested here.
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+from penstock_client import (
+    Fleet,
+    GenerationRequest,
+    InvalidRequest,
+    Overloaded,
+    PromptImage,
+    SamplingParams,
+    ShardClient,
+)
+from penstock_common.image_digest import image_digest
 
-BUILT = ("router", "shard-cpu", "cpu")
-# Not those of the machine that a process is on.
-UNPRIVILEGED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
-FAKE = ("--runner", "fake", "--step-ms", "2")
+_SIZE = (40, 30)
+_PROMPT = list(range(1, 61))
+
+
+def _pixels(seed: int, width: int = _SIZE[0], height: int = _SIZE[1]) -> bytes:
+    return hashlib.shake_256(bytes([seed])).digest(3 * width * height)
+
+
+def _image(seed: int, offset: int = 10, num_tokens: int = 5) -> PromptImage:
+    digest = image_digest(*_SIZE, _pixels(seed))
+    return PromptImage(digest.hex(), *_SIZE, offset, num_tokens)
+
+
+class _Source:
+    """Gives pixels, and counts how often."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def __call__(self, image: PromptImage) -> bytes:
+        self.asked.append(image.sha256)
+        known = {_image(seed).sha256: _pixels(seed) for seed in range(20)}
+        return known[image.sha256]
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    if reason := why_not():
-        pytest.skip(reason)
-    builder = Builder(tmp_path_factory.mktemp("images"))
-    yield builder
-    builder.close()
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Shard]]:
+    folder = tmp_path_factory.mktemp("shards")
+    # Room for four images.
+    flags = ("--step-ms", "2", "--check-integrity", "--image-cache-bytes", "16000")
+    made = [Shard(folder / name, *flags) for name in ("first", "second")]
+    with running(*made):
+        yield made
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    try:
-        made = Host(1, has_address=False)
-    except HostsUnavailable as error:
-        pytest.skip(str(error))
-    # As Docker has it.
-    made.run(UNPRIVILEGED.write_text, "0")
-    yield made
-    made.close()
+async def fleet(shards: list[Shard]) -> AsyncIterator[Fleet]:
+    async with Fleet([shard.address for shard in shards]) as made:
+        while not all(state.ready for state in made.shards):
+            await made.wait_changed()
+        yield made
 
 
-class Running:
-    """What `docker run IMAGE FLAGS` starts: the entry point that the image was built with."""
-
-    def __init__(self, images: Builder, host: Host, target: str, log: Path, *flags: str) -> None:
-        self._images, self._host, self._log = images, host, log
-        config = images.config(target)
-        assert not config["Cmd"], "what flags would replace"
-        kind, *self._healthcheck = config["Healthcheck"]["Test"]
-        assert kind == "CMD"
-        self._container = images.container(target)
-        command = images.run_command(self._container, [*config["Entrypoint"], *flags])
-        with log.open("wb") as file:
-            self._runner = host.run(
-                subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=file, stderr=file
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def processes(self) -> list[psutil.Process]:
-        """The container's, the first one first."""
-        below = psutil.Process(self._runner.pid).children(recursive=True)
-        return [each for each in below if not each.cmdline()[:1][0].startswith("buildah")]
-
-    def is_healthy(self) -> bool:
-        """By the image's own health check."""
-        assert self._runner.poll() is None, self.log
-        command = self._images.run_command(self._container, self._healthcheck)
-        return self._host.run(subprocess.run, command, capture_output=True).returncode == 0
-
-    def wait_healthy(self) -> None:
-        wait_until(self.is_healthy, timeout_s=120, what="it is healthy")
-
-    def stop(self) -> int:
-        """As `docker stop`: SIGTERM to the first process, and its exit status."""
-        self.processes()[0].terminate()
-        return self._runner.wait(60)
-
-    def close(self) -> None:
-        if self._runner.poll() is None:
-            for process in self.processes():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            self._runner.wait(60)
-        self._images.call("rm", self._container)
-
-    def ask(self, url: str, body: Any) -> Any:
-        return self._host.run(_ask, url, body)
+def _request(*images: PromptImage, **fields: object) -> GenerationRequest:
+    sampling = SamplingParams(seed=3, temperature=1.0)
+    return GenerationRequest(_PROMPT, sampling, max_tokens=8, images=images, **fields)  # type: ignore[arg-type]
 
 
-def _ask(url: str, body: Any) -> Any:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.loads(response.read())
+async def _tokens(fleet: Fleet, request: GenerationRequest, source: _Source | None) -> list[int]:
+    token_ids: list[int] = []
+    async for output in fleet.submit(request, source):
+        token_ids += output.token_ids
+    return token_ids
 
 
-@contextlib.contextmanager
-def running(images: Builder, host: Host, target: str, log: Path, *flags: str) -> Iterator[Running]:
-    started = Running(images, host, target, log, *flags)
-    try:
-        yield started
-    finally:
-        started.close()
-
-
-@pytest.mark.parametrize("flags", [FAKE, ()], ids=["fake runner", "built-in model"])
-def test_a_router_and_a_shard_serve_as_nobody_and_end_when_they_are_told(
-    images: Builder, host: Host, tmp_path: Path, flags: tuple[str, ...]
+async def test_an_image_is_put_once_and_tokens_depend_on_it(
+    fleet: Fleet, shards: list[Shard]
 ) -> None:
-    address = ("--shards", "127.0.0.1:50051")
-    with (
-        running(images, host, "shard-cpu", tmp_path / "shard", *flags) as shard,
-        running(images, host, "router", tmp_path / "router", *address) as router,
-    ):
-        shard.wait_healthy()
-        router.wait_healthy()
-        body = {"model": "penstock-toy", "prompt": "Once upon a time", "max_tokens": 8}
-        answer = router.ask("http://127.0.0.1:8000/v1/completions", body)
-        assert answer["usage"]["completion_tokens"] == 8
-        assert answer["choices"][0]["text"]
-        for process in [*shard.processes(), *router.processes()]:
-            assert (set(process.uids()), set(process.gids())) == ({10001}, {10001})
-        assert router.stop() == 0, router.log
-        assert shard.stop() == 0, shard.log
+    source = _Source()
+    own = shards[0].address
+    first = await _tokens(fleet, _request(_image(1), shard=own), source)
+    assert source.asked == [_image(1).sha256]
+    assert await _tokens(fleet, _request(_image(1), shard=own), source) == first
+    assert len(source.asked) == 1
+    others = [
+        await _tokens(fleet, _request(*images, shard=own), source)
+        for images in ([_image(2)], [_image(1, offset=11)], [], [_image(1), _image(2, offset=20)])
+    ]
+    assert first not in others
+    assert len({tuple(each) for each in others}) == len(others)
 
 
-def test_the_image_for_one_machine_leaves_root_and_serves_a_model(
-    images: Builder, host: Host, tmp_path: Path
+async def test_many_streams_with_one_image_put_it_once(fleet: Fleet, shards: list[Shard]) -> None:
+    source = _Source()
+    request = _request(_image(3), shard=shards[0].address)
+    found = await asyncio.gather(*(_tokens(fleet, request, source) for _ in range(10)))
+    assert len({tuple(each) for each in found}) == 1
+    assert source.asked == [_image(3).sha256]
+
+
+async def test_pixels_that_a_shard_dropped_are_put_again(fleet: Fleet, shards: list[Shard]) -> None:
+    source = _Source()
+    own = shards[1].address
+    first = await _tokens(fleet, _request(_image(4), shard=own), source)
+    for seed in range(5, 10):
+        await _tokens(fleet, _request(_image(seed), shard=own), source)
+    assert await _tokens(fleet, _request(_image(4), shard=own), source) == first
+    assert source.asked.count(_image(4).sha256) == 2
+
+
+async def test_a_request_with_images_goes_on_at_another_shard(
+    fleet: Fleet, shards: list[Shard]
 ) -> None:
-    model = f"{_packages(images, 'cpu')}/penstock_shard/builtin_model"
-    with running(images, host, "cpu", tmp_path / "log", "--model-id", model) as started:
-        started.wait_healthy()
-        body = {"inputs": "The sea", "parameters": {"max_new_tokens": 4}}
-        assert started.ask("http://127.0.0.1:80/generate", body)["generated_text"]
-        for process in started.processes():
-            assert set(process.uids()) == {10001}
-        assert started.stop() == 0, started.log
-
-
-@pytest.mark.parametrize("target", BUILT)
-def test_an_image_is_what_the_small_tests_read_in_the_dockerfile(
-    images: Builder, target: str
-) -> None:
-    config = images.config(target)
-    labels = config["Labels"]
-    labels.pop("io.buildah.version")
-    assert image(target) == Image(
-        env=dict(pair.split("=", 1) for pair in config["Env"]),
-        user=config["User"],
-        ports=frozenset(int(port.removesuffix("/tcp")) for port in config["ExposedPorts"]),
-        entrypoint=tuple(config["Entrypoint"]),
-        healthcheck=tuple(config["Healthcheck"]["Test"][1:]),
-        labels=labels,
+    source = _Source()
+    request = GenerationRequest(
+        _PROMPT, SamplingParams(seed=3, temperature=1.0), max_tokens=400, images=[_image(10)]
     )
+    calm = await _tokens(fleet, request, source)
+    stream = fleet.submit(request, source)
+    token_ids: list[int] = []
+    async for output in stream:
+        if not token_ids:
+            assert stream.shard is not None
+            (own,) = [each for each in shards if each.address == stream.shard.address]
+            own.engine.kill()
+        token_ids += output.token_ids
+    assert token_ids == calm
+    assert stream.attempt > 0
+
+
+async def test_wrong_pixels_are_refused_in_one_line(shards: list[Shard]) -> None:
+    image = _image(11)
+    async with ShardClient(shards[1].address) as client:
+        with pytest.raises(InvalidRequest, match=r"digest: .* that of the size and the pixels"):
+            await client.put_image(image, _pixels(12))
+        with pytest.raises(InvalidRequest, match="pixels: 3599 bytes is out of bounds"):
+            await client.put_image(image, _pixels(11)[:-1])
+        with pytest.raises(InvalidRequest, match="pixels: 3601 bytes"):
+            await client.put_image(image, _pixels(11) + b"x")
+        huge = PromptImage(image.sha256, 60_000, 60_000, 0, 1)
+        with pytest.raises(InvalidRequest, match="--image-cache-bytes"):
+            await client.put_image(huge, b"")
+        with pytest.raises(InvalidRequest, match=r"images\[0\]: its pixels are not here"):
+            async for _ in client.generate(_request(image)):
+                pass
+
+
+async def test_images_of_requests_that_run_are_never_dropped(shards: list[Shard]) -> None:
+    async with ShardClient(shards[0].address) as client:
+        running_now = []
+        for seed in range(12, 16):
+            await client.put_image(_image(seed), _pixels(seed))
+            request = GenerationRequest(
+                _PROMPT, SamplingParams(seed=1), max_tokens=1900, images=[_image(seed)]
+            )
+            stream = client.submit(request)
+            await anext(aiter(stream))
+            running_now.append(stream)
+        with pytest.raises(Overloaded, match="images of requests that run take 14400 bytes"):
+            await client.put_image(_image(16), _pixels(16))
+        for stream in running_now:
+            stream.cancel()
+        for _ in range(100):
+            try:
+                await client.put_image(_image(16), _pixels(16))
+                break
+            except Overloaded:
+                await asyncio.sleep(0.02)
+        else:
+            pytest.fail("the images of requests that were cancelled are kept")
 
 
 @pytest.mark.parametrize(
-    ("target", "has", "has_not"),
+    ("images", "message"),
     [
-        (
-            "router",
-            {"penstock_router", "tokenizers", "aiohttp"},
-            {"penstock_shard", "torch", "transformers", "numpy"},
-        ),
-        (
-            "shard-cpu",
-            {"penstock_shard", "grpc", "torch", "transformers"},
-            {"penstock_router", "uvloop"},
-        ),
-        ("cpu", {"penstock_router", "penstock_shard", "torch", "uvloop"}, set()),
+        ([_image(1, offset=58)], r"images\[0\].offset: 58 is out of bounds"),
+        ([_image(1, num_tokens=0)], r"images\[0\].num_tokens"),
+        ([_image(1), _image(1, offset=14)], r"images\[1\].offset: 14 .* behind the image before"),
     ],
 )
-def test_an_image_has_its_own_part_and_no_compiler(
-    images: Builder, target: str, has: set[str], has_not: set[str]
+async def test_places_that_cannot_be_are_refused(
+    shards: list[Shard], images: list[PromptImage], message: str
 ) -> None:
-    container = images.container(target)
-    found = set(images.run(container, "ls", _packages(images, target)).split())
-    assert has <= found
-    assert not has_not & found
-    with pytest.raises(BuildFailed):
-        images.run(container, "sh", "-c", "command -v cc || command -v gcc || ls /src")
-    images.call("rm", container)
-
-
-@pytest.mark.parametrize("target", ["shard-cpu", "cpu"])
-def test_an_image_with_a_model_has_kernels_for_this_machine_that_everybody_may_read(
-    images: Builder, target: str
-) -> None:
-    code = """if True:
-        import os
-        from pathlib import Path
-        from penstock_shard.kernels.build_cpu import libraries, supported_levels
-        kernels = Path(os.environ["PENSTOCK_CACHE"])
-        found = {Path(next(libraries(level, print))) for level in supported_levels()}
-        assert found <= set(kernels.iterdir()), found
-        assert {path.stat().st_mode & 0o777 for path in (kernels, *kernels.iterdir())} == {0o755}
-        print(len(found))
-    """
-    container = images.container(target)
-    assert int(images.run(container, "python", "-c", code)) >= 1
-    images.call("rm", container)
-
-
-def _packages(images: Builder, target: str) -> str:
-    """Where the environment of an image has its packages."""
-    container = images.container(target)
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    found = images.run(container, "python", "-c", code).strip()
-    images.call("rm", container)
-    return found
+    async with ShardClient(shards[0].address) as client:
+        with pytest.raises(InvalidRequest, match=message):
+            async for _ in client.generate(_request(*images)):
+                pass

@@ -32,6 +32,8 @@ def sees_all(info: ShardInfo, request: GenerationRequest) -> bool:
     """Whether the shard's revision of the wire has every field of the request: it would silently
     drop the others. Fields of the first revision that a shard does not serve it refuses itself.
     """
+    if request.images and "images" not in info.capabilities:
+        return False
     return request.thinking_budget is None or "thinking_budget" in info.capabilities
 
 

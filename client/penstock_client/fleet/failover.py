@@ -24,15 +24,16 @@ from penstock_client.errors import (
     ShardFailed,
     ShardUnavailable,
     Unauthenticated,
+    cause_of,
 )
 from penstock_client.fleet.compatibility import (
-    complete_request,
     same_adapter,
     same_model,
     same_numerics,
     sees_all,
 )
 from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
+from penstock_client.fleet.image_puts import PIXELS, ImagePuts
 from penstock_client.fleet.moves import Moves, Plan
 from penstock_client.fleet.poison_requests import POISON_DEATHS, RefusedRequests
 from penstock_client.fleet.rebalancing import REBALANCE, Rebalancing, has_room
@@ -47,6 +48,7 @@ from penstock_client.types import (
     AttemptRecord,
     GenerationRequest,
     Output,
+    PixelSource,
     random_seed,
 )
 from penstock_common.clock import Clock
@@ -119,15 +121,17 @@ class Continuations:
         self._sender: asyncio.Task[None] | None = None
         self._moves = Moves(
             self._plan_move,
-            lambda stream: _request_now(stream, clock()),
+            lambda stream: stream.request_now(clock()),
             self._put_due,
             clock,
         )
         self._rebalancing = Rebalancing(shards, self._on, self._put_due)
+        self._images = ImagePuts(self._put_due, self._on_failed_put)
         self._closed = False
 
-    def start(self, request: GenerationRequest) -> FleetStream:
-        """Send a request to the shard the policy chooses, or let it wait for one.
+    def start(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
+        """Send a request to the shard the policy chooses, or let it wait for one. `pixels` gives
+        those of its images.
 
         Raises:
             InvalidRequest: no ready shard serves the model; no shard has the adapter, and none that
@@ -149,6 +153,7 @@ class Continuations:
             _on_arrival=self._on_output,
             _on_failure=self._on_failure,
             deadline_s=None if limit_s is None else self._clock() + limit_s,
+            pixels=pixels,
         )
         if not self._send(stream):
             check_known(self._shards, request)
@@ -165,6 +170,7 @@ class Continuations:
         self._due.clear()
         self._moves.close()
         self._rebalancing.close()
+        self._images.close()
         for stream in list(self._waiting):
             self._end(stream, ShardUnavailable(_CLOSED))
 
@@ -224,8 +230,11 @@ class Continuations:
         """A shard dropped the request: it goes on, or ends."""
         shard = stream.shard
         if stream.info is not None:
-            stream.avoided.add(stream.info.instance_id)
-        self._leave(stream, _cause(error))
+            if isinstance(error, InvalidRequest) and error.field == PIXELS:
+                self._images.forget(stream, stream.info.instance_id)
+            else:
+                stream.avoided.add(stream.info.instance_id)
+        self._leave(stream, cause_of(error))
         stream.last_error = error
         if isinstance(error, Overloaded):
             # A full shard is no failed attempt: the time in its queue counts as waiting.
@@ -236,9 +245,17 @@ class Continuations:
         if final is not None:
             self._end(stream, final)
             return
-        self._observe("continued", _cause(error))
+        self._observe("continued", cause_of(error))
         self._wait(stream)
         self._put_due([stream])
+
+    def _on_failed_put(self, stream: FleetStream, shard: ShardState, error: PenstockError) -> None:
+        """The images of a stream cannot be put where it was to go."""
+        if stream.shard is not None:
+            # It runs elsewhere, and goes on there.
+            return
+        stream.info = shard.info
+        self._on_failure(stream, error)
 
     def _on_cancel(self, stream: GenerationStream) -> None:
         """The reader left, or an output had a gap: abort the request at its shard."""
@@ -270,7 +287,8 @@ class Continuations:
             # fit now, and not at all when invalid.
             taken = stream.was_dropped or stream.made_by is not None
             # But an adapter that was just unloaded here may be loaded elsewhere.
-            wrong = isinstance(error, InvalidRequest) and error.field != "adapter"
+            # Nor do dropped pixels make a request invalid.
+            wrong = isinstance(error, InvalidRequest) and error.field not in ("adapter", PIXELS)
             if not taken and (wrong or not self._fitting(stream)):
                 return error
         else:
@@ -341,7 +359,7 @@ class Continuations:
     # ---- sending ----
 
     def _send(self, stream: FleetStream) -> bool:
-        """Send to the shard that the policy chooses; False if none fits.
+        """Send to the shard that the policy chooses; False if none fits, or if it waits for images.
 
         Raises `PoisonousRequest`, and what `ShardClient.attach` raises.
         """
@@ -349,7 +367,11 @@ class Continuations:
         fitting = self._fitting(stream)
         if not fitting:
             return False
-        self._send_to(stream, self._choose(stream, fitting))
+        target = self._images.target(stream)
+        plan = self._choose(stream, [target] if target in fitting else fitting)
+        if stream.request.images and self._images.hold(stream, plan.shard):
+            return False
+        self._send_to(stream, plan)
         return True
 
     def _send_waiting(self, stream: FleetStream) -> None:
@@ -368,7 +390,7 @@ class Continuations:
         now_s = self._clock()
         self._observe("sent", plan.reason)
         record = AttemptRecord(shard.address, plan.reason, time.perf_counter())
-        request = _request_now(stream, now_s)
+        request = stream.request_now(now_s)
         if request.adapter and not request.adapter_hash:
             # The shard was chosen for the adapter it has under this name; with its hash in the
             # request, the shard refuses if it has another by then.
@@ -393,6 +415,7 @@ class Continuations:
         record.kv_source = plan.kv_source
         shard.record_sent(record.num_tokens, now_s)
         self._stop_waiting(stream)
+        self._images.discard(stream)
         stream.waiting_since_s = now_s
         stream.shard, stream.info = shard, info
         stream.attempts.append(record)
@@ -450,6 +473,8 @@ class Continuations:
         plan = self._plan_move(stream, target)
         if plan is None:
             self._rebalancing.discard(stream)
+            return
+        if stream.request.images and self._images.hold(stream, plan.shard):
             return
         has_begun = why != REBALANCE or stream.attempts[-1].first_output_s is not None
         if has_begun and self._moves.hold(stream, plan):
@@ -560,37 +585,5 @@ class Continuations:
 
     def _forget(self, stream: FleetStream) -> None:
         self._stop_waiting(stream)
+        self._images.discard(stream)
         self._leave(stream)
-
-
-def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
-    """The request with its output so far, and with the defaults of the shard that began it."""
-    request, begun_by = stream.request, stream.begun_by
-    if stream.deadline_s is not None:
-        left_s = max(0.001, stream.deadline_s - now_s)
-        objective = dataclasses.replace(request.objective, deadline_s=left_s)
-        request = dataclasses.replace(request, objective=objective)
-    if begun_by is None:
-        return request
-    output_token_ids = [*request.output_token_ids, *stream.token_ids]
-    request = complete_request(request, begun_by)
-    return dataclasses.replace(request, output_token_ids=output_token_ids)
-
-
-def _cause(error: PenstockError) -> str:
-    """The error's name in metrics."""
-    match error:
-        case ShardUnavailable():
-            return "engine_died" if error.engine_died else "unavailable"
-        case Overloaded():
-            return "overloaded"
-        case NotServed():
-            return "not_served"
-        case InvalidRequest():
-            return "invalid"
-        case Unauthenticated():
-            return "unauthenticated"
-        case DeadlineExceeded():
-            return "deadline"
-        case _:
-            return "failed"

@@ -29,7 +29,7 @@ from penstock_client.fleet.piece_watch import PieceWatch
 from penstock_client.fleet.roles import PREFILL_TOKENS
 from penstock_client.fleet.shard_state import ShardState, ShardWatch, check_served, serving
 from penstock_client.load_balancing.policies import make_policy
-from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
+from penstock_client.types import EmbeddingRequest, GenerationRequest, PixelSource, ShardInfo
 from penstock_common.clock import Clock
 from penstock_common.tasks import run_lasting
 from penstock_common.tls import Tls
@@ -189,8 +189,9 @@ class Fleet:
 
     # ---- requests ----
 
-    def submit(self, request: GenerationRequest) -> FleetStream:
+    def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
         """Send the request to the shard the policy chooses; when that one fails, to another.
+        `pixels` gives those of its images, as often as shards lack them.
 
         If no shard can take it now, it waits. Iterating the stream raises `NoShardAvailable` when
         it has waited too long, or `InvalidRequest` as soon as its adapter is unloaded.
@@ -203,7 +204,7 @@ class Fleet:
             NoShardAvailable: the shards that serve the model have another tokenizer.
             ShardUnavailable: the fleet was closed.
         """
-        return self._continuations.start(request)
+        return self._continuations.start(request, pixels)
 
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
         """A vector for each of the inputs, in their order; cancelling it ends its calls.

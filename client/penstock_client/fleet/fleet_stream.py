@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock_client.errors import PenstockError
+from penstock_client.fleet.compatibility import complete_request
 from penstock_client.fleet.poison_requests import SUSPECT_DEATHS, fingerprint
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.rpc.generation_stream import GenerationStream
@@ -17,6 +19,7 @@ from penstock_client.types import (
     FinishReason,
     GenerationRequest,
     Output,
+    PixelSource,
     ShardInfo,
 )
 
@@ -33,6 +36,8 @@ class FleetStream(GenerationStream):
     _on_failure: Callable[[FleetStream, PenstockError], None]
     # By the clock that all its times are of; None: no limit.
     deadline_s: float | None
+    # Of its images; None: of a request that has none.
+    pixels: PixelSource | None = None
     _kind: bytes = b""
     # The output so far, from all shards.
     token_ids: list[int] = field(default_factory=list)
@@ -88,6 +93,19 @@ class FleetStream(GenerationStream):
         if self.request.adapter_hash or self.made_by is None:
             return self.request.adapter_hash
         return self.made_by.adapter_hash(self.request.adapter)
+
+    def request_now(self, now_s: float) -> GenerationRequest:
+        """The request with its output so far, and with the defaults of the shard that began it."""
+        request = self.request
+        if self.deadline_s is not None:
+            left_s = max(0.001, self.deadline_s - now_s)
+            objective = dataclasses.replace(request.objective, deadline_s=left_s)
+            request = dataclasses.replace(request, objective=objective)
+        if self.begun_by is None:
+            return request
+        output_token_ids = [*request.output_token_ids, *self.token_ids]
+        request = complete_request(request, self.begun_by)
+        return dataclasses.replace(request, output_token_ids=output_token_ids)
 
     def feed(self, output: Output) -> None:
         """Take an output of a shard."""

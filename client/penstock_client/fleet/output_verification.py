@@ -17,7 +17,7 @@ from penstock_client.fleet.compatibility import complete_request, same_adapter, 
 from penstock_client.fleet.failover import Observe
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
-from penstock_client.types import FinishReason, GenerationRequest, Objective
+from penstock_client.types import FinishReason, GenerationRequest, Objective, PixelSource
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Verification:
         self,
         share: float,
         shards: Mapping[str, ShardState],
-        submit: Callable[[GenerationRequest], FleetStream],
+        submit: Callable[[GenerationRequest, PixelSource | None], FleetStream],
         observe: Observe,
     ) -> None:
         """`share` is the share of requests to verify, 0 to 1. Raises `ValueError` for another."""
@@ -100,7 +100,7 @@ class Verification:
             logprob_token_ids=(),
         )
         try:
-            again = self._submit(request)
+            again = self._submit(request, stream.pixels)
             self._ours.add(again.request_id)
             try:
                 async with again:

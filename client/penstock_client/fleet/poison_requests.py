@@ -59,7 +59,8 @@ def fingerprint(request: GenerationRequest) -> bytes:
     """
     sampling = dataclasses.replace(request.sampling, seed=None)
     what = (request.model, request.adapter, sampling, request.constraint, request.thinking_budget,
-            request.logprobs, request.prompt_logprobs, list(request.logprob_token_ids))  # fmt: skip
+            request.logprobs, request.prompt_logprobs, list(request.logprob_token_ids),
+            [*request.images])  # fmt: skip
     digest = hashlib.blake2b(repr(what).encode(), digest_size=16)
     try:
         digest.update(array("I", request.prompt_token_ids))

@@ -99,7 +99,7 @@ def prompt_pieces(
     findable = request.prompt_token_ids[: min(MAX_HASHED_TOKENS, len(request.prompt_token_ids) - 1)]
     root = root_hash(weights_hash, request.cache_salt, adapter_hash)
     try:
-        return piece_names(root, findable, block_size)
+        return piece_names(root, findable, block_size, request.images)
     except struct.error:
         return []
 

@@ -40,6 +40,7 @@ from penstock_client.types import (
     Logprobs,
     Objective,
     Output,
+    PromptImage,
     SamplingParams,
     ShardInfo,
     ShardLimits,
@@ -67,6 +68,8 @@ _POOLINGS: Mapping[str, pb.EmbedRequest.Pooling] = {
 _MAX_DEADLINE_S = (2**32 - 1) // 1000
 
 _FIRST_ATTEMPT = Attempt()
+# Copied and hashed in a tenth of a millisecond.
+_IMAGE_CHUNK_BYTES = 256 * 1024
 
 # Of protobuf's encoding.
 _LENGTH_DELIMITED = 2
@@ -114,7 +117,30 @@ def generate_request(
     if request.thinking_budget is not None:
         _set_same(message.thinking_budget, request.thinking_budget, "thinking_budget.")
     _set_objective(message.objective, request.objective)
+    for index, image in enumerate(request.images):
+        _add_image(message, image, f"images[{index}]")
     return message
+
+
+def _add_image(message: Any, image: PromptImage, name: str) -> None:
+    added = message.images.add()
+    _set_same(added, image, f"{name}.")
+    try:
+        added.digest = image.digest
+    except ValueError as error:
+        raise InvalidRequest(f"{name}.sha256: {error}", field=f"{name}.sha256") from None
+
+
+def image_chunks(image: PromptImage, pixels: bytes, instance_id: str) -> Iterator[pb.ImageChunk]:
+    """The messages that put an image."""
+    first = pb.ImageChunk(
+        digest=image.digest, width=image.width, height=image.height, instance_id=instance_id
+    )
+    view = memoryview(pixels)
+    for start in range(0, max(1, len(pixels)), _IMAGE_CHUNK_BYTES):
+        chunk = pb.ImageChunk() if start else first
+        chunk.pixels = bytes(view[start : start + _IMAGE_CHUNK_BYTES])
+        yield chunk
 
 
 def _set_ids(message: Any, field: str, ids: Iterable[int], name: str = "") -> None:

@@ -38,6 +38,7 @@ from penstock_client.types import (
     GenerationRequest,
     LoadReport,
     Output,
+    PromptImage,
     ShardInfo,
 )
 from penstock_common.clock import Clock
@@ -51,6 +52,7 @@ _counter = itertools.count()
 _UNARY_TIMEOUT_S = 10.0
 # It may have to be downloaded first.
 ADAPTER_TIMEOUT_S = 600.0
+_IMAGE_TIMEOUT_S = 30.0
 _TOKENIZER_TIMEOUT_S = 60.0
 # Aborts that wait for the RPC before them go together in the next; this many at most.
 _MAX_ABORTS_IN_RPC = 4096
@@ -260,6 +262,35 @@ class ShardClient:
         """
         message = proto_codec.generate_request(request, new_request_id(), attempt)
         return int((await self._ask("Prefetch", message, timeout_s)).cached_tokens)
+
+    async def put_image(
+        self,
+        image: PromptImage,
+        pixels: bytes,
+        *,
+        instance_id: str = "",
+        timeout_s: float = _IMAGE_TIMEOUT_S,
+    ) -> None:
+        """Have the engine know the pixels of an image, RGB8 in rows, which requests will name.
+        `instance_id` names the engine that is meant; "" is any.
+
+        Raises:
+            InvalidRequest: they are not what `image` says.
+            NotServed: the shard serves no images.
+            Overloaded: requests that run have images that take all its memory for them.
+            ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
+        """
+        self._require_open()
+        call = self._stub.PutImage(metadata=self._metadata, timeout=timeout_s)
+        with proto_codec.errors_of(self.address):
+            try:
+                for chunk in proto_codec.image_chunks(image, pixels, instance_id):
+                    await call.write(chunk)
+                await call.done_writing()
+            except asyncio.InvalidStateError:
+                # It is answered already: it was there, or is refused.
+                pass
+            await call
 
     # ---- the other calls ----
 

@@ -12,6 +12,7 @@ from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
 from penstock_shard.engine.pending_fetches import PendingFetches
+from penstock_shard.engine.pending_images import PendingImages
 from penstock_shard.engine.pending_reads import PendingReads
 from penstock_shard.ipc.messages import FromBlocks
 from penstock_shard.kv_cache.block_manager import BlockManager
@@ -69,6 +70,7 @@ def create_engine(
     moves = None
     if arena is not None:
         moves = create_moves(arena, loaded.runner, scheduler, blocks, disk, send)
+    encoder = loaded.runner.images
     return Engine(
         loaded.runner,
         scheduler,
@@ -76,6 +78,7 @@ def create_engine(
         tell_started=tell_started,
         matchers=matchers,
         moves=moves,
+        images=None if encoder is None else PendingImages(encoder, blocks),
     )
 
 

@@ -32,6 +32,7 @@ from penstock_shard.worker.base import Batch, RowResult, Runner, StepOutOfMemory
 if TYPE_CHECKING:
     from penstock_shard.engine.block_moves import BlockMoves
     from penstock_shard.engine.matchers import PendingMatchers
+    from penstock_shard.engine.pending_images import PendingImages
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,11 @@ class Engine:
         tell_started: Callable[[list[str]], None] = lambda request_ids: None,
         matchers: PendingMatchers | None = None,
         moves: BlockMoves | None = None,
+        images: PendingImages | None = None,
     ) -> None:
         """`tell_started` gets the ids of sequences in a step for the first time, before its launch.
         Without `matchers` no sequence may have a constraint; `moves` are there if host memory has
-        room for copies of blocks.
+        room for copies of blocks, `images` if the model sees images.
         """
         self._runner = runner
         self._scheduler = scheduler
@@ -60,6 +62,7 @@ class Engine:
         self._tell_started = tell_started
         self._matchers = matchers
         self._moves = moves
+        self._images = images
         self._live: dict[str, Sequence] = {}
         self._outputs: list[Output] = []
         # Launched steps that are not collected, the oldest first.
@@ -81,14 +84,17 @@ class Engine:
         """Whether there is a step to launch or to collect, or blocks to copy."""
         if len(self._live) > self._num_held_back or self._in_flight:
             return True
+        if self._images is not None and self._images.has_work:
+            return True
         if self._moves is None:
             return False
         return self._moves.has_work or (self._is_ending and self._moves.has_unsaved)
 
     @property
     def _num_held_back(self) -> int:
-        """Sequences that are not queued yet: they wait for a matcher, or for blocks."""
-        return self._num_compiling + (0 if self._moves is None else self._moves.num_held_back)
+        """Sequences that are not queued yet: they wait for a matcher, for blocks, or for images."""
+        num_moving = 0 if self._moves is None else self._moves.num_held_back
+        return self._num_compiling + num_moving + len(self._images or ())
 
     @property
     def _num_compiling(self) -> int:
@@ -97,7 +103,8 @@ class Engine:
     @property
     def due_s(self) -> float | None:
         """In how many seconds there is work without a message; None if there is none."""
-        return None if self._moves is None else self._moves.due_s
+        parts = (part.due_s for part in (self._moves, self._images) if part is not None)
+        return min((due_s for due_s in parts if due_s is not None), default=None)
 
     def submit(self, request: Request, adapter_index: int = 0) -> None:
         """Take a request. A higher attempt of an id in use ends the lower one and takes over.
@@ -117,6 +124,11 @@ class Engine:
         else:
             assert self._matchers is not None
             self._matchers.add(sequence)
+
+    def take_images(self, message: Inbox) -> None:
+        """Take the pixels that requests will name."""
+        if self._images is not None:
+            self._images.take(message)
 
     def take_blocks(self, message: Inbox) -> None:
         """Take what the server says of blocks of other shards, and that the shard drains."""
@@ -153,6 +165,8 @@ class Engine:
         if self._moves is not None:
             for sequence in self._moves.take_ready():
                 self._begin(sequence)
+        if self._images is not None:
+            self._encode(self._images)
         launched = self._launch()
         waiting = len(self._in_flight)
         self._is_due = waiting > (self._runner.info.max_steps_ahead if launched else 0)
@@ -222,9 +236,12 @@ class Engine:
             self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
-        """Nothing more comes of others for a sequence: queue it, or load it for who will come."""
+        """Nothing more comes of others for a sequence: queue it, once its images are encoded, or
+        load it for who will come.
+        """
         if not sequence.request.only_fetches:
-            self._scheduler.add(sequence, self._clock())
+            if self._images is None or not self._images.hold(sequence):
+                self._scheduler.add(sequence, self._clock())
             return
         self._scheduler.load(sequence)
         if self._moves is None:
@@ -236,6 +253,19 @@ class Engine:
         output.cached_tokens = self._blocks.count_cached(sequence)
         self._outputs.append(output)
         self._forget(sequence)
+
+    def _encode(self, images: PendingImages) -> None:
+        """Encode more of the images that sequences wait for; queue those that wait no more."""
+        images.advance(is_idle=not (self._in_flight or self._scheduler.num_running))
+        for sequence, why in images.take_ready():
+            if why:
+                # It is in no room any more.
+                del self._live[sequence.request.request_id]
+                self._blocks.forget(sequence)
+                error = Error(Code.INVALID_ARGUMENT, why, field="images")
+                self._outputs.append(last_output(sequence, error=error))
+            else:
+                self._scheduler.add(sequence, self._clock())
 
     def _add_compiled(self) -> None:
         """Queue the sequences whose constraints are compiled by now."""
@@ -314,6 +344,8 @@ class Engine:
         self._steps_seconds_total += seconds
         if self._moves is not None:
             self._moves.step_s = seconds
+        if self._images is not None:
+            self._images.step_s = seconds
         self._sequences_total += batch.num_rows
         self._report(self._scheduler.update(batch, results, now_s, seconds))
         self._release()
@@ -388,5 +420,7 @@ class Engine:
         if self._matchers is not None and self._matchers.discard(sequence):
             return
         if self._moves is not None and self._moves.discard(sequence):
+            return
+        if self._images is not None and self._images.discard(sequence):
             return
         self._scheduler.remove(sequence)

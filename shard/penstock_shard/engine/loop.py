@@ -64,6 +64,7 @@ class EngineLoop:
     def take(self, message: Inbox) -> None:
         """Do what the server asks for."""
         self._turn_started_s = self._clock()
+        self._engine.take_images(message)
         for request in message.requests:
             self._engine.submit(request, self._adapters.index_of(request.adapter))
         for request_id, attempt in message.aborts:

@@ -107,6 +107,8 @@ def main() -> int:
     if loaded.runner.adapters is not None:
         capabilities = info.capabilities | {"adapter"}
         info = dataclasses.replace(info, capabilities=capabilities, adapters=adapters.loaded)
+    if loaded.runner.images is not None:
+        info = dataclasses.replace(info, capabilities=info.capabilities | {"images"})
     matchers = create_matchers(loaded, start.config, lambda: inbox.put(Inbox([], [])))
     if matchers is None:
         capabilities = info.capabilities - CONSTRAINT_KINDS

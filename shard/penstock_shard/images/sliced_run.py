@@ -51,7 +51,7 @@ class SlicedRun(Generic[_T]):
         self._go.acquire()
         try:
             self._result = self._work(self._pause)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is asked for
             self._error = error
         self._is_over = True
         self._stop.release()

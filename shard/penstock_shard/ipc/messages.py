@@ -62,9 +62,29 @@ class AdapterChange(msgspec.Struct, array_like=True):
     source: str = ""
 
 
+class ImagePiece(msgspec.Struct, array_like=True):
+    """The next pixels of an image that has `num_bytes`. The last piece has its digest, and no
+    pixels; one without bytes says that no more will come.
+    """
+
+    number: int
+    num_bytes: int
+    data: bytes
+    digest: bytes = b""
+
+
+class ImageDrop(msgspec.Struct, array_like=True):
+    """Forget the pixels of an image."""
+
+    digest: bytes
+
+
+Told = Export | Arrival | AdapterChange | ImagePiece | ImageDrop | int
+
+
 class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
-    """Everything for the engine since the last message. Requests are taken first, then aborts (a
-    request id and its attempt), then changes of adapters, then what is about blocks.
+    """Everything for the engine since the last message. Images are taken first, then requests, then
+    aborts (a request id and its attempt), then changes of adapters, then what is about blocks.
     """
 
     requests: list[Request]
@@ -76,6 +96,24 @@ class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
     arrivals: list[Arrival] = []
     # The shard ends once its requests have.
     drains: bool = False
+    image_pieces: list[ImagePiece] = []
+    image_drops: list[ImageDrop] = []
+
+    def add(self, message: Told) -> None:
+        """Put in what is told apart from requests; a number is that of an export that is over."""
+        match message:
+            case Export():
+                self.exports.append(message)
+            case Arrival():
+                self.arrivals.append(message)
+            case AdapterChange():
+                self.adapter_changes.append(message)
+            case ImagePiece():
+                self.image_pieces.append(message)
+            case ImageDrop():
+                self.image_drops.append(message)
+            case _:
+                self.exports_over.append(message)
 
 
 ToEngine = Start | Inbox

@@ -24,7 +24,13 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.block_messages import PrefixNames
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.messages import Error, Output, Ready
-from penstock_shard.ipc.request import Constraint, FinishReason, Pooling, ThinkingBudget
+from penstock_shard.ipc.request import (
+    Constraint,
+    FinishReason,
+    PlacedImage,
+    Pooling,
+    ThinkingBudget,
+)
 from penstock_shard.ipc.runner_info import Adapter, EmbeddingDefaults
 from penstock_shard.server.kv.held_pieces import PiecesReport
 from penstock_shard.server.supervisor import EngineSupervisor
@@ -80,6 +86,7 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
         logprob_token_ids=_ids(message.output.logprob_token_ids),
         constraint=_constraint(message.constraint),
         thinking_budget=_thinking_budget(message),
+        images=[PlacedImage(**scalars(image)) for image in message.images],
     )
 
 
@@ -120,6 +127,11 @@ def add_embedding(
         length = float(np.linalg.norm(values.astype(np.float64)))
         values = values / np.float32(length or 1.0)
     response.embeddings.add().values.extend(values.tolist())
+
+
+def put_image_response(was_there: bool) -> pb.PutImageResponse:
+    """What came of an image."""
+    return pb.PutImageResponse(was_there=was_there)
 
 
 def prefetch_response(cached_tokens: int | None) -> pb.PrefetchResponse:

@@ -22,6 +22,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Output, Ready
 from penstock_shard.server import proto_codec
+from penstock_shard.server.images import IncomingImage
 from penstock_shard.server.last_outputs import last_outputs
 from penstock_shard.server.request_record import Follower
 from penstock_shard.server.supervisor import EngineSupervisor
@@ -207,6 +208,7 @@ class ShardServicer(proto_codec.Servicer):
                     value=attempt,
                 )
             checked = check(incoming, ready.info, self._config, outbox.namespace)
+            outlet = self._engine.images.hold(checked, outlet)
         except Refusal as refusal:
             self._engine.metrics.on_refusal(refusal.error)
             refused = Output(outbox.namespace + request_id, attempt, 0, [], error=refusal.error)
@@ -267,6 +269,39 @@ class ShardServicer(proto_codec.Servicer):
         except Refusal as refusal:
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
         return proto_codec.prefetch_response(output.cached_tokens)
+
+    # ---- images ----
+
+    async def PutImage(self, request_iterator: AsyncIterator[Any], context: Context) -> Any:
+        ready = await self._ready(context)
+        try:
+            if "images" not in ready.info.capabilities:
+                text = "images are not served by this shard"
+                raise Refusal(Code.FAILED_PRECONDITION, text, field="images")
+            return proto_codec.put_image_response(await self._put_image(request_iterator))
+        except Refusal as refusal:
+            await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
+
+    async def _put_image(self, chunks: AsyncIterator[Any]) -> bool:
+        """Whether the image was there already. Raises `Refusal`."""
+        incoming: IncomingImage | None = None
+        images, is_whole = self._engine.images, False
+        try:
+            async for chunk in chunks:
+                if incoming is None:
+                    self._check_engine(chunk.instance_id)
+                    if chunk.digest in images:
+                        return True
+                    incoming = images.begin(chunk.digest, chunk.width, chunk.height)
+                incoming.add(chunk.pixels)
+            if incoming is None:
+                raise Refusal(Code.INVALID_ARGUMENT, "no chunk of an image came", field="pixels")
+            incoming.check()
+            is_whole = True
+        finally:
+            if incoming is not None:
+                images.end(incoming, is_whole=is_whole)
+        return False
 
     # ---- what the shard is ----
 

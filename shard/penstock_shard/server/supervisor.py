@@ -21,7 +21,6 @@ from penstock_common.clock import Clock
 from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.block_messages import Arrival, Export
 from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
@@ -29,6 +28,7 @@ from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReaso
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.early_aborts import EarlyAborts
 from penstock_shard.server.engine_process import manner_of_end, start_engine
+from penstock_shard.server.images import EngineImages
 from penstock_shard.server.kv.held_pieces import HeldPieces
 from penstock_shard.server.kv.transfers import BlockTransfers
 from penstock_shard.server.metrics import ShardMetrics
@@ -105,7 +105,8 @@ class EngineSupervisor:
         self._transfers = transfers
         # What routers follow.
         self.pieces = HeldPieces()
-        self.adapters = ServerAdapters(config, self._change_adapter, self._adapters_changed)
+        self.adapters = ServerAdapters(config, self._tell, self._adapters_changed)
+        self.images = EngineImages(config.image_cache_bytes, self._tell)
         self._flush_scheduled = False
         # A set in the order in which they came.
         self._listeners: dict[asyncio.Event, None] = {}
@@ -509,29 +510,19 @@ class EngineSupervisor:
     def _became_ready(self, ready: messages.Ready) -> None:
         self._ready = ready
         if self._transfers is not None:
-            self._transfers.on_engine_ready(ready.info, self._tell_of_blocks)
+            self._transfers.on_engine_ready(ready.info, self._tell)
         self._refusal = ""
         self.instance_id = uuid.uuid4().hex
         self.pieces.begin(self.instance_id)
         self.adapters.on_engine_ready(ready.info.adapters)
+        self.images.begin_engine()
         info, tokenizer = ready.info, ready.tokenizer_files.get("tokenizer.json")
         if tokenizer is not None and info.capabilities & CONSTRAINT_KINDS:
             self._checker.use(tokenizer, info.vocab_size, info.eos_token_ids)
         self._notify()
 
-    def _tell_of_blocks(self, message: Export | Arrival | int) -> None:
-        """Tell the engine of an export, of one that is over, or of what arrived."""
-        match message:
-            case Export():
-                self._inbox.exports.append(message)
-            case Arrival():
-                self._inbox.arrivals.append(message)
-            case _:
-                self._inbox.exports_over.append(message)
-        self._schedule_flush()
-
-    def _change_adapter(self, change: messages.AdapterChange) -> None:
-        self._inbox.adapter_changes.append(change)
+    def _tell(self, message: messages.Told) -> None:
+        self._inbox.add(message)
         self._schedule_flush()
 
     def _adapters_changed(self, loaded: Loaded) -> None:

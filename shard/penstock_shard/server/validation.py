@@ -25,6 +25,7 @@ from penstock_shard.ipc.messages import Error
 from penstock_shard.ipc.request import (
     Constraint,
     Objective,
+    PlacedImage,
     Pooling,
     Request,
     SamplingParams,
@@ -71,7 +72,9 @@ _NEUTRAL: Mapping[str, object] = {
 }
 _NEUTRAL_SAMPLING = SamplingParams()
 _NO_OBJECTIVE = Objective()
-_NEUTRAL_WHEN_EMPTY = ("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids")
+_NEUTRAL_WHEN_EMPTY = (
+    *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "images"),
+)
 
 
 class Refusal(Exception):
@@ -140,6 +143,7 @@ class IncomingRequest:
     suspect: bool = False
     # Where KV blocks may be; not checked: it is only used if it is a peer's address.
     kv_source: str = ""
+    images: abc.Sequence[PlacedImage] = ()
     # For logs and traces only; not checked.
     label: str = ""
     traceparent: str = ""
@@ -196,6 +200,7 @@ def check(
         constraint=incoming.constraint,
         reluctant_stop_ids=_reluctant_stop_ids(incoming, info),
         thinking_budget=incoming.thinking_budget,
+        images=_check_images(incoming),
     )
 
 
@@ -381,6 +386,20 @@ def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, TokenIds]]:
     if budget is not None:
         for name in ("begin_token_id", "end_token_id"):
             yield f"thinking_budget.{name}", np.array([getattr(budget, name)], dtype="<u4")
+
+
+def _check_images(incoming: IncomingRequest) -> tuple[PlacedImage, ...]:
+    """Whether they are there, and of which size, is not known here."""
+    end = 0
+    for index, image in enumerate(incoming.images):
+        last = incoming.prompt.size - image.num_tokens
+        if not end <= image.offset <= last:
+            bound = f"{end}..{last}: in the prompt, behind the image before it"
+            _refuse(f"images[{index}].offset", image.offset, bound)
+        if not image.num_tokens:
+            _refuse(f"images[{index}].num_tokens", 0, "at least 1")
+        end = image.offset + image.num_tokens
+    return tuple(incoming.images)
 
 
 def _check_constraint(constraint: Constraint, max_bytes: int) -> None:

@@ -39,6 +39,7 @@ from penstock_shard.worker.base import (
     RowResult,
 )
 from penstock_shard.worker.capabilities import CAPABILITIES
+from penstock_shard.worker.fake_images import FakeImages
 from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.token_state import BadWords, Thinking
 
@@ -121,6 +122,7 @@ class FakeRunner:
     ) -> None:
         self._info = info
         self._adapters = adapters
+        self._images = FakeImages()
         self._kv = kv
         self._ordinary_ids = ordinary_ids
         self._step_s = step_s
@@ -145,7 +147,7 @@ class FakeRunner:
 
     @property
     def images(self) -> ImageEncoder | None:
-        return None
+        return self._images
 
     @property
     def done_at_s(self) -> float:
@@ -376,7 +378,8 @@ class FakeRunner:
 def _parameters(request: Request) -> bytes:
     """All that tokens depend on besides the prompt and the output."""
     parameters = [astuple(request.sampling), request.min_tokens]
-    others = (request.constraint, request.thinking_budget, request.adapter_hash)
+    images = tuple((image.digest, image.offset) for image in request.images)
+    others = (request.constraint, request.thinking_budget, request.adapter_hash, images)
     parameters += [part for part in others if part]
     return repr(tuple(parameters)).encode()
 

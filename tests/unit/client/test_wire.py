@@ -24,6 +24,7 @@ from penstock_client import (
     Objective,
     Output,
     Overloaded,
+    PromptImage,
     SamplingParams,
     ShardFailed,
     ShardUnavailable,
@@ -59,6 +60,7 @@ FULL = GenerationRequest(
     prompt_logprobs=4,
     logprob_token_ids=[8],
     output_token_ids=[11],
+    images=[PromptImage("ab" * 32, 5, 6, 1, 1)],
     constraint=Constraint(ConstraintKind.REGEX, "a+"),
     thinking_budget=ThinkingBudget(7, 5, 6, begun=True),
     objective=Objective(

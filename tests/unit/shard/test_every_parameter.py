@@ -21,13 +21,14 @@ from penstock_client import (
     ConstraintKind,
     GenerationRequest,
     Objective,
+    PromptImage,
     SamplingParams,
     ThinkingBudget,
 )
 from penstock_client.rpc import proto_codec
 from penstock_proto import shard_pb2 as pb
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Request
+from penstock_shard.ipc.request import PlacedImage, Request
 from penstock_shard.ipc.runner_info import Adapter
 from penstock_shard.server import proto_codec as shard_codec
 from penstock_shard.server.validation import IncomingRequest, Refusal, check
@@ -35,7 +36,7 @@ from penstock_shard.server.validation import IncomingRequest, Refusal, check
 CONFIG = ShardConfig(served_model_names=("one", "two"))
 INFO = dataclasses.replace(
     runner_info(),
-    capabilities=runner_info().capabilities | {"adapter"},
+    capabilities=runner_info().capabilities | {"adapter", "images"},
     adapters=(Adapter("lora", "f00d", "/adapters/lora", 8),),
 )
 # Of a fleet's own: where a request goes. No shard hears of them.
@@ -68,6 +69,11 @@ REQUEST: dict[str, tuple[Any, View, Any]] = {
     "logprob_token_ids": ([8, 7], lambda submit: submit.logprob_token_ids, (8, 7)),
     "cache_salt": ("salt", lambda submit: submit.cache_salt, "salt"),
     "adapter": ("lora", lambda submit: submit.adapter, "lora"),
+    "images": (
+        [PromptImage("ab" * 32, 5, 6, 0, 2)],
+        lambda submit: submit.images,
+        (PlacedImage(b"\xab" * 32, 5, 6, 0, 2),),
+    ),
 }
 SAMPLING: dict[str, tuple[Any, Any]] = {
     "temperature": (0.5, 0.5),
@@ -218,6 +224,8 @@ def test_a_shard_reads_every_field_of_the_message() -> None:
             part.bad_words.add().token_ids.append(1)
         elif name == "choice":
             part.choice.options.append("a")
+        elif name == "images":
+            part.images.add().digest = b"x"
         elif path[0] == "thinking_budget":
             setattr(part, name, 3)
         else:

@@ -17,6 +17,7 @@ from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.server.early_aborts import EarlyAborts
+from penstock_shard.server.images import EngineImages
 from penstock_shard.server.proto_codec import UnreadableMessage
 from penstock_shard.server.servicer import ShardServicer
 
@@ -29,6 +30,7 @@ class Engine:
     def __init__(self) -> None:
         self.instance_id = "this one"
         self.ready: link.Ready | None = link.Ready(runner_info(), {}, "", "")
+        self.images = EngineImages(2**20, lambda message: None)
         self.live: dict[str, int] = {}
         self.submitted: dict[tuple[str, int], dict[str, Any]] = {}
         self.deliver: dict[str, Callable[[link.Output], None]] = {}

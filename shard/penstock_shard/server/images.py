@@ -1,0 +1,164 @@
+"""The images that the engine has: as many as memory lasts for, those in use first."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock_common.image_digest import DIGEST_BYTES, begin_digest
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Output
+from penstock_shard.ipc.request import Request
+from penstock_shard.server.validation import Refusal
+
+# Longer sides are refused by all processors, or make one row of patches.
+MAX_SIDE_PIXELS = 65_535
+_COLOURS = 3
+
+
+@dataclass(slots=True)
+class _Kept:
+    num_bytes: int
+    # Requests that name it and have not ended.
+    num_users: int = 0
+
+
+class EngineImages:
+    """Says what comes to the engine and goes from there; the engine obeys."""
+
+    def __init__(self, most_bytes: int, tell: Callable[[ImagePiece | ImageDrop], None]) -> None:
+        self._most_bytes = most_bytes
+        self._tell = tell
+        self._numbers = itertools.count(1)
+        # By digest, the one that was named last at the end.
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        # Bytes of these, and of what is being put.
+        self._num_bytes = 0
+        self.num_engines = 0
+
+    def begin_engine(self) -> None:
+        """Another engine has none."""
+        self.num_engines += 1
+        self._num_bytes -= sum(kept.num_bytes for kept in self._kept.values())
+        self._kept.clear()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._kept
+
+    def begin(self, digest: bytes, width: int, height: int) -> IncomingImage:
+        """Make room for an image that comes. Raises `Refusal` if it cannot be one, or for want of
+        room.
+        """
+        if len(digest) != DIGEST_BYTES:
+            raise _refusal("digest", f"{len(digest)} bytes", f"{DIGEST_BYTES} bytes")
+        for name, side in (("width", width), ("height", height)):
+            if not 1 <= side <= MAX_SIDE_PIXELS:
+                raise _refusal(name, side, f"1..{MAX_SIDE_PIXELS} pixels")
+        num_bytes = _COLOURS * width * height
+        if num_bytes > self._most_bytes:
+            bound = f"at most {self._most_bytes} bytes (--image-cache-bytes)"
+            raise _refusal("pixels", f"{num_bytes} bytes", bound)
+        self._make_room(num_bytes)
+        self._num_bytes += num_bytes
+        return IncomingImage(self, next(self._numbers), digest, width, height, num_bytes)
+
+    def _make_room(self, num_bytes: int) -> None:
+        idle = [digest for digest, kept in self._kept.items() if not kept.num_users]
+        for digest in idle:
+            if self._num_bytes + num_bytes <= self._most_bytes:
+                return
+            self._num_bytes -= self._kept.pop(digest).num_bytes
+            self._tell(ImageDrop(digest))
+        if self._num_bytes + num_bytes > self._most_bytes:
+            raise Refusal(
+                Code.RESOURCE_EXHAUSTED,
+                f"images of requests that run take {self._num_bytes} bytes; --image-cache-bytes is "
+                f"{self._most_bytes}",
+                field="pixels",
+            )
+
+    def tell(self, piece: ImagePiece) -> None:
+        """Pass a piece on to the engine."""
+        self._tell(piece)
+
+    def end(self, incoming: IncomingImage, *, is_whole: bool) -> None:
+        """An image has come, or will not."""
+        if is_whole and incoming.digest not in self._kept:
+            self._tell(ImagePiece(incoming.number, incoming.num_bytes, b"", incoming.digest))
+            self._kept[incoming.digest] = _Kept(incoming.num_bytes)
+        else:
+            self._tell(ImagePiece(incoming.number, 0, b""))
+            self._num_bytes -= incoming.num_bytes
+
+    def hold(self, request: Request, deliver: Callable[[Output], None]) -> Callable[[Output], None]:
+        """Keep the images of a request until its last output was delivered. Raises `Refusal` if one
+        is not here.
+        """
+        if not request.images:
+            return deliver
+        digests = {image.digest for image in request.images}
+        for index, image in enumerate(request.images):
+            if image.digest not in self._kept:
+                raise Refusal(
+                    Code.NOT_FOUND,
+                    f"images[{index}]: its pixels are not here; put them first",
+                    field="pixels",
+                    value=image.digest.hex(),
+                )
+        held = [self._kept[digest] for digest in digests]
+        for digest, kept in zip(digests, held, strict=True):
+            kept.num_users += 1
+            self._kept.move_to_end(digest)
+
+        def deliver_and_let_go(output: Output) -> None:
+            if output.is_last:
+                for kept in held:
+                    kept.num_users -= 1
+            deliver(output)
+
+        return deliver_and_let_go
+
+
+class IncomingImage:
+    """An image of which pieces come."""
+
+    def __init__(
+        self,
+        images: EngineImages,
+        number: int,
+        digest: bytes,
+        width: int,
+        height: int,
+        num_bytes: int,
+    ) -> None:
+        self.number = number
+        self.digest = digest
+        self.num_bytes = num_bytes
+        self._images = images
+        self._engine = images.num_engines
+        self._hash = begin_digest(width, height)
+        self._num_come = 0
+
+    def add(self, data: bytes) -> None:
+        """The next pixels. Raises `Refusal` for more than there are."""
+        self._num_come += len(data)
+        if self._num_come > self.num_bytes:
+            raise _refusal("pixels", f"{self._num_come} bytes", f"{self.num_bytes} bytes")
+        self._hash.update(data)
+        self._images.tell(ImagePiece(self.number, self.num_bytes, data))
+
+    def check(self) -> None:
+        """Raises `Refusal` if what came is not what was announced, or came to two engines."""
+        if self._engine != self._images.num_engines:
+            raise Refusal(Code.UNAVAILABLE, "the engine died while the image came")
+        if self._num_come != self.num_bytes:
+            raise _refusal("pixels", f"{self._num_come} bytes", f"{self.num_bytes} bytes")
+        if self._hash.digest() != self.digest:
+            raise _refusal("digest", self.digest.hex(), "that of the size and the pixels")
+
+
+def _refusal(field: str, value: object, bound: str) -> Refusal:
+    text = f"{field}: {value} is out of bounds; allowed: {bound}"
+    return Refusal(Code.INVALID_ARGUMENT, text, field=field, value=value, bound=bound)

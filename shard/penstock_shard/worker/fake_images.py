@@ -1,0 +1,33 @@
+"""Images of a runner without a model: what is not there cannot be encoded, and nothing is made."""
+
+from __future__ import annotations
+
+from penstock_shard.errors import ImageUnusable
+from penstock_shard.ipc.request import PlacedImage
+
+
+class FakeImages:
+    """An `ImageEncoder` that knows which images it has, and encodes them in no time."""
+
+    # No id stands for an image here: any number of tokens may.
+    token_id = -1
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+
+    def put(self, digest: bytes, pixels: bytes) -> None:
+        self._digests.add(digest)
+
+    def drop(self, digest: bytes) -> None:
+        self._digests.discard(digest)
+
+    def num_rows(self, digest: bytes) -> int | None:
+        return None
+
+    def has(self, salt: str, image: PlacedImage) -> bool:
+        return False
+
+    def encode(self, salt: str, image: PlacedImage, seconds: float) -> bool:
+        if image.digest not in self._digests:
+            raise ImageUnusable("its pixels are not here any more")
+        return True
