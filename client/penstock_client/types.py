@@ -82,7 +82,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image in a prompt: its digest (`penstock_common.image_digest`) as hex digits, its size, and
+    """An image in a prompt: the digest of it in hexadecimal (`image_digest`), its size, and
     which of the prompt's tokens stand for it.
     """
 

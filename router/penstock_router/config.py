@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass, field
 
 from penstock_client.fleet.allowed_networks import PRIVATE_NETWORKS, Network
-from penstock_client.fleet.roles import PREFILL_TOKENS
+from penstock_client.fleet.placement.roles import PREFILL_TOKENS
 from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES
 from penstock_common.flags import flag, required
 from penstock_common.shared_flags import (

@@ -21,7 +21,7 @@ from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.fleet_metrics import FleetCollector
 from penstock_router.observe.metrics import Metrics
 from penstock_shard.config import ShardConfig
-from penstock_shard.server.metrics_collector import engine_state
+from penstock_shard.server.observe.metrics_collector import engine_state
 from penstock_shard.server.supervisor import EngineSupervisor
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -26,7 +26,7 @@ EDGES = {
     "penstock_router.server.sse": "the status line is sent: an error event is the last resort",
     "penstock_router.offload.text_process": "a defect costs the body it shows on, not the process",
     "penstock_shard.structured_output.checker": "a defect costs the constraint it shows on",
-    "penstock_shard.server.request_record": "a defect of who tells of requests costs no shard",
+    "penstock_shard.server.observe.request_record": "a defect of who tells costs no shard",
     "penstock_router.app": "the edge of the process: a bug is answered with 500",
 }
 

@@ -31,14 +31,15 @@ HTTP_USERS = (
 TENSOR_ROOMS = tuple(
     f"penstock_shard.{room}."
     for room in (
-        *("attention", "checkpoint", "device", "distributed", "kernels", "load_cache", "lora"),
-        *("model_loader", "models", "ops", "selfcheck", "worker"),
+        *("attention", "checkpoint", "device", "distributed", "images", "kernels"),
+        *("load_cache", "lora", "model_loader", "models", "ops", "selfcheck", "worker"),
     )
 )
 # These of them stay free of torch: what runs without it needs them.
 FREE_OF_TENSORS = (
     "penstock_shard.worker.base",
     "penstock_shard.worker.capabilities",
+    "penstock_shard.worker.fake_images",
     "penstock_shard.worker.fake_runner",
     "penstock_shard.worker.token_state",
     "penstock_shard.model_loader.load_runner",

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TypeVar
 from unittest.mock import patch
 
-from penstock_client.fleet import moves, rebalancing
+from penstock_client.fleet.placement import moves, rebalancing
 from simulation import virtual_time
 from simulation.device_fleet import DeviceFleet, Timeline, prompts
 from simulation.devices import H100, Device

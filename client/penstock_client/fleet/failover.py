@@ -33,12 +33,17 @@ from penstock_client.fleet.compatibility import (
     sees_all,
 )
 from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
-from penstock_client.fleet.image_puts import PIXELS, ImagePuts
-from penstock_client.fleet.moves import Moves, Plan
+from penstock_client.fleet.placement.image_puts import PIXELS, ImagePuts
+from penstock_client.fleet.placement.moves import Moves, Plan
+from penstock_client.fleet.placement.rebalancing import REBALANCE, Rebalancing, has_room
+from penstock_client.fleet.placement.roles import (
+    PREFILL_TOKENS,
+    Roles,
+    suits_decode,
+    wants_to_leave,
+)
 from penstock_client.fleet.poison_requests import POISON_DEATHS, RefusedRequests
-from penstock_client.fleet.rebalancing import REBALANCE, Rebalancing, has_room
 from penstock_client.fleet.request_checks import check_adapter, check_known, check_tokenizer
-from penstock_client.fleet.roles import PREFILL_TOKENS, Roles, suits_decode, wants_to_leave
 from penstock_client.fleet.shard_state import ShardState, serving
 from penstock_client.load_balancing.base import Policy
 from penstock_client.rpc.generation_stream import GenerationStream

@@ -26,7 +26,7 @@ from penstock_client.fleet.failover import (
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.output_verification import Verification
 from penstock_client.fleet.piece_watch import PieceWatch
-from penstock_client.fleet.roles import PREFILL_TOKENS
+from penstock_client.fleet.placement.roles import PREFILL_TOKENS
 from penstock_client.fleet.shard_state import ShardState, ShardWatch, check_served, serving
 from penstock_client.load_balancing.policies import make_policy
 from penstock_client.types import EmbeddingRequest, GenerationRequest, PixelSource, ShardInfo

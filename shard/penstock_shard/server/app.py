@@ -34,16 +34,16 @@ from penstock_shard.server.engine_process import Standby, start_engine
 from penstock_shard.server.kv.peers import KvPeers
 from penstock_shard.server.kv.service import KvTransferServicer
 from penstock_shard.server.kv.transfers import BlockTransfers
-from penstock_shard.server.metrics_collector import serve_metrics
-from penstock_shard.server.request_log_line import log_request
-from penstock_shard.server.request_record import Follower
+from penstock_shard.server.observe.metrics_collector import serve_metrics
+from penstock_shard.server.observe.request_log_line import log_request
+from penstock_shard.server.observe.request_record import Follower
+from penstock_shard.server.observe.tracing import trace_request
 from penstock_shard.server.servicer import ShardServicer
 from penstock_shard.server.supervisor import (
     EngineFailed,
     EngineSupervisor,
     ModelRefused,
 )
-from penstock_shard.server.tracing import trace_request
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from penstock_shard.ipc.messages import Error, Output, Ready
 from penstock_shard.server import proto_codec
 from penstock_shard.server.images import IncomingImage
 from penstock_shard.server.last_outputs import last_outputs
-from penstock_shard.server.request_record import Follower
+from penstock_shard.server.observe.request_record import Follower
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import (
     MAX_ID_CHARACTERS,

@@ -31,7 +31,7 @@ from penstock_shard.server.engine_process import manner_of_end, start_engine
 from penstock_shard.server.images import EngineImages
 from penstock_shard.server.kv.held_pieces import HeldPieces
 from penstock_shard.server.kv.transfers import BlockTransfers
-from penstock_shard.server.metrics import ShardMetrics
+from penstock_shard.server.observe.metrics import ShardMetrics
 from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
 from penstock_shard.structured_output.checker import CheckFailed, ConstraintChecker, NotChecked
 

@@ -15,8 +15,8 @@ from penstock_client import (
     ShardState,
     ShardUnavailable,
 )
-from penstock_client.fleet import moves
 from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.fleet.placement import moves
 from penstock_client.load_balancing.base import Candidate
 from penstock_client.load_balancing.prefix_affinity import PrefixAffinity
 

@@ -9,8 +9,8 @@ import pytest
 from support.fleet_doubles import Make, World, settled
 
 from penstock_client import LoadReport, Output
-from penstock_client.fleet import rebalancing
 from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.fleet.placement import rebalancing
 
 _PEERS = frozenset({"prefetch"})
 

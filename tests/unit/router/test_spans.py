@@ -12,7 +12,7 @@ from unit.router.test_request_log import failed_over, record_of
 from penstock_common.tracing.spans import Span, SpanContext
 from penstock_router.observe.request_record import RequestRecord
 from penstock_router.observe.tracing import METHOD, RequestTraces
-from penstock_shard.server import tracing
+from penstock_shard.server.observe import tracing
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"

@@ -19,9 +19,9 @@ from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Load, Output, StepOutputs
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.ipc.runner_info import CacheGroup
-from penstock_shard.server import metrics_port
-from penstock_shard.server.metrics import ShardMetrics
-from penstock_shard.server.metrics_collector import ShardCollector, serve_metrics
+from penstock_shard.server.observe import metrics_port
+from penstock_shard.server.observe.metrics import ShardMetrics
+from penstock_shard.server.observe.metrics_collector import ShardCollector, serve_metrics
 from penstock_shard.server.supervisor import EngineSupervisor
 
 

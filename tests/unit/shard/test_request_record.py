@@ -16,9 +16,9 @@ from penstock_common.tracing.spans import Span
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Load, Output, Work
 from penstock_shard.ipc.request import FinishReason
-from penstock_shard.server.request_log_line import fields_of, log_request
-from penstock_shard.server.request_record import Follower, ShardRecord
-from penstock_shard.server.tracing import METHOD, spans_of, trace_request
+from penstock_shard.server.observe.request_log_line import fields_of, log_request
+from penstock_shard.server.observe.request_record import Follower, ShardRecord
+from penstock_shard.server.observe.tracing import METHOD, spans_of, trace_request
 from penstock_shard.server.validation import IncomingRequest
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

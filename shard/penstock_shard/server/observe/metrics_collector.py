@@ -14,7 +14,7 @@ from penstock_common.version import VERSION
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.messages import Load
 from penstock_shard.ipc.runner_info import RunnerInfo
-from penstock_shard.server.metrics_port import serve_in_threads
+from penstock_shard.server.observe.metrics_port import serve_in_threads
 from penstock_shard.server.supervisor import EngineSupervisor
 
 

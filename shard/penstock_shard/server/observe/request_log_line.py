@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from penstock_common.logs import IN_WORDS
 from penstock_shard.server import proto_codec
-from penstock_shard.server.request_record import ShardRecord
+from penstock_shard.server.observe.request_record import ShardRecord
 
 logger = logging.getLogger("penstock.requests")
 

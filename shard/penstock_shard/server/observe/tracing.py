@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock_common.tracing.spans import Span, SpanSink, Value
 from penstock_shard.server import proto_codec
-from penstock_shard.server.request_record import ShardRecord
+from penstock_shard.server.observe.request_record import ShardRecord
 
 METHOD = f"{proto_codec.SERVICE_NAME}/Generate"
 _NS = 1_000_000_000

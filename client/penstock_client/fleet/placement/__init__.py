@@ -1,0 +1,1 @@
+"""Where streams run, and what goes there before them."""
