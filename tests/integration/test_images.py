@@ -128,6 +128,8 @@ async def test_a_request_with_images_goes_on_at_another_shard(
         token_ids += output.token_ids
     assert token_ids == calm
     assert stream.attempt > 0
+    for shard in shards:
+        shard.wait_healthy()
 
 
 async def test_wrong_pixels_are_refused_in_one_line(shards: list[Shard]) -> None:

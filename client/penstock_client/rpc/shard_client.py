@@ -281,16 +281,10 @@ class ShardClient:
             ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
         """
         self._require_open()
-        call = self._stub.PutImage(metadata=self._metadata, timeout=timeout_s)
+        # An iterator: the call may be answered before all is written.
+        chunks = proto_codec.image_chunks(image, pixels, instance_id)
         with proto_codec.errors_of(self.address):
-            try:
-                for chunk in proto_codec.image_chunks(image, pixels, instance_id):
-                    await call.write(chunk)
-                await call.done_writing()
-            except asyncio.InvalidStateError:
-                # It is answered already: it was there, or is refused.
-                pass
-            await call
+            await self._stub.PutImage(chunks, metadata=self._metadata, timeout=timeout_s)
 
     # ---- the other calls ----
 
