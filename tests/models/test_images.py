@@ -2,88 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-import torch
 from models.driver import Driver, load, make_sequence
-from models.tiny_vision import FAMILIES, IMAGE_ID, Picture, generate, make_vision, random_picture
+from models.image_prompts import OUTPUT_TOKENS, PICTURES, Asked, ask
+from models.tiny_vision import FAMILIES, make_vision
 
-from penstock_common.image_digest import image_digest
-from penstock_shard.images.families import family_of
-from penstock_shard.images.image_processor import ImageProcessor
-from penstock_shard.ipc.request import PlacedImage
-from penstock_shard.model_loader.transformers_loader import load_config
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine.create_engine import create_engine
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Inbox, Output
+from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.model_runner import ModelRunner
-
-OUTPUT_TOKENS = 12
-# Odd sizes of one to four images.
-PICTURES = (((60, 60),), ((100, 30), (57, 131)), ((300, 200), (31, 90), (64, 64), (45, 120)))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt with images, and what transformers answers."""
-
-    token_ids: list[int]
-    pictures: Seq[Picture]
-    placed: tuple[PlacedImage, ...]
-    expected: list[int]
-
-    def sequence(self, **fields: Any) -> Sequence:
-        return make_sequence(self.token_ids, max_tokens=OUTPUT_TOKENS, images=self.placed, **fields)
-
-    def put(self, runner: ModelRunner) -> None:
-        """Have the runner know the pixels."""
-        assert runner.images is not None
-        for picture, image in zip(self.pictures, self.placed, strict=True):
-            runner.images.put(image.digest, picture.pixels)
-
-
-def ask(directory: Path, whole: Any, sizes: Seq[tuple[int, int]], seed: int) -> Asked:
-    """Images between words, and the answer of the whole model."""
-    rng = random.Random(seed)
-    config = load_config(directory, trust_remote_code=False)
-    processor = ImageProcessor(directory, family_of(config).options(config))
-    pictures = [random_picture(rng, *size) for size in sizes]
-    token_ids, placed, inputs = [1], [], []
-    for picture in pictures:
-        token_ids += [rng.randrange(5, 3900) for _ in range(rng.randint(1, 9))]
-        inputs.append(processor.process(picture.pixels, picture.width, picture.height))
-        with torch.inference_mode():
-            made = whole.model.get_image_features(**inputs[-1], return_dict=True).pooler_output
-        rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in made)
-        digest = image_digest(picture.width, picture.height, picture.pixels)
-        placed.append(PlacedImage(digest, picture.width, picture.height, len(token_ids), rows))
-        token_ids += [IMAGE_ID] * rows
-    token_ids += [rng.randrange(5, 3900) for _ in range(5)]
-    expected = generate(whole, token_ids, _together(inputs), OUTPUT_TOKENS)
-    return Asked(token_ids, pictures, tuple(placed), expected)
-
-
-def _together(inputs: Seq[Any]) -> dict[str, torch.Tensor]:
-    """What a processor gives for all images at once; tiles are padded to as many as one has."""
-    together = {}
-    for name in inputs[0].keys() - {"num_patches"}:
-        parts = [each[name] for each in inputs]
-        if parts[0].dim() > 3:
-            shapes = [part.shape for part in parts]
-            most = [max(sizes) for sizes in zip(*shapes, strict=True)]
-            if parts[0].dim() == 5 or (name == "pixel_values" and len(set(shapes)) > 1):
-                parts = [_padded(part, most) for part in parts]
-        together[name] = torch.cat(parts)
-    return together
-
-
-def _padded(part: torch.Tensor, shape: Seq[int]) -> torch.Tensor:
-    padded = part.new_zeros([part.shape[0], *shape[1:]])
-    padded[tuple(slice(size) for size in part.shape)] = part
-    return padded
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -109,3 +43,157 @@ def test_tokens_are_those_of_transformers_in_chunks_and_batches(family: Any) -> 
         assert [_output(sequence) for sequence in sequences] == [each.expected for each in asked]
         for sequence in sequences:
             driver.preempt(sequence)
+
+
+# ---- in an engine -------------------------------------------------------------------------------
+
+
+class _Served:
+    """An engine over a runner, which is told of images as a server would."""
+
+    def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        self.runner = runner
+        self.encoded: list[int] = []
+        values = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_prefill_tokens": 48}
+        self.engine = create_engine(
+            LoadedRunner(runner, {}, ""), ShardConfig(**{**values, **config}), lambda ids: None
+        )
+        encoder: Any = runner.images
+        # As after a start.
+        for kept in (encoder._features, encoder._facts, encoder._pixels):
+            kept.clear()
+        encode = encoder._encoder.encode
+
+        def count(inputs: Any, pause: Any) -> Any:
+            self.encoded.append(1)
+            return encode(inputs, pause)
+
+        monkeypatch.setattr(encoder._encoder, "encode", count)
+
+    def put(self, *asked: Asked) -> None:
+        pieces = []
+        for number, (picture, image) in enumerate(
+            pair for each in asked for pair in zip(each.pictures, each.placed, strict=True)
+        ):
+            size, half = len(picture.pixels), len(picture.pixels) // 2
+            pieces += [
+                ImagePiece(number, size, picture.pixels[:half]),
+                ImagePiece(number, size, picture.pixels[half:]),
+                ImagePiece(number, size, b"", image.digest),
+            ]
+        self.engine.take_images(Inbox([], [], image_pieces=pieces))
+
+    def run(self, *sequences: Sequence) -> list[list[Output]]:
+        outputs: dict[str, list[Output]] = {}
+        for number, sequence in enumerate(sequences):
+            outputs[str(number)] = []
+            request = msgspec.structs.replace(sequence.request, request_id=str(number))
+            self.engine.submit(request)
+        for _ in range(5000):
+            if not self.engine._live:
+                break
+            for output in self.engine.step():
+                outputs[output.request_id].append(output)
+            self.engine.check_integrity()
+        assert not self.engine._live
+        return list(outputs.values())
+
+
+def _tokens(outputs: Seq[Output]) -> list[int]:
+    assert outputs[-1].error is None, outputs[-1].error
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def test_an_engine_encodes_each_image_once_and_finds_what_it_computed(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = family
+    served = _Served(runner, monkeypatch)
+    served.put(*asked)
+    pairs = [each for each in asked for _ in range(4)]
+    found = served.run(*(each.sequence() for each in pairs))
+    assert [_tokens(outputs) for outputs in found] == [each.expected for each in pairs]
+    num_images = sum(len(each.placed) for each in asked)
+    assert len(served.encoded) == num_images
+    # Again: all but the last block of each is found, though its pixels are gone.
+    drops = [ImageDrop(image.digest) for each in asked for image in each.placed]
+    served.engine.take_images(Inbox([], [], image_drops=drops))
+    again = served.run(*(each.sequence() for each in asked))
+    assert [_tokens(outputs) for outputs in again] == [each.expected for each in asked]
+    for outputs, each in zip(again, asked, strict=True):
+        assert (outputs[0].cached_tokens or 0) >= len(each.token_ids) - 17
+    assert len(served.encoded) == num_images
+
+
+def test_requests_of_another_salt_share_nothing(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = family
+    served = _Served(runner, monkeypatch)
+    served.put(asked[1])
+    for salt in ("", "a", "b"):
+        (outputs,) = served.run(asked[1].sequence(cache_salt=salt))
+        assert (outputs[0].cached_tokens, _tokens(outputs)) == (0, asked[1].expected)
+    assert len(served.encoded) == 3 * len(asked[1].placed)
+
+
+def test_features_that_were_dropped_are_made_again(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = family
+    served = _Served(runner, monkeypatch, enable_prefix_caching=False)
+    monkeypatch.setattr(runner.images, "_cache_bytes", 1)
+    served.put(*asked)
+    found = served.run(*(each.sequence() for each in asked))
+    assert [_tokens(outputs) for outputs in found] == [each.expected for each in asked]
+    assert len(served.encoded) > sum(len(each.placed) for each in asked)
+
+
+def test_places_that_do_not_fit_the_size_of_an_image_end_their_request_alone(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = family
+    served = _Served(runner, monkeypatch)
+    served.put(*asked)
+    whole = asked[0]
+    (image,) = whole.placed
+    token_ids = list(whole.token_ids)
+    del token_ids[image.offset]
+    short = msgspec.structs.replace(image, num_tokens=image.num_tokens - 1)
+    wrong = make_sequence(token_ids, max_tokens=OUTPUT_TOKENS, images=(short,))
+    found = served.run(wrong, whole.sequence())
+    error = found[0][-1].error
+    assert error is not None
+    assert (error.code, error.field) == (Code.INVALID_ARGUMENT, "images")
+    assert error.message == (
+        f"images[0]: {short.num_tokens} of its tokens have the id for images; the encoder makes "
+        f"{image.num_tokens} rows of 60x60 pixels"
+    )
+    assert _tokens(found[1]) == whole.expected
+
+
+def test_an_image_that_no_encoder_takes_ends_its_request_alone(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = family
+    served = _Served(runner, monkeypatch)
+    served.put(asked[0])
+    monkeypatch.setattr(
+        runner.images._processor, "process", lambda *_: (_ for _ in ()).throw(ValueError("odd"))
+    )
+    (outputs,) = served.run(asked[0].sequence())
+    assert outputs[-1].error is not None
+    assert outputs[-1].error.message == "images[0]: the encoder cannot take it: ValueError"
+
+
+def test_probabilities_do_not_depend_on_what_else_runs(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = family
+    served = _Served(runner, monkeypatch, enable_prefix_caching=False)
+    served.put(*asked)
+    alone = [served.run(each.sequence(logprobs=3))[0] for each in asked]
+    together = served.run(*(each.sequence(logprobs=3) for each in asked))
+    for one, other in zip(alone, together, strict=True):
+        pairs = [[o.logprobs.chosen for o in outputs if o.logprobs] for outputs in (one, other)]
+        assert pairs[0] == pairs[1]

@@ -1,0 +1,81 @@
+"""Requests with images outlive engines that are killed, in the middle of prefill and of decode."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.budget import in_soak
+from support.processes import Shard, running
+
+from penstock_client import Fleet, GenerationRequest, PromptImage, SamplingParams
+
+_NUM_TOKENS = 60
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *map(in_soak, ("internvl", "llava_next", "mistral3", "qwen2_5_vl"))]
+)
+async def test_streams_with_images_go_on_at_another_shard_with_the_tokens_of_transformers(
+    tmp_path: Path, family: str
+) -> None:
+    pytest.importorskip("torch")
+    from model_maker import write_tokenizer
+    from models.image_prompts import Asked, ask
+    from models.tiny_vision import make_vision
+
+    directory = tmp_path / "model"
+    whole = make_vision(directory, family)
+    write_tokenizer(directory)
+    asked = [
+        ask(directory, whole, sizes, seed, _NUM_TOKENS)
+        for seed, sizes in enumerate((((300, 200),), ((100, 30), (57, 131))))
+    ]
+
+    def request_of(each: Asked) -> GenerationRequest:
+        images = [
+            PromptImage(own.digest.hex(), own.width, own.height, own.offset, own.num_tokens)
+            for own in each.placed
+        ]
+        return GenerationRequest(
+            each.token_ids,
+            SamplingParams(temperature=0.0),
+            max_tokens=_NUM_TOKENS,
+            ignore_eos=True,
+            images=images,
+        )
+
+    async def pixels(image: PromptImage) -> bytes:
+        (picture,) = [
+            picture
+            for each in asked
+            for picture, placed in zip(each.pictures, each.placed, strict=True)
+            if placed.digest == image.digest
+        ]
+        return picture.pixels
+
+    # Small steps, so that a prompt takes several.
+    flags = (
+        *("--model", str(directory), "--dtype", "float32", "--threads", "1"),
+        *("--max-num-batched-tokens", "16", "--max-num-seqs", "8", "--check-integrity"),
+    )
+    first = Shard(tmp_path / "first", *flags)
+    with running(first), running(second := Shard(tmp_path / "second", *flags)):
+        shards = {shard.address: shard for shard in (first, second)}
+        async with Fleet(list(shards)) as fleet:
+            for num_before_death in (0, 1, 20):
+                async with asyncio.timeout(60):
+                    while not all(state.ready for state in fleet.shards):
+                        await asyncio.sleep(0.05)
+                streams = [fleet.submit(request_of(each), pixels) for each in asked]
+                while any(stream.shard is None for stream in streams):
+                    await asyncio.sleep(0.001)
+                while len(streams[0].token_ids) < num_before_death:
+                    await asyncio.sleep(0.001)
+                assert streams[0].shard is not None
+                shards[streams[0].shard.address].engine.kill()
+                for stream, each in zip(streams, asked, strict=True):
+                    token_ids = [i async for output in stream for i in output.token_ids]
+                    assert token_ids == each.expected
+                assert streams[0].attempt > 0
