@@ -42,8 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=at_size)
 
 
-# What takes seconds to start is shared by the files of these folders, and by these files.
-_TOGETHER = ("tests/clients", "tests/comparison", "tests/console")
+# What takes seconds to start, or to parse, is shared by the files of these folders, and by these
+# files.
+_TOGETHER = ("tests/clients", "tests/comparison", "tests/console", "tests/contract")
 # Side by side each would compile the kernels of every level, half a minute of a processor.
 _OF_ALL_KERNELS = {
     f"tests/models/test_{name}.py"
