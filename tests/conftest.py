@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Kernels are compiled once for a checkout; what loads make is kept for one run."""
     cache = config.rootpath / "build" / "test-cache"
     os.environ.setdefault("PENSTOCK_CACHE", str(cache))
+    # What imports numpy would start a thread for each core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):
         shutil.rmtree(cache / "loads", ignore_errors=True)
 
