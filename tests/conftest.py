@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Kernels are compiled once for a checkout; what loads make is kept for one run."""
     cache = config.rootpath / "build" / "test-cache"
     os.environ.setdefault("PENSTOCK_CACHE", str(cache))
+    # What imports numpy would start a thread for each core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):
         shutil.rmtree(cache / "loads", ignore_errors=True)
 
@@ -42,8 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=at_size)
 
 
-# What takes seconds to start is shared by the files of these folders, and by these files.
-_TOGETHER = ("tests/clients", "tests/comparison", "tests/console")
+# What takes seconds to start, or to parse, is shared by the files of these folders, and by these
+# files.
+_TOGETHER = ("tests/clients", "tests/comparison", "tests/console", "tests/contract")
 # Side by side each would compile the kernels of every level, half a minute of a processor.
 _OF_ALL_KERNELS = {
     f"tests/models/test_{name}.py"

@@ -156,7 +156,7 @@ def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definit
 
 
 def _source(tree: ast.Module, path: Path, fault: Fault) -> str:
-    text = ast.unparse(ast.fix_missing_locations(tree))
+    text = ast.unparse(tree)
     try:
         compile(text, path, "exec")
     except SyntaxError as error:
@@ -166,12 +166,15 @@ def _source(tree: ast.Module, path: Path, fault: Fault) -> str:
 
 class _Replacement(ast.NodeTransformer):
     def __init__(self, old: str, new: str | None) -> None:
-        self._old = {ast.dump(form) for form in _forms(old)}
+        forms = _forms(old)
+        self._old = {ast.dump(form) for form in forms}
+        # A dump of each node would take long: of most the kind tells.
+        self._kinds = {type(form) for form in forms}
         self._new = None if new is None else _forms(new)
         self.count = 0
 
     def visit(self, node: ast.AST) -> ast.AST | None:
-        if ast.dump(node) not in self._old:
+        if type(node) not in self._kinds or ast.dump(node) not in self._old:
             return self.generic_visit(node)
         self.count += 1
         if self._new is not None:

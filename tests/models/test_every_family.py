@@ -15,7 +15,7 @@ from models.driver import load, make_sequence
 from models.family_outcomes import OURS, OUTCOMES, SERVED
 from models.runners import make_runner
 from models.tiny_families import DECISIVE, VOCABULARY, generate, make_family
-from support.budget import in_soak
+from support.budget import budget, in_soak
 from support.engines import packed
 
 from penstock_shard.config import ShardConfig
@@ -41,9 +41,9 @@ IN_EVERY_RUN = {
 SEEDS = {"hunyuan_v1_dense": 1}
 OUTPUT_TOKENS = 10
 # Tokens in a step, and steps that are launched ahead.
-STEPS = ((1, 0), (16, 1), (512, 0))
+STEPS = ((budget(4, 1), 0), (16, 1), (512, 0))
 # So many prompts at once, and memory for all of them.
-WIDEST = 32
+WIDEST = budget(12, 32)
 WIDE_MEMORY = {"kv_blocks": None, "kv_memory_bytes": 2**25, "max_model_len": 128}
 # The longest sequence takes seven blocks: few fit beside it.
 MEMORY = {"kv_blocks": 9, "max_model_len": 128}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_maker import make_model
 from support.budget import budget, in_soak
 from torch import Tensor
 
@@ -68,6 +69,17 @@ def triton_ops(*, exact: bool = False) -> TritonOps:
     return TritonOps(CPU, F32, "float32", TritonBackend(exact=exact), exact=exact)
 
 
+@pytest.fixture
+def small_model(tmp_path: Path) -> Directory:
+    """A function from a family's name to a model of it with one layer of each kind: the interpreter
+    takes a second for each.
+    """
+    layers = {"llama": 1, "qwen3": 1, "mixtral": 1}
+    return lambda family: make_model(
+        tmp_path / family, family, num_hidden_layers=layers.get(family, 2)
+    )
+
+
 def make_decoder(directory: Path, ops: Ops) -> Decoder:
     config = load_config(directory, trust_remote_code=False)
     spec = decoder_spec(config)
@@ -90,17 +102,17 @@ def generated(model: Decoder, prompt: int) -> tuple[list[list[int]], Tensor]:
 
 
 @pytest.mark.parametrize(("family", "prompt"), PROMPTS)
-def test_tokens_are_those_of_plain_torch(family: str, prompt: int, model_dir: Directory) -> None:
-    plain = TorchOps(CPU, F32, "float32", SdpaBackend())
-    want, expected = generated(make_decoder(model_dir(family), plain), prompt)
-    got, logits = generated(make_decoder(model_dir(family), triton_ops()), prompt)
+def test_tokens_are_those_of_plain_torch(family: str, prompt: int, small_model: Directory) -> None:
+    plain, directory = TorchOps(CPU, F32, "float32", SdpaBackend()), small_model(family)
+    want, expected = generated(make_decoder(directory, plain), prompt)
+    got, logits = generated(make_decoder(directory, triton_ops()), prompt)
     assert got == want
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "gemma2"][: budget(1, 3)])
-def test_exact_ops_give_the_same_bits_in_any_step(family: str, model_dir: Directory) -> None:
-    model = make_decoder(model_dir(family), triton_ops(exact=True))
+def test_exact_ops_give_the_same_bits_in_any_step(family: str, small_model: Directory) -> None:
+    model = make_decoder(small_model(family), triton_ops(exact=True))
     with model.shortened(), random_steps(model, VOCABULARY, 16, 10, F32) as steps:
         watched = steps.sequence(14)
         others = [steps.sequence(n) for n in (2, 4, 3)]
@@ -113,10 +125,12 @@ def test_exact_ops_give_the_same_bits_in_any_step(family: str, model_dir: Direct
 
 
 def test_the_check_at_load_tells_exact_ops_from_others(
-    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+    small_model: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    directory = small_model("llama")
+
     def check(ops: TritonOps) -> str | None:
-        model = make_decoder(model_dir("llama"), ops)
+        model = make_decoder(directory, ops)
         return first_variance(model, VOCABULARY, 64, 16, F32, lambda count: None, 1)
 
     assert check(triton_ops(exact=True)) is None

@@ -48,7 +48,7 @@ def _quiet() -> Iterator[None]:
 @pytest.mark.timeout(3600)
 def test_no_history_of_failures_loses_doubles_or_changes_an_output() -> None:
     first = seeded("histories").randrange(2**32)
-    for seed in range(first, first + budget(45, 20_000)):
+    for seed in range(first, first + budget(25, 20_000)):
         report = run(draw(seed))
         again = f"PYTHONPATH=tests python -m simulation --replay {seed}"
         assert not report.faults, "\n".join([again, *report.faults])
@@ -64,7 +64,7 @@ def test_no_history_in_which_blocks_move_changes_an_output(
     monkeypatch.setattr(pending_fetches, "_LEAST_BLOCKS", 1)
     before = SEEN.copy()
     first = seeded("moves").randrange(2**32)
-    for seed in range(first, first + budget(18, 2000)):
+    for seed in range(first, first + budget(10, 2000)):
         report = run(draw_moving(seed))
         assert not report.faults, f"draw_moving({seed}): {report.faults}"
     seen = SEEN - before

@@ -24,7 +24,7 @@ def _chat(policy: str) -> Summary:
 
 
 def _mixed(policy: str) -> Summary:
-    seconds = budget(12, 120)
+    seconds = budget(5, 120)
     fleet = SimulatedFleet(_SHARDS, partial(make_policy, policy))
     fleet.run(mixed(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
     return fleet.summary(seconds)
@@ -50,7 +50,7 @@ def test_routers_that_share_nothing_find_as_much_cached_as_one() -> None:
 
 
 def _routers(count: int, *, tells_pieces: bool = True, restart: bool = False) -> Summary:
-    seconds = budget(12, 120)
+    seconds = budget(5, 120)
     policy = partial(make_policy, "prefix-affinity")
     fleet = SimulatedFleet(_SHARDS, policy, routers=count, tells_pieces=tells_pieces)
     if restart:

@@ -122,7 +122,7 @@ def test_what_is_told_is_what_there_is_after_random_traffic(
     groups: tuple[CacheGroup, ...],
 ) -> None:
     rng = seeded("held pieces")
-    for _ in range(budget(4, 40)):
+    for _ in range(budget(1, 40)):
         has_states = any(group.has_state for group in groups)
         failing = rng.choice((0.0, 0.02))
         engine = make_engine(
@@ -149,7 +149,7 @@ def test_what_the_disk_has_is_told_and_what_it_drops(disk: DiskTier) -> None:
     engine = make_engine(num_blocks=40, host_memory=memory, disk=disk)
     told = _Told(engine)
     seen: set[int] = set()
-    for _ in range(budget(8, 40)):
+    for _ in range(budget(3, 40)):
         _run(rng, engine, told, 200)
         _settle(engine, told, disk)
         assert told.tiers == _walked(engine, (CacheGroup(),))
