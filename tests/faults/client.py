@@ -307,7 +307,7 @@ FAULTS = [
         "A shard that drains is sent new requests",
         "ShardState.ready",
         left_out("not load.draining"),
-        caught_by="test_a_shard_that_hands_over_is_left_for_one_that_gives_the_same_tokens",
+        caught_by="test_a_shard_that_drains_is_sent_nothing_new",
     ),
     Fault(
         "A shard that comes back before it left is closed all the same",

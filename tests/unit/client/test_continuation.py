@@ -394,6 +394,13 @@ async def test_a_shard_that_hands_over_is_left_for_one_that_gives_the_same_token
     assert world.last(stream).attempt.kv_source == "a"
 
 
+async def test_a_shard_that_drains_is_sent_nothing_new(make: Make) -> None:
+    world = make("a", "b")
+    world.shards["a"].load = LoadReport(serving=True, draining=True)
+    streams = [world.start() for _ in range(3)]
+    assert [world.where(stream) for stream in streams] == ["b"] * 3
+
+
 async def test_a_shard_that_is_gone_is_not_named_as_a_source_of_kv_blocks(make: Make) -> None:
     world = make("a")
     stream = world.start()
