@@ -26,9 +26,9 @@ TEXT_TEMPLATE = (
 # As LLaVA-NeXT's: images first, and texts that are no parts are lost.
 PARTS_ONLY_TEMPLATE = (
     "{% for message in messages %}{{ message.role | upper }}: "
-    "{% for part in message.content | selectattr('type', 'equalto', 'image') %}IMAGE\n{% endfor %}"
+    "{% for part in message.content | selectattr('type', 'equalto', 'image') %}IMAGE{% endfor %}"
     "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}"
-    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    "{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
 

@@ -248,7 +248,10 @@ def chat_prompt(request: ChatRequest, model: TextModel, max_tokens: int | None =
 def _tokenize(
     request: ChatRequest, model: TextModel, pieces: Sequence[str], max_tokens: int
 ) -> Prompt:
-    if len(pieces) > 1 or request.image_sizes:
+    images = model.image_tokens
+    if images is not None and (
+        request.image_sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0])
+    ):
         prompt = _encode_pieces(request, model, pieces, request.image_sizes, max_tokens)
         return dataclasses.replace(prompt, text=_last_message(request) if request.echo else None)
     [token_ids] = model.tokenizer.encode(

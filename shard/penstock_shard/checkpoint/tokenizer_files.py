@@ -30,9 +30,7 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
         ModelError: config.json or chat_template.json is no JSON object.
     """
     names = _FILES + _IMAGE_FILES if _sees_images(model_dir) else _FILES
-    files = {
-        name: (model_dir / name).read_bytes() for name in names if (model_dir / name).exists()
-    }
+    files = {name: (model_dir / name).read_bytes() for name in names if (model_dir / name).exists()}
     if chat_template is not None:
         files["chat_template.jinja"] = chat_template.read_bytes()
     elif source := _template_of_processor(model_dir, files):

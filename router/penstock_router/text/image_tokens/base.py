@@ -26,6 +26,10 @@ class ImageTokens:
     # `BadRequest` if the model takes none of these proportions.
     token_ids: Callable[[int, int], Sequence[int]]
 
+    def is_spelled_in(self, text: str) -> bool:
+        """Whether the text has anything reserved."""
+        return any(reserved in text for reserved in self.reserved)
+
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
