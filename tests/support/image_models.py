@@ -47,6 +47,8 @@ class ImageModel:
     processor: dict[str, Any] = field(default_factory=dict)
     # Of tokenizer_config.json.
     named_tokens: dict[str, str] = field(default_factory=dict)
+    # Of config.json, tokens by the names of their ids.
+    tokens_of_ids: dict[str, str] = field(default_factory=dict)
 
     def tokenizer(self) -> Tokenizer:
         """One token for each byte, and the special ones."""
@@ -68,7 +70,7 @@ class ImageModel:
             "model_type": self.model_type,
             "image_token_id": tokenizer.token_to_id(self.token),
             "vision_config": {"hidden_size": 32},
-        }
+        } | {name: tokenizer.token_to_id(token) for name, token in self.tokens_of_ids.items()}
         tokenizer_config = {
             "chat_template": template.replace("IMAGE", self.shown),
             "extra_special_tokens": self.named_tokens,
@@ -93,6 +95,23 @@ def _qwen(model_type: str, **images: Any) -> ImageModel:
     return ImageModel(model_type, images, _QWEN_SHOWN, _QWEN_TOKENS, "<|image_pad|>")
 
 
+def _idefics(model_type: str, longest: int, tile: int, tokens: int) -> ImageModel:
+    name = "Idefics3" if model_type == "idefics3" else "SmolVLM"
+    labels = tuple(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7))
+    return ImageModel(
+        model_type,
+        {
+            "image_processor_type": f"{name}ImageProcessor",
+            "size": {"longest_edge": longest},
+            "max_image_size": {"longest_edge": tile},
+        },
+        "<image>",
+        ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *labels),
+        "<image>",
+        {"image_seq_len": tokens},
+    )
+
+
 def _pixtral(model_type: str, longest: int, **processor: Any) -> ImageModel:
     return ImageModel(
         model_type,
@@ -112,6 +131,62 @@ IMAGE_MODELS: dict[str, ImageModel] = {
     "qwen3_vl": _qwen(
         "qwen3_vl", patch_size=16, size={"shortest_edge": 65_536, "longest_edge": 16_777_216}
     ),
+    "qwen3_5": _qwen(
+        "qwen3_5", patch_size=16, size={"shortest_edge": 65_536, "longest_edge": 16_777_216}
+    ),
+    "glm4v": ImageModel(
+        "glm4v",
+        {
+            "image_processor_type": "Glm4vImageProcessor",
+            "size": {"shortest_edge": 12_544, "longest_edge": 9_633_792},
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+        },
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>"),
+        "<|image|>",
+    ),
+    "gemma4": ImageModel(
+        "gemma4",
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 16,
+            "pooling_kernel_size": 3,
+            "max_soft_tokens": 280,
+        },
+        "\n\n<|image|>\n\n",
+        ("<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio>", "<|audio|>", "<audio|>"),
+        "<|image|>",
+        {"image_seq_length": 280},
+        {
+            "boi_token": "<|image>",
+            "image_token": "<|image|>",
+            "eoi_token": "<image|>",
+            "boa_token": "<|audio>",
+            "audio_token": "<|audio|>",
+            "eoa_token": "<audio|>",
+        },
+        {"boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+    ),
+    "llava": ImageModel(
+        "llava",
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 336},
+            "crop_size": {"height": 336, "width": 336},
+        },
+        "<image>\n",
+        ("<image>",),
+        "<image>",
+        {
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    ),
+    "idefics3": _idefics("idefics3", 1456, 364, 169),
+    "smolvlm": _idefics("smolvlm", 2048, 512, 64),
     "pixtral": _pixtral("llava", 1024, patch_size=16),
     "mistral3": _pixtral("mistral3", 1540, patch_size=14, spatial_merge_size=2),
     "internvl": ImageModel(

@@ -447,8 +447,7 @@ UNUSABLE = [
     ("llava_next", "processor_config.json", {"patch_size": None},
      "processor_config.json: patch_size is missing"),
     ("llava_next", "preprocessor_config.json", {"crop_size": {"height": 224, "width": 336}},
-     "preprocessor_config.json: crop_size: height ('224') is not implemented beside tiles of 336 "
-     "pixels"),
+     "preprocessor_config.json: crop_size: height ('224') is not implemented beside a size of 336"),
     ("llava_next", "preprocessor_config.json", {"image_grid_pinpoints": [[1]]},
      "preprocessor_config.json: image_grid_pinpoints ('[[1]]') must be pairs of numbers of at "
      "least 336"),
@@ -456,6 +455,13 @@ UNUSABLE = [
      "preprocessor_config.json: max_patches ('100000') must be a whole number from 1 to 256"),
     ("internvl", "tokenizer_config.json", {"extra_special_tokens": {"start_image_token": "<x>"}},
      "tokenizer.json: it has no token '<x>' (start_image_token)"),
+    ("gemma4", "preprocessor_config.json", {"max_soft_tokens": 300},
+     "preprocessor_config.json: max_soft_tokens ('300') is not implemented"),
+    ("llava", "processor_config.json", {"patch_size": 400},
+     "processor_config.json: patch_size ('400') makes 0 tokens of an image"),
+    ("idefics3", "preprocessor_config.json", {"max_image_size": {"longest_edge": 10}},
+     "preprocessor_config.json: max_image_size (\"{'longest_edge': 10}\") makes 146 tiles of an "
+     "image's longer side"),
     ("pixtral", "processor_config.json", {"image_break_token": ""},
      "processor_config.json: image_break_token ('') must be a string"),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_router.text.image_tokens.base import ImageTokens
+from penstock_router.text.image_tokens.llava import crop_side, extra_of, patch_side
 from penstock_router.text.image_tokens.settings import ModelFiles, Settings
 
 
@@ -51,30 +52,15 @@ def _best_canvas(canvases: Sequence[tuple[int, int]], width: int, height: int) -
 def read(files: ModelFiles) -> ImageTokens:
     """Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
-    names = files.processor
-    names.refuse("vision_feature_select_strategy", "default", "full")
-    without_first = names.get("vision_feature_select_strategy") == "default"
-    tile = _tile(files.image_processor)
+    tile = crop_side(files)
     canvases = _Canvases(
         token_id,
         tile,
-        tile // names.integer("patch_size"),
-        names.integer("num_additional_image_tokens", 0, least=0) - without_first,
+        tile // patch_side(files),
+        extra_of(files),
         _pinpoints(files.image_processor, tile),
     )
     return ImageTokens(token, token, token_id, frozenset({token, "<video>"}), canvases.token_ids)
-
-
-def _tile(images: Settings) -> int:
-    """The side of a tile, which must be what it is cropped to."""
-    size, crop = images.part("size"), images.part("crop_size")
-    side = size.integer("shortest_edge" if size.get("shortest_edge") is not None else "height")
-    size.refuse("width", side)
-    images.refuse("do_center_crop", True)
-    for name in ("height", "width"):
-        if crop.integer(name) != side:
-            raise crop.unusable(name, f"is not implemented beside tiles of {side} pixels")
-    return side
 
 
 def _pinpoints(images: Settings, tile: int) -> tuple[tuple[int, int], ...]:

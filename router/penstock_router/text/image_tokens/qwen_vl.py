@@ -16,13 +16,16 @@ _DEFAULT_SIZE = Settings("size", {"shortest_edge": 56 * 56, "longest_edge": 28 *
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
-    """A token for each square of `side` pixels, in an image of so many pixels in all."""
+class Grid:
+    """A token for each square of `side` pixels, in an image of so many pixels in all; each counts
+    `frames` times.
+    """
 
     token_id: int
     side: int
     min_pixels: int
     max_pixels: int
+    frames: int = 1
 
     def token_ids(self, width: int, height: int) -> list[int]:
         """As many as squares; only the rounding is not obvious, and it is the processor's."""
@@ -32,13 +35,14 @@ class _Grid:
                 f"{_MAX_RATIO} times the pixels of the shorter one"
             )
         rows, columns = round(height / self.side), round(width / self.side)
-        num_pixels = rows * columns * self.side**2
+        given_pixels = self.frames * height * width
+        num_pixels = self.frames * rows * columns * self.side**2
         if num_pixels > self.max_pixels:
-            shrunk = math.sqrt(height * width / self.max_pixels)
+            shrunk = math.sqrt(given_pixels / self.max_pixels)
             rows = max(1, math.floor(height / shrunk / self.side))
             columns = max(1, math.floor(width / shrunk / self.side))
         elif num_pixels < self.min_pixels:
-            enlarged = math.sqrt(self.min_pixels / (height * width))
+            enlarged = math.sqrt(self.min_pixels / given_pixels)
             rows = math.ceil(height * enlarged / self.side)
             columns = math.ceil(width * enlarged / self.side)
         return [self.token_id] * (rows * columns)
@@ -52,7 +56,7 @@ def read(files: ModelFiles) -> ImageTokens:
     # Where both are there, the processor takes the older name's.
     fewest = images if images.get("min_pixels") is not None else size
     most = images if images.get("max_pixels") is not None else size
-    grid = _Grid(
+    grid = Grid(
         token_id,
         images.integer("patch_size", 14) * images.integer("merge_size", 2),
         fewest.integer("min_pixels" if fewest is images else "shortest_edge"),

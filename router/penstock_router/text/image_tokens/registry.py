@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from penstock_router.text.image_tokens import gemma3, internvl, llava_next, pixtral, qwen_vl
+from penstock_router.text.image_tokens import (
+    gemma3,
+    gemma4,
+    glm4v,
+    idefics3,
+    internvl,
+    llava,
+    llava_next,
+    pixtral,
+    qwen_vl,
+)
 from penstock_router.text.image_tokens.base import ImagesUnusable, ImageTokens
 from penstock_router.text.image_tokens.settings import ModelFiles, read_model_files
 from penstock_router.text.tokenizer import Tokenizer
@@ -12,14 +22,23 @@ from penstock_router.text.tokenizer import Tokenizer
 # By the model's type and its image processor's, without what only names its implementation.
 _FAMILIES: dict[tuple[str, str], Callable[[ModelFiles], ImageTokens]] = {
     ("gemma3", "Gemma3ImageProcessor"): gemma3.read,
+    ("gemma4", "Gemma4ImageProcessor"): gemma4.read,
+    ("glm4v", "Glm4vImageProcessor"): glm4v.read,
+    ("glm4v_moe", "Glm4vImageProcessor"): glm4v.read,
+    ("idefics3", "Idefics3ImageProcessor"): idefics3.read,
     ("internvl", "GotOcr2ImageProcessor"): internvl.read,
+    ("llava", "CLIPImageProcessor"): llava.read,
+    ("llava", "LlavaImageProcessor"): llava.read,
     ("llava", "PixtralImageProcessor"): pixtral.read,
     ("llava_next", "LlavaNextImageProcessor"): llava_next.read,
     ("mistral3", "PixtralImageProcessor"): pixtral.read,
     ("qwen2_5_vl", "Qwen2VLImageProcessor"): qwen_vl.read,
     ("qwen2_vl", "Qwen2VLImageProcessor"): qwen_vl.read,
+    ("qwen3_5", "Qwen2VLImageProcessor"): qwen_vl.read,
+    ("qwen3_5_moe", "Qwen2VLImageProcessor"): qwen_vl.read,
     ("qwen3_vl", "Qwen2VLImageProcessor"): qwen_vl.read,
     ("qwen3_vl_moe", "Qwen2VLImageProcessor"): qwen_vl.read,
+    ("smolvlm", "SmolVLMImageProcessor"): idefics3.read,
 }
 
 

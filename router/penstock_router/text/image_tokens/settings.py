@@ -82,7 +82,10 @@ class ModelFiles:
     def image_token(self) -> tuple[str, int]:
         """The token at whose positions the model puts an image's rows, and its id."""
         older = self.config.get("image_token_id") is None
-        name = "image_token_index" if older else "image_token_id"
+        return self.token_of_id("image_token_index" if older else "image_token_id")
+
+    def token_of_id(self, name: str) -> tuple[str, int]:
+        """The token with the id that config.json has by this name, and the id."""
         token_id = self.config.integer(name, least=0)
         text = self.tokenizer.token_text(token_id)
         if self.tokenizer.token_id(text) != token_id:
@@ -105,6 +108,13 @@ class ModelFiles:
         if token_id is None:
             raise ImagesUnusable(f"tokenizer.json: it has no token {text!r} ({name})")
         return str(text), token_id
+
+    def ids_between(self, token: str, text: str) -> list[int]:
+        """The ids of a text that stands between two of a known token."""
+        [ids] = self.tokenizer.encode(
+            [f"{token}{text}{token}"], add_special_tokens=False, max_tokens=_INT32_MAX
+        )
+        return ids[1:-1]
 
 
 def read_settings(files: Mapping[str, bytes], name: str) -> Settings:
