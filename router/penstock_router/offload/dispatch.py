@@ -231,7 +231,10 @@ class Body:
                 later_s = SECONDS_A_BYTE * len(earlier)
                 return await self._work_there(bodies.pool, later_s, model, earlier, image_sizes)
             made = functools.partial(work, self.kind, self.asked, model.text, earlier, image_sizes)
-            return made() if num_bytes <= SHORT_BYTES else await bodies.threads.run(made)
+            # A link to an image is short, its tokens may be thousands.
+            if num_bytes <= SHORT_BYTES and not image_sizes:
+                return made()
+            return await bodies.threads.run(made)
         finally:
             self._incoming.drop()
 

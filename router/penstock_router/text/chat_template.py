@@ -27,6 +27,17 @@ from penstock_router.errors import BadRequest, TemplateFailed
 # Ends in a space, to find out whether the template strips trailing whitespace of a message.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
+# What is rendered to find out what a template takes.
+_PROBE = "a text to look for"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -195,15 +206,15 @@ class ChatTemplate:
         text = _rendered(self._pick(tools), variables)
         return _cut_at_mark(text) if continue_final_message else text
 
-    def forms_taken(self, anchor: str, tools: list[dict[str, Any]] | None) -> tuple[bool, bool]:
+    def forms_taken(self, anchor: str, *, with_tools: bool) -> tuple[bool, bool]:
         """Whether it takes contents that are texts, and contents in parts, for whose images it
         writes the `anchor`. Found out once, by rendering one of each.
         """
-        key = anchor, tools is not None
+        key = anchor, with_tools and "tool_use" in self._templates
         if key not in self._forms:
-            probe = "a text to look for"
-            parts = [{"type": "image"}, {"type": "text", "text": probe}]
-            self._forms[key] = self._shows(probe, probe, tools), self._shows(parts, anchor, tools)
+            tools = [_PROBE_TOOL] if key[1] else None
+            parts = [{"type": "image"}, {"type": "text", "text": _PROBE}]
+            self._forms[key] = self._shows(_PROBE, _PROBE, tools), self._shows(parts, anchor, tools)
         return self._forms[key]
 
     def _shows(self, content: Any, wanted: str, tools: list[dict[str, Any]] | None) -> bool:

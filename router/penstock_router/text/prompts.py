@@ -298,7 +298,7 @@ def _render(request: ChatRequest, model: TextModel) -> Sequence[str]:
     if (images := model.image_tokens) is not None:
         of_users = messages, shown, documents, kwargs
         (messages, shown, documents, kwargs), mark = cut_spelled(of_users, images.reserved)
-        messages = _in_form(messages, template, images.anchor, shown)
+        messages = _in_form(messages, template, images.anchor, with_tools=shown is not None)
     text = template.render(
         messages,
         tools=shown,
@@ -311,10 +311,10 @@ def _render(request: ChatRequest, model: TextModel) -> Sequence[str]:
 
 
 def _in_form(
-    messages: list[Message], template: ChatTemplate, anchor: str, tools: list[Message] | None
+    messages: list[Message], template: ChatTemplate, anchor: str, *, with_tools: bool
 ) -> list[Message]:
     """Contents in a form that the template takes."""
-    takes_texts, takes_parts = template.forms_taken(anchor, tools)
+    takes_texts, takes_parts = template.forms_taken(anchor, with_tools=with_tools)
     if not takes_parts:
         return change_contents(messages, lambda content: as_text(content, anchor))
     return messages if takes_texts else change_contents(messages, as_parts)

@@ -131,6 +131,17 @@ def test_a_template_of_parts_alone_gets_texts_as_parts() -> None:
     assert shown(model, prompt_of(asked, model)) == "USER: a\nASSISTANT: b"
 
 
+def test_what_a_template_takes_does_not_depend_on_who_asks_first() -> None:
+    template = "{{ tools[0].function.missing.name if tools else '' }}" + TEXT_TEMPLATE
+    model = model_of(QWEN.files(template.replace("{{ message.content }}", "{% for part in "
+                     "message.content %}{{ part.text or 'IMAGE' }}{% endfor %}")))  # fmt: skip
+    tool = Tool("look", shown={"function": {"name": "look"}})
+    failing = chat([[IMAGE]], [(56, 56)], tools=(tool,), tool_choice=ToolChoice("auto"))
+    assert refusal(failing, model).startswith("the chat template")
+    prompt = prompt_of(chat([[IMAGE, text("?")]], [(56, 56)]), model)
+    assert shown(model, prompt) == "USER: <|vision_start|>{4}<|vision_end|>?ASSISTANT:"
+
+
 def test_the_tokens_around_an_image_are_not_its_own() -> None:
     model = model_of(IMAGE_MODELS["gemma3"].files())
     prompt = prompt_of(chat([[IMAGE, text("?")]], [(5, 5)]), model)
