@@ -166,7 +166,7 @@ def _pieces(prompt: str | list[int] | TextWithImages, model: TextModel) -> Seque
         return ()
     given = prompt.texts if isinstance(prompt, TextWithImages) else (prompt,)
     texts, mark = cut_spelled(given, model.image_tokens.reserved)
-    return _split(model.image_tokens.anchor.join(texts), mark) if mark or with_images else ()
+    return _split(model.image_tokens.written.join(texts), mark) if mark or with_images else ()
 
 
 def _split(text: str, mark: str) -> Sequence[str]:
@@ -298,7 +298,7 @@ def _render(request: ChatRequest, model: TextModel) -> Sequence[str]:
     if (images := model.image_tokens) is not None:
         of_users = messages, shown, documents, kwargs
         (messages, shown, documents, kwargs), mark = cut_spelled(of_users, images.reserved)
-        messages = _in_form(messages, template, images.anchor, with_tools=shown is not None)
+        messages = _in_form(messages, template, images, with_tools=shown is not None)
     text = template.render(
         messages,
         tools=shown,
@@ -311,12 +311,12 @@ def _render(request: ChatRequest, model: TextModel) -> Sequence[str]:
 
 
 def _in_form(
-    messages: list[Message], template: ChatTemplate, anchor: str, *, with_tools: bool
+    messages: list[Message], template: ChatTemplate, images: ImageTokens, *, with_tools: bool
 ) -> list[Message]:
     """Contents in a form that the template takes."""
-    takes_texts, takes_parts = template.forms_taken(anchor, with_tools=with_tools)
+    takes_texts, takes_parts = template.forms_taken(images.anchor, with_tools=with_tools)
     if not takes_parts:
-        return change_contents(messages, lambda content: as_text(content, anchor))
+        return change_contents(messages, lambda content: as_text(content, images.written))
     return messages if takes_texts else change_contents(messages, as_parts)
 
 

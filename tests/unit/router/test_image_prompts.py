@@ -162,11 +162,11 @@ def test_images_stand_in_a_text_to_complete() -> None:
     sizes = ((28, 56), (56, 56), (28, 28))
     asked = CompletionRequest(prompts=prompts, image_sizes=sizes, echo=True)
     first, plain, ids, last = prepare_prompts(asked, model).prompts
-    # Without what stands around an image in a template: whoever writes the text writes that.
-    assert shown(model, first) == "<s>a {6} b {4}</s>"
+    begin, end = "<|vision_start|>", "<|vision_end|>"
+    assert shown(model, first) == f"<s>a {begin}{{6}}{end} b {begin}{{4}}{end}</s>"
     assert (plain.text, plain.images, ids.token_ids) == ("plain", (), [5, 6])
-    assert shown(model, last) == "<s>{4} <|image_pad|></s>"
-    assert last.images == (ImagePlace(1, 4),)
+    assert shown(model, last) == f"<s>{begin}{{4}}{end} <|image_pad|></s>"
+    assert last.images == (ImagePlace(2, 4),)
     assert list(last.token_ids).count(id_of(model, "<|image_pad|>")) == 4
 
 
@@ -182,7 +182,7 @@ def with_ends(model: ImageModel) -> ImageModel:
             )
             return made
 
-    return WithEnds(**{each.name: getattr(model, each.name) for each in dataclasses.fields(model)})
+    return WithEnds(**vars(model))
 
 
 def test_results_of_tools_may_be_images_where_the_template_has_no_tools() -> None:
@@ -270,6 +270,17 @@ def test_many_large_images_are_refused_before_they_become_ids() -> None:
         prepare_prompts(many, model_of(QWEN.files(), 32_768))
     assert caught.value.prompt_tokens == 3 * 15_552
     assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("kept", [None, 10])
+def test_a_text_that_spells_more_placeholders_than_fit_is_not_tokenized(
+    kept: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(QWEN.files(), 32_768)
+    asked = chat(["<|image_pad|>" * 40_000], truncate_prompt_tokens=kept)
+    monkeypatch.setattr(type(model.tokenizer), "encode", None)
+    with pytest.raises(ContextExceeded):
+        prepare_prompts(asked, model)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -405,6 +416,25 @@ def test_text_that_the_template_makes_a_placeholder_of_is_refused() -> None:
     template = "{% for message in messages %}{{ message.content | lower }}{% endfor %}"
     model = model_of(QWEN.files(template))
     assert refusal(chat(["<|IMAGE_PAD|>"]), model).startswith("the prompt has 1 places for images")
+
+
+def test_text_that_is_no_token_of_the_model_is_tokenized_as_a_whole() -> None:
+    words = ImageModel.tokenizer
+
+    class WithWords(ImageModel):
+        def tokenizer(self) -> Tokenizer:
+            made = words(self)
+            made.add_tokens(["<vid"])
+            return made
+
+    llava = IMAGE_MODELS["llava_next"]
+    model = model_of(WithWords(**vars(llava)).files())
+    ids = prompt_of(chat(["<video>"]), model).token_ids
+    assert id_of(model, "<vid") in ids
+    # Where it is a token it stays text.
+    known = dataclasses.replace(llava, special_tokens=(*llava.special_tokens, "<video>"))
+    model = model_of(known.files())
+    assert id_of(model, "<video>") not in prompt_of(chat(["<video>"]), model).token_ids
 
 
 def test_every_noncharacter_may_be_in_a_text_but_not_all_beside_a_placeholder() -> None:

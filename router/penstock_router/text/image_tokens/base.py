@@ -10,12 +10,14 @@ class ImagesUnusable(Exception):
     """A model's files do not say how many tokens an image takes; the text names file and value."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTokens:
     """Made of a model's files, which never change. Holds nothing of a request."""
 
-    # What the model's chat templates write where an image stands.
+    # What the model's chat templates write where an image stands, and nowhere else.
     anchor: str
+    # The anchor with what belongs around it: for texts that no template writes.
+    written: str
     # What replaces it before tokenization: it has the token `token_id` once, among others or not.
     text: str
     # The token at whose positions the rows stand that the image's encoder makes.

@@ -30,6 +30,9 @@ def encode_with_images(
     Raises `BadRequest` if they have not, or if a cut would go through an image; `ContextExceeded`
     for more than `max_tokens`.
     """
+    if len(pieces) > max_tokens:
+        # Each has a token at least, and takes much more memory than a token meanwhile.
+        raise prompt_too_long(len(pieces), max_tokens)
     _check_anchors(sum(piece.count(images.anchor) for piece in pieces), len(sizes))
     of_images, num_tokens = [], 0
     for width, height in sizes:

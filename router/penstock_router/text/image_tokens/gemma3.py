@@ -14,6 +14,11 @@ def read(files: ModelFiles) -> ImageTokens:
     # It would add crops, and words about them.
     files.image_processor.refuse("do_pan_and_scan", False)
     ids = (token_id,) * files.processor.integer("image_seq_length", 256, most=MAX_TOKENS)
-    reserved = frozenset({token, begin, end})
-    text = f"\n\n{begin}{token}{end}\n\n"
-    return ImageTokens(begin, text, token_id, reserved, lambda width, height: ids)
+    return ImageTokens(
+        anchor=begin,
+        written=begin,
+        text=f"\n\n{begin}{token}{end}\n\n",
+        token_id=token_id,
+        reserved=files.tokens(token, begin, end),
+        token_ids=lambda width, height: ids,
+    )

@@ -44,5 +44,11 @@ def read(files: ModelFiles) -> ImageTokens:
         images.integer("patch_size", 16) * images.integer("pooling_kernel_size", 3),
         images.integer("max_soft_tokens", 280),
     )
-    reserved = frozenset({token, begin, end, "<|video|>"})
-    return ImageTokens(token, f"{begin}{token}{end}", token_id, reserved, squares.token_ids)
+    return ImageTokens(
+        anchor=token,
+        written=token,
+        text=f"{begin}{token}{end}",
+        token_id=token_id,
+        reserved=files.tokens(token, begin, end, "<|video|>"),
+        token_ids=squares.token_ids,
+    )

@@ -8,6 +8,8 @@ from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.qwen_vl import Grid
 from penstock_router.text.image_tokens.settings import ModelFiles
 
+_VIDEOS = ("<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
+
 
 @dataclass(frozen=True, slots=True)
 class _EnlargedFirst:
@@ -32,6 +34,13 @@ def read(files: ModelFiles) -> ImageTokens:
         size.integer("longest_edge"),
         frames=images.integer("temporal_patch_size", 2),
     )
-    around = ("<|begin_of_image|>", "<|end_of_image|>", "<|video|>")
-    reserved = frozenset({token, *around, "<|begin_of_video|>", "<|end_of_video|>"})
-    return ImageTokens(token, token, token_id, reserved, _EnlargedFirst(grid).token_ids)
+    begin, _ = files.known("image_start_token", "<|begin_of_image|>")
+    end, _ = files.known("image_end_token", "<|end_of_image|>")
+    return ImageTokens(
+        anchor=token,
+        written=f"{begin}{token}{end}",
+        text=token,
+        token_id=token_id,
+        reserved=files.tokens(token, begin, end, *_VIDEOS),
+        token_ids=_EnlargedFirst(grid).token_ids,
+    )

@@ -90,6 +90,11 @@ def read(files: ModelFiles) -> ImageTokens:
         # As they are tokenized between two tokens that are known.
         {text: files.ids_between(token, text) for text in (*names, "\n", "\n\n", _AROUND, _WHOLE)},
     )
-    reserved = frozenset({token, _AROUND, _WHOLE, *names, "<video>"})
-    text = f"{_AROUND}{token}{_AROUND}"
-    return ImageTokens(token, text, token_id, reserved, tiles.token_ids)
+    return ImageTokens(
+        anchor=token,
+        written=token,
+        text=f"{_AROUND}{token}{_AROUND}",
+        token_id=token_id,
+        reserved=files.tokens(token, _AROUND, _WHOLE, *names, "<video>"),
+        token_ids=tiles.token_ids,
+    )

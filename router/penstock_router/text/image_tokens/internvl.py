@@ -56,8 +56,14 @@ def read(files: ModelFiles) -> ImageTokens:
             images.integer("min_patches", 1), images.integer("max_patches", 12, most=_MAX_TILES)
         ),
     )
-    reserved = frozenset({token, begin, end, "<video>"})
-    return ImageTokens(token, f"{begin}{token}{end}", token_id, reserved, tiles.token_ids)
+    return ImageTokens(
+        anchor=token,
+        written=token,
+        text=f"{begin}{token}{end}",
+        token_id=token_id,
+        reserved=files.tokens(token, begin, end, "<video>"),
+        token_ids=tiles.token_ids,
+    )
 
 
 def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:

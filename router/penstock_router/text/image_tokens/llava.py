@@ -14,7 +14,14 @@ def read(files: ModelFiles) -> ImageTokens:
     if not 1 <= num_tokens <= MAX_TOKENS:
         raise files.processor.unusable("patch_size", f"makes {num_tokens} tokens of an image")
     ids = (token_id,) * num_tokens
-    return ImageTokens(token, token, token_id, frozenset({token}), lambda width, height: ids)
+    return ImageTokens(
+        anchor=token,
+        written=token,
+        text=token,
+        token_id=token_id,
+        reserved=files.tokens(token),
+        token_ids=lambda width, height: ids,
+    )
 
 
 def crop_side(files: ModelFiles) -> int:

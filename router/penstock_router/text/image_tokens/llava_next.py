@@ -60,7 +60,14 @@ def read(files: ModelFiles) -> ImageTokens:
         extra_of(files),
         _pinpoints(files.image_processor, tile),
     )
-    return ImageTokens(token, token, token_id, frozenset({token, "<video>"}), canvases.token_ids)
+    return ImageTokens(
+        anchor=token,
+        written=token,
+        text=token,
+        token_id=token_id,
+        reserved=files.tokens(token, "<video>"),
+        token_ids=canvases.token_ids,
+    )
 
 
 def _pinpoints(images: Settings, tile: int) -> tuple[tuple[int, int], ...]:

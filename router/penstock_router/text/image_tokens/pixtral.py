@@ -50,5 +50,11 @@ def read(files: ModelFiles) -> ImageTokens:
         names.integer("patch_size", 16) * names.integer("spatial_merge_size", 1),
         files.image_processor.part("size").integer("longest_edge"),
     )
-    reserved = frozenset({token, row_end, image_end})
-    return ImageTokens(token, token, token_id, reserved, rows.token_ids)
+    return ImageTokens(
+        anchor=token,
+        written=token,
+        text=token,
+        token_id=token_id,
+        reserved=files.tokens(token, row_end, image_end),
+        token_ids=rows.token_ids,
+    )

@@ -62,5 +62,13 @@ def read(files: ModelFiles) -> ImageTokens:
         fewest.integer("min_pixels" if fewest is images else "shortest_edge"),
         most.integer("max_pixels" if most is images else "longest_edge"),
     )
-    around = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|video_pad|>")
-    return ImageTokens(token, token, token_id, frozenset({token, *around}), grid.token_ids)
+    begin, _ = files.known("vision_start_token", "<|vision_start|>")
+    end, _ = files.known("vision_end_token", "<|vision_end|>")
+    return ImageTokens(
+        anchor=token,
+        written=f"{begin}{token}{end}",
+        text=token,
+        token_id=token_id,
+        reserved=files.tokens(token, begin, end, "<|vision_pad|>", "<|video_pad|>"),
+        token_ids=grid.token_ids,
+    )

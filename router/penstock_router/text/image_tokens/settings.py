@@ -109,6 +109,10 @@ class ModelFiles:
             raise ImagesUnusable(f"tokenizer.json: it has no token {text!r} ({name})")
         return str(text), token_id
 
+    def tokens(self, *texts: str) -> frozenset[str]:
+        """Those texts that are tokens: to others a tokenizer does nothing special."""
+        return frozenset(text for text in texts if self.tokenizer.token_id(text) is not None)
+
     def ids_between(self, token: str, text: str) -> list[int]:
         """The ids of a text that stands between two of a known token."""
         [ids] = self.tokenizer.encode(
