@@ -13,7 +13,8 @@ from typing import Any, Literal, Self
 
 from penstock_client.types import Constraint
 
-# A message as chat templates expect it: no nulls, its text as one string.
+# A message as chat templates expect it: no nulls, its text as one string. One with images has a
+# list of parts instead, as `text/contents.py` has them.
 Message = dict[str, Any]
 # The bound of `Options.session`, in whichever field it was given.
 MAX_SESSION_CHARS = 256
@@ -50,6 +51,13 @@ class ToolChoice:
 
 
 NO_TOOLS = ToolChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class TextWithImages:
+    """A text to complete, with an image between each two of its `texts`."""
+
+    texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,8 @@ class Options:
     seconds_between_tokens: float | None = None
     latency_sensitive: bool | None = None
     cache_salt: str = ""
+    # Width and height in pixels of each of its images, in the order of their places.
+    image_sizes: tuple[tuple[int, int], ...] = ()
     request_id: str | None = None
     # The W3C trace context that shards get.
     traceparent: str = ""
@@ -137,7 +147,7 @@ class Options:
 class CompletionRequest(Options):
     """Completes texts or token ids. `max_tokens` 0 asks only for the prompt's own scores."""
 
-    prompts: tuple[str | list[int], ...]
+    prompts: tuple[str | list[int] | TextWithImages, ...]
     best_of: int = 1
 
     def without_text(self) -> Self:

@@ -25,6 +25,8 @@ from penstock_router.text.chat_template import (
     TemplateUnusable,
     load_chat_template,
 )
+from penstock_router.text.image_tokens.base import ImageTokens
+from penstock_router.text.image_tokens.registry import load_image_tokens
 from penstock_router.text.model_conventions import Conventions, conventions_of
 from penstock_router.text.prompts import TextModel
 from penstock_router.text.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
@@ -86,6 +88,8 @@ class _Text:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     conventions: Conventions
+    image_tokens: ImageTokens | None
+    images_unusable: str
     files: _Files
 
 
@@ -264,6 +268,8 @@ class Models:
             chat_template=loaded.chat_template,
             trusts_templates=self._trusts_templates,
             conventions=loaded.conventions,
+            image_tokens=loaded.image_tokens,
+            images_unusable=loaded.images_unusable,
         )
         return ServedModel(info, text, loaded.files, adapter)
 
@@ -308,10 +314,13 @@ class Models:
         loop = asyncio.get_running_loop()
         try:
             files = await self._fleet.tokenizer_files(*key)
-            return await self._threads.run(lambda: self._read(files))
+            text = await self._threads.run(lambda: self._read(files))
         except BaseException:  # whatever it was, it is not tried again at once
             self._failed_at[key] = loop.time()
             raise
+        if text.images_unusable:
+            logger.warning("model %s is served without images: %s", key[0], text.images_unusable)
+        return text
 
     def _read(self, files: _Files) -> _Text:
         if self._chat_template is not None:
@@ -319,7 +328,9 @@ class Models:
             files = {**files, CHAT_TEMPLATE_FILE: self._chat_template.encode()}
         template = load_chat_template(files)
         conventions = conventions_of(template, *self._parsers)
-        return _Text(load_tokenizer(files), template, conventions, files)
+        tokenizer = load_tokenizer(files)
+        images = load_image_tokens(files, tokenizer)
+        return _Text(tokenizer, template, conventions, *images, files)
 
     async def keep_loading(self) -> None:
         """Load the fleet's models ahead of requests; runs until cancelled."""

@@ -30,8 +30,8 @@ from penstock_router.json_fields import (
     table,
     token_ids,
 )
-from penstock_router.request import ChatRequest
-from penstock_router.text.prompts import TextModel, chat_prompt, render
+from penstock_router.request import ChatRequest, CompletionRequest
+from penstock_router.text.prompts import TextModel, chat_prompt, completion_prompts, render
 
 # More ids than any context has, and as many as a thread decodes in a second or so.
 _MAX_IDS = 4_000_000
@@ -172,11 +172,13 @@ def _tokenize_prompt(asked: TokensRequest, model: TextModel) -> PromptTokens:
         prompt = chat_prompt(chat_to_tokenize(values), model, INT32_MAX)
         token_ids = list(prompt.token_ids)
     elif "prompt" in values:
-        [token_ids] = model.tokenizer.encode(
-            [values["prompt"]],
+        text = CompletionRequest(
+            prompts=(values["prompt"],),
             add_special_tokens=values.get("add_special_tokens", True),
-            max_tokens=INT32_MAX,
         )
+        unbounded = dataclasses.replace(model, max_model_len=INT32_MAX)
+        [prompt] = completion_prompts(text, unbounded)
+        token_ids = list(prompt.token_ids)
     else:
         raise BadRequest("prompt: needed, or messages or inputs", param="prompt")
     texts = None

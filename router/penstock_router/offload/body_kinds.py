@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,18 @@ def read(kind: AnyKind, data: bytes, *, with_digest: bool) -> Reading:
         return Reading(kind, refusal=error.with_traceback(None))
 
 
-def work(kind: BodyKind, asked: Any, model: TextModel, earlier: bytes) -> PreparedPrompts | bytes:
+def work(
+    kind: BodyKind,
+    asked: Any,
+    model: TextModel,
+    earlier: bytes,
+    image_sizes: tuple[tuple[int, int], ...] = (),
+) -> PreparedPrompts | bytes:
     """The kind's text work on a request, whose conversation goes on after `earlier` messages: JSON,
     or empty. Prompts, or the JSON of an answer. Raises `BadRequest`.
     """
+    if image_sizes:
+        asked = dataclasses.replace(asked, image_sizes=image_sizes)
     if earlier:
         asked = asked.after(msgspec.json.decode(earlier))
     made = kind.work(asked, model)

@@ -211,32 +211,49 @@ class Body:
         self._arrival = arrival
         self._incoming = incoming
 
-    async def work(self, model: ServedModel, earlier: bytes = b"") -> PreparedPrompts | bytes:
-        """Run its kind's text work; `earlier` is the JSON of earlier messages of the conversation.
+    async def work(
+        self,
+        model: ServedModel,
+        earlier: bytes = b"",
+        image_sizes: tuple[tuple[int, int], ...] = (),
+    ) -> PreparedPrompts | bytes:
+        """Run its kind's text work; `earlier` is the JSON of earlier messages of the conversation,
+        `image_sizes` the width and height of each image, those of earlier messages first.
 
         Raises what that work raises, `TooManyRequests`, `Unavailable` and `TimeoutError`.
         """
         bodies, num_bytes = self._bodies, self._incoming.num_bytes + len(earlier)
         try:
             if model.text.trusts_templates and self.asked.brings_template:
-                return await self._run_program(model, earlier)
+                return await self._run_program(model, earlier, image_sizes)
             if num_bytes > LONG_BYTES:
                 self._incoming.enqueue(len(earlier))
                 later_s = SECONDS_A_BYTE * len(earlier)
-                return await self._work_there(bodies.pool, later_s, model, earlier)
-            made = functools.partial(work, self.kind, self.asked, model.text, earlier)
-            return made() if num_bytes <= SHORT_BYTES else await bodies.threads.run(made)
+                return await self._work_there(bodies.pool, later_s, model, earlier, image_sizes)
+            made = functools.partial(work, self.kind, self.asked, model.text, earlier, image_sizes)
+            # A link to an image is short, its tokens may be thousands.
+            if num_bytes <= SHORT_BYTES and not image_sizes:
+                return made()
+            return await bodies.threads.run(made)
         finally:
             self._incoming.drop()
 
-    async def _run_program(self, model: ServedModel, earlier: bytes) -> PreparedPrompts | bytes:
+    async def _run_program(
+        self, model: ServedModel, earlier: bytes, image_sizes: tuple[tuple[int, int], ...]
+    ) -> PreparedPrompts | bytes:
         """The text work of a request that brings its template, which may run for ever even on a
         short text: in a process that can be killed, and that nobody else waits for.
         """
         programs = self._bodies.programs
         with programs.scope(self._incoming.client) as later_s:
-            max_s = request_templates.MAX_PROGRAM_S
-            return await self._work_there(programs.pool, later_s, model, earlier, max_s)
+            return await self._work_there(
+                programs.pool,
+                later_s,
+                model,
+                earlier,
+                image_sizes,
+                request_templates.MAX_PROGRAM_S,
+            )
 
     async def _work_there(
         self,
@@ -244,6 +261,7 @@ class Body:
         later_s: float,
         model: ServedModel,
         earlier: bytes,
+        image_sizes: tuple[tuple[int, int], ...],
         max_s: float = MAX_TASK_S,
     ) -> PreparedPrompts | bytes:
         """The text work in a process of the pool, where the body counts as so much later."""
@@ -256,7 +274,7 @@ class Body:
             model.text.trusts_templates,
             *model.text.conventions.names,
         )
-        task = Work(number, self.kind.name, facts, max_s=max_s)
+        task = Work(number, self.kind.name, facts, image_sizes=image_sizes, max_s=max_s)
         parts = [self._incoming.pieces, [earlier]]
         outcome = await pool.run((arrived_s + later_s, number), task, parts, model.files)
         assert not isinstance(outcome, Reading)

@@ -68,6 +68,8 @@ class Work(msgspec.Struct, tag=True, frozen=True):
     kind: str
     model: ModelFacts
     file_names: tuple[str, ...] = ()
+    # Of the request's images.
+    image_sizes: tuple[tuple[int, int], ...] = ()
     # How long the work may take, once the files are loaded.
     max_s: float = MAX_TASK_S
 

@@ -39,6 +39,7 @@ from penstock_router.offload.text_messages import (
     encode_outcome,
 )
 from penstock_router.text.chat_template import load_chat_template
+from penstock_router.text.image_tokens.registry import load_image_tokens
 from penstock_router.text.model_conventions import conventions_named
 from penstock_router.text.prompts import TextModel
 from penstock_router.text.tokenizer import load_tokenizer
@@ -66,14 +67,18 @@ class TextWorker:
         if task.file_names:
             files = dict(zip(task.file_names, parts[2:], strict=True))
             facts = task.model
+            tokenizer = load_tokenizer(files)
+            image_tokens, images_unusable = load_image_tokens(files, tokenizer)
             self._models[facts] = TextModel(
                 name=facts.name,
                 max_model_len=facts.max_model_len,
                 vocab_size=facts.vocab_size,
-                tokenizer=load_tokenizer(files),
+                tokenizer=tokenizer,
                 chat_template=load_chat_template(files),
                 trusts_templates=facts.trusts_templates,
                 conventions=conventions_named(facts.tool_format, facts.reasoning),
+                image_tokens=image_tokens,
+                images_unusable=images_unusable,
             )
 
     def do(self, task: Task, parts: Sequence[bytes]) -> bytes:
@@ -112,7 +117,8 @@ class TextWorker:
             reading = read(KINDS[task.kind], body, with_digest=False)
         if reading.refusal is not None:
             raise reading.refusal
-        return work(reading.kind, reading.asked, self._models[task.model], earlier)
+        model = self._models[task.model]
+        return work(reading.kind, reading.asked, model, earlier, task.image_sizes)
 
 
 # ---- The process -------------------------------------------------------------------------------

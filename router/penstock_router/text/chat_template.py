@@ -27,6 +27,17 @@ from penstock_router.errors import BadRequest, TemplateFailed
 # Ends in a space, to find out whether the template strips trailing whitespace of a message.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
+# What is rendered to find out what a template takes.
+_PROBE = "a text to look for"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -150,6 +161,7 @@ class ChatTemplate:
         self.source = sources.get("default", "")
         self._sources = dict(sources)
         self._templates: dict[str, jinja2.Template] = {}
+        self._forms: dict[tuple[str, bool], tuple[bool, bool]] = {}
         # Whether the template that is used with tools reads the `tools` variable.
         self.takes_tools = False
         for name, source in sources.items():
@@ -193,6 +205,23 @@ class ChatTemplate:
         }
         text = _rendered(self._pick(tools), variables)
         return _cut_at_mark(text) if continue_final_message else text
+
+    def forms_taken(self, anchor: str, *, with_tools: bool) -> tuple[bool, bool]:
+        """Whether it takes contents that are texts, and contents in parts, for whose images it
+        writes the `anchor`. Found out once, by rendering one of each.
+        """
+        key = anchor, with_tools and "tool_use" in self._templates
+        if key not in self._forms:
+            tools = [_PROBE_TOOL] if key[1] else None
+            parts = [{"type": "image"}, {"type": "text", "text": _PROBE}]
+            self._forms[key] = self._shows(_PROBE, _PROBE, tools), self._shows(parts, anchor, tools)
+        return self._forms[key]
+
+    def _shows(self, content: Any, wanted: str, tools: list[dict[str, Any]] | None) -> bool:
+        try:
+            return wanted in self.render([{"role": "user", "content": content}], tools=tools)
+        except BadRequest:
+            return False
 
     def _pick(self, tools: list[dict[str, Any]] | None) -> jinja2.Template:
         if tools is not None and "tool_use" in self._templates:
@@ -241,6 +270,9 @@ def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
+    if isinstance(content, list) and content and "text" in content[-1]:
+        *before, last = content
+        return {**message, "content": [*before, {**last, "text": last["text"] + _CONTINUE_HERE}]}
     if not isinstance(content, str):
         text = "continue_final_message: the last message has no content to continue"
         raise BadRequest(text, param="continue_final_message")

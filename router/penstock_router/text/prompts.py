@@ -11,14 +11,25 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from penstock_client.types import Constraint
 from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.json_fields import INT32_MAX
-from penstock_router.request import ChatRequest, CompletionRequest, Message, Options
+from penstock_router.request import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Options,
+    TextWithImages,
+)
 from penstock_router.text.answer_constraint import answer_constraint, tools_of
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
+from penstock_router.text.contents import as_parts, as_text, change_contents, join_contents
+from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
+from penstock_router.text.image_tokens.expand import encode_with_images
+from penstock_router.text.image_tokens.plain_text import cut_spelled
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.reasoning import reasoning_begun, reasoning_over
 from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_long
@@ -37,17 +48,21 @@ class TextModel:
     # Whether a request may bring a chat template of its own.
     trusts_templates: bool
     conventions: Conventions
+    # None: it takes no images. Then the other says why, if it sees them otherwise.
+    image_tokens: ImageTokens | None = None
+    images_unusable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its ids, and its text where an answer may echo it.
+    """One prompt: its ids, its text where an answer may echo it, and where its images are.
 
     The ids of a long one are an `array` of 32 bits: nothing should walk them in Python.
     """
 
     token_ids: Sequence[int]
     text: str | None = None
+    images: tuple[ImagePlace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +88,10 @@ def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
     """The prompts of a request of either kind. One invalid prompt refuses the whole request."""
     begun, style = False, model.conventions.reasoning
     if isinstance(request, ChatRequest):
-        text = render(request, model)
-        prompts = [_tokenize(request, model, text, model.max_model_len)]
+        pieces = _render(request, model)
+        prompts = [_tokenize(request, model, pieces, model.max_model_len)]
         if style is not None:
+            text = "".join(pieces)
             continued = _last_message(request) if request.continue_final_message else ""
             begun = reasoning_begun(text, style, continued)
             style = None if reasoning_over(text, style) else style
@@ -110,38 +126,91 @@ def completion_prompts(
     request: CompletionRequest, model: TextModel, param: str = "prompt"
 ) -> list[Prompt]:
     """Texts tokenized, ids checked; `param` is the field that they came in."""
-    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     truncation = _truncation(request, model)
+    pairs = [(prompt, _pieces(prompt, model)) for prompt in request.prompts]
     encoded = iter(
         model.tokenizer.encode(
-            texts,
+            [prompt for prompt, pieces in pairs if isinstance(prompt, str) and not pieces],
             add_special_tokens=request.add_special_tokens,
             max_tokens=model.max_model_len,
             truncation=truncation,
         )
     )
-    prompts = []
-    for prompt in request.prompts:
-        ids = next(encoded) if isinstance(prompt, str) else prompt
-        if truncation is None and isinstance(prompt, str):
-            prompts.append(Prompt(ids, prompt if request.echo else None))
+    sizes, prompts = iter(request.image_sizes), []
+    for prompt, pieces in pairs:
+        if pieces:
+            num_images = len(prompt.texts) - 1 if isinstance(prompt, TextWithImages) else 0
+            of_it = tuple(islice(sizes, num_images))
+            made = _encode_pieces(request, model, pieces, of_it, model.max_model_len)
+        elif isinstance(prompt, str) and truncation is None:
+            made = Prompt(next(encoded))
         else:
-            ids = ids if truncation is None else truncation.cut(ids)
-            prompts.append(_prompt_of_ids(ids, model, request, param))
+            ids = prompt if isinstance(prompt, list) else next(encoded)
+            made = _prompt_of_ids(ids if truncation is None else truncation.cut(ids), model, param)
+        if request.echo:
+            whole = prompt if isinstance(prompt, str) and truncation is None else None
+            text = _decoded(request, model, made.token_ids) if whole is None else whole
+            made = dataclasses.replace(made, text=text)
+        prompts.append(made)
+    if rest := len(tuple(sizes)):
+        raise BadRequest(f"{param}: it has no place for {rest} of the images", param=param)
     return prompts
 
 
-def _prompt_of_ids(token_ids: list[int], model: TextModel, request: Options, param: str) -> Prompt:
+def _pieces(prompt: str | list[int] | TextWithImages, model: TextModel) -> Sequence[str]:
+    """What is tokenized apart, with an anchor for each image; () for ids and plain text."""
+    with_images = isinstance(prompt, TextWithImages)
+    if model.image_tokens is None and with_images:
+        raise _takes_no_images(model)
+    if model.image_tokens is None or isinstance(prompt, list):
+        return ()
+    given = prompt.texts if isinstance(prompt, TextWithImages) else (prompt,)
+    texts, mark = cut_spelled(given, model.image_tokens.reserved)
+    return _split(model.image_tokens.written.join(texts), mark) if mark or with_images else ()
+
+
+def _split(text: str, mark: str) -> Sequence[str]:
+    return text.split(mark) if mark else (text,)
+
+
+def _takes_no_images(model: TextModel) -> BadRequest:
+    why = f" ({model.images_unusable})" if model.images_unusable else ""
+    return BadRequest(f"the model {model.name} takes no images{why}")
+
+
+def _encode_pieces(
+    request: Options,
+    model: TextModel,
+    pieces: Sequence[str],
+    sizes: Sequence[tuple[int, int]],
+    max_tokens: int,
+) -> Prompt:
+    """A prompt with images, or with text that spells one; without the text."""
+    assert model.image_tokens is not None
+    ids, places = encode_with_images(
+        model.tokenizer,
+        pieces,
+        model.image_tokens,
+        sizes,
+        add_special_tokens=request.add_special_tokens,
+        max_tokens=max_tokens,
+        truncation=_truncation(request, model),
+    )
+    return Prompt(ids, None, places)
+
+
+def _prompt_of_ids(token_ids: list[int], model: TextModel, param: str) -> Prompt:
     # Before checking each id, of which there may be millions.
     if len(token_ids) > model.max_model_len:
         raise prompt_too_long(len(token_ids), model.max_model_len)
     largest = max(token_ids, default=0)
     if largest >= model.vocab_size:
         raise BadRequest(f"Token id {largest} is out of vocabulary", param=param)
-    if not request.echo:
-        return Prompt(token_ids)
-    skip = request.skip_special_tokens
-    return Prompt(token_ids, model.tokenizer.decode(token_ids, skip_special_tokens=skip))
+    return Prompt(token_ids)
+
+
+def _decoded(request: Options, model: TextModel, token_ids: Sequence[int]) -> str:
+    return model.tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
 
 
 def _truncation(request: Options, model: TextModel) -> Truncation | None:
@@ -172,13 +241,21 @@ def chat_prompt(request: ChatRequest, model: TextModel, max_tokens: int | None =
     """A chat's messages, rendered by a template and tokenized; refused where they have more than
     `max_tokens`, or else than the model's context.
     """
-    text = render(request, model)
-    return _tokenize(request, model, text, max_tokens or model.max_model_len)
+    pieces = _render(request, model)
+    return _tokenize(request, model, pieces, max_tokens or model.max_model_len)
 
 
-def _tokenize(request: ChatRequest, model: TextModel, text: str, max_tokens: int) -> Prompt:
+def _tokenize(
+    request: ChatRequest, model: TextModel, pieces: Sequence[str], max_tokens: int
+) -> Prompt:
+    images = model.image_tokens
+    if images is not None and (
+        request.image_sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0])
+    ):
+        prompt = _encode_pieces(request, model, pieces, request.image_sizes, max_tokens)
+        return dataclasses.replace(prompt, text=_last_message(request) if request.echo else None)
     [token_ids] = model.tokenizer.encode(
-        [text],
+        pieces,
         add_special_tokens=request.add_special_tokens,
         max_tokens=max_tokens,
         truncation=_truncation(request, model),
@@ -187,7 +264,16 @@ def _tokenize(request: ChatRequest, model: TextModel, text: str, max_tokens: int
 
 
 def render(request: ChatRequest, model: TextModel) -> str:
-    """The prompt's text, by the model's template or, where those are trusted, the request's."""
+    """The prompt's text, by the model's template or, where those are trusted, the request's. Images
+    are shown as the template shows them.
+    """
+    return "".join(_render(request, model))
+
+
+def _render(request: ChatRequest, model: TextModel) -> Sequence[str]:
+    """The prompt's text, in pieces that are tokenized apart."""
+    if request.image_sizes and model.image_tokens is None:
+        raise _takes_no_images(model)
     template = model.chat_template
     if request.chat_template is not None:
         template = _template_of_request(request.chat_template, model)
@@ -203,14 +289,35 @@ def render(request: ChatRequest, model: TextModel) -> str:
         messages = in_words(messages)
     if tools and not template.takes_tools:
         messages = _add_system_text(messages, instructions(tools))
-    return template.render(
+    shown, documents, kwargs = (
+        [tool.shown for tool in tools] or None,
+        request.documents,
+        request.template_kwargs,
+    )
+    mark = ""
+    if (images := model.image_tokens) is not None:
+        of_users = messages, shown, documents, kwargs
+        (messages, shown, documents, kwargs), mark = cut_spelled(of_users, images.reserved)
+        messages = _in_form(messages, template, images, with_tools=shown is not None)
+    text = template.render(
         messages,
-        tools=[tool.shown for tool in tools] or None,
-        documents=request.documents,
+        tools=shown,
+        documents=documents,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        kwargs=request.template_kwargs,
+        kwargs=kwargs,
     )
+    return _split(text, mark)
+
+
+def _in_form(
+    messages: list[Message], template: ChatTemplate, images: ImageTokens, *, with_tools: bool
+) -> list[Message]:
+    """Contents in a form that the template takes."""
+    takes_texts, takes_parts = template.forms_taken(images.anchor, with_tools=with_tools)
+    if not takes_parts:
+        return change_contents(messages, lambda content: as_text(content, images.written))
+    return messages if takes_texts else change_contents(messages, as_parts)
 
 
 def _add_system_text(messages: list[Message], text: str) -> list[Message]:
@@ -218,7 +325,8 @@ def _add_system_text(messages: list[Message], text: str) -> list[Message]:
     first = messages[0] if messages else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": text}, *messages]
-    return [{**first, "content": f"{first.get('content', '')}\n\n{text}"}, *messages[1:]]
+    content = join_contents(first.get("content", ""), text, "\n\n")
+    return [{**first, "content": content}, *messages[1:]]
 
 
 def _template_of_request(source: str, model: TextModel) -> ChatTemplate:
@@ -237,7 +345,7 @@ def _template_of_request(source: str, model: TextModel) -> ChatTemplate:
 def _last_message(request: ChatRequest) -> str:
     """The text that `echo` puts before the answer: that of a last message by the assistant."""
     last = request.messages[-1]
-    return str(last.get("content", "")) if last["role"] == "assistant" else ""
+    return as_text(last.get("content", ""), "") if last["role"] == "assistant" else ""
 
 
 # ---- What else depends on the model's vocabulary -----------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -147,6 +148,16 @@ class Tokenizer:
         if added:
             encoding = self._fast.post_process(encoding, None, True)
         return truncation.cut(encoding.ids)
+
+    @cached_property
+    def special_around(self) -> tuple[list[int], list[int]]:
+        """The ids that are added before a text and after it."""
+        bare = self._fast.encode("a", add_special_tokens=False).ids
+        whole = self._fast.encode("a", add_special_tokens=True).ids
+        num_added = len(whole) - len(bare)
+        fits = (num for num in range(num_added + 1) if whole[num : num + len(bare)] == bare)
+        num_before = next(fits, num_added)
+        return whole[:num_before], whole[num_before + len(bare) :]
 
     def places(
         self, text: str, *, add_special_tokens: bool, at_most: int

@@ -1,4 +1,6 @@
-"""Collects the files of a model that a router needs: tokenizer and chat template. No torch here."""
+"""Collects the files of a model that a router needs: tokenizer, chat template, and what says how
+many tokens an image takes. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,9 @@ _FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+# Of a model that sees images: they say how many tokens one takes. Not of others, whose hash of
+# these files would change with settings that no router reads.
+_IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 
 
 def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> dict[str, bytes]:
@@ -22,16 +27,20 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
 
     Raises:
         OSError: a file exists and cannot be read.
-        ModelError: chat_template.json is no JSON object.
+        ModelError: config.json or chat_template.json is no JSON object.
     """
-    files = {
-        name: (model_dir / name).read_bytes() for name in _FILES if (model_dir / name).exists()
-    }
+    names = _FILES + _IMAGE_FILES if _sees_images(model_dir) else _FILES
+    files = {name: (model_dir / name).read_bytes() for name in names if (model_dir / name).exists()}
     if chat_template is not None:
         files["chat_template.jinja"] = chat_template.read_bytes()
     elif source := _template_of_processor(model_dir, files):
         files["chat_template.jinja"] = source.encode()
     return files
+
+
+def _sees_images(model_dir: Path) -> bool:
+    config = model_dir / "config.json"
+    return config.exists() and isinstance(read_object(config).get("vision_config"), dict)
 
 
 def _template_of_processor(model_dir: Path, files: Mapping[str, bytes]) -> str | None:

@@ -38,6 +38,19 @@ def test_the_users_template_goes_before_all(tmp_path: Path) -> None:
     assert read_tokenizer_files(tmp_path, tmp_path / "mine")["chat_template.jinja"] == b"D"
 
 
+def test_what_images_take_is_sent_of_a_model_that_sees_them(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"preprocessor_config": {"a": 1}, "processor_config": {"b": 2}}
+    write(tmp_path, config={"vision_config": {"depth": 2}}, **settings)
+    files = read_tokenizer_files(tmp_path)
+    assert set(files) == {"config.json", "preprocessor_config.json", "processor_config.json"}
+    assert json.loads(files["config.json"]) == {"vision_config": {"depth": 2}}
+
+
+def test_the_files_of_a_model_of_text_are_as_they_were(tmp_path: Path) -> None:
+    write(tmp_path, config={"vision_config": None}, preprocessor_config={}, processor_config={})
+    assert read_tokenizer_files(tmp_path) == {}
+
+
 def test_a_broken_file_of_a_processors_template_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text("{")
     with pytest.raises(ModelError, match=r"chat_template\.json: is not valid JSON"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Message, Tool
+from penstock_router.text.contents import join_contents
 from penstock_router.text.structural_tag_builder import literal, one_or_more, sequence
 from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
 from penstock_router.text.tool_calls.json_calls import BareJsonParser, call_tag, calls_or_text
@@ -72,8 +73,8 @@ def in_words(messages: Sequence[Message]) -> list[Message]:
         elif message.get("tool_calls"):
             message = _calls_in_words(message, names)
         if follows_result and message["role"] == "user":
-            text = f"{told[-1]['content']}\n\n{message.get('content', '')}"
-            told[-1] = {**told[-1], "content": text}
+            content = join_contents(told[-1]["content"], message.get("content", ""), "\n\n")
+            told[-1] = {**told[-1], "content": content}
         else:
             told.append(message)
         follows_result = is_result
@@ -95,7 +96,7 @@ def _calls_in_words(message: Message, names: dict[object, str]) -> Message:
 def _result_in_words(message: Message, names: dict[object, str]) -> Message:
     name = message.get("name") or names.get(message.get("tool_call_id"))
     said = f"Result of {name}:" if name else "Result:"
-    return {"role": "user", "content": f"{said}\n{message.get('content', '')}"}
+    return {"role": "user", "content": join_contents(said, message.get("content", ""), "\n")}
 
 
 def _described(tool: Tool) -> JsonObject:

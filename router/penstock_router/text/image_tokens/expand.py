@@ -1,0 +1,108 @@
+"""A prompt's text -> its ids, with those of each image in its place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import chain
+
+from penstock_router.errors import BadRequest
+from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
+from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_long
+
+# Width and height in pixels.
+Size = tuple[int, int]
+
+
+def encode_with_images(
+    tokenizer: Tokenizer,
+    pieces: Sequence[str],
+    images: ImageTokens,
+    sizes: Sequence[Size],
+    *,
+    add_special_tokens: bool,
+    max_tokens: int,
+    truncation: Truncation | None = None,
+) -> tuple[list[int], tuple[ImagePlace, ...]]:
+    """The ids of a prompt, and where in it its images are. The `pieces` of its text are tokenized
+    apart; they have an anchor for each image.
+
+    Raises `BadRequest` if they have not, or if a cut would go through an image; `ContextExceeded`
+    for more than `max_tokens`.
+    """
+    if len(pieces) > max_tokens:
+        # Each has a token at least, and takes much more memory than a token meanwhile.
+        raise prompt_too_long(len(pieces), max_tokens)
+    _check_anchors(sum(piece.count(images.anchor) for piece in pieces), len(sizes))
+    of_images, num_tokens = [], 0
+    for width, height in sizes:
+        of_images.append(images.token_ids(width, height))
+        num_tokens += len(of_images[-1])
+        if num_tokens > max_tokens:
+            # Before many large images become lists of ids.
+            raise prompt_too_long(num_tokens, max_tokens)
+    encoded = tokenizer.encode(
+        [piece.replace(images.anchor, images.text) for piece in pieces],
+        add_special_tokens=False,
+        max_tokens=max_tokens if truncation is None else sys.maxsize,
+    )
+    before, after = tokenizer.special_around if add_special_tokens else ([], [])
+    ids, places = _put(list(chain.from_iterable(encoded)), images.token_id, of_images)
+    if truncation is not None:
+        room = max(0, truncation.max_tokens - len(before) - len(after))
+        ids, places = _cut(ids, places, Truncation(room, truncation.side))
+    ids = [*before, *ids, *after]
+    if truncation is not None:
+        # It may be less than what was added.
+        ids = truncation.cut(ids)
+    if len(ids) > max_tokens:
+        raise prompt_too_long(len(ids), max_tokens)
+    moved = (ImagePlace(place.offset + len(before), place.num_tokens) for place in places)
+    return ids, tuple(moved)
+
+
+def _check_anchors(num_anchors: int, num_images: int) -> None:
+    if num_anchors < num_images:
+        raise BadRequest(
+            f"the chat template shows {num_anchors} of the {num_images} images; it may not take "
+            "any in such messages",
+            param="messages",
+        )
+    if num_anchors > num_images:
+        raise BadRequest(
+            f"the prompt has {num_anchors} places for images, and {num_images} were given",
+            param="messages",
+        )
+
+
+def _put(
+    ids: list[int], token_id: int, of_images: Sequence[Sequence[int]]
+) -> tuple[list[int], list[ImagePlace]]:
+    """The ids of each image in the place of its one token."""
+    if ids.count(token_id) != len(of_images):
+        text = "the prompt's text becomes more tokens of images than it has images"
+        raise BadRequest(text, param="messages")
+    put: list[int] = []
+    places, begin = [], 0
+    for its_ids in of_images:
+        place = ids.index(token_id, begin)
+        put += ids[begin:place]
+        places.append(ImagePlace(len(put), len(its_ids)))
+        put += its_ids
+        begin = place + 1
+    return put + ids[begin:], places
+
+
+def _cut(
+    ids: list[int], places: Sequence[ImagePlace], truncation: Truncation
+) -> tuple[list[int], list[ImagePlace]]:
+    kept = truncation.cut(ids)
+    gone = len(ids) - len(kept) if truncation.side == "left" else 0
+    moved = [ImagePlace(place.offset - gone, place.num_tokens) for place in places]
+    if any(place.offset < 0 or place.offset + place.num_tokens > len(kept) for place in moved):
+        raise BadRequest(
+            f"truncate_prompt_tokens: keeping {truncation.max_tokens} of the prompt's {len(ids)} "
+            "tokens would cut off an image, or a part of one",
+            param="truncate_prompt_tokens",
+        )
+    return kept, moved

@@ -1,0 +1,145 @@
+"""Values in a model's files, checked: what is missing or wrong is told with its file and name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from penstock_router.text.image_tokens.base import ImagesUnusable
+from penstock_router.text.tokenizer import Tokenizer
+
+CONFIG = "config.json"
+PROCESSOR = "processor_config.json"
+IMAGE_PROCESSOR = "preprocessor_config.json"
+
+# More than an image has in any checkpoint.
+MAX_TOKENS = 65_536
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A file's values, or those of an object in it. All methods raise `ImagesUnusable`."""
+
+    name: str
+    values: Mapping[str, Any] = field(repr=False)
+
+    def get(self, name: str) -> Any:
+        """The value; None where it is null or missing."""
+        return self.values.get(name)
+
+    def part(self, name: str) -> Settings:
+        """The object that is the value; one without values where there is none."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.unusable(name, "is no object")
+        return Settings(f"{self.name}: {name}", value or {})
+
+    def integer(
+        self, name: str, default: int | None = None, *, least: int = 1, most: int = _INT32_MAX
+    ) -> int:
+        """A number within bounds; it must be there unless it has a default."""
+        value = default if self.get(name) is None else self.get(name)
+        if value is None:
+            raise self.unusable(name, "is missing")
+        if type(value) is not int or not least <= value <= most:
+            raise self.unusable(name, f"must be a whole number from {least} to {most}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A string that is not empty."""
+        value = default if self.get(name) is None else self.get(name)
+        if not isinstance(value, str) or not value:
+            raise self.unusable(name, "must be a string")
+        return value
+
+    def refuse(self, name: str, *accepted: Any) -> None:
+        """Refuses a value that is neither null nor one of those `accepted`."""
+        value = self.get(name)
+        if value is not None and value not in accepted:
+            raise self.unusable(name, "is not implemented")
+
+    def unusable(self, name: str, why: str) -> ImagesUnusable:
+        """The error for a value."""
+        value = self.get(name)
+        shown = "" if value is None else f" ({str(value)[:60]!r})"
+        return ImagesUnusable(f"{self.name}: {name}{shown} {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What families read: three files, and the tokenizer."""
+
+    config: Settings
+    processor: Settings
+    # Part of processor_config.json, or a file of its own.
+    image_processor: Settings
+    tokenizer: Tokenizer
+
+    def image_token(self) -> tuple[str, int]:
+        """The token at whose positions the model puts an image's rows, and its id."""
+        older = self.config.get("image_token_id") is None
+        return self.token_of_id("image_token_index" if older else "image_token_id")
+
+    def token_of_id(self, name: str) -> tuple[str, int]:
+        """The token with the id that config.json has by this name, and the id."""
+        token_id = self.config.integer(name, least=0)
+        text = self.tokenizer.token_text(token_id)
+        if self.tokenizer.token_id(text) != token_id:
+            raise self.config.unusable(name, "is no token of tokenizer.json")
+        return text, token_id
+
+    def special_token(self, name: str, default: str) -> tuple[str, int]:
+        """The token with this name in tokenizer_config.json, and its id."""
+        named = self.tokenizer.config
+        for group in ("extra_special_tokens", "model_specific_special_tokens"):
+            extra = named.get(group)
+            named = named | (extra if isinstance(extra, dict) else {})
+        text = named.get(name, default)
+        text = text.get("content") if isinstance(text, dict) else text
+        return self.known(name, text)
+
+    def known(self, name: str, text: object) -> tuple[str, int]:
+        """A token's text, and its id; `name` is what it is called in the model's files."""
+        token_id = self.tokenizer.token_id(text) if isinstance(text, str) else None
+        if token_id is None:
+            raise ImagesUnusable(f"tokenizer.json: it has no token {text!r} ({name})")
+        return str(text), token_id
+
+    def tokens(self, *texts: str) -> frozenset[str]:
+        """Those texts that are tokens: to others a tokenizer does nothing special."""
+        return frozenset(text for text in texts if self.tokenizer.token_id(text) is not None)
+
+    def ids_between(self, token: str, text: str) -> list[int]:
+        """The ids of a text that stands between two of a known token."""
+        [ids] = self.tokenizer.encode(
+            [f"{token}{text}{token}"], add_special_tokens=False, max_tokens=_INT32_MAX
+        )
+        return ids[1:-1]
+
+
+def read_settings(files: Mapping[str, bytes], name: str) -> Settings:
+    """A file's values; none where the file is missing."""
+    try:
+        values = msgspec.json.decode(files.get(name) or b"{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise ImagesUnusable(f"{name}: it is not valid JSON") from None
+    if not isinstance(values, dict):
+        raise ImagesUnusable(f"{name}: it is no JSON object")
+    return Settings(name, values)
+
+
+def read_model_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ModelFiles | None:
+    """The files of a model that sees images; None for others."""
+    config = read_settings(files, CONFIG)
+    if not isinstance(config.get("vision_config"), dict):
+        return None
+    processor = read_settings(files, PROCESSOR)
+    nested = processor.part("image_processor")
+    images = nested if nested.values else read_settings(files, IMAGE_PROCESSOR)
+    if not images.values:
+        raise ImagesUnusable(f"{IMAGE_PROCESSOR}: the model has none")
+    return ModelFiles(config, processor, images, tokenizer)
