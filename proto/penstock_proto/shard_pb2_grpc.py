@@ -125,7 +125,8 @@ class ShardServicer:
 
     def GetTokenizer(self, request, context):
         """tokenizer.json, tokenizer_config.json, the chat template and generation_config.json, so that a
-        router needs nothing but shard addresses.
+        router needs nothing but shard addresses. Of a model that sees images also config.json and its
+        processor's settings, which say how many tokens an image takes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -16,6 +16,8 @@ from penstock_client.types import Constraint
 # A message as chat templates expect it: no nulls, its text as one string. One with images has a
 # list of parts instead, as `text/contents.py` has them.
 Message = dict[str, Any]
+# Width and height in pixels of each image.
+ImageSizes = tuple[tuple[int, int], ...]
 # The bound of `Options.session`, in whichever field it was given.
 MAX_SESSION_CHARS = 256
 # The bound of `Options.request_id`, likewise.
@@ -117,8 +119,8 @@ class Options:
     seconds_between_tokens: float | None = None
     latency_sensitive: bool | None = None
     cache_salt: str = ""
-    # Width and height in pixels of each of its images, in the order of their places.
-    image_sizes: tuple[tuple[int, int], ...] = ()
+    # Of its images, in the order of their places.
+    image_sizes: ImageSizes = ()
     request_id: str | None = None
     # The W3C trace context that shards get.
     traceparent: str = ""

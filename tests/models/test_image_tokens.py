@@ -254,7 +254,7 @@ def test_prompts_have_the_ids_that_the_processor_makes(family: str) -> None:
         )
         theirs = [int(each) for each in made["input_ids"][0]]
         ids, places = encode_with_images(
-            tokenizer, [text], tokens, sizes, add_special_tokens=True, max_tokens=1_000_000
+            tokenizer, [text], tokens, tuple(sizes), add_special_tokens=True, max_tokens=1_000_000
         )
         assert ids == theirs, sizes
         for place, size in zip(places, sizes, strict=True):

@@ -19,6 +19,7 @@ from penstock_router.apis.tgi.requests import COMPAT, GENERATE, GENERATE_STREAM
 from penstock_router.errors import ApiError, BadRequest
 from penstock_router.generation.event_ids import body_digest
 from penstock_router.json_fields import JsonObject, decode_object
+from penstock_router.request import ImageSizes
 from penstock_router.text.prompts import PreparedPrompts, TextModel
 
 
@@ -78,7 +79,7 @@ def work(
     asked: Any,
     model: TextModel,
     earlier: bytes,
-    image_sizes: tuple[tuple[int, int], ...] = (),
+    image_sizes: ImageSizes = (),
 ) -> PreparedPrompts | bytes:
     """The kind's text work on a request, whose conversation goes on after `earlier` messages: JSON,
     or empty. Prompts, or the JSON of an answer. Raises `BadRequest`.

@@ -24,6 +24,7 @@ from penstock_router.offload.body_kinds import Reading, read, work
 from penstock_router.offload.request_templates import Programs
 from penstock_router.offload.text_messages import MAX_TASK_S, ModelFacts, Read, Show, Work
 from penstock_router.offload.text_pool import SECONDS_A_BYTE, Arrival, TextPool
+from penstock_router.request import ImageSizes
 from penstock_router.served_models import ServedModel
 from penstock_router.text.prompts import PreparedPrompts
 from penstock_router.thread_pool import Threads
@@ -215,7 +216,7 @@ class Body:
         self,
         model: ServedModel,
         earlier: bytes = b"",
-        image_sizes: tuple[tuple[int, int], ...] = (),
+        image_sizes: ImageSizes = (),
     ) -> PreparedPrompts | bytes:
         """Run its kind's text work; `earlier` is the JSON of earlier messages of the conversation,
         `image_sizes` the width and height of each image, those of earlier messages first.
@@ -239,7 +240,7 @@ class Body:
             self._incoming.drop()
 
     async def _run_program(
-        self, model: ServedModel, earlier: bytes, image_sizes: tuple[tuple[int, int], ...]
+        self, model: ServedModel, earlier: bytes, image_sizes: ImageSizes
     ) -> PreparedPrompts | bytes:
         """The text work of a request that brings its template, which may run for ever even on a
         short text: in a process that can be killed, and that nobody else waits for.
@@ -261,7 +262,7 @@ class Body:
         later_s: float,
         model: ServedModel,
         earlier: bytes,
-        image_sizes: tuple[tuple[int, int], ...],
+        image_sizes: ImageSizes,
         max_s: float = MAX_TASK_S,
     ) -> PreparedPrompts | bytes:
         """The text work in a process of the pool, where the body counts as so much later."""

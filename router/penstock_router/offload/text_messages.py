@@ -24,6 +24,7 @@ from penstock_router.apis.base import BodyKind
 from penstock_router.apis.responses.stored import Page
 from penstock_router.errors import ApiError
 from penstock_router.offload.body_kinds import KINDS, Reading
+from penstock_router.request import ImageSizes
 from penstock_router.text.prompts import PreparedPrompts, pack_ids
 
 # The length of a message.
@@ -69,7 +70,7 @@ class Work(msgspec.Struct, tag=True, frozen=True):
     model: ModelFacts
     file_names: tuple[str, ...] = ()
     # Of the request's images.
-    image_sizes: tuple[tuple[int, int], ...] = ()
+    image_sizes: ImageSizes = ()
     # How long the work may take, once the files are loaded.
     max_s: float = MAX_TASK_S
 

@@ -20,6 +20,7 @@ from penstock_router.json_fields import INT32_MAX
 from penstock_router.request import (
     ChatRequest,
     CompletionRequest,
+    ImageSizes,
     Message,
     Options,
     TextWithImages,
@@ -182,7 +183,7 @@ def _encode_pieces(
     request: Options,
     model: TextModel,
     pieces: Sequence[str],
-    sizes: Sequence[tuple[int, int]],
+    sizes: ImageSizes,
     max_tokens: int,
 ) -> Prompt:
     """A prompt with images, or with text that spells one; without the text."""

@@ -26,6 +26,7 @@ from penstock_router.offload.text_messages import (
     encode_outcome,
     encode_task,
 )
+from penstock_router.offload.text_process import TextWorker
 from penstock_router.request import ChatRequest, CompletionRequest, TextWithImages, Tool, ToolChoice
 from penstock_router.text.chat_template import load_chat_template
 from penstock_router.text.image_tokens.base import ImagePlace, ImagesUnusable
@@ -556,3 +557,14 @@ async def test_sizes_reach_a_text_process_and_places_come_back() -> None:
     assert isinstance(there, PreparedPrompts)
     assert there.prompts[0].images == made.prompts[0].images
     assert list(there.prompts[0].token_ids) == made.prompts[0].token_ids
+
+
+async def test_a_text_process_knows_what_images_take() -> None:
+    files = QWEN.files()
+    facts = ModelFacts("m", "t", 512, 500, False, "", "")
+    task = Work(1, "chats", facts, tuple(files), image_sizes=((56, 28),))
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    worker = TextWorker()
+    worker.load(task, [body, b"", *files.values()])
+    with pytest.raises(BadRequest, match="shows 0 of the 1 images"):
+        await decode_outcome(worker.do(task, [body, b"", *files.values()])[HEADER.size :])

@@ -24,6 +24,8 @@ from unit.router.router_doubles import (
     wordpiece_tokenizer,
 )
 
+from penstock_router.text.tokenizer import load_tokenizer
+
 pytest.importorskip("transformers")
 from transformers import PreTrainedTokenizerFast
 
@@ -72,6 +74,16 @@ def as_transformers(
         "input_ids"
     ]
     return ids
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_what_is_added_around_a_text_is_known(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    files = files_of(tokenizer, "right")
+    before, after = load_tokenizer(files).special_around
+    for text in ("a", "Hello <ü b> world", "日本"):
+        bare = tokenizer.encode(text, add_special_tokens=False).ids
+        assert [*before, *bare, *after] == tokenizer.encode(text).ids
 
 
 @pytest.fixture(params=TOKENIZERS)

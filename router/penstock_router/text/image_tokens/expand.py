@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from itertools import chain
 
 from penstock_router.errors import BadRequest
+from penstock_router.request import ImageSizes
 from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
 from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_long
-
-# Width and height in pixels.
-Size = tuple[int, int]
 
 
 def encode_with_images(
     tokenizer: Tokenizer,
     pieces: Sequence[str],
     images: ImageTokens,
-    sizes: Sequence[Size],
+    sizes: ImageSizes,
     *,
     add_special_tokens: bool,
     max_tokens: int,
