@@ -56,6 +56,14 @@ NO_TOOLS = ToolChoice()
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image that a body names: an http, https, file or data URL, and the field that has it."""
+
+    url: str
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
 class TextWithImages:
     """A text to complete, with an image between each two of its `texts`."""
 
@@ -119,7 +127,8 @@ class Options:
     seconds_between_tokens: float | None = None
     latency_sensitive: bool | None = None
     cache_salt: str = ""
-    # Of its images, in the order of their places.
+    # Its images, in the order of their places; and what is known of them once they were loaded.
+    images: tuple[ImageSource, ...] = ()
     image_sizes: ImageSizes = ()
     request_id: str | None = None
     # The W3C trace context that shards get.

@@ -6,12 +6,18 @@ empty list of calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from penstock_router.apis.images import (
+    IMAGE_URL_SCHEMA,
+    INPUT_IMAGE_SCHEMA,
+    read_image_url,
+    read_input_image,
+)
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     STRING,
@@ -25,6 +31,7 @@ from penstock_router.json_fields import (
     shorten,
 )
 from penstock_router.request import Message
+from penstock_router.text.contents import Content, Part, text_part
 
 MAX_ROLE_CHARS = 64
 # Messages, parts and tool calls of a body. Each takes a microsecond or more to read, while nothing
@@ -33,6 +40,10 @@ MAX_PIECES = 16_384
 # Keys of one message; templates read a handful.
 MAX_KEYS = 64
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_IMAGE_PARTS: Mapping[str, Callable[[str, JsonObject], Part]] = {
+    "image_url": read_image_url,
+    "input_image": read_input_image,
+}
 
 
 def read_messages(name: str, value: Any) -> list[Message]:
@@ -61,7 +72,9 @@ def _count_pieces(messages: Sequence[Any]) -> int:
 
 
 def _message(name: str, value: Any) -> JsonObject:
-    """A message as templates expect it: no nulls, text content as one string."""
+    """A message as templates expect it: no nulls, text content as one string; parts where it has
+    images.
+    """
     if len(read_object(name, value)) > MAX_KEYS:
         raise BadRequest(f"{name}: at most {MAX_KEYS} keys; given: {len(value)}", param=name)
     # Templates recognize "no content" by the missing key, not by null.
@@ -71,7 +84,7 @@ def _message(name: str, value: Any) -> JsonObject:
         raise refusal(f"{name}.role", f"a string of 1 to {MAX_ROLE_CHARS} characters", role)
     content = message.get("content")
     if isinstance(content, list):
-        message["content"] = _joined_parts(f"{name}.content", content)
+        message["content"] = read_parts(f"{name}.content", content)
     elif content is not None and not isinstance(content, str):
         raise refusal(f"{name}.content", "a string, null or an array of parts", content)
     for key in ("tool_call_id", "reasoning_content"):
@@ -85,16 +98,29 @@ def _message(name: str, value: Any) -> JsonObject:
     return message
 
 
-def _joined_parts(name: str, parts: list[Any]) -> str:
-    texts = []
+def read_parts(name: str, parts: list[Any]) -> Content:
+    """Parts of text and of images: one text where there are no images."""
+    read: list[Part] = []
     for index, part in enumerate(parts):
-        kind = read_object(f"{name}[{index}]", part).get("type")
-        if kind not in _TEXT_PARTS:
-            text = f"{name}[{index}]: parts of type {shorten(kind)} are not served, only text"
+        at = f"{name}[{index}]"
+        kind = read_object(at, part).get("type")
+        reader = _IMAGE_PARTS.get(str(kind))
+        if reader is not None:
+            read.append(reader(at, part))
+        elif kind in _TEXT_PARTS:
+            key = "refusal" if kind == "refusal" else "text"
+            read.append(text_part(STRING.read(f"{at}.{key}", part.get(key))))
+        else:
+            text = f"{at}: parts of type {shorten(kind)} are not served, only text and images"
             raise BadRequest(text, param=name)
-        key = "refusal" if kind == "refusal" else "text"
-        texts.append(STRING.read(f"{name}[{index}].{key}", part.get(key)))
-    return "\n".join(texts)
+    return joined(read)
+
+
+def joined(parts: list[Part]) -> Content:
+    """The parts as one text, a line each, where none is an image."""
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def _tool_calls(name: str, value: Any) -> list[JsonObject]:
@@ -169,7 +195,7 @@ def _shown_call(call: FunctionCall) -> JsonObject:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def tool_message(call_id: str, content: str, name: str = "") -> Message:
+def tool_message(call_id: str, content: Content, name: str = "") -> Message:
     """A function's result, with the function's name if known, as some templates show it."""
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**message, "name": name} if name else message
@@ -188,22 +214,29 @@ _PART_SCHEMA: JsonObject = {
         for kinds, key in ((list(_TEXT_PARTS[:-1]), "text"), (["refusal"], "refusal"))
     ]
 }
+_TEXT_SCHEMA: JsonObject = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}
+_ANY_PART_SCHEMA: JsonObject = {
+    "anyOf": [*_PART_SCHEMA["anyOf"], IMAGE_URL_SCHEMA, INPUT_IMAGE_SCHEMA]
+}
 _PARTS_SCHEMA: JsonObject = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]
+    "anyOf": [{"type": "string"}, {"type": "array", "items": _ANY_PART_SCHEMA}]
 }
 
 
 def _read_text(name: str, value: Any) -> str:
     if isinstance(value, list):
         check_size(name, value)
-        return _joined_parts(name, value)
+        content = read_parts(name, value)
+        if not isinstance(content, str):
+            raise BadRequest(f"{name}: images are served in messages alone", param=name)
+        return content
     if not isinstance(value, str):
         raise refusal(name, "a string or an array of parts", value)
     return value
 
 
 # A string, or an array of text parts, which are joined.
-TEXT = Kind(_read_text, _PARTS_SCHEMA)
+TEXT = Kind(_read_text, _TEXT_SCHEMA)
 _ROLE_SCHEMA: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS}
 _CALLED_SCHEMA: JsonObject = {
     "type": "object",

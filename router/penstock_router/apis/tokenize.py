@@ -12,6 +12,7 @@ from typing import Self, TypedDict
 
 from penstock_router.apis.base import ERRORS, BodyKind, SeveralKinds
 from penstock_router.apis.chat_messages import MESSAGES
+from penstock_router.apis.images import take_images
 from penstock_router.apis.openai.requests import CHAT_FIELDS, template_options
 from penstock_router.apis.tgi.answers import ERRORS as TGI_ERRORS
 from penstock_router.apis.tgi.requests import INPUTS
@@ -145,6 +146,7 @@ def chat_to_tokenize(values: JsonObject) -> ChatRequest:
     """A chat that is tokenized without generating."""
     return ChatRequest(
         messages=values["messages"],
+        images=take_images(values["messages"]),
         add_special_tokens=values.get("add_special_tokens", False),
         **template_options(values),
         **tool_options(values),

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock_router.apis.chat_messages import (
-    TEXT,
     FunctionCall,
     assistant_message,
     check_size,
+    joined,
     tool_message,
 )
+from penstock_router.apis.images import IMAGE_BLOCK_SCHEMA, read_image_block
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     BOOLEAN,
@@ -32,6 +33,7 @@ from penstock_router.json_fields import (
     string,
 )
 from penstock_router.request import Message
+from penstock_router.text.contents import Content, Part, join_contents, text_part
 
 _ROLES = ("user", "assistant")
 # Names of tools and ids of calls.
@@ -79,36 +81,55 @@ def _read_turn(name: str, value: Any, tools_by_id: dict[str, str]) -> list[Messa
 
 
 def _read_user(name: str, blocks: list[Any], tools_by_id: dict[str, str]) -> list[Message]:
-    """Results as messages of role tool; the text before, between or after them as the user's."""
+    """Results as messages of role tool; what stands before, between or after them as the user's."""
     messages: list[Message] = []
-    texts: list[str] = []
+    parts: list[Part] = []
 
     def end_text() -> None:
-        if texts:
-            messages.append({"role": "user", "content": "\n".join(texts)})
-            texts.clear()
+        if parts:
+            messages.append({"role": "user", "content": joined(parts.copy())})
+            parts.clear()
 
     for index, value in enumerate(blocks):
         at, block = f"{name}[{index}]", read_object(f"{name}[{index}]", value)
         kind = block.get("type")
         if kind == "text":
-            texts.append(STRING.read(f"{at}.text", block.get("text")))
+            parts.append(text_part(STRING.read(f"{at}.text", block.get("text"))))
+        elif kind == "image":
+            parts.append(read_image_block(at, block))
         elif kind == "tool_result":
             end_text()
             messages.append(_read_result(at, block, tools_by_id))
         else:
-            raise _not_served(at, kind, "text and tool_result")
+            raise _not_served(at, kind, "text, image and tool_result")
     end_text()
     return messages or [{"role": "user", "content": ""}]
 
 
 def _read_result(name: str, block: JsonObject, tools_by_id: dict[str, str]) -> Message:
     call_id = _NAME.read(f"{name}.tool_use_id", block.get("tool_use_id"))
-    content, is_error = block.get("content"), block.get("is_error")
-    text = "" if content is None else TEXT.read(f"{name}.content", content)
+    is_error = block.get("is_error")
+    content = _read_content(f"{name}.content", block.get("content"))
     if is_error is not None and BOOLEAN.read(f"{name}.is_error", is_error):
-        text = _ERROR_PREFIX + text
-    return tool_message(call_id, text, tools_by_id.get(call_id, ""))
+        content = join_contents(_ERROR_PREFIX, content, "")
+    return tool_message(call_id, content, tools_by_id.get(call_id, ""))
+
+
+def _read_content(name: str, value: Any) -> Content:
+    """Of a result: a text, or blocks of text and of images."""
+    if not isinstance(value, list):
+        return "" if value is None else STRING.read(name, value)
+    check_size(name, value)
+    parts: list[Part] = []
+    for index, block in enumerate(value):
+        at, kind = f"{name}[{index}]", read_object(f"{name}[{index}]", block).get("type")
+        if kind == "text":
+            parts.append(text_part(STRING.read(f"{at}.text", block.get("text"))))
+        elif kind == "image":
+            parts.append(read_image_block(at, block))
+        else:
+            raise _not_served(at, kind, "text and image")
+    return joined(parts)
 
 
 @dataclass(slots=True)
@@ -195,12 +216,18 @@ def _turn_schema(role: str, *blocks: JsonObject) -> JsonObject:
 
 
 _TEXT_BLOCK = _block_schema("text", text=STRING.schema)
+_CONTENT_SCHEMA: JsonObject = {
+    "anyOf": [
+        STRING.schema,
+        {"type": "array", "items": {"anyOf": [_TEXT_BLOCK, IMAGE_BLOCK_SCHEMA]}},
+    ]
+}
 _RESULT_BLOCK = _block_schema(
     "tool_result",
     "content",
     "is_error",
     tool_use_id=_NAME.schema,
-    content=or_null(TEXT.schema),
+    content=or_null(_CONTENT_SCHEMA),
     is_error=or_null(BOOLEAN.schema),
 )
 _ASSISTANT_BLOCKS = (
@@ -216,7 +243,7 @@ TURNS = Kind(
         "minItems": 1,
         "items": {
             "anyOf": [
-                _turn_schema("user", _TEXT_BLOCK, _RESULT_BLOCK),
+                _turn_schema("user", _TEXT_BLOCK, IMAGE_BLOCK_SCHEMA, _RESULT_BLOCK),
                 _turn_schema("assistant", *_ASSISTANT_BLOCKS),
             ]
         },

@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from penstock_router.apis.base import TIMEOUT, Api, BodyKind
 from penstock_router.apis.chat_messages import TEXT
+from penstock_router.apis.images import take_images
 from penstock_router.apis.messages.answers import (
     ERRORS,
     MessageAnswer,
@@ -182,6 +183,7 @@ def _prompt(values: JsonObject) -> JsonObject:
     return {
         "model": values["model"],
         "messages": [*system, *values["messages"]],
+        "images": take_images(values["messages"]),
         "add_special_tokens": False,
         "add_generation_prompt": not continues,
         "continue_final_message": continues,

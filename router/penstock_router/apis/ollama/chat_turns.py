@@ -13,6 +13,7 @@ from penstock_router.apis.chat_messages import (
     check_size,
     tool_message,
 )
+from penstock_router.apis.images import data_part
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     STRING,
@@ -24,17 +25,24 @@ from penstock_router.json_fields import (
     read_object,
 )
 from penstock_router.request import Message
+from penstock_router.text.contents import Content, Part, text_part
 
 _ROLE = one_of("system", "user", "assistant", "tool")
 
 
-def read_images(name: str, value: Any) -> None:
-    """Raises `BadRequest` for any: only text is served."""
-    if read_array(name, value):
-        raise BadRequest(f"{name}: images are not served, only text", param=name)
+def read_images(name: str, value: Any) -> list[Part]:
+    """Images as base64."""
+    return [
+        data_part(f"{name}[{index}]", each) for index, each in enumerate(read_array(name, value))
+    ]
 
 
-IMAGES = Kind(read_images, {"type": "array", "maxItems": 0})
+IMAGES = Kind(read_images, {"type": "array", "items": STRING.schema})
+
+
+def with_images(images: list[Part], text: str) -> Content:
+    """The content of a message: its images come before its text."""
+    return [*images, text_part(text)] if images else text
 
 
 def _read_turns(name: str, value: Any) -> list[Message]:
@@ -55,14 +63,15 @@ class _Reader:
     def message(self, name: str, value: Any) -> Message:
         given = read_object(name, value)
         role = _ROLE.read(f"{name}.role", given.get("role"))
-        if given.get("images") is not None:
-            read_images(f"{name}.images", given["images"])
+        images = read_images(f"{name}.images", given.get("images") or [])
         content = STRING.read(f"{name}.content", given.get("content") or "")
         if role == "assistant":
+            if images:
+                raise BadRequest(f"{name}.images: an answer has none", param=f"{name}.images")
             return self._assistant(name, given, content)
         if role == "tool":
-            return self._result(name, given, content)
-        return {"role": role, "content": content}
+            return self._result(name, given, with_images(images, content))
+        return {"role": role, "content": with_images(images, content)}
 
     def _assistant(self, name: str, given: JsonObject, content: str) -> Message:
         thinking = STRING.read(f"{name}.thinking", given.get("thinking") or "")
@@ -84,7 +93,7 @@ class _Reader:
         self._num_calls += 1
         return FunctionCall(f"call_{self._num_calls}", called, arguments)
 
-    def _result(self, name: str, given: JsonObject, content: str) -> Message:
+    def _result(self, name: str, given: JsonObject, content: Content) -> Message:
         called = STRING.read(f"{name}.tool_name", given.get("tool_name") or given.get("name") or "")
         named = [call for call in self._open if call.name == called]
         for call in (named or self._open)[:1]:

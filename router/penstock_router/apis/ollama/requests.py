@@ -9,6 +9,7 @@ from typing import Any
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.apis.base import LINES, TIMEOUT, Api, BodyKind, SeveralKinds
 from penstock_router.apis.embeddings import MAX_INPUTS, EmbedRequest
+from penstock_router.apis.images import take_images
 from penstock_router.apis.ollama.answers import (
     ERRORS,
     ChatShape,
@@ -16,7 +17,7 @@ from penstock_router.apis.ollama.answers import (
     OllamaChatAnswer,
     OllamaGenerateAnswer,
 )
-from penstock_router.apis.ollama.chat_turns import IMAGES, TURNS
+from penstock_router.apis.ollama.chat_turns import IMAGES, TURNS, with_images
 from penstock_router.apis.openai.requests import COMPLETION_FIELDS
 from penstock_router.apis.structured_output import constraint_of_schema, only_constraint
 from penstock_router.apis.tools import TOOLS, tool_options
@@ -165,7 +166,7 @@ GENERATE_FIELDS = table(
         Field("prompt", STRING, "What to answer; none: only have the model loaded."),
         Field("system", STRING, "What comes before the prompt."),
         Field("raw", BOOLEAN, "Complete the prompt as it is, without the model's template."),
-        Field("images", IMAGES, "Not served."),
+        Field("images", IMAGES, "Images before the prompt, each as base64."),
         not_served("suffix", STRING, ""),
         not_served("template", STRING, ""),
         not_served("context", ANYTHING, [], help="Not served: send the messages to /api/chat."),
@@ -196,13 +197,14 @@ def parse_generate(body: JsonObject) -> OllamaChat:
     values = read_fields(GENERATE_FIELDS, body)
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
     prompt = values.get("prompt", "")
-    return _chat(values, [*system, {"role": "user", "content": prompt}], bool(prompt))
+    content = with_images(values.get("images", []), prompt)
+    return _chat(values, [*system, {"role": "user", "content": content}], bool(prompt))
 
 
 def parse_raw(body: JsonObject) -> CompletionRequest:
     """A body of /api/generate whose prompt is completed as it is."""
     values = read_fields(GENERATE_FIELDS, body)
-    for name in ("system", "think"):
+    for name in ("system", "think", "images"):
         if values.get(name):
             raise BadRequest(f"{name}: not together with raw", param=name)
     return CompletionRequest(prompts=(values["prompt"],), **_options(values))
@@ -213,6 +215,7 @@ def _chat(values: JsonObject, messages: list[Any], has_prompt: bool) -> OllamaCh
     continues = bool(messages) and messages[-1]["role"] == "assistant"
     return OllamaChat(
         messages=messages,
+        images=take_images(messages),
         only_loads=not (messages and has_prompt),
         unloads=values.get("keep_alive") in (0, "0", "0s", "0m"),
         add_special_tokens=False,

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock_router.apis.base import ERRORS, TIMEOUT, Api
 from penstock_router.apis.chat_messages import MESSAGES
+from penstock_router.apis.images import take_images
 from penstock_router.apis.openai.answers import (
     ChatAnswer,
     ChatChunk,
@@ -398,6 +399,7 @@ def parse_chat(body: JsonObject) -> ChatRequest:
     common.setdefault("add_special_tokens", False)
     request = ChatRequest(
         messages=values["messages"],
+        images=take_images(values["messages"]),
         include_reasoning=values.get("include_reasoning", True),
         thinking_tokens=values.get("thinking_token_budget"),
         **template_options(values),

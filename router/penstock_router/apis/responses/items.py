@@ -15,8 +15,10 @@ from penstock_router.apis.chat_messages import (
     FunctionCall,
     assistant_message,
     check_size,
+    joined,
     tool_message,
 )
+from penstock_router.apis.images import INPUT_IMAGE_SCHEMA, image_part, read_input_image
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     STRING,
@@ -30,7 +32,8 @@ from penstock_router.json_fields import (
     shorten,
     string,
 )
-from penstock_router.request import Message
+from penstock_router.request import ImageSource, Message
+from penstock_router.text.contents import Content, text_part
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_TYPES = ("text", "input_text", "output_text")
@@ -47,8 +50,11 @@ ItemStatus = Literal["completed", "incomplete", "in_progress"]
 class Part(TypedDict):
     """A part of an item; which fields it has depends on its type."""
 
-    type: Literal["input_text", "output_text", "refusal", "reasoning_text", "summary_text"]
+    type: Literal[
+        "input_text", "input_image", "output_text", "refusal", "reasoning_text", "summary_text"
+    ]
     text: NotRequired[str]
+    image_url: NotRequired[str]
     refusal: NotRequired[str]
     annotations: NotRequired[list[Any]]
     logprobs: NotRequired[list[Any]]
@@ -167,10 +173,22 @@ def _is_given(item: Item) -> bool:
 def _read_given(item: Item, names: dict[str, str]) -> Message:
     if item["type"] != "function_call_output":
         assert item["type"] == "message"
-        return {"role": item["role"], "content": _text_of(item["content"])}
+        return {"role": item["role"], "content": _content_of(item["content"])}
     output, call_id = item["output"], item["call_id"]
-    text = output if isinstance(output, str) else _text_of(output)
-    return tool_message(call_id, text, names.get(call_id, ""))
+    content = output if isinstance(output, str) else _content_of(output)
+    return tool_message(call_id, content, names.get(call_id, ""))
+
+
+def _content_of(parts: list[Part]) -> Content:
+    """As of a chat's message: one text, or parts where it has images."""
+    return joined(
+        [
+            image_part(part["image_url"], "input")
+            if part["type"] == "input_image"
+            else text_part(part.get("text", part.get("refusal", "")))
+            for part in parts
+        ]
+    )
 
 
 def _text_of(parts: list[Part]) -> str:
@@ -297,8 +315,11 @@ def _part(name: str, role: str, part: JsonObject) -> Part:
     kind = part.get("type")
     if kind == "refusal":
         return {"type": kind, "refusal": STRING.read(f"{name}.refusal", part.get("refusal"))}
+    if kind == "input_image" and role != "assistant":
+        source: ImageSource = read_input_image(name, part)["source"]
+        return {"type": kind, "image_url": source.url}
     if kind not in _TEXT_TYPES:
-        text = f"{name}: parts of type {shorten(kind)} are not served, only text"
+        text = f"{name}: parts of type {shorten(kind)} are not served, only text and images"
         raise BadRequest(text, param="input")
     text = STRING.read(f"{name}.text", part.get("text"))
     if role == "assistant":
@@ -341,7 +362,11 @@ _TEXT_SCHEMA: JsonObject = {
         {
             "type": "array",
             "items": {
-                "anyOf": [_part_schema(_TEXT_TYPES, "text"), _part_schema(("refusal",), "refusal")]
+                "anyOf": [
+                    _part_schema(_TEXT_TYPES, "text"),
+                    _part_schema(("refusal",), "refusal"),
+                    INPUT_IMAGE_SCHEMA,
+                ]
             },
         },
     ]

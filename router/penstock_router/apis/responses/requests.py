@@ -15,6 +15,7 @@ import msgspec
 
 from penstock_client.types import Constraint
 from penstock_router.apis.base import ERRORS, Api
+from penstock_router.apis.images import take_images
 from penstock_router.apis.openai.requests import (
     CHAT_FIELDS,
     MAX_CHOICES,
@@ -293,8 +294,13 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
     }
     common = common_options({**values, **renamed})
     repeated = _repeat_fields(values, body)
+    messages = messages_of(repeated["instructions"], values["input"])
+    images = take_images(messages)
+    # Each response is stored with all that it answers, and images would be stored again and again.
+    repeated["store"] = repeated["store"] and not images
     request = ResponsesRequest(
-        messages=messages_of(repeated["instructions"], values["input"]),
+        messages=messages,
+        images=images,
         items=values["input"],
         repeated={**repeated},
         previous_response_id=repeated["previous_response_id"],

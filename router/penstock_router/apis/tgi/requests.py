@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock_client.types import Constraint
 from penstock_router.apis.base import TIMEOUT, Api
+from penstock_router.apis.images import split_markdown
 from penstock_router.apis.structured_output import constraint_of_format, only_constraint
 from penstock_router.apis.tgi.answers import (
     ERRORS,
@@ -43,6 +44,7 @@ from penstock_router.json_fields import (
     string,
     table,
 )
+from penstock_router.request import TextWithImages
 from penstock_router.text.prompts import PreparedPrompts, TextModel, prepare_prompts
 
 MAX_BEST_OF = 16384
@@ -224,15 +226,7 @@ def _read_parameters(name: str, value: Any) -> JsonObject:
 _NOT_EMPTY = _reword(STRING, string(1), "`inputs` cannot be empty")
 
 
-def _read_inputs(name: str, value: Any) -> str:
-    inputs: str = _NOT_EMPTY.read(name, value)
-    # TGI's models of images take them so. A link to one is a text like any other.
-    if "](data:image/" in inputs:
-        raise BadRequest(f"`{name}`: images are not served, only text", param=name)
-    return inputs
-
-
-INPUTS = Kind(_read_inputs, _NOT_EMPTY.schema)
+INPUTS = _NOT_EMPTY
 FIELDS = table(
     [
         Field("inputs", INPUTS, "The text to go on after.", required=True),
@@ -298,8 +292,10 @@ def _request(
     sampling = {name: parameters.get(name, off) for name, off in _NEUTRAL_SAMPLING.items()}
     if not samples:
         sampling["temperature"] = 0.0
+    texts, images = split_markdown("inputs", values["inputs"])
     return GenerateRequest(
-        prompts=(values["inputs"],),
+        prompts=(TextWithImages(tuple(texts)) if images else values["inputs"],),
+        images=images,
         # An adapter is requested like a model, by its name.
         model=parameters.get("adapter_id", ""),
         n=best_of,

@@ -1,0 +1,138 @@
+"""Images in bodies: parts of messages that name one, and how each API names it.
+
+A part is `{"type": "image", "source": ImageSource}` while a body is read; a request has the sources
+apart, in the order of their places.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from penstock_router.errors import BadRequest
+from penstock_router.json_fields import STRING, JsonObject, read_object, shorten
+from penstock_router.request import ImageSource, Message
+from penstock_router.text.contents import Part
+
+# Read and of no effect: how many tokens an image takes follows from its size alone.
+_DETAILS = ("auto", "low", "high", "original")
+_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+# TGI's, in texts: a link of Markdown without words.
+_MARKDOWN = re.compile(r"!\[\]\(([^\)]*)\)")
+
+
+def image_part(url: str, param: str) -> Part:
+    """The image at a URL, which may be a data URL, in a message."""
+    return {"type": "image", "source": ImageSource(url, param)}
+
+
+def take_images(messages: Iterable[Message]) -> tuple[ImageSource, ...]:
+    """Take the sources out of the parts of messages."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return tuple(part.pop("source") for part in parts if part["type"] == "image")
+
+
+def read_image_url(name: str, part: JsonObject) -> Part:
+    """OpenAI's `image_url` of a chat: an object with the URL, or the URL."""
+    given = part.get("image_url")
+    if isinstance(given, dict):
+        _check_detail(f"{name}.image_url", given)
+        return image_part(STRING.read(f"{name}.image_url.url", given.get("url")), name)
+    return image_part(STRING.read(f"{name}.image_url", given), name)
+
+
+def read_input_image(name: str, part: JsonObject) -> Part:
+    """OpenAI's `input_image` of Responses: the URL."""
+    _check_detail(name, part)
+    if part.get("file_id") is not None:
+        raise BadRequest(f"{name}.file_id: files are not served, only image_url", param=name)
+    return image_part(STRING.read(f"{name}.image_url", part.get("image_url")), name)
+
+
+def read_image_block(name: str, block: JsonObject) -> Part:
+    """Anthropic's `image`: a source of base64, or of a URL."""
+    source = read_object(f"{name}.source", block.get("source"))
+    kind = source.get("type")
+    if kind == "url":
+        return image_part(STRING.read(f"{name}.source.url", source.get("url")), name)
+    if kind != "base64":
+        text = f"{name}.source.type: must be base64 or url; given: {shorten(kind)}"
+        raise BadRequest(text, param=name)
+    media_type = source.get("media_type")
+    if media_type not in _MEDIA_TYPES:
+        allowed = ", ".join(_MEDIA_TYPES)
+        text = f"{name}.source.media_type: must be one of {allowed}; given: {shorten(media_type)}"
+        raise BadRequest(text, param=name)
+    data = STRING.read(f"{name}.source.data", source.get("data"))
+    return image_part(f"data:{media_type};base64,{data}", name)
+
+
+def data_part(name: str, data: Any) -> Part:
+    """Ollama's: base64 alone. What it is of is seen from its content."""
+    return image_part(f"data:image/png;base64,{STRING.read(name, data)}", name)
+
+
+def split_markdown(name: str, text: str) -> tuple[list[str], tuple[ImageSource, ...]]:
+    """TGI's: the texts around images, and these; one text if there are none."""
+    pieces = _MARKDOWN.split(text)
+    return pieces[::2], tuple(ImageSource(url, name) for url in pieces[1::2])
+
+
+def _check_detail(name: str, given: JsonObject) -> None:
+    detail = given.get("detail")
+    if detail is not None and detail not in _DETAILS:
+        allowed = ", ".join(_DETAILS)
+        text = f"{name}.detail: must be one of {allowed}; given: {shorten(detail)}"
+        raise BadRequest(text, param=name)
+
+
+# ---- What is documented ------------------------------------------------------------------------
+
+_DETAIL_SCHEMA: JsonObject = {"enum": [*_DETAILS, None]}
+_URL_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {"url": {"type": "string"}, "detail": _DETAIL_SCHEMA},
+    "required": ["url"],
+}
+IMAGE_URL_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["image_url"]},
+        "image_url": {"anyOf": [{"type": "string"}, _URL_SCHEMA]},
+    },
+    "required": ["type", "image_url"],
+}
+INPUT_IMAGE_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["input_image"]},
+        "image_url": {"type": "string"},
+        "detail": _DETAIL_SCHEMA,
+        "file_id": {"type": "null"},
+    },
+    "required": ["type", "image_url"],
+}
+_BASE64_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["base64"]},
+        "media_type": {"enum": list(_MEDIA_TYPES)},
+        "data": {"type": "string"},
+    },
+    "required": ["type", "media_type", "data"],
+}
+_LINK_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {"type": {"enum": ["url"]}, "url": {"type": "string"}},
+    "required": ["type", "url"],
+}
+IMAGE_BLOCK_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["image"]},
+        "source": {"anyOf": [_BASE64_SCHEMA, _LINK_SCHEMA]},
+    },
+    "required": ["type", "source"],
+}
