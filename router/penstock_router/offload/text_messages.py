@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import struct
 import sys
 from array import array
 from collections.abc import Sequence
 from mmap import mmap
-from typing import Any
 
 import msgspec
 
 from penstock_router import errors
 from penstock_router.apis.base import BodyKind
 from penstock_router.apis.responses.stored import Page
+from penstock_router.child_process.framing import PIECE_BYTES, framed
 from penstock_router.errors import ApiError
 from penstock_router.offload.body_kinds import KINDS, Reading
 from penstock_router.text.prompts import PreparedPrompts, pack_ids
 
-# The length of a message.
-HEADER = struct.Struct("<Q")
-# How much is sent, received or copied between two turns of the event loop.
-PIECE_BYTES = 256 * 1024
 # No text takes this long: a template that never ends does, or a machine that is out of memory.
 MAX_TASK_S = 60.0
 
@@ -84,17 +79,12 @@ _TASKS = msgspec.msgpack.Decoder(tuple[Task, list[int]])
 
 def encode_task(task: Task, sizes: Sequence[int]) -> bytes:
     """A task, and the sizes of the parts that follow it."""
-    return _framed((task, sizes))
+    return framed((task, sizes))
 
 
 def decode_task(data: bytes) -> tuple[Task, list[int]]:
     """What `encode_task` encoded, without its length."""
     return _TASKS.decode(data)
-
-
-def _framed(message: Any) -> bytes:
-    data = msgspec.msgpack.encode(message)
-    return HEADER.pack(len(data)) + data
 
 
 # ---- Outcomes ----------------------------------------------------------------------------------
@@ -134,12 +124,12 @@ def encode_outcome(outcome: Outcome | ApiError) -> bytes:
     """What came of a task."""
     match outcome:
         case ApiError():
-            return _framed(_pack_error(outcome))
+            return framed(_pack_error(outcome))
         case Reading():
-            return _framed(_pack_reading(outcome))
+            return framed(_pack_reading(outcome))
         case PreparedPrompts():
-            return _framed(_pack_prepared(outcome))
-    return _framed(_WasAnswered(outcome))
+            return framed(_pack_prepared(outcome))
+    return framed(_WasAnswered(outcome))
 
 
 async def decode_outcome(data: bytes | mmap) -> Outcome:
