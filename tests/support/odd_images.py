@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 from support import image_files as files
 from support.image_files import PALETTE, RGB, chunk, header, picture, png, saved, small_png, turned
@@ -131,9 +132,9 @@ VALID: dict[str, Make] = {
     "lossless WebP with alpha": lambda: saved(picture("RGBA"), "WEBP", lossless=True),
     "WebP with alpha": lambda: saved(picture("RGBA"), "WEBP"),
     "WebP": lambda: saved(picture(), "WEBP"),
-    **{f"JPEG turned {n}": (lambda n=n: turned("JPEG", n)) for n in range(10)},
-    **{f"PNG turned {n}": (lambda n=n: turned("PNG", n)) for n in (3, 6)},
-    **{f"WebP turned {n}": (lambda n=n: turned("WEBP", n)) for n in (4, 5)},
+    **{f"JPEG turned {n}": partial(turned, "JPEG", n) for n in range(10)},
+    **{f"PNG turned {n}": partial(turned, "PNG", n) for n in (3, 6)},
+    **{f"WebP turned {n}": partial(turned, "WEBP", n) for n in (4, 5)},
 }
 
 

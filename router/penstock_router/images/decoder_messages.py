@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-# An image takes no longer: a JPEG can have scans enough for minutes.
+# Of processors' time: a JPEG file can have scans enough for minutes.
 MAX_DECODE_S = 10.0
 
 

@@ -15,7 +15,7 @@ from penstock_common.image_digest import DIGEST_BYTES
 from penstock_router.child_process.framing import HEADER
 from penstock_router.child_process.parent_end import ChildProcess
 from penstock_router.config import RouterConfig
-from penstock_router.errors import Unavailable
+from penstock_router.errors import TooManyRequests, Unavailable
 from penstock_router.images.decoder_messages import MAX_DECODE_S, REPLIES, Refused
 from penstock_router.images.image import ImageRefused, Pieces
 from penstock_router.images.turns import Turns
@@ -23,10 +23,8 @@ from penstock_router.images.turns import Turns
 logger = logging.getLogger(__name__)
 
 _MODULE = "penstock_router.images.decoder_process"
-# A process that is started, sent an image and read from ends itself long before this.
+# By the clock: where processors are so scarce, it is not the image's fault.
 _MAX_S = 3 * MAX_DECODE_S
-_TIMED_OUT = (-signal.SIGALRM, -signal.SIGXCPU)
-_TOO_LONG = f"decoding the image takes more than {MAX_DECODE_S:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +69,13 @@ class DecoderPool:
         try:
             async with asyncio.timeout(_MAX_S):
                 pixels = await _ask(process, encoded)
-        except (OSError, EOFError) as error:
+        except TimeoutError:
+            await process.kill()
+            raise TooManyRequests("decoding takes too long at present; try again shortly") from None
+        except (OSError, EOFError):
             status = await process.kill()
             logger.warning("image process %d ended with status %d", process.pid, status)
-            is_late = isinstance(error, TimeoutError) or status in _TIMED_OUT
-            text = _TOO_LONG if is_late else "the image cannot be decoded: its decoder ended"
-            raise ImageRefused(text) from None
+            raise ImageRefused(_why_it_ended(status)) from None
         except asyncio.CancelledError:
             await process.kill()
             raise
@@ -106,6 +105,12 @@ class DecoderPool:
         await asyncio.gather(*self._work, return_exceptions=True)
         for process in self._free:
             await process.kill()
+
+
+def _why_it_ended(status: int) -> str:
+    if status == -signal.SIGXCPU:
+        return f"decoding the image takes more than {MAX_DECODE_S:g} s"
+    return "the image cannot be decoded: its decoder ended"
 
 
 async def _ask(process: ChildProcess, encoded: Pieces) -> Pixels | Refused:

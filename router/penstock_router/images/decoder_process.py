@@ -21,7 +21,7 @@ from PIL.Image import Image
 
 from penstock_common.image_digest import begin_digest
 from penstock_common.malloc import return_free_memory
-from penstock_router.child_process.child_end import end_after, read_exactly, stream_to_router
+from penstock_router.child_process.child_end import read_exactly, stream_to_router
 from penstock_router.child_process.framing import HEADER, framed
 from penstock_router.images.decoder_messages import MAX_DECODE_S, Decoded, Refused
 from penstock_router.images.image import ImageRefused
@@ -65,10 +65,8 @@ def _serve(stream: BufferedRWPair, max_pixels: int) -> None:
     while True:
         [num_bytes] = HEADER.unpack(read_exactly(stream, HEADER.size))
         encoded = read_exactly(stream, num_bytes)
-        end_after(MAX_DECODE_S)
-        _limit_processor_time()
+        _limit_time()
         outcome = _decode(encoded, max_pixels)
-        end_after(0)
         del encoded
         if isinstance(outcome, Refused):
             stream.write(framed(outcome))
@@ -79,8 +77,10 @@ def _serve(stream: BufferedRWPair, max_pixels: int) -> None:
         return_free_memory()
 
 
-def _limit_processor_time() -> None:
-    """Of all threads that decode the next image."""
+def _limit_time() -> None:
+    """Have the kernel end the process where the next image takes too much of processors' time, all
+    threads together.
+    """
     until_s = math.ceil(time.process_time() + MAX_DECODE_S)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (until_s, hard))

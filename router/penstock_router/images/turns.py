@@ -1,78 +1,101 @@
-"""Places for work that takes a while: clients get them in turn, and a bounded number waits."""
+"""Places for work that takes a while: clients share them by time, and a bounded number waits.
+
+A place that comes free goes to the waiting client whose work has taken the least time so far
+(start-time fair queueing, Goyal, Vin and Cheng, 1996): one whose images take ten seconds each
+delays others by one of these, not by all. Who has nothing to do saves up no time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
-from penstock_router.admission.fair_queue import FairQueue, Share, Waiting
 from penstock_router.admission.shared_budget import SharedBudget
 from penstock_router.errors import TooManyRequests
 
 _MAX_WAITING = 256
 _MAX_WAIT_S = 30.0
+# What work counts as until it has ended, so that one client does not get all free places at once.
+_EXPECTED_S = 0.1
+
+
+@dataclass(eq=False, slots=True)
+class _Client:
+    """With work that waits or is being done."""
+
+    spent_s: float
+    num_working: int = 0
+    # In the order of arrival; set: it has its place.
+    waiting: dict[asyncio.Event, None] = field(default_factory=dict)
 
 
 class Turns:
-    """So many places. A client waits with at most as many images as are still free."""
+    """So many places. A client waits for at most as many as others may still wait for."""
 
     def __init__(self, places: int, what_for: str) -> None:
         """`what_for` ends a sentence: "too many images wait to be ..."."""
-        self._free = places
+        self.num_free = places
         self._what_for = what_for
-        self._queue = FairQueue()
+        self._clients: dict[str, _Client] = {}
         self._waiting = SharedBudget(_MAX_WAITING)
-        self._shares: dict[str, Share] = {}
-        self._granted: dict[Waiting, asyncio.Event] = {}
+        # What the client had spent that was the last to get a place.
+        self._now_s = 0.0
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
         """Has a place. Raises `TooManyRequests` where too many wait, or after waiting too long."""
-        share = self._shares.setdefault(client, Share())
+        own = self._clients.setdefault(client, _Client(self._now_s))
         try:
-            await self._wait(client, share)
+            await self._wait(client, own)
+            began_s = time.monotonic()
             try:
                 yield
             finally:
-                self._give_back(share)
+                self._give_back(own, time.monotonic() - began_s)
         finally:
-            if not (share.in_flight or share.waiting):
-                self._shares.pop(client, None)
+            if not (own.num_working or own.waiting):
+                self._clients.pop(client, None)
 
-    async def _wait(self, client: str, share: Share) -> None:
-        request, granted = Waiting(share, 1), asyncio.Event()
-        with self._waiting.hold(client) as waiting:
-            waiting.grow(1, lambda *_: self._refusal())
-            self._granted[request] = granted
-            self._queue.add(request)
+    async def _wait(self, client: str, own: _Client) -> None:
+        given = asyncio.Event()
+        with self._waiting.hold(client) as places:
+            places.grow(1, lambda *_: self._refusal())
+            own.waiting[given] = None
             self._hand_out()
             try:
                 async with asyncio.timeout(_MAX_WAIT_S):
-                    await granted.wait()
+                    await given.wait()
             except BaseException as error:
-                if granted.is_set():
-                    self._give_back(share)
+                if given.is_set():
+                    self._give_back(own, 0)
                 else:
-                    del self._granted[request]
-                    self._queue.remove(request)
-                    self._hand_out()
+                    del own.waiting[given]
                 if isinstance(error, TimeoutError):
                     raise self._refusal() from None
                 raise
-
-    def _give_back(self, share: Share) -> None:
-        self._free += 1
-        share.in_flight -= 1
-        self._queue.update(share)
-        self._hand_out()
 
     def _refusal(self) -> TooManyRequests:
         return TooManyRequests(f"too many images wait to be {self._what_for}; try again shortly")
 
     def _hand_out(self) -> None:
-        while self._free and (request := self._queue.first()) is not None:
-            self._free -= 1
-            request.share.in_flight += 1
-            self._queue.remove(request)
-            self._granted.pop(request).set()
+        while self.num_free:
+            waiting = [each for each in self._clients.values() if each.waiting]
+            if not waiting:
+                return
+            client = min(waiting, key=lambda each: each.spent_s)
+            given = next(iter(client.waiting))
+            del client.waiting[given]
+            given.set()
+            self.num_free -= 1
+            client.num_working += 1
+            self._now_s = client.spent_s
+            client.spent_s += _EXPECTED_S
+
+    def _give_back(self, client: _Client, took_s: float) -> None:
+        self.num_free += 1
+        client.num_working -= 1
+        client.spent_s += took_s - _EXPECTED_S
+        self._hand_out()
