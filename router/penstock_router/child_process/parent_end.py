@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 from penstock_common.child_environment import child_environment
 from penstock_router.child_process.framing import HEADER, PIECE_BYTES
@@ -70,7 +70,8 @@ class ChildProcess:
         """So many bytes, at least one. Raises as `receive_message` does."""
         loop = asyncio.get_running_loop()
         # Its pages are cleared as they are filled, not all at once, which would take milliseconds.
-        data = mmap(-1, num_bytes)
+        # Private ones are given back in half the time that shared ones take.
+        data = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
         view = memoryview(data)
         while view:
             received = await loop.sock_recv_into(self._socket, view[:PIECE_BYTES])
