@@ -222,7 +222,10 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     max_images: int = _count(16, "images in a request; more get 400", group="images")
     max_image_bytes: int = _count(20 * 1024 * 1024, "of one as it is sent or fetched")
     max_image_pixels: int = flag(
-        2**25, "of one, whose sides may have 16384 each", at_least=1, at_most=2**28
+        2**25,
+        "of one, whose sides may have 16384 each; decoding takes up to 24 bytes a pixel",
+        at_least=1,
+        at_most=2**28,
     )
     allowed_media_domains: tuple[str, ...] = flag(
         (),

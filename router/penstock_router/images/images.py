@@ -28,6 +28,7 @@ from penstock_router.images.file_urls import read_file
 from penstock_router.images.image import Image, ImageRefused, Pieces
 from penstock_router.images.kept import Kept
 from penstock_router.images.pieces import PIECE_BYTES, Incoming, add_base64, base64_start
+from penstock_router.json_fields import shorten
 from penstock_router.thread_pool import Threads
 
 _Result = TypeVar("_Result")
@@ -36,6 +37,8 @@ _Result = TypeVar("_Result")
 _MEMORY_BYTES = 512 * 1024 * 1024
 _KEPT_IMAGES_BYTES = 64 * 1024 * 1024
 _KEPT_PIXELS_BYTES = 128 * 1024 * 1024
+# But for data: URLs.
+_MAX_URL_CHARS = 8192
 # Long enough for a prompt to be made and sent; later they are decoded again.
 _KEPT_PIXELS_S = 30.0
 
@@ -124,15 +127,22 @@ class Images:
     async def _read(self, url: str, incoming: Incoming, client: str) -> None:
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":
-            await add_base64(incoming, url, base64_start(url))
-        elif scheme == "file":
-            config = self._config
-            folder, max_bytes = config.allowed_media_folder, config.max_image_bytes
-            work = functools.partial(read_file, url, folder, max_bytes)
-            for piece in await self._threads.run(work):
-                incoming.add(piece)
-        else:
-            await self._fetcher.fetch(url, incoming, client)
+            return await add_base64(incoming, url, base64_start(url))
+        if scheme not in ("http", "https", "file"):
+            raise ImageRefused(
+                f"must begin with data:, https://, http:// or file:; given: {shorten(url)}"
+            )
+        if len(url) > _MAX_URL_CHARS:
+            raise ImageRefused(f"may have {_MAX_URL_CHARS} characters; given: {len(url)}")
+        if scheme == "file":
+            return await self._read_file(url, incoming)
+        return await self._fetcher.fetch(url, incoming, client)
+
+    async def _read_file(self, url: str, incoming: Incoming) -> None:
+        folder, max_bytes = self._config.allowed_media_folder, self._config.max_image_bytes
+        work = functools.partial(read_file, url, folder, max_bytes)
+        for piece in await self._threads.run(work):
+            incoming.add(piece)
 
     async def _decoded(self, encoded: Pieces, client: str) -> Image:
         hash_it = functools.partial(_sha256, encoded)

@@ -86,21 +86,22 @@ async def test_of_several_places_one_client_does_not_get_the_next_ones_too(clock
     assert line.num_free == 2
 
 
-@pytest.mark.parametrize("ends_first", [False, True])
-async def test_a_place_whose_client_left_goes_to_the_next(ends_first: bool) -> None:
+@pytest.mark.parametrize("left", ["before", "just before", "just after"])
+async def test_a_place_whose_client_left_goes_to_the_next(left: str) -> None:
     line = Turns(1, "x")
     first = line.turn("a")
     await first.__aenter__()
     leaves, stays = (asyncio.create_task(take(line, name)) for name in ("b", "c"))
     await settled()
-    # Given to it in the same turn of the event loop in which it leaves, or not to it at all.
-    if ends_first:
+    # Before its place comes free, or in the same turn of the event loop.
+    if left == "just after":
         await first.__aexit__(None, None, None)
-        leaves.cancel()
-    else:
-        leaves.cancel()
+    leaves.cancel()
+    if left == "before":
+        await settled()
+    if left != "just after":
         await first.__aexit__(None, None, None)
-    assert await stays == "c"
+    assert await asyncio.wait_for(stays, 5) == "c"
     with pytest.raises(asyncio.CancelledError):
         await leaves
     assert (line.num_free, line._clients) == (1, {})
