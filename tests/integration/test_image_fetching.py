@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import gzip
 import ipaddress
+import ssl
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
+import trustme
 from support.image_host import (
     IMAGE,
     ImageHost,
@@ -268,13 +270,28 @@ async def test_three_redirects_are_followed_and_no_fourth(fetching: Fetching, st
 
 
 async def test_nothing_tells_a_closed_port_from_a_forbidden_address_or_an_unknown_name(
-    fetching: Fetching,
+    fetching: Fetching, caplog: pytest.LogCaptureFixture
 ) -> None:
     fetching.resolver.names["private.cdn.example"] = [["10.0.0.1"]]
+    caplog.set_level("INFO")
     closed = await fetching.refusal("http://image.example:1/")
     assert closed == await fetching.refusal("http://private.cdn.example:1/") == NO_ANSWER
     assert closed == await fetching.refusal("http://unknown.cdn.example:1/")
-    assert closed == await fetching.refusal(f"http://{'a' * 64}.cdn.example/")
+    assert closed == await fetching.refusal(f"http://{'a' * 64}.cdn.example/?token=secret")
+    # But the operator is told.
+    assert "10.0.0.1 is not public, nor of --allowed-media-networks" in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def test_a_host_without_a_certificate_that_is_trusted_is_not_asked(
+    fetching: Fetching,
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("image.example").configure_cert(context)
+    async with image_host(context) as host:
+        url = f"https://image.example:{host.port}/image"
+        assert await fetching.refusal(url) == NO_ANSWER
+    assert host.heads == []
 
 
 async def test_no_proxy_is_asked(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -55,7 +56,7 @@ class ImageHost:
 
 
 @asynccontextmanager
-async def image_host() -> AsyncIterator[ImageHost]:
+async def image_host(tls: ssl.SSLContext | None = None) -> AsyncIterator[ImageHost]:
     host = ImageHost()
     tasks: set[asyncio.Task[Any]] = set()
 
@@ -67,7 +68,7 @@ async def image_host() -> AsyncIterator[ImageHost]:
             await host(reader, writer)
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     host.port = server.sockets[0].getsockname()[1]
     try:
         yield host

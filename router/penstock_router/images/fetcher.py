@@ -65,9 +65,10 @@ class Fetcher:
             except TimeoutError:
                 raise ImageRefused(f"{_FAILED} within {_FETCH_S:g} s") from None
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                # For the operator: to the client, addresses that are refused, that nobody answers
-                # at, and names that lead nowhere are all the same.
-                logger.info("an image of %s: %s", url.raw_host, error)
+                # For the operator, without the URL: to the client, addresses that are refused, that
+                # nobody answers at, and names that lead nowhere are all the same.
+                why = getattr(error, "os_error", None) or type(error).__name__
+                logger.info("no image of %s: %s", url.raw_host, why)
                 raise ImageRefused(f"{_FAILED}: its host gave no answer, or a broken one") from None
 
     async def close(self) -> None:
