@@ -34,6 +34,7 @@ from penstock_router.errors import (
 from penstock_router.fleet import Fleet
 from penstock_router.generation.event_ids import CursorCodec
 from penstock_router.generation.resumable_streams import LiveStreams
+from penstock_router.images.images import Images
 from penstock_router.json_fields import shorten
 from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.exposition import Exposition
@@ -114,6 +115,7 @@ def build_app(
         models=models,
         threads=threads,
         bodies=Bodies(threads, pool, programs, memory, metrics),
+        images=Images(config, threads),
         memory=memory,
         admission=Admission(config, metrics),
         metrics=metrics,
@@ -203,6 +205,7 @@ async def _close_parts(app: web.Application) -> AsyncIterator[None]:
     yield
     await app[ROUTER].models.close()
     await app[ROUTER].bodies.close()
+    await app[ROUTER].images.close()
 
 
 async def _store_responses(app: web.Application) -> AsyncIterator[None]:

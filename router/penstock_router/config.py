@@ -219,6 +219,35 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     )
     response_ttl_s: float = seconds(86400.0, "how long a response is kept")
 
+    max_images: int = _count(16, "images in a request; more get 400", group="images")
+    max_image_bytes: int = _count(20 * 1024 * 1024, "of one as it is sent or fetched")
+    max_image_pixels: int = flag(
+        2**25,
+        "of one, whose sides may have 16384 each; decoding takes up to 24 bytes a pixel",
+        at_least=1,
+        at_most=2**28,
+    )
+    allowed_media_domains: tuple[str, ...] = flag(
+        (),
+        "fetch images by https:// and http:// from these hosts, as in images.example.com or "
+        "*.example.com, where they have public addresses (default: from none)",
+        metavar="HOST[,...]",
+        read=values.media_domains,
+    )
+    allowed_media_networks: tuple[Network, ...] = flag(
+        (),
+        "and where they have addresses of these networks, which are not public; link-local ones "
+        "never (default: none)",
+        metavar="NETWORK[,...]",
+        read=values.networks,
+    )
+    allowed_media_folder: str | None = flag(
+        None, "take images by file: from below this folder", metavar="FOLDER"
+    )
+    image_processes: int = processes(
+        1, "processes of each worker that decode images, started with the first one"
+    )
+
     max_connections: int = _count(
         16384,
         "over all workers; beyond them 503 at once. One address gets no more than it leaves free: "

@@ -14,6 +14,8 @@ from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.text.reasoning import AUTO, NONE, STYLES
 from penstock_router.text.tool_calls.choose_format import FORMATS
 
+# A name as DNS has it, also with a wildcard, or an IP address.
+_DOMAIN = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]*")
 _ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
 
 
@@ -31,6 +33,18 @@ def origin(text: str) -> str:
             f"{short(text)} is no origin: http:// or https://, a host in lower case and its port"
         )
     return text
+
+
+def media_domains(text: str) -> tuple[str, ...]:
+    """Hosts, in lower case; of *.HOST all that are below it."""
+    domains = tuple(part.strip().lower() for part in text.split(","))
+    for domain in domains:
+        if not _DOMAIN.fullmatch(domain):
+            raise argparse.ArgumentTypeError(
+                f"{short(domain)} is no host such as images.example.com or *.example.com, "
+                "without scheme and port"
+            )
+    return domains
 
 
 def networks(text: str) -> tuple[Network, ...]:

@@ -25,6 +25,7 @@ EDGES = {
     "penstock_router.observe.request_record": "a defect of who tells of requests must not cost one",
     "penstock_router.server.sse": "the status line is sent: an error event is the last resort",
     "penstock_router.offload.text_process": "a defect costs the body it shows on, not the process",
+    "penstock_router.images.decoder_process": "Pillow raises anything for what is broken",
     "penstock_shard.structured_output.checker": "a defect costs the constraint it shows on",
     "penstock_shard.server.observe.request_record": "a defect of who tells costs no shard",
     "penstock_router.app": "the edge of the process: a bug is answered with 500",

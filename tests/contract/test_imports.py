@@ -26,6 +26,8 @@ ALLOWED_PACKAGES = {
 HTTP_USERS = (
     *("penstock_router.app", "penstock_router.workers"),
     *("penstock_router.server.sse", "penstock_router.server.connections"),
+    # As a client.
+    *("penstock_router.images.images", "penstock_router.images.fetcher"),
 )
 # Rooms of the shard that have tensors.
 TENSOR_ROOMS = tuple(
@@ -92,6 +94,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("penstock_router.app", "penstock_shard"),
         ("penstock_router.__main__", "penstock_shard"),
         ("penstock_router.offload.text_process", "aiohttp"),
+        ("penstock_router.images.decoder_process", "aiohttp"),
+        ("penstock_router.images.decoder_process", "tokenizers"),
+        ("penstock_router.app", "PIL"),
         # It would write files of its own beside the workers'.
         ("penstock_router.offload.text_process", "prometheus_client"),
         ("penstock_shard.server.app", "penstock_client"),

@@ -101,4 +101,58 @@ FAULTS = [
         becomes("style is None", "style is not None"),
         caught_by="test_reasoning_comes_before_what_is_constrained_or_not_at_all",
     ),
+    Fault(
+        "Images are fetched from any address",
+        "Fetcher._make_socket",
+        never("not is_allowed_address(address[0], self._networks)"),
+        caught_by="test_no_connection_is_tried_to_where_a_name_must_not_lead",
+    ),
+    Fault(
+        "Images are fetched from where clouds answer for their machines",
+        "is_allowed_address",
+        left_out("check_unicast(ip)"),
+        caught_by="test_some_are_never_allowed",
+    ),
+    Fault(
+        "Images are fetched from addresses that stand for others",
+        "is_allowed_address",
+        becomes("plain_address(ip)", "ip"),
+        caught_by="test_no_form_of_an_address_that_is_not_public_is_allowed",
+    ),
+    Fault(
+        "Images are fetched from wherever a redirect leads",
+        "Fetcher._redirected",
+        becomes("self._parse(str(url.join(URL(to))))", "url.join(URL(to))"),
+        caught_by="test_each_redirect_is_checked_as_the_first_url_is",
+    ),
+    Fault(
+        "Images are as large as their length says",
+        "Incoming.add",
+        left_out("check_size(self._num_bytes, self.max_bytes)"),
+        caught_by="test_a_host_that_does_all_it_can_costs_one_request_a_clear_refusal",
+    ),
+    Fault(
+        "Images in files outside of the folder are read",
+        "_path_of",
+        never("not path.is_relative_to(Path(folder).resolve(strict=True))"),
+        caught_by="test_no_other_file_is_and_nothing_tells_what_is_there",
+    ),
+    Fault(
+        "Images that say how large they are are decoded before that is looked at",
+        "decode",
+        left_out("_check_size(*image.size, max_pixels)"),
+        caught_by="test_what_cannot_or_may_not_be_decoded_is_refused_in_bounds",
+    ),
+    Fault(
+        "Images of a client that left keep their place in the line",
+        "Turns._wait",
+        left_out("del own.waiting[given]"),
+        caught_by="test_a_place_whose_client_left_goes_to_the_next",
+    ),
+    Fault(
+        "Images are charged to nobody once they were decoded",
+        "Images._charge",
+        left_out("holding.add(num_bytes)"),
+        caught_by="test_memory_is_the_clients_until_nobody_has_the_image_or_its_pixels",
+    ),
 ]

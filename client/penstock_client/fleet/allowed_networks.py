@@ -60,7 +60,7 @@ def parse_network(text: str) -> Network:
 
 def check_unicast(ip: Ip) -> None:
     """Raises `ValueError`, one line, for an IP address that no shard has."""
-    if kind := _never_a_shard(_plain(ip)):
+    if kind := _never_a_shard(plain_address(ip)):
         raise ValueError(f"{ip} is {kind}: no shard is there")
 
 
@@ -76,7 +76,7 @@ def _never_a_shard(ip: Ip) -> str:
     return "unspecified" * ip.is_unspecified
 
 
-def _plain(ip: Ip) -> Ip:
+def plain_address(ip: Ip) -> Ip:
     """The IPv4 address that an IPv6 address stands for, or else the address itself."""
     if isinstance(ip, IPv6Address):
         if ip in _NAT64:
@@ -110,7 +110,7 @@ async def locate(
     ips = [literal] if literal else await _resolved(address, resolve or system_resolve)
     for ip in ips:
         check_unicast(ip)
-        if not any(_plain(ip) in network for network in networks):
+        if not any(plain_address(ip) in network for network in networks):
             leads_to = f"{address} leads to {ip}" if literal is None else f"{ip}"
             allowed = ", ".join(map(str, networks))
             raise ValueError(f"{leads_to}, which is outside of --shard-networks ({allowed})")

@@ -10,27 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import struct
 import sys
 from array import array
 from collections.abc import Sequence
 from mmap import mmap
-from typing import Any
 
 import msgspec
 
 from penstock_router import errors
 from penstock_router.apis.base import BodyKind
 from penstock_router.apis.responses.stored import Page
+from penstock_router.child_process.framing import PIECE_BYTES, framed
 from penstock_router.errors import ApiError
 from penstock_router.offload.body_kinds import KINDS, Reading
 from penstock_router.request import ImageSizes
 from penstock_router.text.prompts import PreparedPrompts, pack_ids
 
-# The length of a message.
-HEADER = struct.Struct("<Q")
-# How much is sent, received or copied between two turns of the event loop.
-PIECE_BYTES = 256 * 1024
 # No text takes this long: a template that never ends does, or a machine that is out of memory.
 MAX_TASK_S = 60.0
 
@@ -87,17 +82,12 @@ _TASKS = msgspec.msgpack.Decoder(tuple[Task, list[int]])
 
 def encode_task(task: Task, sizes: Sequence[int]) -> bytes:
     """A task, and the sizes of the parts that follow it."""
-    return _framed((task, sizes))
+    return framed((task, sizes))
 
 
 def decode_task(data: bytes) -> tuple[Task, list[int]]:
     """What `encode_task` encoded, without its length."""
     return _TASKS.decode(data)
-
-
-def _framed(message: Any) -> bytes:
-    data = msgspec.msgpack.encode(message)
-    return HEADER.pack(len(data)) + data
 
 
 # ---- Outcomes ----------------------------------------------------------------------------------
@@ -117,6 +107,8 @@ class _WasRead(msgspec.Struct, tag=True, frozen=True):
     asked: bytes
     refusal: _Failed | None
     digest: bytes
+    # The URLs of its images, which may have megabytes of data.
+    image_urls: list[memoryview]
 
 
 class _WasPrepared(msgspec.Struct, tag=True, frozen=True):
@@ -137,12 +129,12 @@ def encode_outcome(outcome: Outcome | ApiError) -> bytes:
     """What came of a task."""
     match outcome:
         case ApiError():
-            return _framed(_pack_error(outcome))
+            return framed(_pack_error(outcome))
         case Reading():
-            return _framed(_pack_reading(outcome))
+            return framed(_pack_reading(outcome))
         case PreparedPrompts():
-            return _framed(_pack_prepared(outcome))
-    return _framed(_WasAnswered(outcome))
+            return framed(_pack_prepared(outcome))
+    return framed(_WasAnswered(outcome))
 
 
 async def decode_outcome(data: bytes | mmap) -> Outcome:
@@ -177,7 +169,12 @@ def _unpack_error(failed: _Failed) -> ApiError:
 def _pack_reading(reading: Reading) -> _WasRead:
     refusal = None if reading.refusal is None else _pack_error(reading.refusal)
     asked = None if refusal is not None else reading.asked.without_text()
-    return _WasRead(reading.kind.name, msgspec.json.encode(asked), refusal, reading.digest)
+    images = getattr(asked, "images", ())
+    if asked is not None and images:
+        named = tuple(dataclasses.replace(image, url="") for image in images)
+        asked = dataclasses.replace(asked, images=named)
+    urls = [memoryview(image.url.encode()) for image in images]
+    return _WasRead(reading.kind.name, msgspec.json.encode(asked), refusal, reading.digest, urls)
 
 
 def _unpack_reading(read: _WasRead) -> Reading:
@@ -186,6 +183,10 @@ def _unpack_reading(read: _WasRead) -> Reading:
     if read.refusal is not None:
         return Reading(kind, refusal=_unpack_error(read.refusal))
     asked = msgspec.json.decode(read.asked, type=kind.request_type)
+    if read.image_urls:
+        pairs = zip(asked.images, read.image_urls, strict=True)
+        images = tuple(dataclasses.replace(image, url=str(url, "utf-8")) for image, url in pairs)
+        asked = dataclasses.replace(asked, images=images)
     return Reading(kind, asked, digest=read.digest)
 
 

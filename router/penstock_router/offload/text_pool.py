@@ -12,23 +12,16 @@ import asyncio
 import bisect
 import itertools
 import logging
-import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from mmap import mmap
 from types import MappingProxyType
 
 import msgspec
 
-from penstock_common.child_environment import child_environment
+from penstock_router.child_process.parent_end import ChildProcess
 from penstock_router.errors import Unavailable
 from penstock_router.offload.body_kinds import Reading
 from penstock_router.offload.text_messages import (
-    HEADER,
-    PIECE_BYTES,
     ModelFacts,
     Outcome,
     Task,
@@ -39,6 +32,7 @@ from penstock_router.offload.text_messages import (
 
 logger = logging.getLogger(__name__)
 
+_MODULE = "penstock_router.offload.text_process"
 # In the line, a body's arrival counts as this much later for each byte: about twice as long as its
 # text work takes.
 SECONDS_A_BYTE = 5e-7
@@ -58,41 +52,25 @@ Arrival = tuple[float, int]
 
 
 class TextProcess:
-    """One process, and the socket to it. It takes one task at a time."""
+    """One process. It takes one task at a time."""
 
     def __init__(self, log_level: str, log_format: str) -> None:
-        """Start it, in half a millisecond. It ends when this process ends, however it does.
-
-        Raises `Unavailable`.
-        """
-        # It imports from the same paths as this process, and nothing from its working directory.
-        environment = {**child_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-P", "-m", "penstock_router.offload.text_process"]
+        """Start it, in half a millisecond. Raises `Unavailable`."""
         self._models: set[ModelFacts] = set()
-        self._socket, its_end = socket.socketpair()
-        self._socket.setblocking(False)
-        with its_end:
-            fd = its_end.fileno()
-            try:
-                self._process = subprocess.Popen(
-                    [*command, str(fd), log_level, log_format],
-                    pass_fds=(fd,),
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                )
-            except OSError as error:
-                self._socket.close()
-                logger.error("no text process can be started: %s", error)
-                raise _lost() from None
+        try:
+            self._child = ChildProcess(_MODULE, log_level, log_format)
+        except OSError as error:
+            logger.error("no text process can be started: %s", error)
+            raise _lost() from None
         logger.info("text process %d started", self.pid)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._child.is_alive
 
     def has_room_for(self, task: Task) -> bool:
         """Whether it has the task's model, or may get it."""
@@ -110,8 +88,10 @@ class TextProcess:
             self._models.add(task.model)
             task = msgspec.structs.replace(task, file_names=tuple(files))
             parts = [*parts, *([data] for data in files.values())]
+        sizes = [sum(map(len, pieces)) for pieces in parts]
         try:
-            message = await self._ask(task, parts)
+            await self._child.send(encode_task(task, sizes), itertools.chain.from_iterable(parts))
+            message = await self._child.receive_message()
         except (OSError, EOFError):
             status = await self.kill()
             logger.warning("text process %d ended with status %d", self.pid, status)
@@ -121,37 +101,9 @@ class TextProcess:
             raise
         return await decode_outcome(message)
 
-    async def _ask(self, task: Task, parts: Parts) -> mmap:
-        loop = asyncio.get_running_loop()
-        sizes = [sum(map(len, pieces)) for pieces in parts]
-        await loop.sock_sendall(self._socket, encode_task(task, sizes))
-        for piece in itertools.chain.from_iterable(parts):
-            view = memoryview(piece)
-            for start in range(0, len(view), PIECE_BYTES):
-                await loop.sock_sendall(self._socket, view[start : start + PIECE_BYTES])
-                # What the socket takes at once is sent without another turn.
-                await asyncio.sleep(0)
-        [num_bytes] = HEADER.unpack(await self._receive(HEADER.size))
-        return await self._receive(num_bytes)
-
-    async def _receive(self, num_bytes: int) -> mmap:
-        loop = asyncio.get_running_loop()
-        # Its pages are cleared as they are filled, not all at once, which would take milliseconds.
-        data = mmap(-1, num_bytes)
-        view = memoryview(data)
-        while view:
-            received = await loop.sock_recv_into(self._socket, view[:PIECE_BYTES])
-            if not received:
-                raise EOFError
-            view = view[received:]
-            await asyncio.sleep(0)
-        return data
-
     async def kill(self) -> int:
         """Kill it; returns its exit status, negative for a signal's number."""
-        self._process.kill()
-        self._socket.close()
-        return await asyncio.to_thread(self._process.wait)
+        return await self._child.kill()
 
 
 def _lost() -> Unavailable:

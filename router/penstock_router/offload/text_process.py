@@ -9,25 +9,22 @@ model's files, which come with the first one and are kept.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
-import os
-import select
-import signal
-import socket
 import sys
-import threading
 from collections.abc import Sequence
 from io import BufferedRWPair
-from pathlib import Path
 
-from penstock_common.logs import set_up_logging
+from penstock_common.malloc import return_free_memory
 from penstock_router.apis.responses.stored import read_stored
+from penstock_router.child_process.child_end import (
+    end_after,
+    read_exactly,
+    stream_to_router,
+)
+from penstock_router.child_process.framing import HEADER
 from penstock_router.errors import ApiError, as_api_error
 from penstock_router.offload.body_kinds import KINDS, Reading, read, work
 from penstock_router.offload.text_messages import (
-    HEADER,
     MAX_TASK_S,
     ModelFacts,
     Outcome,
@@ -46,11 +43,6 @@ from penstock_router.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger("penstock.text_process")
 
-# Where processors are scarce, the router's event loop goes first: many wait for it.
-_NICENESS = 5
-# The kernel's oom_score_adj, of 1000: when memory runs out, kill a text process first, which is
-# soon replaced.
-_OOM_SCORE = 500
 # After bodies longer than this, returning memory to the system is worth a few milliseconds.
 _MUCH_BYTES = 1024 * 1024
 
@@ -126,69 +118,28 @@ class TextWorker:
 
 def main(argv: Sequence[str]) -> int:
     """Serve until the router is gone."""
-    fd, log_level, log_format = argv
-    set_up_logging(log_format, log_level)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # A terminal or a supervisor sends them to all processes; this one ends with the router.
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
-        score = Path("/proc/self/oom_score_adj")
-        score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
-    with socket.socket(fileno=int(fd)) as router:
-        threading.Thread(target=_end_with, args=(router.fileno(),), daemon=True).start()
-        with contextlib.suppress(EOFError, ConnectionError), router.makefile("rwb") as stream:
-            _serve(stream, TextWorker())
+    with stream_to_router(*argv) as stream:
+        _serve(stream, TextWorker())
     return 0
-
-
-def _end_with(fd: int) -> None:
-    """Exit when the router is gone, even in the middle of a task."""
-    poll = select.poll()
-    # No events: a hang-up is always reported.
-    poll.register(fd, 0)
-    poll.poll()
-    os._exit(0)
 
 
 def _serve(stream: BufferedRWPair, worker: TextWorker) -> None:
     while True:
-        [num_bytes] = HEADER.unpack(_exactly(stream, HEADER.size))
-        task, sizes = decode_task(_exactly(stream, num_bytes))
-        parts = [_exactly(stream, size) for size in sizes]
-        _end_after(MAX_TASK_S)
+        [num_bytes] = HEADER.unpack(read_exactly(stream, HEADER.size))
+        task, sizes = decode_task(read_exactly(stream, num_bytes))
+        parts = [read_exactly(stream, size) for size in sizes]
+        end_after(MAX_TASK_S)
         if isinstance(task, Work):
             worker.load(task, parts)
-            _end_after(task.max_s)
+            end_after(task.max_s)
         outcome = worker.do(task, parts)
-        _end_after(0)
+        end_after(0)
         del task, parts
         stream.write(outcome)
         stream.flush()
         del outcome
         if sum(sizes) > _MUCH_BYTES:
-            _give_memory_back()
-
-
-def _end_after(max_s: float) -> None:
-    """Have the kernel end the process after that time, by SIGALRM; 0: not any more. Nothing else
-    ends work that never releases the interpreter lock, such as a huge power in a template.
-    """
-    signal.setitimer(signal.ITIMER_REAL, max_s)
-
-
-def _give_memory_back() -> None:
-    """Return freed memory to the system: a long text takes a hundred times its length."""
-    with contextlib.suppress(AttributeError):
-        # Only glibc has malloc_trim.
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _exactly(stream: BufferedRWPair, num_bytes: int) -> bytes:
-    data = stream.read(num_bytes)
-    if len(data) < num_bytes:
-        raise EOFError
-    return data
+            return_free_memory()
 
 
 if __name__ == "__main__":

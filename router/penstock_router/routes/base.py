@@ -34,6 +34,7 @@ from penstock_router.errors import (
 from penstock_router.fleet import Fleet
 from penstock_router.generation.event_ids import CursorCodec
 from penstock_router.generation.resumable_streams import LiveStreams
+from penstock_router.images.images import Images
 from penstock_router.json_fields import Field, JsonObject, Table, decode_object, shorten, table
 from penstock_router.observe.exposition import Exposition
 from penstock_router.observe.metrics import Metrics
@@ -60,6 +61,7 @@ class Router:
     models: Models
     threads: Threads
     bodies: Bodies
+    images: Images
     # What slow clients hold: bodies that arrive, answers that are not read, streams nobody reads.
     memory: SharedBudget
     admission: Admission

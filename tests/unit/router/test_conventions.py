@@ -12,10 +12,11 @@ from unit.router.chat_template_styles import STYLES as TEMPLATES
 from unit.router.router_doubles import CHATML, INFO, byte_level_tokenizer, model_files
 
 from penstock_client.types import Constraint, ConstraintKind, ThinkingBudget
+from penstock_router.child_process.framing import HEADER
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest
 from penstock_router.generation.job import make_job
-from penstock_router.offload.text_messages import HEADER, decode_outcome, encode_outcome
+from penstock_router.offload.text_messages import decode_outcome, encode_outcome
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.served_models import ServedModel
 from penstock_router.text.chat_template import ChatTemplate

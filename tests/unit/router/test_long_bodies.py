@@ -31,6 +31,7 @@ from penstock_router import errors
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.apis.base import AnyKind, Api
 from penstock_router.apis.openai.requests import COMPLETIONS, parse_completion
+from penstock_router.child_process.framing import HEADER
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
 from penstock_router.generation.event_ids import job_digest
@@ -47,7 +48,6 @@ from penstock_router.offload.body_kinds import KINDS, Reading
 from penstock_router.offload.dispatch import MAX_BODIES, Bodies, Body, Incoming
 from penstock_router.offload.request_templates import Programs
 from penstock_router.offload.text_messages import (
-    HEADER,
     ModelFacts,
     Outcome,
     Read,

@@ -29,10 +29,11 @@ from penstock_router.apis.structured_output import (
     constraint_of_format,
 )
 from penstock_router.apis.tgi.requests import GENERATE, PARAMETERS, parse_generate
+from penstock_router.child_process.framing import HEADER
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import decode_object
 from penstock_router.offload.body_kinds import Reading
-from penstock_router.offload.text_messages import HEADER, decode_outcome, encode_outcome
+from penstock_router.offload.text_messages import decode_outcome, encode_outcome
 from penstock_router.request import CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -25,10 +25,11 @@ from penstock_router.apis.tools import (
     check_one_form,
     tool_options,
 )
+from penstock_router.child_process.framing import HEADER
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import Kind
 from penstock_router.offload.body_kinds import Reading
-from penstock_router.offload.text_messages import HEADER, decode_outcome, encode_outcome
+from penstock_router.offload.text_messages import decode_outcome, encode_outcome
 from penstock_router.request import NO_TOOLS, ChatRequest, Tool, ToolChoice
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -1,0 +1,1 @@
+"""Images of requests: from what a client names to pixels."""

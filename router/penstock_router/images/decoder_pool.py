@@ -1,0 +1,123 @@
+"""Processes that decode images: started with the first one, one image each, replaced when they end.
+
+An image that ends its process, or takes too long, is refused; the next one gets a new process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from dataclasses import dataclass
+from mmap import mmap
+
+from penstock_common.image_digest import DIGEST_BYTES
+from penstock_router.child_process.framing import HEADER
+from penstock_router.child_process.parent_end import ChildProcess
+from penstock_router.config import RouterConfig
+from penstock_router.errors import TooManyRequests, Unavailable
+from penstock_router.images.decoder_messages import MAX_DECODE_S, REPLIES, Refused
+from penstock_router.images.image import ImageRefused, Pieces
+from penstock_router.images.turns import Turns
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "penstock_router.images.decoder_process"
+# By the clock: where processors are so scarce, it is not the image's fault.
+_MAX_S = 3 * MAX_DECODE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """An image's rows, three bytes a pixel."""
+
+    width: int
+    height: int
+    digest: bytes
+    rows: mmap
+
+
+class DecoderPool:
+    """At most --image-processes of them."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        limits = config.max_image_pixels, config.max_image_bytes
+        self._arguments = config.log_level, config.log_format, *map(str, limits)
+        self._turns = Turns(config.image_processes, "decoded")
+        # The last one is taken first.
+        self._free: list[ChildProcess] = []
+        # They may outlive their callers.
+        self._work: set[asyncio.Task[Pixels]] = set()
+
+    async def decode(self, encoded: Pieces, client: str) -> Pixels:
+        """Raises `ImageRefused`; `TooManyRequests` where too many wait; `Unavailable` where no
+        process can be started. Cancelled, it leaves the line at once, but an image that is being
+        decoded is decoded to its end: that takes less than another process does.
+        """
+        async with self._turns.turn(client):
+            work = asyncio.create_task(self._decode(encoded))
+            self._work.add(work)
+            work.add_done_callback(self._work.discard)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])
+                raise
+
+    async def _decode(self, encoded: Pieces) -> Pixels:
+        process = await self._take()
+        try:
+            async with asyncio.timeout(_MAX_S):
+                pixels = await _ask(process, encoded)
+        except TimeoutError:
+            await process.kill()
+            raise TooManyRequests("decoding takes too long at present; try again shortly") from None
+        except (OSError, EOFError):
+            status = await process.kill()
+            logger.warning("image process %d ended with status %d", process.pid, status)
+            raise ImageRefused(_why_it_ended(status)) from None
+        except asyncio.CancelledError:
+            await process.kill()
+            raise
+        self._free.append(process)
+        if isinstance(pixels, Refused):
+            raise ImageRefused(pixels.reason)
+        return pixels
+
+    async def _take(self) -> ChildProcess:
+        while self._free:
+            process = self._free.pop()
+            if process.is_alive:
+                return process
+            await process.kill()
+        try:
+            process = ChildProcess(_MODULE, *self._arguments)
+        except OSError as error:
+            logger.error("no image process can be started: %s", error)
+            raise Unavailable("no process to decode images can be started; try again") from None
+        logger.info("image process %d started", process.pid)
+        return process
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        for work in self._work:
+            work.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        for process in self._free:
+            await process.kill()
+
+
+def _why_it_ended(status: int) -> str:
+    if status == -signal.SIGXCPU:
+        return f"decoding the image takes more than {MAX_DECODE_S:g} s"
+    return "the image cannot be decoded: its decoder ended"
+
+
+async def _ask(process: ChildProcess, encoded: Pieces) -> Pixels | Refused:
+    await process.send(HEADER.pack(sum(map(len, encoded))), encoded)
+    reply = REPLIES.decode(await process.receive_message())
+    if isinstance(reply, Refused):
+        return reply
+    rows = await process.receive(reply.num_bytes)
+    digest = bytes(await process.receive(DIGEST_BYTES))
+    return Pixels(reply.width, reply.height, digest, rows)

@@ -1,0 +1,239 @@
+"""The door of this room: what a client names becomes an `Image`, and an `Image` pixels.
+
+An image that comes again is known by the hash of its encoded bytes, and is not decoded again. All
+that is held, encoded images and pixels, is charged to the client it was made for, from a budget of
+which no client gets more than it leaves free; what is only kept in case it is asked for again gives
+way to what is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Any, Generic, TypeVar
+
+from aiohttp.abc import AbstractResolver
+
+from penstock_router.admission.shared_budget import Holding, SharedBudget
+from penstock_router.config import RouterConfig
+from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
+from penstock_router.images.decoder_pool import DecoderPool, Pixels
+from penstock_router.images.fetcher import Fetcher
+from penstock_router.images.file_urls import read_file
+from penstock_router.images.image import Image, ImageRefused, Pieces
+from penstock_router.images.kept import Kept
+from penstock_router.images.pieces import PIECE_BYTES, Incoming, add_base64, base64_start
+from penstock_router.json_fields import shorten
+from penstock_router.thread_pool import Threads
+
+_Result = TypeVar("_Result")
+
+# Of this process: encoded images and pixels that requests need or that are kept; and of those kept.
+_MEMORY_BYTES = 512 * 1024 * 1024
+_KEPT_IMAGES_BYTES = 64 * 1024 * 1024
+_KEPT_PIXELS_BYTES = 128 * 1024 * 1024
+# But for data: URLs.
+_MAX_URL_CHARS = 8192
+# Long enough for a prompt to be made and sent; later they are decoded again.
+_KEPT_PIXELS_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class _Running(Generic[_Result]):
+    """Work that several wait for."""
+
+    task: asyncio.Task[_Result]
+    num_waiting: int = 0
+
+
+class Images:
+    """Of one router process."""
+
+    def __init__(
+        self, config: RouterConfig, threads: Threads, resolver: AbstractResolver | None = None
+    ) -> None:
+        """Starts nothing: a process comes with the first image. `resolver`: of hosts' names, by
+        default the machine's.
+        """
+        self._config = config
+        self._threads = threads
+        self._fetcher = Fetcher(config, resolver)
+        self._decoders = DecoderPool(config)
+        self._memory = SharedBudget(_MEMORY_BYTES)
+        # By the SHA-256 of what was encoded.
+        self._images = Kept[Image](_KEPT_IMAGES_BYTES)
+        # By an image's digest.
+        self._pixels = Kept[mmap](_KEPT_PIXELS_BYTES)
+        self._running: dict[bytes, _Running[Any]] = {}
+        self._is_closed = False
+
+    async def load(self, url: str, *, param: str, client: str) -> Image:
+        """The image that a data:, http:, https: or file: URL names.
+
+        Raises `BadRequest`, which begins with `param`, for whatever is wrong with it,
+        `TooManyRequests` where the client's share of memory or of places to wait is used up, and
+        `Unavailable`.
+        """
+        return await self._load(lambda incoming: self._read(url, incoming, client), param, client)
+
+    async def load_base64(self, data: str, *, param: str, client: str) -> Image:
+        """The image that a base64 text is; raises as `load` does."""
+        return await self._load(lambda incoming: add_base64(incoming, data, 0), param, client)
+
+    async def pixels(self, image: Image, *, client: str) -> memoryview:
+        """The rows from top to bottom, each pixel as red, green, blue: bytes, read-only.
+
+        Raises `TooManyRequests` as `load` does, and `Unavailable`.
+        """
+        rows = self._pixels.get(image.digest)
+        if rows is None:
+            again = functools.partial(self._decode_again, image, client)
+            rows = await self._once(image.digest, again)
+        return memoryview(rows).toreadonly()
+
+    async def close(self) -> None:
+        """End all work and all processes."""
+        self._is_closed = True
+        tasks = [running.task for running in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await self._decoders.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._fetcher.close()
+        self._images.clear()
+        self._pixels.clear()
+
+    # ---- from a name to an image ----
+
+    async def _load(
+        self, read: Callable[[Incoming], Awaitable[None]], param: str, client: str
+    ) -> Image:
+        if self._is_closed:
+            raise Unavailable("the router is shutting down")
+        try:
+            with self._memory.hold(client) as holding:
+                grow = functools.partial(self._grow, holding)
+                incoming = Incoming(self._config.max_image_bytes, grow)
+                await read(incoming)
+                return await self._decoded(incoming.pieces(), client)
+        except ImageRefused as error:
+            raise BadRequest(f"{param}: {error}", param=param) from None
+
+    async def _read(self, url: str, incoming: Incoming, client: str) -> None:
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            return await add_base64(incoming, url, base64_start(url))
+        if scheme not in ("http", "https", "file"):
+            raise ImageRefused(
+                f"must begin with data:, https://, http:// or file:; given: {shorten(url)}"
+            )
+        if len(url) > _MAX_URL_CHARS:
+            raise ImageRefused(f"may have {_MAX_URL_CHARS} characters; given: {len(url)}")
+        if scheme == "file":
+            return await self._read_file(url, incoming)
+        return await self._fetcher.fetch(url, incoming, client)
+
+    async def _read_file(self, url: str, incoming: Incoming) -> None:
+        folder, max_bytes = self._config.allowed_media_folder, self._config.max_image_bytes
+        work = functools.partial(read_file, url, folder, max_bytes)
+        for piece in await self._threads.run(work):
+            incoming.add(piece)
+
+    async def _decoded(self, encoded: Pieces, client: str) -> Image:
+        hash_it = functools.partial(_sha256, encoded)
+        is_short = len(encoded) == 1 and len(encoded[0]) <= PIECE_BYTES
+        name = hash_it() if is_short else await self._threads.run(hash_it)
+        image = self._images.get(name)
+        if image is not None:
+            return image
+        return await self._once(name, lambda: self._decode_new(name, encoded, client))
+
+    async def _decode_new(self, name: bytes, encoded: Pieces, client: str) -> Image:
+        pixels = await self._decoders.decode(encoded, client)
+        image = Image(pixels.digest, pixels.width, pixels.height, encoded)
+        num_bytes = image.num_encoded_bytes
+        self._charge(image, num_bytes, client)
+        self._images.put(name, image, num_bytes)
+        self._keep_pixels(pixels, client)
+        return image
+
+    # ---- pixels ----
+
+    async def _decode_again(self, image: Image, client: str) -> mmap:
+        try:
+            with self._memory.hold(client) as holding:
+                self._grow(holding, image.width * image.height * 3)
+                pixels = await self._decoders.decode(image.encoded, client)
+        except ImageRefused:
+            raise Unavailable("an image could not be decoded again; try again") from None
+        self._keep_pixels(pixels, client)
+        return pixels.rows
+
+    def _keep_pixels(self, pixels: Pixels, client: str) -> None:
+        self._charge(pixels.rows, len(pixels.rows), client)
+        self._pixels.put(pixels.digest, pixels.rows, len(pixels.rows))
+        loop = asyncio.get_running_loop()
+        loop.call_later(_KEPT_PIXELS_S, self._pixels.drop, pixels.digest)
+
+    # ---- memory ----
+
+    def _charge(self, held: Image | mmap, num_bytes: int, client: str) -> None:
+        """Count this as the client's for as long as anybody has it."""
+        holding = self._memory.hold(client)
+        holding.add(num_bytes)
+        weakref.finalize(held, holding.close).atexit = False
+        while self._memory.held > self._memory.total and self._make_room():
+            pass
+
+    def _grow(self, holding: Holding, num_bytes: int) -> None:
+        """Hold so much more; raises `TooManyRequests` where the client's share does not allow it,
+        even if nothing more is kept.
+        """
+        while True:
+            try:
+                return holding.grow(num_bytes, _no_room)
+            except TooManyRequests:
+                if not self._make_room():
+                    raise
+
+    def _make_room(self) -> bool:
+        """Whether there was anything that was only kept."""
+        return self._pixels.drop_oldest() or self._images.drop_oldest()
+
+    # ---- the same work for several ----
+
+    async def _once(self, name: bytes, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+        """What `work` returns or raises; who comes while it runs waits for the same. It is
+        cancelled when nobody waits any more.
+        """
+        running: _Running[_Result] | None = self._running.get(name)
+        if running is None:
+            running = self._running[name] = _Running(asyncio.create_task(work()))
+        running.num_waiting += 1
+        try:
+            return await asyncio.shield(running.task)
+        finally:
+            running.num_waiting -= 1
+            if not running.num_waiting:
+                running.task.cancel()
+                if self._running.get(name) is running:
+                    del self._running[name]
+
+
+def _no_room(held: int, total: int) -> TooManyRequests:
+    return TooManyRequests(
+        f"the images of this client's requests hold {held} bytes, its share of {total}; try again "
+        "shortly"
+    )
+
+
+def _sha256(pieces: Pieces) -> bytes:
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()
