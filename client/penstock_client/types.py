@@ -98,7 +98,7 @@ class PromptImage:
 
 
 # Gives the pixels of an image, RGB8 in rows, whenever a shard lacks them.
-PixelSource = Callable[[PromptImage], Awaitable[bytes]]
+PixelSource = Callable[[PromptImage], Awaitable[bytes | memoryview]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,13 +109,14 @@ def build_app(
     pool = TextPool(config.text_processes, config.log_level, config.log_format)
     memory = SharedBudget(MEMORY_BYTES, metrics.buffered_bytes)
     programs = Programs(TextPool(1, config.log_level, config.log_format), metrics)
+    images = Images(config, threads)
     app[ROUTER] = Router(
         config=config,
         fleet=fleet,
         models=models,
         threads=threads,
-        bodies=Bodies(threads, pool, programs, memory, metrics),
-        images=Images(config, threads),
+        bodies=Bodies(threads, pool, programs, memory, metrics, images, config.max_images),
+        images=images,
         memory=memory,
         admission=Admission(config, metrics),
         metrics=metrics,

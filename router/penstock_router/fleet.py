@@ -15,6 +15,7 @@ from penstock_client.types import (
     GenerationRequest,
     LoadReport,
     Output,
+    PixelSource,
     ShardInfo,
 )
 
@@ -119,7 +120,9 @@ class Fleet(Protocol):
         self, model: str = "", tokenizer_hash: str = ""
     ) -> dict[str, bytes]: ...
 
-    def submit(self, request: GenerationRequest) -> GenerationStream: ...
+    def submit(
+        self, request: GenerationRequest, pixels: PixelSource | None = None
+    ) -> GenerationStream: ...
 
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]: ...
 

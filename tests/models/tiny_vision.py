@@ -4,6 +4,7 @@ transformers generates with them.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from models.tiny_families import tiny_config
+from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
@@ -141,3 +143,32 @@ def generate(
         pad_token_id=0,
     )
     return made[0, ids.shape[1] :].tolist()
+
+
+def make_whole_vision(directory: Path, family: str) -> PreTrainedModel:
+    """A model with a tokenizer and a chat template of its family. Returns it, with its ids."""
+    model: Any = make_vision(directory, family)
+    described = IMAGE_MODELS[family]
+    tokenizer = described.tokenizer()
+    for name, data in described.files().items():
+        if name.startswith("tokenizer"):
+            (directory / name).write_bytes(data)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    ids = {"image_token_id": described.token} | described.tokens_of_ids
+    ids = {name: token for name, token in ids.items() if name in config}
+    ids |= {"image_token_index": described.token} if "image_token_index" in config else {}
+    for name, token in ids.items():
+        config[name] = tokenizer.token_to_id(token)
+        setattr(model.config, name, config[name])
+    path.write_text(json.dumps(config))
+    if described.processor:
+        processor = {**described.processor}
+        for name in ("patch_size", "spatial_merge_size", "image_seq_length"):
+            own = getattr(model.config, name, None) or getattr(
+                model.config.vision_config, name, None
+            )
+            if name in processor and own is not None:
+                processor[name] = own
+        (directory / "processor_config.json").write_text(json.dumps(processor))
+    return model

@@ -37,10 +37,9 @@ def _check_seen(shards: Shards, request: GenerationRequest) -> None:
     """Raises `NotServed` if all shards that serve the model would ignore one of its fields."""
     serving_ = serving(shards.values(), request.model)
     if serving_ and not any(shard.info and sees_all(shard.info, request) for shard in serving_):
-        raise NotServed(
-            "thinking_budget is not served by any shard of this model that is ready",
-            field="thinking_budget",
-        )
+        name = "images" if request.images else "thinking_budget"
+        text = f"{name}: not served by any shard of this model that is ready"
+        raise NotServed(text, field=name)
 
 
 def check_adapter(shards: Shards, request: GenerationRequest, content_hash: str) -> None:

@@ -131,7 +131,9 @@ def _add_image(message: Any, image: PromptImage, name: str) -> None:
         raise InvalidRequest(f"{name}.sha256: {error}", field=f"{name}.sha256") from None
 
 
-def image_chunks(image: PromptImage, pixels: bytes, instance_id: str) -> Iterator[pb.ImageChunk]:
+def image_chunks(
+    image: PromptImage, pixels: bytes | memoryview, instance_id: str
+) -> Iterator[pb.ImageChunk]:
     """The messages that put an image."""
     first = pb.ImageChunk(
         digest=image.digest, width=image.width, height=image.height, instance_id=instance_id

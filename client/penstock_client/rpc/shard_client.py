@@ -266,7 +266,7 @@ class ShardClient:
     async def put_image(
         self,
         image: PromptImage,
-        pixels: bytes,
+        pixels: bytes | memoryview,
         *,
         instance_id: str = "",
         timeout_s: float = _IMAGE_TIMEOUT_S,

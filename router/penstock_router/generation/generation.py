@@ -130,7 +130,7 @@ class Generation(Deltas):
                 self._choices.append(choice)
                 continue
             try:
-                choice.stream = self._fleet.submit(self._complete(request))
+                choice.stream = self._fleet.submit(self._complete(request), self.job.pixels)
             except RequestRefused as error:
                 raise self._refused(error) from None
             self._record.follow(choice.stream.attempts)

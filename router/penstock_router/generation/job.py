@@ -8,10 +8,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock_client.types import GenerationRequest, Objective, SamplingParams, ThinkingBudget
+from penstock_client.types import (
+    GenerationRequest,
+    Objective,
+    PixelSource,
+    PromptImage,
+    SamplingParams,
+    ThinkingBudget,
+)
 from penstock_router.errors import BadRequest, ContextExceeded
+from penstock_router.images.image import Image
+from penstock_router.images.request_images import NO_IMAGES, LoadedImages
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 from penstock_router.served_models import ServedModel
 from penstock_router.text.prompts import PreparedPrompts, Prompt
@@ -29,6 +39,8 @@ class Job:
     options: Options
     prepared: PreparedPrompts
     requests: tuple[GenerationRequest, ...]
+    # Of its images.
+    pixels: PixelSource | None = None
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -43,24 +55,40 @@ class Job:
 
 
 async def make_job(
-    options: Options, model: ServedModel, prepared: PreparedPrompts, drawn_seed: int
+    options: Options,
+    model: ServedModel,
+    prepared: PreparedPrompts,
+    drawn_seed: int,
+    images: LoadedImages = NO_IMAGES,
 ) -> Job:
     """The job of a request whose text is prepared. One invalid prompt refuses the whole request.
+    `images` are those of its prompts, in order.
 
     `drawn_seed` is what seeds are made of if the request has none. Yields to the event loop every
     `SEQUENCES_A_TURN` sequences.
     """
     choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     requests: list[GenerationRequest] = []
+    unplaced = iter(images.images)
     for number, prompt in enumerate(prepared.prompts):
         request = _make_request(options, model, prepared, prompt)
+        if prompt.images:
+            request = dataclasses.replace(request, images=_placed(prompt, unplaced))
         for choice in range(choices):
             seed = sequence_seed(options.seed, drawn_seed, number, choice)
             sampling = dataclasses.replace(request.sampling, seed=seed)
             requests.append(dataclasses.replace(request, sampling=sampling))
             if len(requests) % SEQUENCES_A_TURN == 0:
                 await asyncio.sleep(0)
-    return Job(model, options, prepared, tuple(requests))
+    return Job(model, options, prepared, tuple(requests), images.pixels)
+
+
+def _placed(prompt: Prompt, images: Iterator[Image]) -> tuple[PromptImage, ...]:
+    """The images of a prompt, which are the next ones."""
+    return tuple(
+        PromptImage(image.digest.hex(), image.width, image.height, place.offset, place.num_tokens)
+        for place, image in zip(prompt.images, images, strict=False)
+    )
 
 
 def _make_request(

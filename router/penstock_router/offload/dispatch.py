@@ -18,6 +18,8 @@ from penstock_router.admission.shared_budget import Holding, SharedBudget
 from penstock_router.apis.base import AnyKind
 from penstock_router.apis.responses.stored import Page, read_stored
 from penstock_router.errors import TooManyRequests
+from penstock_router.images.images import Images
+from penstock_router.images.request_images import NO_IMAGES, load_images
 from penstock_router.observe.metrics import Metrics
 from penstock_router.offload import request_templates
 from penstock_router.offload.body_kinds import Reading, read, work
@@ -26,7 +28,7 @@ from penstock_router.offload.text_messages import MAX_TASK_S, ModelFacts, Read, 
 from penstock_router.offload.text_pool import SECONDS_A_BYTE, Arrival, TextPool
 from penstock_router.request import ImageSizes
 from penstock_router.served_models import ServedModel
-from penstock_router.text.prompts import PreparedPrompts
+from penstock_router.text.prompts import PreparedPrompts, takes_no_images
 from penstock_router.thread_pool import Threads
 
 # Up to this length a body's text is worked on here, in less than half a millisecond: a character is
@@ -105,7 +107,12 @@ class Bodies:
         programs: Programs,
         memory: SharedBudget,
         metrics: Metrics,
+        images: Images,
+        max_images: int,
     ) -> None:
+        """A request may have `max_images`."""
+        self.images = images
+        self.max_images = max_images
         self.threads = threads
         self.pool = pool
         self.programs = programs
@@ -208,36 +215,49 @@ class Body:
         self.refusal = reading.refusal
         self.digest = reading.digest
         self.is_long = incoming.is_long
+        # What its text work loaded.
+        self.images = NO_IMAGES
         self._bodies = bodies
         self._arrival = arrival
         self._incoming = incoming
 
-    async def work(
-        self,
-        model: ServedModel,
-        earlier: bytes = b"",
-        image_sizes: ImageSizes = (),
-    ) -> PreparedPrompts | bytes:
-        """Run its kind's text work; `earlier` is the JSON of earlier messages of the conversation,
-        `image_sizes` the width and height of each image, those of earlier messages first.
+    async def work(self, model: ServedModel, earlier: bytes = b"") -> PreparedPrompts | bytes:
+        """Run its kind's text work, once its images are loaded, which `images` then are; `earlier`
+        is the JSON of earlier messages of the conversation.
 
-        Raises what that work raises, `TooManyRequests`, `Unavailable` and `TimeoutError`.
+        Raises what that work and `Images.load` raise, `TooManyRequests`, `Unavailable` and
+        `TimeoutError`.
         """
-        bodies, num_bytes = self._bodies, self._incoming.num_bytes + len(earlier)
         try:
-            if model.text.trusts_templates and self.asked.brings_template:
-                return await self._run_program(model, earlier, image_sizes)
-            if num_bytes > LONG_BYTES:
-                self._incoming.enqueue(len(earlier))
-                later_s = SECONDS_A_BYTE * len(earlier)
-                return await self._work_there(bodies.pool, later_s, model, earlier, image_sizes)
-            made = functools.partial(work, self.kind, self.asked, model.text, earlier, image_sizes)
-            # A link to an image is short, its tokens may be thousands.
-            if num_bytes <= SHORT_BYTES and not image_sizes:
-                return made()
-            return await bodies.threads.run(made)
+            await self._load_images(model)
+            return await self._work(model, earlier, self.images.sizes)
         finally:
             self._incoming.drop()
+
+    async def _load_images(self, model: ServedModel) -> None:
+        sources = getattr(self.asked, "images", ())
+        if sources and model.text.image_tokens is None:
+            raise takes_no_images(model.text)
+        bodies = self._bodies
+        self.images = await load_images(
+            bodies.images, sources, self._incoming.client, bodies.max_images
+        )
+
+    async def _work(
+        self, model: ServedModel, earlier: bytes, image_sizes: ImageSizes
+    ) -> PreparedPrompts | bytes:
+        bodies, num_bytes = self._bodies, self._incoming.num_bytes + len(earlier)
+        if model.text.trusts_templates and self.asked.brings_template:
+            return await self._run_program(model, earlier, image_sizes)
+        if num_bytes > LONG_BYTES:
+            self._incoming.enqueue(len(earlier))
+            later_s = SECONDS_A_BYTE * len(earlier)
+            return await self._work_there(bodies.pool, later_s, model, earlier, image_sizes)
+        made = functools.partial(work, self.kind, self.asked, model.text, earlier, image_sizes)
+        # A link to an image is short, its tokens may be thousands.
+        if num_bytes <= SHORT_BYTES and not image_sizes:
+            return made()
+        return await bodies.threads.run(made)
 
     async def _run_program(
         self, model: ServedModel, earlier: bytes, image_sizes: ImageSizes

@@ -262,7 +262,7 @@ async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
         model = await router.models.get(asked.model)
         made = await call.body.work(model, call.earlier)
         assert isinstance(made, PreparedPrompts)
-        job = await make_job(asked, model, made, call.drawn_seed)
+        job = await make_job(asked, model, made, call.drawn_seed, call.body.images)
     _check_size(job, router.config.max_answer_bytes)
     for shard in router.fleet.shards:
         if shard.address == asked.shard and shard.info is not None:

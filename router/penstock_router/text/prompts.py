@@ -162,7 +162,7 @@ def _pieces(prompt: str | list[int] | TextWithImages, model: TextModel) -> Seque
     """What is tokenized apart, with an anchor for each image; () for ids and plain text."""
     with_images = isinstance(prompt, TextWithImages)
     if model.image_tokens is None and with_images:
-        raise _takes_no_images(model)
+        raise takes_no_images(model)
     if model.image_tokens is None or isinstance(prompt, list):
         return ()
     given = prompt.texts if isinstance(prompt, TextWithImages) else (prompt,)
@@ -174,7 +174,8 @@ def _split(text: str, mark: str) -> Sequence[str]:
     return text.split(mark) if mark else (text,)
 
 
-def _takes_no_images(model: TextModel) -> BadRequest:
+def takes_no_images(model: TextModel) -> BadRequest:
+    """The error for a request with images."""
     why = f" ({model.images_unusable})" if model.images_unusable else ""
     return BadRequest(f"the model {model.name} takes no images{why}")
 
@@ -274,7 +275,7 @@ def render(request: ChatRequest, model: TextModel) -> str:
 def _render(request: ChatRequest, model: TextModel) -> Sequence[str]:
     """The prompt's text, in pieces that are tokenized apart."""
     if request.image_sizes and model.image_tokens is None:
-        raise _takes_no_images(model)
+        raise takes_no_images(model)
     template = model.chat_template
     if request.chat_template is not None:
         template = _template_of_request(request.chat_template, model)

@@ -342,6 +342,9 @@ def _check(parameters: JsonObject, best_of: int, *, samples: bool, stream: bool)
 def _prepare(asked: GenerateRequest, model: TextModel) -> PreparedPrompts:
     prepared = prepare_prompts(asked, model)
     [inputs] = asked.prompts
+    if isinstance(inputs, TextWithImages):
+        # Without the images' own data.
+        inputs = "![]()".join(inputs.texts)
     assert isinstance(inputs, str)
     return dataclasses.replace(prepared, full_text=inputs) if asked.full_text else prepared
 

@@ -1,0 +1,57 @@
+"""The images of one request: loaded together, and given to shards that lack their pixels."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_client.types import PixelSource, PromptImage
+from penstock_router.errors import BadRequest
+from penstock_router.images.image import Image
+from penstock_router.images.images import Images
+from penstock_router.request import ImageSizes, ImageSource
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImages:
+    """In the order of the request's sources; `pixels` gives what shards lack."""
+
+    images: Sequence[Image] = ()
+    pixels: PixelSource | None = None
+
+    @property
+    def sizes(self) -> ImageSizes:
+        return tuple((image.width, image.height) for image in self.images)
+
+
+NO_IMAGES = LoadedImages()
+
+
+async def load_images(
+    images: Images, sources: Sequence[ImageSource], client: str, max_images: int
+) -> LoadedImages:
+    """Load all; raises what the first that fails raises, and `BadRequest` for too many."""
+    if not sources:
+        return NO_IMAGES
+    if len(sources) > max_images:
+        raise BadRequest(
+            f"{sources[max_images].param}: a request may have {max_images} images (--max-images); "
+            f"given: {len(sources)}",
+            param=sources[max_images].param,
+        )
+    loading = [
+        asyncio.ensure_future(images.load(source.url, param=source.param, client=client))
+        for source in sources
+    ]
+    try:
+        loaded = await asyncio.gather(*loading)
+    finally:
+        for task in loading:
+            task.cancel()
+    by_digest = {image.digest.hex(): image for image in loaded}
+
+    async def pixels(image: PromptImage) -> memoryview:
+        return await images.pixels(by_digest[image.sha256], client=client)
+
+    return LoadedImages(loaded, pixels)
