@@ -29,7 +29,7 @@ _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
 # What is rendered to find out what a template takes.
 _PROBE = "a text to look for"
-_PROBE_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look",
@@ -37,6 +37,22 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
+# Some templates want ids of just nine characters.
+_CALL: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "Look!"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call00001",
+                "type": "function",
+                "function": {"name": "look", "arguments": {}},
+            }
+        ],
+    },
+)
+_RESULT: dict[str, Any] = {"role": "tool", "name": "look", "tool_call_id": "call00001"}
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
@@ -161,7 +177,7 @@ class ChatTemplate:
         self.source = sources.get("default", "")
         self._sources = dict(sources)
         self._templates: dict[str, jinja2.Template] = {}
-        self._forms: dict[tuple[str, bool], tuple[bool, bool]] = {}
+        self._forms: dict[tuple[str, bool, bool], tuple[bool, bool]] = {}
         # Whether the template that is used with tools reads the `tools` variable.
         self.takes_tools = False
         for name, source in sources.items():
@@ -206,20 +222,24 @@ class ChatTemplate:
         text = _rendered(self._pick(tools), variables)
         return _cut_at_mark(text) if continue_final_message else text
 
-    def forms_taken(self, anchor: str, *, with_tools: bool) -> tuple[bool, bool]:
-        """Whether it takes contents that are texts, and contents in parts, for whose images it
-        writes the `anchor`. Found out once, by rendering one of each.
+    def forms_taken(self, role: str, anchor: str, *, with_tools: bool) -> tuple[bool, bool]:
+        """Whether messages of this role may have contents that are texts, and contents in parts,
+        for whose images it writes the `anchor`. Found out once, by rendering one of each.
         """
-        key = anchor, with_tools and "tool_use" in self._templates
+        is_result, with_tools = role == "tool", with_tools and "tool_use" in self._templates
+        key = anchor, is_result, with_tools
         if key not in self._forms:
-            tools = [_PROBE_TOOL] if key[1] else None
             parts = [{"type": "image"}, {"type": "text", "text": _PROBE}]
-            self._forms[key] = self._shows(_PROBE, _PROBE, tools), self._shows(parts, anchor, tools)
+            takes_texts = self._shows(_PROBE, _PROBE, is_result, with_tools)
+            self._forms[key] = takes_texts, self._shows(parts, anchor, is_result, with_tools)
         return self._forms[key]
 
-    def _shows(self, content: Any, wanted: str, tools: list[dict[str, Any]] | None) -> bool:
+    def _shows(self, content: Any, wanted: str, is_result: bool, with_tools: bool) -> bool:
+        """Whether a message with this content becomes a text that has what is wanted."""
+        message = {"role": "user", "content": content}
+        messages = [*_CALL, {**_RESULT, "content": content}] if is_result else [message]
         try:
-            return wanted in self.render([{"role": "user", "content": content}], tools=tools)
+            return wanted in self.render(messages, tools=[_TOOL] if with_tools else None)
         except BadRequest:
             return False
 

@@ -5,10 +5,7 @@ A part is `{"type": "text", "text": ...}` or `{"type": "image"}`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
-
-from penstock_router.request import Message
 
 Part = dict[str, Any]
 Content = str | list[Part]
@@ -35,13 +32,3 @@ def join_contents(first: Content, second: Content, between: str) -> Content:
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}{between}{second}"
     return [*as_parts(first), text_part(between), *as_parts(second)]
-
-
-def change_contents(
-    messages: Sequence[Message], change: Callable[[Content], Content]
-) -> list[Message]:
-    """The messages with their contents changed; those without one stay as they are."""
-    return [
-        {**message, "content": change(message["content"])} if "content" in message else message
-        for message in messages
-    ]

@@ -27,7 +27,7 @@ from penstock_router.request import (
 )
 from penstock_router.text.answer_constraint import answer_constraint, tools_of
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
-from penstock_router.text.contents import as_parts, as_text, change_contents, join_contents
+from penstock_router.text.contents import as_parts, as_text, join_contents
 from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
 from penstock_router.text.image_tokens.expand import encode_with_images
 from penstock_router.text.image_tokens.plain_text import cut_spelled
@@ -316,10 +316,18 @@ def _in_form(
     messages: list[Message], template: ChatTemplate, images: ImageTokens, *, with_tools: bool
 ) -> list[Message]:
     """Contents in a form that the template takes."""
-    takes_texts, takes_parts = template.forms_taken(images.anchor, with_tools=with_tools)
-    if not takes_parts:
-        return change_contents(messages, lambda content: as_text(content, images.written))
-    return messages if takes_texts else change_contents(messages, as_parts)
+    changed = []
+    for message in messages:
+        content = message.get("content")
+        takes_texts, takes_parts = template.forms_taken(
+            message["role"], images.anchor, with_tools=with_tools
+        )
+        if isinstance(content, list) and not takes_parts:
+            message = {**message, "content": as_text(content, images.written)}
+        elif isinstance(content, str) and takes_parts and not takes_texts:
+            message = {**message, "content": as_parts(content)}
+        changed.append(message)
+    return changed
 
 
 def _add_system_text(messages: list[Message], text: str) -> list[Message]:

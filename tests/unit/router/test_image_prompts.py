@@ -204,6 +204,29 @@ def test_results_of_tools_may_be_images_where_the_template_has_no_tools() -> Non
     assert "<|im_start|>system\nS\n\nYou can call" in told
 
 
+def test_results_of_tools_are_texts_where_the_template_takes_no_parts_of_them() -> None:
+    template = (
+        "{{ tools | length if tools }}{% for message in messages %}{% if message.role == 'tool' %}"
+        "<result>{{ message.content }}</result>{% elif message.content is string %}"
+        "{{ message.content }}{% else %}{% for part in message.content %}"
+        "{{ part.text or 'IMAGE' }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    model = model_of(QWEN.files(template))
+    call = {"id": "1", "function": {"name": "look", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": [text("a"), IMAGE]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [text("<|image_pad|>"), IMAGE]},
+    ]
+    tools = (Tool("look", shown={"function": {"name": "look"}}),)
+    sizes = [(28, 56), (56, 56)]
+    asked = chat(turns, sizes, tools=tools, tool_choice=ToolChoice("auto"))
+    begin, end = "<|vision_start|>", "<|vision_end|>"
+    assert shown(model, prompt_of(asked, model)) == (
+        f"1a{begin}{{6}}{end}<result><|image_pad|>\n{begin}{{4}}{end}</result>"
+    )
+
+
 # ---- What is refused ---------------------------------------------------------------------------
 
 
