@@ -64,6 +64,8 @@ class Images:
         self._threads = threads
         self._fetcher = Fetcher(config, resolver)
         self._decoders = DecoderPool(config)
+        # For work on the event loop.
+        self._turn = asyncio.Lock()
         self._memory = SharedBudget(_MEMORY_BYTES)
         # By the SHA-256 of what was encoded.
         self._images = Kept[Image](_KEPT_IMAGES_BYTES)
@@ -83,7 +85,9 @@ class Images:
 
     async def load_base64(self, data: str, *, param: str, client: str) -> Image:
         """The image that a base64 text is; raises as `load` does."""
-        return await self._load(lambda incoming: add_base64(incoming, data, 0), param, client)
+        return await self._load(
+            lambda incoming: add_base64(incoming, data, 0, self._turn), param, client
+        )
 
     async def pixels(self, image: Image, *, client: str) -> memoryview:
         """The rows from top to bottom, each pixel as red, green, blue: bytes, read-only.
@@ -127,7 +131,7 @@ class Images:
     async def _read(self, url: str, incoming: Incoming, client: str) -> None:
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":
-            return await add_base64(incoming, url, base64_start(url))
+            return await add_base64(incoming, url, base64_start(url), self._turn)
         if scheme not in ("http", "https", "file"):
             raise ImageRefused(
                 f"must begin with data:, https://, http:// or file:; given: {shorten(url)}"

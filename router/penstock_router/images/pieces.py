@@ -69,16 +69,17 @@ def base64_start(url: str) -> int:
     return comma + 1
 
 
-async def add_base64(incoming: Incoming, text: str, start: int) -> None:
-    """Add what the characters from `start` on stand for, a little in each turn of the event loop.
+async def add_base64(incoming: Incoming, text: str, start: int, turn: asyncio.Lock) -> None:
+    """Add what the characters from `start` on stand for: of all images that share `turn`, one piece
+    in each turn of the event loop.
 
     Raises `ImageRefused` also for anything but base64 with its padding and without line breaks.
     """
     check_size((len(text) - start) // 4 * 3 - 2, incoming.max_bytes)
     for begin in range(start, len(text), _PIECE_CHARS):
         end = begin + _PIECE_CHARS
-        incoming.add(_decode_base64(text[begin:end], is_last=end >= len(text)))
-        if end < len(text):
+        async with turn:
+            incoming.add(_decode_base64(text[begin:end], is_last=end >= len(text)))
             await asyncio.sleep(0)
 
 

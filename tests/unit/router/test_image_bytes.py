@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from penstock_router.errors import TooManyRequests
+from penstock_router.images import pieces
 from penstock_router.images.file_urls import read_file
 from penstock_router.images.image import ImageRefused
 from penstock_router.images.kept import Kept
@@ -33,7 +36,7 @@ class Charged:
 async def decoded(text: str, start: int = 0) -> bytes:
     charged = Charged()
     incoming = Incoming(MAX_BYTES, charged.grow)
-    await add_base64(incoming, text, start)
+    await add_base64(incoming, text, start, asyncio.Lock())
     data = b"".join(incoming.pieces())
     assert charged.held == len(data)
     return data
@@ -109,18 +112,42 @@ async def test_an_image_over_its_bound_is_refused_before_it_is_decoded() -> None
     charged = Charged()
     incoming = Incoming(MAX_BYTES, charged.grow)
     with pytest.raises(ImageRefused, match="more than 1000000 bytes"):
-        await add_base64(incoming, "A" * 1_333_344, 0)
+        await add_base64(incoming, "A" * 1_333_344, 0, asyncio.Lock())
     assert charged.held == 0
     # One byte more than it may have.
     with pytest.raises(ImageRefused, match="more than 1000000 bytes"):
-        await add_base64(incoming, base64.b64encode(bytes(MAX_BYTES + 1)).decode(), 0)
+        await add_base64(
+            incoming, base64.b64encode(bytes(MAX_BYTES + 1)).decode(), 0, asyncio.Lock()
+        )
 
 
 async def test_an_image_beyond_the_clients_share_is_told_to_come_back() -> None:
     charged = Charged(300_000)
     with pytest.raises(TooManyRequests):
-        await add_base64(Incoming(MAX_BYTES, charged.grow), "A" * 800_000, 0)
+        await add_base64(Incoming(MAX_BYTES, charged.grow), "A" * 800_000, 0, asyncio.Lock())
     assert charged.held <= 300_000
+
+
+async def test_of_all_images_one_piece_is_decoded_in_a_turn_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turn_of_loop, decoded_in = 0, []
+    decode = pieces._decode_base64
+
+    def noted(piece: str, *, is_last: bool) -> bytes:
+        decoded_in.append(turn_of_loop)
+        return decode(piece, is_last=is_last)
+
+    monkeypatch.setattr(pieces, "_decode_base64", noted)
+    turn = asyncio.Lock()
+    images = [Incoming(MAX_BYTES, Charged().grow) for _ in range(20)]
+    loads = [asyncio.create_task(add_base64(each, "A" * 300_000, 0, turn)) for each in images]
+    while not all(task.done() for task in loads):
+        await asyncio.sleep(0)
+        turn_of_loop += 1
+    await asyncio.gather(*loads)
+    assert len(decoded_in) == 60
+    assert max(Counter(decoded_in).values()) == 1
 
 
 def test_what_drips_in_is_gathered_in_pieces() -> None:
@@ -130,10 +157,10 @@ def test_what_drips_in_is_gathered_in_pieces() -> None:
     for size in (*[1] * 1000, *[777] * 300, PIECE_BYTES // 2, 5):
         incoming.add(data[start : start + size])
         start += size
-    pieces = incoming.pieces()
-    assert b"".join(pieces) == data[:start]
-    assert len(pieces) <= 5
-    assert max(map(len, pieces)) < 2 * PIECE_BYTES
+    found = incoming.pieces()
+    assert b"".join(found) == data[:start]
+    assert len(found) <= 5
+    assert max(map(len, found)) < 2 * PIECE_BYTES
 
 
 # ---- files ----
@@ -159,9 +186,9 @@ def test_a_file_below_the_folder_is_read(folder: Path) -> None:
     for name in ("a%20b.png", "in", "below/../a%20b.png"):
         for host in ("", "localhost"):
             assert read_file(f"file://{host}{folder}/{name}", str(folder), 99) == [b"an image"]
-    pieces = read_file(f"file://{folder}/below/large", str(folder), MAX_BYTES)
-    assert sum(map(len, pieces)) == 500_000
-    assert max(map(len, pieces)) <= PIECE_BYTES
+    found = read_file(f"file://{folder}/below/large", str(folder), MAX_BYTES)
+    assert sum(map(len, found)) == 500_000
+    assert max(map(len, found)) <= PIECE_BYTES
 
 
 @pytest.mark.parametrize(
