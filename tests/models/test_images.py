@@ -70,9 +70,9 @@ class _Served:
             kept.clear()
         encode = encoder._encoder.encode
 
-        def count(inputs: Any, pause: Any) -> Any:
+        def count(inputs: Any) -> Any:
             self.encoded.append(1)
-            return encode(inputs, pause)
+            return encode(inputs)
 
         monkeypatch.setattr(encoder._encoder, "encode", count)
 
@@ -192,7 +192,7 @@ def test_an_image_that_no_encoder_takes_ends_its_request_alone(
     )
     (outputs,) = served.run(asked[0].sequence())
     assert outputs[-1].error is not None
-    assert outputs[-1].error.message == "images[0]: the encoder cannot take it: ValueError"
+    assert outputs[-1].error.message == "images: the encoder cannot take it: ValueError"
 
 
 def test_probabilities_do_not_depend_on_what_else_runs(
@@ -230,8 +230,8 @@ def test_an_encoder_that_does_not_repeat_itself_gives_no_fingerprint(
     make_vision(tmp_path, "internvl")
     encode = Tower.encode
 
-    def noisy(self: Tower, inputs: Any, pause: Any = lambda: None) -> ImageFeatures:
-        made = encode(self, inputs, pause)
+    def noisy(self: Tower, inputs: Any) -> ImageFeatures:
+        made = encode(self, inputs)
         return ImageFeatures(made.rows + torch.rand_like(made.rows) * 1e-6)
 
     monkeypatch.setattr(Tower, "encode", noisy)

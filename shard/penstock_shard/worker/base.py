@@ -147,8 +147,11 @@ class ImageEncoder(Protocol):
     def has(self, salt: str, image: PlacedImage) -> bool:
         """Whether it is encoded."""
 
-    def encode(self, salt: str, image: PlacedImage, seconds: float) -> bool:
-        """Go on encoding it for about so long; whether it is encoded. Raises `ImageUnusable`."""
+    def encode(self, salt: str, image: PlacedImage) -> bool:
+        """Have it encoded, beside the steps; whether it is. Raises `ImageUnusable`."""
+
+    def cancel(self, salt: str, image: PlacedImage) -> None:
+        """It need not be encoded any more, if that has not begun."""
 
 
 class StepOutOfMemory(Exception):

@@ -27,7 +27,10 @@ class FakeImages:
     def has(self, salt: str, image: PlacedImage) -> bool:
         return False
 
-    def encode(self, salt: str, image: PlacedImage, seconds: float) -> bool:
+    def encode(self, salt: str, image: PlacedImage) -> bool:
         if image.digest not in self._digests:
             raise ImageUnusable("its pixels are not here any more")
         return True
+
+    def cancel(self, salt: str, image: PlacedImage) -> None:
+        """Nothing waits."""
