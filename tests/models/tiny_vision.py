@@ -4,6 +4,7 @@ transformers generates with them.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -105,14 +106,34 @@ def random_picture(rng: random.Random, width: int, height: int) -> Picture:
     return Picture(width, height, mixed.astype(np.uint8).tobytes())
 
 
-def make_vision(directory: Path, family: str, seed: int = 0) -> PreTrainedModel:
-    """Write a model and its processor. Returns the model, as transformers computes it."""
+def make_vision(
+    directory: Path,
+    family: str,
+    seed: int = 0,
+    *,
+    sizes: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+    max_pixels: int | None = None,
+) -> PreTrainedModel:
+    """Write a model and its processor. Returns the model, as transformers computes it. `sizes` are
+    other values of its text model and its encoder.
+    """
     values, vision, processor = _FAMILIES[family]
     config: Any = tiny_config(family)
     for name, value in values.items():
         setattr(config, name, value)
-    for name, value in vision.items():
-        setattr(config.vision_config, name, value)
+    for part, changes in (
+        (config.vision_config, vision),
+        (config.get_text_config(), sizes[0]),
+        (config.vision_config, sizes[1]),
+    ):
+        for name, value in changes.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    if sizes[0] and hasattr(config.vision_config, "out_hidden_size"):
+        config.vision_config.out_hidden_size = config.get_text_config().hidden_size
+    if max_pixels is not None:
+        processor = copy.deepcopy(processor)
+        processor.size["longest_edge"] = max_pixels
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
