@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from support.processes import Shard, running
 
+from penstock_cli.info import main as info
 from penstock_client import (
     Fleet,
     GenerationRequest,
@@ -189,3 +190,10 @@ async def test_places_that_cannot_be_are_refused(
         with pytest.raises(InvalidRequest, match=message):
             async for _ in client.generate(_request(*images)):
                 pass
+
+
+def test_info_says_whether_a_shard_sees_images(
+    shards: list[Shard], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert info([shards[0].address]) == 0
+    assert "images              seen\n" in capsys.readouterr().out
