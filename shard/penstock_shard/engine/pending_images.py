@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from typing import Any
 
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.ipc.messages import Inbox
@@ -33,6 +35,8 @@ class PendingImages:
         self._waiting: dict[Sequence, deque[PlacedImage]] = {}
         self._ready: list[tuple[Sequence, str]] = []
         self._is_stuck = False
+        self._num_encoded = 0
+        self._encode_s = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._ready)
@@ -45,6 +49,13 @@ class PendingImages:
     def due_s(self) -> float | None:
         """In how many seconds there may be work; None if there is none."""
         return _LOOK_AGAIN_S if self._waiting else None
+
+    def counts(self) -> dict[str, Any]:
+        """Those of `Load` that are of images."""
+        return {
+            "encoded_images_total": self._num_encoded,
+            "encode_seconds_total": self._encode_s,
+        }
 
     def take(self, message: Inbox) -> None:
         """Take pieces of images, and drop images."""
@@ -100,13 +111,17 @@ class PendingImages:
         seconds = _IDLE_S if is_idle else max(_LEAST_S, _SHARE * self.step_s)
         self._is_stuck = False
         for sequence in list(self._waiting):
-            missing = self._waiting[sequence]
+            missing, salt = self._waiting[sequence], sequence.request.cache_salt
+            is_new, began_s = not self._encoder.has(salt, missing[0]), time.monotonic()
             try:
-                is_encoded = self._encoder.encode(sequence.request.cache_salt, missing[0], seconds)
+                is_encoded = self._encoder.encode(salt, missing[0], seconds)
             except ImageUnusable as error:
                 self._end(sequence, f"{_named(sequence, missing[0])}: {error}")
                 continue
+            finally:
+                self._encode_s += time.monotonic() - began_s
             if is_encoded:
+                self._num_encoded += is_new
                 missing.popleft()
                 if not missing:
                     self._end(sequence, self._mismatch(sequence))
