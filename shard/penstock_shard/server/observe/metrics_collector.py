@@ -76,7 +76,7 @@ def _images(engine: EngineSupervisor) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "penstock_shard_images_encoded", text, value=load.encoded_images_total
     )
-    text = "Seconds of the engine's time that it took to encode them."
+    text = "Seconds that encoding took, beside the steps."
     yield CounterMetricFamily(
         "penstock_shard_image_encode_seconds", text, value=load.encode_seconds_total
     )
