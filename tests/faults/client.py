@@ -304,6 +304,24 @@ FAULTS = [
         simulated=True,
     ),
     Fault(
+        "A request is sent before its images are there",
+        "ImagePuts.hold",
+        becomes("not missing", "missing"),
+        caught_by="test_a_request_is_sent_once_its_images_are_there",
+    ),
+    Fault(
+        "Pixels that a shard dropped count as there",
+        "Continuations._on_failure",
+        becomes("self._images.forget(stream, stream.info.instance_id)", "None"),
+        caught_by="test_a_shard_that_dropped_pixels_gets_them_again",
+    ),
+    Fault(
+        "What waits goes back and forth between shards",
+        "_went_once",
+        becomes("any(attempt.ended_because == REBALANCE for attempt in stream.attempts)", "False"),
+        caught_by="test_a_stream_goes_so_only_once",
+    ),
+    Fault(
         "A shard that drains is sent new requests",
         "ShardState.ready",
         left_out("not load.draining"),
