@@ -27,6 +27,7 @@ from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
 from penstock_router.images import decoder_pool, turns
 from penstock_router.images.image import Image
 from penstock_router.images.images import Images
+from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
 SMALL = saved(picture(), "PNG")
@@ -42,7 +43,7 @@ _FAST: dict[str, dict[str, Any]] = {
 @pytest.fixture
 async def images() -> AsyncIterator[Images]:
     with ThreadPoolExecutor(2) as executor:
-        made = Images(RouterConfig(shards="a:1"), Threads(executor, 1000))
+        made = Images(RouterConfig(shards="a:1"), Threads(executor, 1000), Metrics())
         yield made
         await made.close()
     assert children() == []
@@ -97,6 +98,23 @@ async def test_an_image_that_comes_again_is_decoded_once(
     assert await load(images, SMALL) is found[0]
     await images.pixels(found[0], client="a")
     assert len(asked) == 1
+
+
+async def test_images_are_counted_by_what_becomes_of_them(images: Images) -> None:
+    await asyncio.gather(*(load(images, SMALL) for _ in range(3)))
+    await load(images, SMALL)
+    await refusal(images, SMALL[:50])
+    images._memory.total = 1
+    with pytest.raises(TooManyRequests):
+        await asyncio.gather(load(images, numbered(1)), load(images, numbered(2)))
+    value = images._metrics.registry.get_sample_value
+    name = "penstock_router_images_total"
+    outcomes = {each: value(name, {"outcome": each}) for each in ("decoded", "known", "refused")}
+    assert outcomes == {"decoded": 1, "known": 3, "refused": 1}
+    assert value("penstock_router_refused_total", {"reason": "images"}) == 1
+    assert value("penstock_router_image_bytes_total") == 4 * len(SMALL)
+    assert value("penstock_router_image_decode_seconds_count") == 2
+    assert value("penstock_router_image_held_bytes") == images._memory.held
 
 
 async def test_memory_is_the_clients_until_nobody_has_the_image_or_its_pixels(
@@ -307,10 +325,11 @@ import asyncio, sys
 from concurrent.futures import ThreadPoolExecutor
 from penstock_router.config import RouterConfig
 from penstock_router.images.images import Images
+from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
 async def main():
-    images = Images(RouterConfig(shards="a:1"), Threads(ThreadPoolExecutor(1), 9))
+    images = Images(RouterConfig(shards="a:1"), Threads(ThreadPoolExecutor(1), 9), Metrics())
     await images.load_base64(open(sys.argv[1]).read(), param="p", client="a")
 
 asyncio.run(main())

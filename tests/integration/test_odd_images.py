@@ -27,6 +27,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest
 from penstock_router.images.image import Image
 from penstock_router.images.images import Images
+from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -39,7 +40,7 @@ MAX_MEMORY_BYTES = 1_300_000_000
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def images() -> AsyncIterator[Images]:
     executor = ThreadPoolExecutor(2)
-    made = Images(RouterConfig(shards="a:1"), Threads(executor, 100))
+    made = Images(RouterConfig(shards="a:1"), Threads(executor, 100), Metrics())
     yield made
     await made.close()
     executor.shutdown()

@@ -132,6 +132,9 @@ def test_an_engine_encodes_each_image_once_and_finds_what_it_computed(
     for outputs, each in zip(again, asked, strict=True):
         assert (outputs[0].cached_tokens or 0) >= len(each.token_ids) - 17
     assert len(served.encoded) == num_images
+    load = served.engine.load()
+    assert load.encoded_images_total == num_images
+    assert load.encode_seconds_total > 0
 
 
 def test_requests_of_another_salt_share_nothing(

@@ -197,6 +197,7 @@ class Engine:
 
     def load(self) -> Load:
         copies = {} if self._moves is None else self._moves.counts()
+        images = {} if self._images is None else self._images.counts()
         return Load(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
@@ -217,6 +218,7 @@ class Engine:
             copied_blocks=self._blocks.prefixes.num_copies,
             is_saved=self._is_ending and self._moves is not None and self._moves.is_saved,
             **copies,
+            **images,
         )
 
     def check_integrity(self) -> None:

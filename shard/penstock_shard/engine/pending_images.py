@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.ipc.messages import Inbox
 from penstock_shard.ipc.request import PlacedImage
@@ -36,6 +38,13 @@ class PendingImages:
     def due_s(self) -> float | None:
         """In how many seconds there may be work; None if there is none."""
         return _LOOK_AGAIN_S if self._waiting else None
+
+    def counts(self) -> dict[str, Any]:
+        """Those of `Load` that are of images."""
+        return {
+            "encoded_images_total": self._encoder.num_encoded,
+            "encode_seconds_total": self._encoder.encode_s,
+        }
 
     def take(self, message: Inbox) -> None:
         """Take pieces of images, and drop images."""

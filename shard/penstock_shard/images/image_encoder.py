@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,6 +63,8 @@ class ImageEncoder:
         self._facts: OrderedDict[bytes, tuple[int, tuple[int, int]]] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "image encoder", initializer=lower_priority)
         self._encoding: dict[_Key, Future[ImageFeatures]] = {}
+        self.num_encoded = 0
+        self.encode_s = 0.0
 
     def fingerprint(self) -> str:
         """A hash of what comes of fixed pixels, which depends on the weights, the processor's
@@ -136,11 +139,16 @@ class ImageEncoder:
         """Whatever the code of a processor or an encoder stumbles over in an image is that image's
         fault alone.
         """
+        began_s = time.monotonic()
         try:
             inputs = self._processor.process(pixels, image.width, image.height)
-            return self._encoder.encode(inputs)
+            made = self._encoder.encode(inputs)
         except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ImageUnusable(f"the encoder cannot take it: {type(error).__name__}") from error
+        finally:
+            self.encode_s += time.monotonic() - began_s
+        self.num_encoded += 1
+        return made
 
     def _take(self, salt: str, image: PlacedImage) -> None:
         """Keep what comes of an image; waits for it. Raises `ImageUnusable`."""

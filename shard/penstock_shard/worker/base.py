@@ -134,6 +134,9 @@ class ImageEncoder(Protocol):
 
     # In a prompt the id of each token that stands for a part of an image.
     token_id: int
+    # Images that were encoded so far, and the seconds that it took.
+    num_encoded: int
+    encode_s: float
 
     def put(self, digest: bytes, pixels: bytes) -> None:
         """Keep the pixels of an image, RGB8 in rows."""
