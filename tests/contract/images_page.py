@@ -23,7 +23,6 @@ _FAMILIES = {
     "mistral3": "Mistral 3",
     "internvl": "InternVL",
     "llava_next": "LLaVA-NeXT",
-    "gemma3": "Gemma 3",
 }
 
 
