@@ -20,6 +20,7 @@ import pytest
 from PIL import Image as PillowImage
 from support import image_files as files
 from support.image_files import chunk, header, picture, png, saved
+from support.image_processes import image_processes
 from support.processes import is_alive, wait_until
 
 from penstock_router.config import RouterConfig
@@ -46,7 +47,7 @@ async def images() -> AsyncIterator[Images]:
         made = Images(RouterConfig(shards="a:1"), Threads(executor, 1000), Metrics())
         yield made
         await made.close()
-    assert children() == []
+    assert image_processes() == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -58,10 +59,6 @@ async def refusal(images: Images, data: bytes) -> str:
     with pytest.raises(BadRequest) as refused:
         await load(images, data)
     return refused.value.message
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children()
 
 
 def numbered(number: int) -> bytes:
@@ -79,11 +76,11 @@ def test_an_endless_image_is_no_large_one() -> None:
 
 
 async def test_no_process_runs_before_the_first_image_and_one_decodes_all(images: Images) -> None:
-    assert children() == []
+    assert image_processes() == []
     first = await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     await load(images, numbered(1))
-    assert children() == [process]
+    assert image_processes() == [process]
     assert (first.width, first.height) == (60, 40)
 
 
@@ -163,7 +160,7 @@ async def test_an_image_that_ends_its_process_is_refused_and_the_next_is_not(
     images: Images,
 ) -> None:
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     task = asyncio.create_task(refusal(images, numbered(1)))
     await asyncio.sleep(0.1)
@@ -171,12 +168,12 @@ async def test_an_image_that_ends_its_process_is_refused_and_the_next_is_not(
     process.resume()
     assert await task == "p: the image cannot be decoded: its decoder ended"
     assert (await load(images, numbered(2))).width == 60
-    assert [child.pid for child in children()] != [process.pid]
+    assert [child.pid for child in image_processes()] != [process.pid]
 
 
 async def test_one_that_died_while_idle_costs_nobody_anything(images: Images) -> None:
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.kill()
     process.wait(10)
     assert (await load(images, numbered(1))).width == 60
@@ -195,7 +192,7 @@ async def test_a_process_that_says_nothing_is_killed(
 ) -> None:
     await load(images, SMALL)
     monkeypatch.setattr(decoder_pool, "_MAX_S", 0.3)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     with pytest.raises(TooManyRequests, match="decoding takes too long at present"):
         await load(images, numbered(1))
@@ -245,7 +242,7 @@ async def test_a_client_that_leaves_the_line_frees_its_place(
     images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     asked = count_decodings(monkeypatch)
     tasks = [asyncio.create_task(load(images, numbered(i))) for i in range(10)]
@@ -265,7 +262,7 @@ async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
     monkeypatch.setattr(turns, "_MAX_WAITING", 40)
     images._decoders._turns = turns.Turns(1, "decoded")
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     ended: list[str] = []
 
@@ -293,7 +290,7 @@ async def test_who_waits_too_long_is_told_to_come_back(
 ) -> None:
     monkeypatch.setattr(turns, "_MAX_WAIT_S", 0.2)
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     first = asyncio.create_task(load(images, numbered(1)))
     await asyncio.sleep(0.05)
@@ -305,7 +302,7 @@ async def test_who_waits_too_long_is_told_to_come_back(
 
 async def test_closing_ends_what_is_being_decoded(images: Images) -> None:
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     tasks = [asyncio.create_task(load(images, numbered(i))) for i in range(3)]
     await asyncio.sleep(0.1)

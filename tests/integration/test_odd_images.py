@@ -20,6 +20,7 @@ import pytest_asyncio
 from PIL import Image as PillowImage
 from PIL import ImageOps
 from support.hostile_images import REFUSED
+from support.image_processes import image_processes
 from support.odd_images import VALID
 
 from penstock_common.image_digest import image_digest
@@ -44,7 +45,7 @@ async def images() -> AsyncIterator[Images]:
     yield made
     await made.close()
     executor.shutdown()
-    assert psutil.Process().children() == []
+    assert image_processes() == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -96,6 +97,6 @@ def as_pillow_has_it(data: bytes) -> PillowImage.Image:
 
 
 def memory_peak_bytes() -> int:
-    [process] = psutil.Process().children() or [psutil.Process()]
+    [process] = image_processes() or [psutil.Process()]
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models.tiny_families import tiny_config
+from models.tiny_families import tiny_config, turn_stacks
 from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -53,6 +53,15 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         {"image_size": [4 * _PATCH] * 2, "patch_size": [_PATCH] * 2},
         GotOcr2ImageProcessorPil(size={"height": 4 * _PATCH, "width": 4 * _PATCH}),
     ),
+    "qwen2_vl": (
+        {"image_token_id": IMAGE_ID},
+        {"patch_size": _PATCH, "spatial_merge_size": 2},
+        Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 40 * _SIDE**2},
+            patch_size=_PATCH,
+            merge_size=2,
+        ),
+    ),
     "qwen2_5_vl": (
         {"image_token_id": IMAGE_ID},
         {
@@ -68,6 +77,20 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         ),
     ),
     "qwen3_vl": (
+        {"image_token_id": IMAGE_ID},
+        {
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2},
+            patch_size=16,
+            merge_size=2,
+        ),
+    ),
+    "qwen3_vl_moe": (
         {"image_token_id": IMAGE_ID},
         {
             "patch_size": 16,
@@ -144,6 +167,8 @@ def make_vision(
                 weight.add_(torch.randn_like(weight), alpha=0.1)
     model.eval().save_pretrained(directory)
     processor.save_pretrained(directory)
+    if family == "qwen3_vl_moe":
+        turn_stacks(directory)
     return model
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from penstock_shard.checkpoint.safetensors import Checkpoint
-from penstock_shard.errors import ModelError
+from penstock_shard.errors import ModelError, first_line
 from penstock_shard.images.features import ImageFeatures
 
 # So many words has the text model that is made beside the encoder and thrown away.
@@ -78,13 +78,16 @@ def load_tower(
     small = _with_little_text(config)
     with torch.device("meta"):
         maker = type(maker.from_config(small))
-    module, loading = maker.from_pretrained(
-        None,
-        config=small,
-        state_dict=dict(checkpoint.beside_text()),
-        dtype=dtype,
-        output_loading_info=True,
-    )
+    try:
+        module, loading = maker.from_pretrained(
+            None,
+            config=small,
+            state_dict=dict(checkpoint.beside_text()),
+            dtype=dtype,
+            output_loading_info=True,
+        )
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"the image encoder cannot be loaded: {first_line(error)}") from error
     missing = sorted(name for name in loading["missing_keys"] if not _is_of_text(name))
     if missing:
         raise ModelError(
