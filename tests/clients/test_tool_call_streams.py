@@ -68,7 +68,7 @@ class SayingFleet(doubles.FakeFleet):
     tokenizer: Tokenizer | None = None
     records: Sequence[Recorded] = ()
 
-    def submit(self, request: GenerationRequest) -> GenerationStream:
+    def submit(self, request: GenerationRequest, pixels: object = None) -> GenerationStream:
         self.requests.append(request)
         request_id = f"r{len(self.requests)}"
         stream = _ReadStream(request_id, 0, 0, self._on_cancel)
