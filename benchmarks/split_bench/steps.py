@@ -25,7 +25,7 @@ from penstock_shard.engine.loop import EngineLoop
 from penstock_shard.ipc.messages import Inbox
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.model_loader.load_runner import LoadedRunner
-from penstock_shard.worker.base import AdapterStore, Batch, RowResult, Runner
+from penstock_shard.worker.base import AdapterStore, Batch, ImageEncoder, RowResult, Runner
 
 # Where the engine of a process writes its steps.
 STEPS_VARIABLE = "PENSTOCK_BENCH_STEPS"
@@ -126,6 +126,10 @@ class _TimedRunner:
     @property
     def adapters(self) -> AdapterStore | None:
         return self._runner.adapters
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        return self._runner.images
 
     def launch(self, batch: Batch) -> None:
         self._log.begin_call()

@@ -18,7 +18,7 @@ from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import Sequence
-from penstock_shard.worker.base import AdapterStore, Batch, RowResult
+from penstock_shard.worker.base import AdapterStore, Batch, ImageEncoder, RowResult
 
 Cost = Callable[[Batch], float]
 
@@ -62,6 +62,7 @@ class SimulatedRunner:
     """Every token is 7; steps take what `cost` says, one after the other."""
 
     adapters: AdapterStore | None = None
+    images: ImageEncoder | None = None
 
     def __init__(self, info: RunnerInfo, cost: Cost) -> None:
         self.info = info

@@ -16,6 +16,8 @@ from penstock_shard.server.validation import Refusal
 # Longer sides are refused by all processors, or make one row of patches.
 MAX_SIDE_PIXELS = 65_535
 _COLOURS = 3
+# Hashed in less than a millisecond.
+MAX_CHUNK_BYTES = 2**20
 
 
 @dataclass(slots=True)
@@ -144,7 +146,9 @@ class IncomingImage:
         self._num_come = 0
 
     def add(self, data: bytes) -> None:
-        """The next pixels. Raises `Refusal` for more than there are."""
+        """The next pixels. Raises `Refusal` for more than there are, or than one chunk may have."""
+        if len(data) > MAX_CHUNK_BYTES:
+            raise _refusal("pixels", f"a chunk of {len(data)} bytes", f"{MAX_CHUNK_BYTES} bytes")
         self._num_come += len(data)
         if self._num_come > self.num_bytes:
             raise _refusal("pixels", f"{self._num_come} bytes", f"{self.num_bytes} bytes")

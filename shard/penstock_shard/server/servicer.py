@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_REPORT_INTERVAL_S = 0.1
 _MAX_REPORT_INTERVAL_S = 1.0
+# For the pixels of an image.
+_IMAGE_TIMEOUT_S = 60.0
 # A call with this many outputs waiting has no more requests read: otherwise a caller that reads
 # nothing would pile up refusals.
 _MAX_UNREAD_OUTPUTS = 4096
@@ -287,17 +289,22 @@ class ShardServicer(proto_codec.Servicer):
         incoming: IncomingImage | None = None
         images, is_whole = self._engine.images, False
         try:
-            async for chunk in chunks:
-                if incoming is None:
-                    self._check_engine(chunk.instance_id)
-                    if chunk.digest in images:
-                        return True
-                    incoming = images.begin(chunk.digest, chunk.width, chunk.height)
-                incoming.add(chunk.pixels)
+            # It holds memory until it has come.
+            async with asyncio.timeout(_IMAGE_TIMEOUT_S):
+                async for chunk in chunks:
+                    if incoming is None:
+                        self._check_engine(chunk.instance_id)
+                        if chunk.digest in images:
+                            return True
+                        incoming = images.begin(chunk.digest, chunk.width, chunk.height)
+                    incoming.add(chunk.pixels)
             if incoming is None:
                 raise Refusal(Code.INVALID_ARGUMENT, "no chunk of an image came", field="pixels")
             incoming.check()
             is_whole = True
+        except TimeoutError:
+            text = f"the image did not come within {_IMAGE_TIMEOUT_S:g} s"
+            raise Refusal(Code.DEADLINE_EXCEEDED, text, field="pixels") from None
         finally:
             if incoming is not None:
                 images.end(incoming, is_whole=is_whole)

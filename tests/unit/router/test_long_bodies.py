@@ -179,7 +179,7 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[UsedBo
         pool, metrics = TextPool(1, "info"), Metrics()
         own = Programs(TextPool(1, "info"), metrics)
         memory = SharedBudget(MEMORY_BYTES)
-        images = Images(config, threads)
+        images = Images(config, threads, metrics)
         bodies = UsedBodies(threads, pool, own, memory, metrics, images, config.max_images)
         bodies.models = Models(fleet, threads, config)
         with ExitStack() as bodies.scope:

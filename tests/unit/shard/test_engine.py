@@ -182,6 +182,7 @@ class _FailingRow:
         self._bad = bad
         self.info = self._runner.info
         self.adapters = self._runner.adapters
+        self.images = self._runner.images
         self.release = self._runner.release
         self.copy_states = self._runner.copy_states
         self.read_block = self._runner.read_block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
@@ -11,11 +12,13 @@ import grpc
 import pytest
 from support.engines import runner_info
 
+from penstock_common.image_digest import image_digest
 from penstock_proto import shard_pb2 as pb
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.server import servicer
 from penstock_shard.server.early_aborts import EarlyAborts
 from penstock_shard.server.images import EngineImages
 from penstock_shard.server.proto_codec import UnreadableMessage
@@ -394,3 +397,57 @@ def test_what_is_over_is_forgotten_before_what_is_not(monkeypatch: pytest.Monkey
     now_s = 30.0
     aborts.remember("c", 0)
     assert [aborts.include(name, 0) for name in "bc"] == [True, True]
+
+
+# ---- Images -------------------------------------------------------------------------------------
+
+_SIZE = (30, 20)
+_PIXELS = bytes(range(200)) * 9
+_DIGEST = image_digest(*_SIZE, _PIXELS)
+
+
+async def _put(calls: Calls, *pixels: bytes, stalls: bool = False) -> Any:
+    """What the shard answers to these chunks; its status if it refuses them."""
+    ready = calls.engine.ready
+    assert ready is not None
+    info = dataclasses.replace(ready.info, capabilities=ready.info.capabilities | {"images"})
+    calls.engine.ready = link.Ready(info, {}, "", "")
+
+    async def chunks() -> AsyncIterator[pb.ImageChunk]:
+        yield pb.ImageChunk(digest=_DIGEST, width=_SIZE[0], height=_SIZE[1])
+        for each in pixels:
+            yield pb.ImageChunk(pixels=each)
+        if stalls:
+            await asyncio.Event().wait()
+
+    context = Context()
+    try:
+        return await calls.servicer.PutImage(chunks(), cast("Any", context))
+    except grpc.aio.AbortError:
+        assert context.ended is not None
+        return context.ended
+
+
+async def test_an_image_that_comes_in_pieces_is_kept_and_not_asked_for_twice() -> None:
+    calls = Calls()
+    assert not (await _put(calls, _PIXELS[:700], _PIXELS[700:])).was_there
+    assert _DIGEST in calls.engine.images
+    assert (await _put(calls)).was_there
+
+
+async def test_a_chunk_has_a_bounded_size() -> None:
+    calls = Calls()
+    status, text = await _put(calls, bytes(2**20 + 1))
+    assert status is grpc.StatusCode.INVALID_ARGUMENT
+    assert text.startswith("pixels: a chunk of 1048577 bytes is out of bounds; allowed: 1048576")
+
+
+async def test_an_image_that_does_not_come_holds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "_IMAGE_TIMEOUT_S", 0.05)
+    calls = Calls()
+    status, text = await _put(calls, _PIXELS[:700], stalls=True)
+    assert (status, text) == (
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "the image did not come within 0.05 s",
+    )
+    assert (_DIGEST in calls.engine.images, calls.engine.images.num_bytes) == (False, 0)
