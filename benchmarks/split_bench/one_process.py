@@ -38,6 +38,7 @@ from penstock_client.types import (
     GenerationRequest,
     LoadReport,
     Output,
+    PixelSource,
     SamplingParams,
     ShardInfo,
 )
@@ -155,7 +156,9 @@ class InProcessFleet:
         assert self._engine.loaded is not None
         return self._engine.loaded.tokenizer_files
 
-    def submit(self, request: GenerationRequest) -> GenerationStream:
+    def submit(
+        self, request: GenerationRequest, pixels: PixelSource | None = None
+    ) -> GenerationStream:
         """Raises `penstock_shard.server.validation.Refusal`, which the router knows nothing of."""
         assert self._engine.loaded is not None
         stream = GenerationStream(new_request_id(), 0, 0, self._cancel)

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from penstock_client.types import PixelSource, PromptImage
+from penstock_client.types import PromptImage
 from penstock_router.errors import BadRequest
-from penstock_router.images.image import Image
 from penstock_router.images.images import Images
-from penstock_router.request import ImageSizes, ImageSource
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedImages:
-    """In the order of the request's sources; `pixels` gives what shards lack."""
-
-    images: Sequence[Image] = ()
-    pixels: PixelSource | None = None
-
-    @property
-    def sizes(self) -> ImageSizes:
-        return tuple((image.width, image.height) for image in self.images)
-
-
-NO_IMAGES = LoadedImages()
+from penstock_router.images.loaded_images import NO_IMAGES, LoadedImages
+from penstock_router.request import ImageSource
 
 
 async def load_images(

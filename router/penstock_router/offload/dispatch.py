@@ -9,6 +9,7 @@ memory, and texts that the answer shows. A long stored response is read there to
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from penstock_router.apis.base import AnyKind
 from penstock_router.apis.responses.stored import Page, read_stored
 from penstock_router.errors import TooManyRequests
 from penstock_router.images.images import Images
-from penstock_router.images.request_images import NO_IMAGES, load_images
+from penstock_router.images.loaded_images import NO_IMAGES
+from penstock_router.images.request_images import load_images
 from penstock_router.observe.metrics import Metrics
 from penstock_router.offload import request_templates
 from penstock_router.offload.body_kinds import Reading, read, work
@@ -210,8 +212,13 @@ class Body:
         self, bodies: Bodies, arrival: Arrival, incoming: Incoming, reading: Reading
     ) -> None:
         self.kind = reading.kind
+        # What names its images: not in the request, which lives as long as its answer, as they may
+        # be megabytes of base64.
+        self._sources = getattr(reading.asked, "images", ())
         # The request; of a long body without its text.
         self.asked = reading.asked
+        if self._sources:
+            self.asked = dataclasses.replace(reading.asked, images=())
         self.refusal = reading.refusal
         self.digest = reading.digest
         self.is_long = incoming.is_long
@@ -235,7 +242,7 @@ class Body:
             self._incoming.drop()
 
     async def _load_images(self, model: ServedModel) -> None:
-        sources = getattr(self.asked, "images", ())
+        sources, self._sources = self._sources, ()
         if sources and model.text.image_tokens is None:
             raise takes_no_images(model.text)
         bodies = self._bodies

@@ -39,6 +39,7 @@ from penstock_client.types import (
     LoadReport,
     Logprobs,
     Output,
+    PixelSource,
     SamplingParams,
     ShardInfo,
     ShardLimits,
@@ -283,7 +284,9 @@ class FakeFleet:
     def remove(self, address: str) -> None:
         self.shards[:] = [shard for shard in self.shards if shard.address != address]
 
-    def submit(self, request: GenerationRequest) -> GenerationStream:
+    def submit(
+        self, request: GenerationRequest, pixels: PixelSource | None = None
+    ) -> GenerationStream:
         if self.refusal is not None and len(self.requests) >= self.accepts:
             raise self.refusal
         self.info(request.model)

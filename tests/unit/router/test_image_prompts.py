@@ -15,10 +15,10 @@ from support.image_models import IMAGE_MODELS, PARTS_ONLY_TEMPLATE, TEXT_TEMPLAT
 from tokenizers import Tokenizer, processors
 from unit.router.router_doubles import FakeFleet, memory_router
 
+from penstock_router.child_process.framing import HEADER
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.offload.body_kinds import KINDS, work
 from penstock_router.offload.text_messages import (
-    HEADER,
     ModelFacts,
     Work,
     decode_outcome,

@@ -36,6 +36,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
 from penstock_router.generation.event_ids import job_digest
 from penstock_router.generation.job import make_job
+from penstock_router.images.images import Images
 from penstock_router.observe.metrics import Metrics
 from penstock_router.offload import (
     body_kinds,
@@ -178,7 +179,8 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[UsedBo
         pool, metrics = TextPool(1, "info"), Metrics()
         own = Programs(TextPool(1, "info"), metrics)
         memory = SharedBudget(MEMORY_BYTES)
-        bodies = UsedBodies(threads, pool, own, memory, metrics)
+        images = Images(config, threads)
+        bodies = UsedBodies(threads, pool, own, memory, metrics, images, max_images=16)
         bodies.models = Models(fleet, threads, config)
         with ExitStack() as bodies.scope:
             try:

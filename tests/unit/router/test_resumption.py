@@ -23,7 +23,7 @@ from unit.router.router_doubles import (
 
 from penstock_client.errors import ShardFailed
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import GenerationRequest
+from penstock_client.types import GenerationRequest, PixelSource
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.generation import resumable_streams
@@ -403,7 +403,9 @@ async def test_an_answer_that_failed_is_made_again_and_its_error_is_not_said_aga
 class MixedFleet(FakeFleet):
     """Its answers come from shards with several numerics."""
 
-    def submit(self, request: GenerationRequest) -> GenerationStream:
+    def submit(
+        self, request: GenerationRequest, pixels: PixelSource | None = None
+    ) -> GenerationStream:
         stream = super().submit(request)
         stream.fingerprints.append("others")
         return stream
