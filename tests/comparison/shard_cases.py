@@ -24,6 +24,8 @@ MODEL = "compared"
 SET_BY_LIBRARY = {
     "Generate": {
         *("request_id", "attempt", "instance_id", "hand_back", "suspect", "number", "kv_source"),
+        # Their pixels go before the request: tests/models holds them to transformers.
+        *(f"images.{name}" for name in ("digest", "width", "height", "offset", "num_tokens")),
     },
     "Embed": {"request_id", "instance_id"},
 }

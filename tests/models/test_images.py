@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from models.driver import Driver, load, make_sequence
 from models.image_prompts import OUTPUT_TOKENS, PICTURES, Asked, ask
 from models.tiny_vision import FAMILIES, make_vision
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_engine
+from penstock_shard.images.features import ImageFeatures
+from penstock_shard.images.image_processor import ImageProcessor
+from penstock_shard.images.tower import Tower
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Inbox, Output
 from penstock_shard.model_loader.load_runner import LoadedRunner
@@ -92,6 +98,9 @@ class _Served:
         for _ in range(5000):
             if not self.engine._live:
                 break
+            if not self.engine.has_work:
+                # As the loop does: an image is being resized.
+                time.sleep(self.engine.due_s or 0)
             for output in self.engine.step():
                 outputs[output.request_id].append(output)
             self.engine.check_integrity()
@@ -197,3 +206,33 @@ def test_probabilities_do_not_depend_on_what_else_runs(
     for one, other in zip(alone, together, strict=True):
         pairs = [[o.logprobs.chosen for o in outputs if o.logprobs] for outputs in (one, other)]
         assert pairs[0] == pairs[1]
+
+
+def test_the_fingerprint_says_how_images_are_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_vision(tmp_path, "qwen3_vl")
+    usual = load(tmp_path).info.numerics_fingerprint
+    assert usual == load(tmp_path).info.numerics_fingerprint
+    assert usual not in ("", load(tmp_path, image_cache_bytes=0).info.numerics_fingerprint)
+    process = ImageProcessor.process
+
+    def otherwise(self: ImageProcessor, pixels: bytes, width: int, height: int) -> Any:
+        return process(self, bytes([pixels[0] ^ 1]) + pixels[1:], width, height)
+
+    monkeypatch.setattr(ImageProcessor, "process", otherwise)
+    assert load(tmp_path).info.numerics_fingerprint not in ("", usual)
+
+
+def test_an_encoder_that_does_not_repeat_itself_gives_no_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_vision(tmp_path, "internvl")
+    encode = Tower.encode
+
+    def noisy(self: Tower, inputs: Any, pause: Any = lambda: None) -> ImageFeatures:
+        made = encode(self, inputs, pause)
+        return ImageFeatures(made.rows + torch.rand_like(made.rows) * 1e-6)
+
+    monkeypatch.setattr(Tower, "encode", noisy)
+    assert load(tmp_path).info.numerics_fingerprint == ""

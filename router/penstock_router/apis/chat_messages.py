@@ -104,7 +104,7 @@ def read_parts(name: str, parts: list[Any]) -> Content:
     for index, part in enumerate(parts):
         at = f"{name}[{index}]"
         kind = read_object(at, part).get("type")
-        reader = _IMAGE_PARTS.get(str(kind))
+        reader = _IMAGE_PARTS.get(kind) if isinstance(kind, str) else None
         if reader is not None:
             read.append(reader(at, part))
         elif kind in _TEXT_PARTS:

@@ -20,8 +20,7 @@ from penstock_client.types import (
     ThinkingBudget,
 )
 from penstock_router.errors import BadRequest, ContextExceeded
-from penstock_router.images.image import Image
-from penstock_router.images.loaded_images import NO_IMAGES, LoadedImages
+from penstock_router.images.image import NO_IMAGES, Image, LoadedImages
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 from penstock_router.served_models import ServedModel
 from penstock_router.text.prompts import PreparedPrompts, Prompt

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock_client.types import PixelSource
+from penstock_router.request import ImageSizes
+
 # Of any image: a side in pixels, and how many times the longer one is as long as the shorter one.
 MAX_SIDE = 16_384
 MAX_RATIO = 200
@@ -32,3 +35,18 @@ class Image:
 
 class ImageRefused(Exception):
     """Says in one line what is wrong with an image: all but the name of its field."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImages:
+    """In the order of the request's sources; `pixels` gives what shards lack."""
+
+    images: Sequence[Image] = ()
+    pixels: PixelSource | None = None
+
+    @property
+    def sizes(self) -> ImageSizes:
+        return tuple((image.width, image.height) for image in self.images)
+
+
+NO_IMAGES = LoadedImages()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from penstock_client.types import PromptImage
 from penstock_router.errors import BadRequest
+from penstock_router.images.image import NO_IMAGES, LoadedImages
 from penstock_router.images.images import Images
-from penstock_router.images.loaded_images import NO_IMAGES, LoadedImages
 from penstock_router.request import ImageSource
 
 

@@ -19,8 +19,8 @@ from penstock_router.admission.shared_budget import Holding, SharedBudget
 from penstock_router.apis.base import AnyKind
 from penstock_router.apis.responses.stored import Page, read_stored
 from penstock_router.errors import TooManyRequests
+from penstock_router.images.image import NO_IMAGES
 from penstock_router.images.images import Images
-from penstock_router.images.loaded_images import NO_IMAGES
 from penstock_router.images.request_images import load_images
 from penstock_router.observe.metrics import Metrics
 from penstock_router.offload import request_templates

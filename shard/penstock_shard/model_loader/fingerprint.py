@@ -60,9 +60,15 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype, parallel_size: int = 1) -> str:
+def fingerprint(
+    weights_hash: str,
+    ops: Ops,
+    kv_dtype: torch.dtype,
+    parallel_size: int = 1,
+    images: str = "",
+) -> str:
     """32 hex digits (blake2b-128). `parallel_size` is part of it, as the sum over several ranks
-    rounds differently than on one.
+    rounds differently than on one; `images` is that of the encoder of a model that sees.
     """
     parts = (
         weights_hash,
@@ -79,6 +85,7 @@ def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype, parallel_siz
         str(MODEL_REVISION),
         str(SAMPLER_REVISION),
         str(parallel_size),
+        *([images] if images else []),
     )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 

@@ -6,6 +6,7 @@ memory; describe it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from penstock_shard.attention.backend_order import describe_backend
 from penstock_shard.checkpoint.pooling_files import pooling_of
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
-from penstock_shard.errors import ModelError, report_out_of_memory
+from penstock_shard.errors import ModelError, first_line, report_out_of_memory
 from penstock_shard.images.families import sees_images
 from penstock_shard.images.image_encoder import ImageEncoder
 from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
@@ -48,7 +49,10 @@ def load_model_runner(
     load = load_checked(config, model_dir, progress)
     loaded = load.loaded
     prepared = prepare_model(config, loaded, load.checks, progress)
+    images = _image_encoder(config, model_dir, loaded, progress)
     info = _info(config, model_dir, load, prepared, progress)
+    if images is not None and info.numerics_fingerprint:
+        info = dataclasses.replace(info, numerics_fingerprint=_with_images(load, config, images))
     return ModelRunner(
         loaded.model,
         info,
@@ -56,8 +60,23 @@ def load_model_runner(
         make_outputs=every_output,
         graphs=loaded.graphs if prepared.has_graphs else None,
         adapters=adapter_store(config, loaded.bank, loaded.model),
-        images=_image_encoder(config, model_dir, loaded, progress),
+        images=images,
     )
+
+
+def _with_images(load: CheckedLoad, config: ShardConfig, images: ImageEncoder) -> str:
+    """The fingerprint of a model that sees; empty if images are not always encoded alike. Raises
+    ModelError if none is encoded at all.
+    """
+    loaded = load.loaded
+    try:
+        encoded = images.fingerprint()
+    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"its image encoder fails: {first_line(error)}; --image-cache-bytes 0 serves text alone"
+        ) from error
+    ranks = config.tensor_parallel_size
+    return encoded and fingerprint(load.weights_hash, loaded.ops, loaded.kv_dtype, ranks, encoded)
 
 
 def _image_encoder(

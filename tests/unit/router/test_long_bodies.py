@@ -180,7 +180,7 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[UsedBo
         own = Programs(TextPool(1, "info"), metrics)
         memory = SharedBudget(MEMORY_BYTES)
         images = Images(config, threads)
-        bodies = UsedBodies(threads, pool, own, memory, metrics, images, max_images=16)
+        bodies = UsedBodies(threads, pool, own, memory, metrics, images, config.max_images)
         bodies.models = Models(fleet, threads, config)
         with ExitStack() as bodies.scope:
             try:

@@ -127,8 +127,8 @@ def test_an_answer_that_was_begun_with_thinking_is_gone_on_with() -> None:
         ([asked({**RESULT, "tool_use_id": None})], "content[0].tool_use_id: must be a string"),
         ([asked({**RESULT, "is_error": "yes"})], "content[0].is_error: must be true or false"),
         (
-            [asked({**RESULT, "content": [{"type": "image", "source": {}}]})],
-            "messages[1].content[0].content[0]: parts of type 'image' are not served",
+            [asked({**RESULT, "content": [{"type": "document", "source": {}}]})],
+            "content[0].content[0]: blocks of type 'document' are not served here, only text and",
         ),
         ([said(CALL)], "messages: the last turn calls tools"),
     ],

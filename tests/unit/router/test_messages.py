@@ -140,7 +140,7 @@ async def test_tokens_are_counted_without_a_shard(router: MemoryRouter, fleet: F
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role: must be user or"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0]: blocks of type 'image' are not served",
+            "messages[0].content[0].source.type: must be base64 or url; given: None",
         ),
     ],
 )

@@ -67,7 +67,12 @@ def test_answers_are_streamed_and_have_no_bound_unless_asked() -> None:
         ({"think": "enormously"}, "think"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
-        ({"messages": [{**USER, "images": ["x"]}]}, r"messages\[0\].images: images are not served"),
+        ({"messages": [{**USER, "images": "x"}]}, r"messages\[0\].images: must be an array"),
+        ({"messages": [{**USER, "images": [7]}]}, r"messages\[0\].images\[0\]: must be a string"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "images": ["x"]}]},
+            r"messages\[0\].images: an answer has none",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"tool_calls\[0\].function"),
         ({"model": None}, "model: required"),
     ],

@@ -185,7 +185,7 @@ def test_values_out_of_bounds_are_refused_by_field(field: str, value: object, wo
         ("messages", [{"role": "user"}], "needs content"),
         ("messages", [{"role": "user", "content": 3}], "content"),
         ("messages", [{"role": "user", "content": ["x"]}], "an object"),
-        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
+        ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], "'input_audio'"),
         ("messages", [{"role": "user", "content": [{"type": "text"}]}], "text"),
         ("messages", [{"role": "assistant", "tool_calls": {}}], "array"),
         ("messages", [{"role": "assistant", "tool_calls": [{"function": 1}]}], "object"),

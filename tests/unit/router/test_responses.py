@@ -366,7 +366,7 @@ async def test_what_asks_for_nothing_is_accepted(router: MemoryRouter, fields: A
     assert (await ask(router, **fields)).status == 200
 
 
-IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+FILE = {"type": "input_file", "file_url": "https://example.org/a.pdf"}
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
         ({"input": [{"content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input"),
+        ({"input": [{"role": "user", "content": [FILE]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 2.5}, "temperature"),

@@ -38,6 +38,7 @@ from penstock_router.apis.tgi.requests import (
 )
 from penstock_router.errors import ApiError, BadRequest, TimedOut, Unauthorized
 from penstock_router.generation.job import choice_seed
+from penstock_router.request import TextWithImages
 
 LIMIT = INFO.max_model_len
 
@@ -196,10 +197,14 @@ def test_inputs_are_a_text_that_is_not_empty(body: dict[str, Any]) -> None:
             parse_generate(body)
 
 
-def test_an_image_within_the_inputs_is_refused_and_a_link_to_one_is_text() -> None:
-    with pytest.raises(BadRequest, match=r"^`inputs`: images are not served, only text$"):
-        parse_generate({"inputs": "![](data:image/png;base64,iVBORw0KGgo=)What is this?"})
-    parse_generate({"inputs": "![a cat](https://example.org/cat.png)"})
+def test_images_stand_within_the_inputs_and_a_link_with_words_is_text() -> None:
+    url = "data:image/png;base64,iVBORw0KGgo="
+    asked = parse_generate({"inputs": f"One ![]({url})and ![](https://example.org/b.png)."})
+    assert asked.prompts == (TextWithImages(("One ", "and ", ".")),)
+    assert [image.url for image in asked.images] == [url, "https://example.org/b.png"]
+    text = "![a cat](https://example.org/cat.png)"
+    plain = parse_generate({"inputs": text})
+    assert (plain.prompts, plain.images) == ((text,), ())
 
 
 def test_null_is_the_same_as_not_given() -> None:
