@@ -112,6 +112,7 @@ def write_seeing_model(directory: Path, family: str) -> Any:
         values = json.loads(path.read_text())
         for part in (values, values.get("text_config", {})):
             part |= {name: new[name] for name in new if name in part}
+        values["eos_token_id"] = new["eos_token_id"]
         path.write_text(json.dumps(values))
     return whole
 
