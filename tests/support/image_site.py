@@ -1,4 +1,4 @@
-"""A router and a shard with a tiny model that sees images, and what transformers answers."""
+"""A router and shards with a tiny model that sees images, and what transformers answers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -37,7 +40,7 @@ class ImageSite:
     """What is asked, and the model itself."""
 
     router: Router
-    shard: Shard
+    shards: list[Shard]
     family: str
     directory: Path
     # As transformers computes it.
@@ -53,7 +56,8 @@ class ImageSite:
         return Tokenizer.from_file(str(self.directory / "tokenizer.json"))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids))
+        """As answers show it, but for bytes of no character at its end."""
+        return self.tokenizer.decode(list(token_ids)).rstrip("\ufffd")
 
     def post(self, path: str, body: Any, status: int = 200) -> Any:
         """The JSON of an answer, which must have this status."""
@@ -70,6 +74,13 @@ class ImageSite:
         lines = (line.removeprefix("data:").strip() for line in text.splitlines())
         return [json.loads(line) for line in lines if line.startswith("{")]
 
+    def answer_to(
+        self, messages: Any, files: Iterable[bytes], num_tokens: int = NUM_TOKENS
+    ) -> tuple[str, int]:
+        """What transformers says to a chat with these images, and the tokens of its prompt."""
+        token_ids = self.post("/tokenize", {"model": self.name, "messages": messages})["tokens"]
+        return self.text(self.expected(token_ids, files, num_tokens)), len(token_ids)
+
     def expected(
         self, token_ids: Sequence[int], files: Iterable[bytes], num_tokens: int = NUM_TOKENS
     ) -> list[int]:
@@ -82,7 +93,7 @@ class ImageSite:
         from penstock_shard.model_loader.transformers_loader import load_config
 
         files = list(files)
-        key = tuple(token_ids), tuple(files)
+        key = tuple(token_ids), tuple(files), num_tokens
         if key not in self._known:
             config = load_config(self.directory, trust_remote_code=False)
             processor = ImageProcessor(self.directory, family_of(config).options(config))
@@ -93,6 +104,25 @@ class ImageSite:
             made = together(inputs) if inputs else {}
             self._known[key] = generate(self.whole, token_ids, made, num_tokens)
         return self._known[key]
+
+
+@contextmanager
+def web_folder(folder: Path) -> Iterator[str]:
+    """The URL, on loopback, under which the files of a folder are."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def write_seeing_model(directory: Path, family: str) -> Any:
@@ -119,16 +149,17 @@ def write_seeing_model(directory: Path, family: str) -> Any:
 
 @contextmanager
 def image_site(
-    folder: Path, family: str, *flags: str, shard_flags: Sequence[str] = ()
+    folder: Path, family: str, *flags: str, num_shards: int = 1, shard_flags: Sequence[str] = ()
 ) -> Iterator[ImageSite]:
-    """One shard and a router with these flags."""
+    """Shards and a router with these flags."""
     directory = folder / "model"
     whole = write_seeing_model(directory, family)
-    shard = Shard(
-        folder / "shard",
-        *("--model", str(directory), "--dtype", "float32", "--threads", "1", *shard_flags),
-    )
-    with running(shard):
-        router = Router(folder / "router", [shard.address], *flags)
+    shard_flags = "--dtype", "float32", "--threads", "1", "--check-integrity", *shard_flags
+    shards = [
+        Shard(folder / f"shard{number}", "--model", str(directory), *shard_flags)
+        for number in range(num_shards)
+    ]
+    with running(*shards):
+        router = Router(folder / "router", [shard.address for shard in shards], *flags)
         with running(router):
-            yield ImageSite(router, shard, family, directory, whole)
+            yield ImageSite(router, shards, family, directory, whole)
