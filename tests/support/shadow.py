@@ -64,6 +64,7 @@ class ShadowRunner:
     def __init__(self, runner: Runner, fails: Fails = lambda step: False) -> None:
         self.info = runner.info
         self.adapters = runner.adapters
+        self.images = runner.images
         self._runner = runner
         self._fails = fails
         self._num_void = 0
