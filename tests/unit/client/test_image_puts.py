@@ -56,7 +56,8 @@ async def test_a_put_that_no_stream_waits_for_any_more_ends_in_silence(fails: bo
         await asyncio.sleep(0)
     gc.collect()
     assert told == []
-    assert puts._waiting == puts._targets == {}
+    assert not puts._waiting
+    assert not puts._targets
     assert client.num_puts == 1
     # Whoever comes next has it put again only where that failed.
     assert puts.hold(streams[0], shard) == fails
