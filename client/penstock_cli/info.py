@@ -69,6 +69,7 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
         ("preemptions", load.preemptions_total),
         ("state", _state(load)),
         ("role", info.role or "both"),
+        ("images", "seen" if "images" in info.capabilities else "not seen"),
         ("embeddings", _embeddings(info)),
         ("adapters", _adapters(info)),
         ("serves", ", ".join(sorted(info.capabilities))),

@@ -109,7 +109,7 @@ def build_app(
     pool = TextPool(config.text_processes, config.log_level, config.log_format)
     memory = SharedBudget(MEMORY_BYTES, metrics.buffered_bytes)
     programs = Programs(TextPool(1, config.log_level, config.log_format), metrics)
-    images = Images(config, threads)
+    images = Images(config, threads, metrics)
     app[ROUTER] = Router(
         config=config,
         fleet=fleet,

@@ -196,6 +196,13 @@ class Models:
                 holders.setdefault(info.model, info)
         return next((holders[info.model] for info in infos if info.model in holders), None)
 
+    def takes_images(self, info: ShardInfo) -> bool:
+        """Whether requests for a model may have images; not before its files are loaded."""
+        task = self._texts.get((info.model, info.tokenizer_hash))
+        if task is None or not task.done() or _failed(task):
+            return False
+        return "images" in info.capabilities and task.result().image_tokens is not None
+
     def info(self, name: str) -> ShardInfo:
         """The info of the model that a request names, or whose adapter it names; raises `NotFound`
         or `Unavailable`.

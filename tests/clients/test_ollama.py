@@ -99,7 +99,7 @@ def test_the_models_are_listed_and_shown(seen) -> None:
         ("bad value", 400, "temperature"),
         ("unknown model", 404, NO_MODEL),
         ("too long", 400, "context"),
-        ("image", 400, "images are not served"),
+        ("image", 400, "takes no images"),
         ("no vectors", 400, "makes no embeddings"),
         ("wrong key", 401, "API key"),
     ],

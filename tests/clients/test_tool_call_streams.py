@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "router"))
 import unit.router.router_doubles as doubles
 
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import FinishReason, GenerationRequest, Output, PixelSource
+from penstock_client.types import FinishReason, GenerationRequest, Output
 from penstock_router.text.tool_calls.choose_format import FORMATS
 
 FAMILIES = sorted({each.name for each in FORMATS.values()})
@@ -68,9 +68,7 @@ class SayingFleet(doubles.FakeFleet):
     tokenizer: Tokenizer | None = None
     records: Sequence[Recorded] = ()
 
-    def submit(
-        self, request: GenerationRequest, pixels: PixelSource | None = None
-    ) -> GenerationStream:
+    def submit(self, request: GenerationRequest, pixels: object = None) -> GenerationStream:
         self.requests.append(request)
         request_id = f"r{len(self.requests)}"
         stream = _ReadStream(request_id, 0, 0, self._on_cancel)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.image_files import picture, saved
+from support.image_models import IMAGE_MODELS
+from support.processes import Router, Shard, running
 
 from console.conftest import Fleet, Opened, until
 
@@ -273,3 +280,122 @@ def test_tokens_of_reasoning_and_calls_are_not_shown_as_those_of_the_text(page: 
     wait_for_end(page)
     assert page.locator(TOKENS).all_inner_texts() == ["Yes"]
     assert "6 tokens" in answer.locator(".meta").inner_text()
+
+
+# ---- Images ------------------------------------------------------------------------------------
+
+WIDE, NARROW = (saved(picture(width=width), "PNG") for width in (60, 30))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """A router of a model that sees images."""
+    folder = tmp_path_factory.mktemp("seeing")
+    for name, content in IMAGE_MODELS["qwen3_vl"].files().items():
+        (folder / name).write_bytes(content)
+    shard = Shard(folder / "log", "--runner", "fake", "--model", str(folder), "--step-ms", "5")
+    router = Router(folder / "router.log", [shard.address])
+    with running(shard, router):
+        yield router
+
+
+def file_of(name: str, content: bytes, kind: str = "image/png") -> Any:
+    return {"name": name, "mimeType": kind, "buffer": content}
+
+
+def give(page: Page, event: str, where: str, name: str, content: bytes, kind: str) -> None:
+    """Drop or paste a file."""
+    page.evaluate(
+        """([event, where, name, content, kind]) => {
+          const data = new DataTransfer();
+          const bytes = Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0));
+          data.items.add(new File([bytes], name, { type: kind }));
+          const options = { bubbles: true, cancelable: true };
+          document.querySelector(where).dispatchEvent(event === "paste"
+            ? new ClipboardEvent("paste", { ...options, clipboardData: data })
+            : new DragEvent(event, { ...options, dataTransfer: data }));
+        }""",
+        [event, where, name, base64.b64encode(content).decode(), kind],
+    )
+
+
+def urls_of(message: dict[str, Any]) -> list[bytes]:
+    parts = [part["image_url"]["url"] for part in message["content"] if "image_url" in part]
+    return [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in parts]
+
+
+def test_images_from_files_by_drop_and_by_paste_are_sent_and_shown(
+    seeing: Router, open_page: Opened
+) -> None:
+    page, _ = open_page(f"{seeing.url}/")
+    go_to_chat(page, max_tokens="5")
+    waiting = page.locator("#attachments img")
+    page.set_input_files("#file", [file_of("a.png", WIDE), file_of("b.png", NARROW)])
+    waiting.nth(1).wait_for()
+    give(page, "paste", "#prompt", "c.png", WIDE, "image/png")
+    waiting.nth(2).wait_for()
+    give(page, "dragover", "#conversation", "d.png", NARROW, "image/png")
+    assert page.locator("#talk[data-dropping]").count() == 1
+    give(page, "drop", "#conversation", "d.png", NARROW, "image/png")
+    waiting.nth(3).wait_for()
+    assert page.locator("#talk[data-dropping]").count() == 0
+    assert [image.get_attribute("alt") for image in waiting.all()] == [
+        f"{letter}.png" for letter in "abcd"
+    ]
+    assert page.locator("#attachments-note").is_hidden()
+    page.get_by_label("Remove a.png").click()
+    assert waiting.count() == 3
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "What are they?")
+    [message] = body_of(asked.value)["messages"]
+    assert urls_of(message) == [NARROW, WIDE, NARROW]
+    assert message["content"][-1] == {"type": "text", "text": "What are they?"}
+    wait_for_end(page)
+    assert waiting.count() == 0
+    shown = page.locator(".message.user img")
+    assert shown.count() == 3
+    widths = "elements => elements.map((element) => element.naturalWidth)"
+    assert shown.evaluate_all(widths) == [30, 60, 30]
+    # Without words, and with what was said before.
+    page.set_input_files("#file", [file_of("a.png", WIDE)])
+    waiting.first.wait_for()
+    with page.expect_request("**/v1/chat/completions") as second:
+        page.press("#prompt", "Enter")
+    first, _, last = body_of(second.value)["messages"]
+    assert (urls_of(first), urls_of(last)) == ([NARROW, WIDE, NARROW], [WIDE])
+    wait_for_end(page)
+
+
+def test_what_is_no_image_is_left_out_and_a_broken_one_is_refused_by_the_server(
+    seeing: Router, open_page: Opened
+) -> None:
+    page, watched = open_page(f"{seeing.url}/")
+    watched.expected = ["status of 400"]
+    go_to_chat(page, max_tokens="5")
+    files = [file_of("notes.txt", b"x", "text/plain"), file_of("cut.png", WIDE[:60])]
+    page.set_input_files("#file", files)
+    page.get_by_text("notes.txt is no image.").wait_for()
+    assert page.locator("#attachments img").count() == 1
+    answer = say(page, "What is it?")
+    wait_for_end(page, "failed")
+    assert "messages[0].content[0]: the image is not valid PNG" in answer.inner_text()
+
+
+def test_a_model_that_takes_no_images_says_so_before_and_after(
+    fleet: Fleet, open_page: Opened
+) -> None:
+    page, watched = open_page(fleet.url)
+    watched.expected = ["status of 400"]
+    go_to_chat(page)
+    page.set_input_files("#file", [file_of("a.png", WIDE)])
+    page.get_by_text("The model penstock-toy takes no images.").wait_for()
+    answer = say(page, "What is it?")
+    assert page.locator("#attachments-note").is_hidden()
+    wait_for_end(page, "failed")
+    assert answer.locator(".error").inner_text() == "the model penstock-toy takes no images"
+    page.click("#clear")
+    page.fill("#set-max_tokens", "3")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "Words alone")
+    assert body_of(asked.value)["messages"] == [{"role": "user", "content": "Words alone"}]
+    wait_for_end(page)

@@ -20,7 +20,6 @@ MAX_MODULE_LINES = 600
 EDGES = {
     "penstock_common.tasks": "what lasts as long as the process outlives an error nobody foresaw",
     "penstock_router.text.tokenizer": "the tokenizers library raises bare Exception",
-    "penstock_shard.images.sliced_run": "what a call raises goes to who asks for its result",
     "penstock_router.generation.deltas": "what fails where deltas arrive goes to who waits",
     "penstock_router.observe.request_record": "a defect of who tells of requests must not cost one",
     "penstock_router.server.sse": "the status line is sent: an error event is the last resort",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from contract import models_page
+from contract import images_page, models_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +50,8 @@ def test_files_that_pages_name_are_there():
 def test_the_page_of_models_shows_what_becomes_of_each_family():
     page = models_page.PAGE.read_text()
     assert page == models_page.with_table(page), "in tests/: python -m contract.models_page"
+
+
+def test_the_page_of_images_shows_how_many_tokens_one_takes():
+    page = images_page.PAGE.read_text()
+    assert page == images_page.with_table(page), "in tests/: python -m contract.images_page"

@@ -33,8 +33,8 @@ FAULTS = [
     ),
     Fault(
         "Another attempt goes without the output so far",
-        "_request_now",
-        left_out("*stream.token_ids"),
+        "FleetStream.request_now",
+        left_out("*self.token_ids"),
         caught_by="test_a_request_goes_on_at_another_shard_with_its_output_and_the_next_attempt",
     ),
     Fault(
@@ -101,7 +101,7 @@ FAULTS = [
     Fault(
         "A failed attempt is still counted at its shard",
         "Continuations._on_failure",
-        left_out("self._leave(stream, _cause(error))"),
+        left_out("self._leave(stream, cause_of(error))"),
         caught_by="test_the_shard_that_failed_is_asked_again_when_there_is_no_other",
         simulated=True,
     ),
@@ -156,8 +156,8 @@ FAULTS = [
     ),
     Fault(
         "Each attempt has the whole of the deadline",
-        "_request_now",
-        never("stream.deadline_s is not None"),
+        "FleetStream.request_now",
+        never("self.deadline_s is not None"),
         caught_by="test_each_attempt_has_what_is_left_of_the_deadline",
         simulated=True,
     ),
@@ -302,6 +302,24 @@ FAULTS = [
         "ShardWatch._follow",
         becomes("is_new or changed", "not known"),
         simulated=True,
+    ),
+    Fault(
+        "A request is sent before its images are there",
+        "ImagePuts.hold",
+        becomes("not missing", "missing"),
+        caught_by="test_a_request_is_sent_once_its_images_are_there",
+    ),
+    Fault(
+        "Pixels that a shard dropped count as there",
+        "Continuations._on_failure",
+        becomes("self._images.forget(stream, stream.info.instance_id)", "None"),
+        caught_by="test_a_shard_that_dropped_pixels_gets_them_again",
+    ),
+    Fault(
+        "What waits goes back and forth between shards",
+        "_went_once",
+        becomes("any(attempt.ended_because == REBALANCE for attempt in stream.attempts)", "False"),
+        caught_by="test_a_stream_goes_so_only_once",
     ),
     Fault(
         "A shard that drains is sent new requests",

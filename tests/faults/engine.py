@@ -6,6 +6,12 @@ from faults.planting import Fault, always, becomes, left_out, never
 
 FAULTS = [
     Fault(
+        "Blocks of one image are found for another",
+        "extend_hashes",
+        becomes('image_marks(images, start, start + block_size) if images else b""', 'b""'),
+        caught_by="test_blocks_that_an_image_touches_are_found_for_the_same_image_in_the_same_place",
+    ),
+    Fault(
         "Blocks and slots come free at an abort while a launched step refers to them",
         "Scheduler._leave",
         never("sequence.num_steps_in_flight"),

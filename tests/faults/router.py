@@ -122,7 +122,7 @@ FAULTS = [
     Fault(
         "Images are fetched from wherever a redirect leads",
         "Fetcher._redirected",
-        becomes("self._parse(str(url.join(URL(to))))", "url.join(URL(to))"),
+        becomes("self._parse(str(url.join(URL(location))))", "url.join(URL(location))"),
         caught_by="test_each_redirect_is_checked_as_the_first_url_is",
     ),
     Fault(

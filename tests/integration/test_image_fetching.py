@@ -31,6 +31,7 @@ from penstock_router.errors import BadRequest, TooManyRequests
 from penstock_router.images import fetcher
 from penstock_router.images.image import Image
 from penstock_router.images.images import Images
+from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
 CONFIG = RouterConfig(
@@ -67,7 +68,7 @@ async def fetching(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fetching]:
     resolver = StubResolver()
     resolver.names["image.example"] = [["127.0.0.1"]]
     with ThreadPoolExecutor(1) as executor:
-        images = Images(CONFIG, Threads(executor, 100), resolver)
+        images = Images(CONFIG, Threads(executor, 100), Metrics(), resolver)
         async with image_host() as host:
             host.scripts["/image"] = [answer()]
             yield Fetching(images, host, resolver, note_connections(monkeypatch))
@@ -104,7 +105,7 @@ async def test_without_the_flag_nothing_is_looked_up_and_the_flag_is_named(
     resolver = fetching.resolver
     with ThreadPoolExecutor(1) as executor:
         config = replace(CONFIG, allowed_media_domains=())
-        images = Images(config, Threads(executor, 9), resolver)
+        images = Images(config, Threads(executor, 9), Metrics(), resolver)
         with pytest.raises(BadRequest, match=r"this router has no --allowed-media-domains"):
             await images.load("http://image.example/", param="p", client="a")
         await images.close()

@@ -20,6 +20,7 @@ import pytest
 from PIL import Image as PillowImage
 from support import image_files as files
 from support.image_files import chunk, header, picture, png, saved
+from support.image_processes import image_processes
 from support.processes import is_alive, wait_until
 
 from penstock_router.config import RouterConfig
@@ -27,6 +28,7 @@ from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
 from penstock_router.images import decoder_pool, turns
 from penstock_router.images.image import Image
 from penstock_router.images.images import Images
+from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
 SMALL = saved(picture(), "PNG")
@@ -42,10 +44,10 @@ _FAST: dict[str, dict[str, Any]] = {
 @pytest.fixture
 async def images() -> AsyncIterator[Images]:
     with ThreadPoolExecutor(2) as executor:
-        made = Images(RouterConfig(shards="a:1"), Threads(executor, 1000))
+        made = Images(RouterConfig(shards="a:1"), Threads(executor, 1000), Metrics())
         yield made
         await made.close()
-    assert children() == []
+    assert image_processes() == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -57,10 +59,6 @@ async def refusal(images: Images, data: bytes) -> str:
     with pytest.raises(BadRequest) as refused:
         await load(images, data)
     return refused.value.message
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children()
 
 
 def numbered(number: int) -> bytes:
@@ -78,11 +76,11 @@ def test_an_endless_image_is_no_large_one() -> None:
 
 
 async def test_no_process_runs_before_the_first_image_and_one_decodes_all(images: Images) -> None:
-    assert children() == []
+    assert image_processes() == []
     first = await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     await load(images, numbered(1))
-    assert children() == [process]
+    assert image_processes() == [process]
     assert (first.width, first.height) == (60, 40)
 
 
@@ -97,6 +95,23 @@ async def test_an_image_that_comes_again_is_decoded_once(
     assert await load(images, SMALL) is found[0]
     await images.pixels(found[0], client="a")
     assert len(asked) == 1
+
+
+async def test_images_are_counted_by_what_becomes_of_them(images: Images) -> None:
+    await asyncio.gather(*(load(images, SMALL) for _ in range(3)))
+    await load(images, SMALL)
+    await refusal(images, SMALL[:50])
+    images._memory.total = 1
+    with pytest.raises(TooManyRequests):
+        await asyncio.gather(load(images, numbered(1)), load(images, numbered(2)))
+    value = images._metrics.registry.get_sample_value
+    name = "penstock_router_images_total"
+    outcomes = {each: value(name, {"outcome": each}) for each in ("decoded", "known", "refused")}
+    assert outcomes == {"decoded": 1, "known": 3, "refused": 1}
+    assert value("penstock_router_refused_total", {"reason": "images"}) == 1
+    assert value("penstock_router_image_bytes_total") == 4 * len(SMALL)
+    assert value("penstock_router_image_decode_seconds_count") == 2
+    assert value("penstock_router_image_held_bytes") == images._memory.held
 
 
 async def test_memory_is_the_clients_until_nobody_has_the_image_or_its_pixels(
@@ -145,7 +160,7 @@ async def test_an_image_that_ends_its_process_is_refused_and_the_next_is_not(
     images: Images,
 ) -> None:
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     task = asyncio.create_task(refusal(images, numbered(1)))
     await asyncio.sleep(0.1)
@@ -153,12 +168,12 @@ async def test_an_image_that_ends_its_process_is_refused_and_the_next_is_not(
     process.resume()
     assert await task == "p: the image cannot be decoded: its decoder ended"
     assert (await load(images, numbered(2))).width == 60
-    assert [child.pid for child in children()] != [process.pid]
+    assert [child.pid for child in image_processes()] != [process.pid]
 
 
 async def test_one_that_died_while_idle_costs_nobody_anything(images: Images) -> None:
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.kill()
     process.wait(10)
     assert (await load(images, numbered(1))).width == 60
@@ -177,7 +192,7 @@ async def test_a_process_that_says_nothing_is_killed(
 ) -> None:
     await load(images, SMALL)
     monkeypatch.setattr(decoder_pool, "_MAX_S", 0.3)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     with pytest.raises(TooManyRequests, match="decoding takes too long at present"):
         await load(images, numbered(1))
@@ -227,7 +242,7 @@ async def test_a_client_that_leaves_the_line_frees_its_place(
     images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     asked = count_decodings(monkeypatch)
     tasks = [asyncio.create_task(load(images, numbered(i))) for i in range(10)]
@@ -247,7 +262,7 @@ async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
     monkeypatch.setattr(turns, "_MAX_WAITING", 40)
     images._decoders._turns = turns.Turns(1, "decoded")
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     ended: list[str] = []
 
@@ -275,7 +290,7 @@ async def test_who_waits_too_long_is_told_to_come_back(
 ) -> None:
     monkeypatch.setattr(turns, "_MAX_WAIT_S", 0.2)
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     first = asyncio.create_task(load(images, numbered(1)))
     await asyncio.sleep(0.05)
@@ -287,7 +302,7 @@ async def test_who_waits_too_long_is_told_to_come_back(
 
 async def test_closing_ends_what_is_being_decoded(images: Images) -> None:
     await load(images, SMALL)
-    [process] = children()
+    [process] = image_processes()
     process.suspend()
     tasks = [asyncio.create_task(load(images, numbered(i))) for i in range(3)]
     await asyncio.sleep(0.1)
@@ -307,10 +322,11 @@ import asyncio, sys
 from concurrent.futures import ThreadPoolExecutor
 from penstock_router.config import RouterConfig
 from penstock_router.images.images import Images
+from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
 async def main():
-    images = Images(RouterConfig(shards="a:1"), Threads(ThreadPoolExecutor(1), 9))
+    images = Images(RouterConfig(shards="a:1"), Threads(ThreadPoolExecutor(1), 9), Metrics())
     await images.load_base64(open(sys.argv[1]).read(), param="p", client="a")
 
 asyncio.run(main())

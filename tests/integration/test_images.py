@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
-from support.processes import Shard, running
+from support.processes import Shard, ask, free_port, running
 
+from penstock_cli.info import main as info
 from penstock_client import (
     Fleet,
     GenerationRequest,
@@ -189,3 +191,26 @@ async def test_places_that_cannot_be_are_refused(
         with pytest.raises(InvalidRequest, match=message):
             async for _ in client.generate(_request(*images)):
                 pass
+
+
+def test_info_says_whether_a_shard_sees_images(
+    shards: list[Shard], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert info([shards[0].address]) == 0
+    assert "images              seen\n" in capsys.readouterr().out
+
+
+async def test_a_shard_counts_the_images_that_it_gets(tmp_path: Path) -> None:
+    port = free_port()
+    shard = Shard(tmp_path / "log", "--step-ms", "2", "--metrics-port", str(port))
+    with running(shard):
+        async with Fleet([shard.address]) as fleet:
+            await fleet.wait_ready()
+            for seed in (1, 2, 1):
+                await _tokens(fleet, _request(_image(seed)), _Source())
+        _, text = ask(f"http://127.0.0.1:{port}/metrics")
+    values = dict(line.split() for line in text.splitlines() if line[0] != "#" and "{" not in line)
+    assert float(values["penstock_shard_images_put_total"]) == 2
+    assert float(values["penstock_shard_image_bytes"]) == 2 * len(_pixels(1))
+    assert float(values["penstock_shard_images_encoded_total"]) >= 2
+    assert "penstock_shard_image_encode_seconds_total" in values

@@ -20,6 +20,7 @@ import pytest_asyncio
 from PIL import Image as PillowImage
 from PIL import ImageOps
 from support.hostile_images import REFUSED
+from support.image_processes import image_processes
 from support.odd_images import VALID
 
 from penstock_common.image_digest import image_digest
@@ -27,6 +28,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest
 from penstock_router.images.image import Image
 from penstock_router.images.images import Images
+from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -39,11 +41,11 @@ MAX_MEMORY_BYTES = 1_300_000_000
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def images() -> AsyncIterator[Images]:
     executor = ThreadPoolExecutor(2)
-    made = Images(RouterConfig(shards="a:1"), Threads(executor, 100))
+    made = Images(RouterConfig(shards="a:1"), Threads(executor, 100), Metrics())
     yield made
     await made.close()
     executor.shutdown()
-    assert psutil.Process().children() == []
+    assert image_processes() == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -95,6 +97,6 @@ def as_pillow_has_it(data: bytes) -> PillowImage.Image:
 
 
 def memory_peak_bytes() -> int:
-    [process] = psutil.Process().children() or [psutil.Process()]
+    [process] = image_processes() or [psutil.Process()]
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024

@@ -22,7 +22,7 @@ from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
-from penstock_shard.models.base import ForwardOutput
+from penstock_shard.models.base import ForwardOutput, ImageInputs
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Admission
@@ -57,6 +57,7 @@ class Reader:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> ForwardOutput:
         (batch,) = batches
         self._cache[batch.slots] = input_ids

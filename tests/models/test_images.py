@@ -70,9 +70,9 @@ class _Served:
             kept.clear()
         encode = encoder._encoder.encode
 
-        def count(inputs: Any, pause: Any) -> Any:
+        def count(inputs: Any) -> Any:
             self.encoded.append(1)
-            return encode(inputs, pause)
+            return encode(inputs)
 
         monkeypatch.setattr(encoder._encoder, "encode", count)
 
@@ -118,6 +118,7 @@ def test_an_engine_encodes_each_image_once_and_finds_what_it_computed(
 ) -> None:
     runner, asked = family
     served = _Served(runner, monkeypatch)
+    encoded_before = served.engine.load().encoded_images_total
     served.put(*asked)
     pairs = [each for each in asked for _ in range(4)]
     found = served.run(*(each.sequence() for each in pairs))
@@ -132,6 +133,9 @@ def test_an_engine_encodes_each_image_once_and_finds_what_it_computed(
     for outputs, each in zip(again, asked, strict=True):
         assert (outputs[0].cached_tokens or 0) >= len(each.token_ids) - 17
     assert len(served.encoded) == num_images
+    load = served.engine.load()
+    assert load.encoded_images_total - encoded_before == num_images
+    assert load.encode_seconds_total > 0
 
 
 def test_requests_of_another_salt_share_nothing(
@@ -192,7 +196,7 @@ def test_an_image_that_no_encoder_takes_ends_its_request_alone(
     )
     (outputs,) = served.run(asked[0].sequence())
     assert outputs[-1].error is not None
-    assert outputs[-1].error.message == "images[0]: the encoder cannot take it: ValueError"
+    assert outputs[-1].error.message == "images: the encoder cannot take it: ValueError"
 
 
 def test_probabilities_do_not_depend_on_what_else_runs(
@@ -230,8 +234,8 @@ def test_an_encoder_that_does_not_repeat_itself_gives_no_fingerprint(
     make_vision(tmp_path, "internvl")
     encode = Tower.encode
 
-    def noisy(self: Tower, inputs: Any, pause: Any = lambda: None) -> ImageFeatures:
-        made = encode(self, inputs, pause)
+    def noisy(self: Tower, inputs: Any) -> ImageFeatures:
+        made = encode(self, inputs)
         return ImageFeatures(made.rows + torch.rand_like(made.rows) * 1e-6)
 
     monkeypatch.setattr(Tower, "encode", noisy)

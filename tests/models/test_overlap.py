@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch
 from penstock_shard.ipc.request import Constraint, SamplingParams
-from penstock_shard.models.base import CausalModel, ForwardOutput
+from penstock_shard.models.base import CausalModel, ForwardOutput, ImageInputs
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.worker.base import StepOutOfMemory
 from penstock_shard.worker.model_runner import ModelRunner
@@ -143,6 +143,7 @@ class _Shapes:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> ForwardOutput:
         last = input_ids.index_select(0, logit_rows)
         logits = torch.nn.functional.one_hot(last + 1, 384).float()

@@ -4,6 +4,7 @@ transformers generates with them.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models.tiny_families import tiny_config
+from models.tiny_families import tiny_config, turn_stacks
 from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -52,6 +53,15 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         {"image_size": [4 * _PATCH] * 2, "patch_size": [_PATCH] * 2},
         GotOcr2ImageProcessorPil(size={"height": 4 * _PATCH, "width": 4 * _PATCH}),
     ),
+    "qwen2_vl": (
+        {"image_token_id": IMAGE_ID},
+        {"patch_size": _PATCH, "spatial_merge_size": 2},
+        Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 40 * _SIDE**2},
+            patch_size=_PATCH,
+            merge_size=2,
+        ),
+    ),
     "qwen2_5_vl": (
         {"image_token_id": IMAGE_ID},
         {
@@ -67,6 +77,20 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         ),
     ),
     "qwen3_vl": (
+        {"image_token_id": IMAGE_ID},
+        {
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2},
+            patch_size=16,
+            merge_size=2,
+        ),
+    ),
+    "qwen3_vl_moe": (
         {"image_token_id": IMAGE_ID},
         {
             "patch_size": 16,
@@ -105,14 +129,34 @@ def random_picture(rng: random.Random, width: int, height: int) -> Picture:
     return Picture(width, height, mixed.astype(np.uint8).tobytes())
 
 
-def make_vision(directory: Path, family: str, seed: int = 0) -> PreTrainedModel:
-    """Write a model and its processor. Returns the model, as transformers computes it."""
+def make_vision(
+    directory: Path,
+    family: str,
+    seed: int = 0,
+    *,
+    sizes: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+    max_pixels: int | None = None,
+) -> PreTrainedModel:
+    """Write a model and its processor. Returns the model, as transformers computes it. `sizes` are
+    other values of its text model and its encoder.
+    """
     values, vision, processor = _FAMILIES[family]
     config: Any = tiny_config(family)
     for name, value in values.items():
         setattr(config, name, value)
-    for name, value in vision.items():
-        setattr(config.vision_config, name, value)
+    for part, changes in (
+        (config.vision_config, vision),
+        (config.get_text_config(), sizes[0]),
+        (config.vision_config, sizes[1]),
+    ):
+        for name, value in changes.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    if sizes[0] and hasattr(config.vision_config, "out_hidden_size"):
+        config.vision_config.out_hidden_size = config.get_text_config().hidden_size
+    if max_pixels is not None:
+        processor = copy.deepcopy(processor)
+        processor.size["longest_edge"] = max_pixels
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -123,6 +167,8 @@ def make_vision(directory: Path, family: str, seed: int = 0) -> PreTrainedModel:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
     model.eval().save_pretrained(directory)
     processor.save_pretrained(directory)
+    if family == "qwen3_vl_moe":
+        turn_stacks(directory)
     return model
 
 

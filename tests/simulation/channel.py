@@ -381,12 +381,24 @@ class MemoryChannel:
     ) -> Callable[..., _Call]:
         def begin(request: Any, *, metadata: Any = None, timeout: float | None = None) -> _Call:
             call = self._call(method, request_serializer, response_deserializer, timeout)
-            call.writing = asyncio.ensure_future(_write_only(call, request))
+            call.writing = asyncio.ensure_future(_write_all(call, [request]))
             return call
 
         return begin
 
     unary_unary = unary_stream
+
+    def stream_unary(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Callable[..., _Call]:
+        def begin(
+            requests: Iterable[Any], *, metadata: Any = None, timeout: float | None = None
+        ) -> _Call:
+            call = self._call(method, request_serializer, response_deserializer, timeout)
+            call.writing = asyncio.ensure_future(_write_all(call, requests))
+            return call
+
+        return begin
 
     def _call(
         self, method: str, serializer: Any, deserializer: Any, timeout_s: float | None
@@ -396,9 +408,10 @@ class MemoryChannel:
         return _Call(self, method, serializer, deserializer, timeout_s)
 
 
-async def _write_only(call: _Call, request: Any) -> None:
+async def _write_all(call: _Call, requests: Iterable[Any]) -> None:
     try:
-        await call.write(request)
+        for request in requests:
+            await call.write(request)
         await call.done_writing()
     except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
         # The reader learns of the same end.
@@ -514,6 +527,9 @@ class MemoryServer:
             window.sent(data)
             responses.send_message(_Message(data), _Message(data, is_copy=True))
 
+        if handler.request_streaming and not handler.response_streaming:
+            await send(await handler.stream_unary(_messages(handler, inbox), context))
+            return
         if handler.request_streaming:
             answers = handler.stream_stream(_messages(handler, inbox), context)
         else:

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from support.budget import budget, seeded
 
-from penstock_client.fleet import failover
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState, ShardWatch
 from penstock_client.types import GenerationRequest, LoadReport, SamplingParams
@@ -132,7 +131,7 @@ def _first_failure(seeds: range) -> Report:
 
 
 def test_a_fault_is_found_and_its_history_made_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "_request_now", _another_seed)
+    monkeypatch.setattr(FleetStream, "request_now", _another_seed)
     found = _first_failure(range(100))
     shorter = shorten(found)
     assert shorter.faults

@@ -16,6 +16,8 @@ from penstock_client import (
     GenerationStream,
     LoadReport,
     Patience,
+    PixelSource,
+    PromptImage,
     SamplingParams,
     ShardInfo,
     ShardLimits,
@@ -78,6 +80,8 @@ class Double:
         self.detached: list[int] = []
         self.refusal: Exception | None = None
         self.in_flight = 0
+        # Digests of images that were put, and the answers that the test gives; None: at once.
+        self.puts: list[tuple[str, asyncio.Future[None]]] = []
         # What it was to fetch, and the answers that the test gives.
         self.prefetches: list[tuple[GenerationRequest, Attempt, asyncio.Future[int]]] = []
 
@@ -98,6 +102,13 @@ class Double:
         self.prefetches.append((request, attempt, answer))
         async with asyncio.timeout(timeout_s):
             return await answer
+
+    async def put_image(
+        self, image: PromptImage, pixels: bytes | memoryview, *, instance_id: str
+    ) -> None:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.puts.append((image.sha256, answer))
+        await answer
 
     async def close(self) -> None:
         return
@@ -134,9 +145,9 @@ class World:
         assert isinstance(double, Double)
         return double
 
-    def start(self, **fields: object) -> FleetStream:
+    def start(self, pixels: PixelSource | None = None, **fields: object) -> FleetStream:
         request = GenerationRequest([1, 2, 3], max_tokens=20, label="x")
-        return self.continuations.start(dataclasses.replace(request, **fields))  # type: ignore[arg-type]
+        return self.continuations.start(dataclasses.replace(request, **fields), pixels)  # type: ignore[arg-type]
 
     def where(self, stream: FleetStream) -> str:
         assert stream.shard is not None

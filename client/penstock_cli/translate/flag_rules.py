@@ -70,6 +70,8 @@ class Rule:
     repeats: bool = False
     # The separator of several values in one; "" if it takes one value.
     separator: str = ""
+    # Whether several become one, with commas.
+    joins: bool = False
 
 
 # By name; in an environment also by family, a name with a * for any letters.

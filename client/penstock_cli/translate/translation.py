@@ -363,6 +363,8 @@ def _words(rule: Rule, given: Given) -> list[str] | None:
     values = [rule.convert(part) for part in parts]
     if None in values:
         return None
+    if rule.joins:
+        return [*flag, ",".join(map(str, values))]
     if rule.repeats:
         return [word for value in values for word in (*flag, str(value))]
     return [*flag, *(value for value in values if value)]

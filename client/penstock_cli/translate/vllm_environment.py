@@ -35,7 +35,7 @@ def _threads(text: str) -> str | None:
         raise NotTranslatable(f"{text}: give --threads N") from None
 
 
-_TEXT_ONLY = "only text is served"
+_IMAGES_ALONE = "text and images are served, as requests have them"
 _KERNELS = "chooses among vLLM's own kernels and libraries; there is nothing of the kind to choose"
 _COMPILER = "tunes vLLM's compiler and CUDA graphs; there is nothing of the kind to tune"
 _BUILD = "is for building vLLM"
@@ -120,10 +120,21 @@ ENVIRONMENT: Table = {
         "VLLM_XGRAMMAR_CACHE_MB VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_V1_USE_OUTLINES_CACHE",
         "--max-constraint-bytes, --constraint-timeout-s and --constraint-memory-bytes bound it",
     ),
+    **becomes("VLLM_MAX_IMAGE_PIXELS", "--max-image-pixels", Part.ROUTER),
+    **lost("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "give the router --max-image-bytes"),
+    **needless("VLLM_MEDIA_LOADING_THREAD_COUNT", "the router's --image-processes decode images"),
+    **needless("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "each redirect is checked as the URL is"),
+    **needless(
+        "VLLM_IMAGE_FETCH_TIMEOUT VLLM_MEDIA_FETCH_MAX_RETRIES",
+        "an image is fetched within five seconds, by one try",
+    ),
+    **needless(
+        "VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_*", "an image that is fetched again is decoded once"
+    ),
     **lost(
         "VLLM_*AUDIO_* VLLM_*IMAGE_* VLLM_*VIDEO_* VLLM_*MEDIA_* VLLM_MAX_EMBED_DECODE_BYTES "
         "VLLM_ASSETS_* VLLM_OBJECT_STORAGE_*",
-        _TEXT_ONLY,
+        _IMAGES_ALONE,
     ),
     **lost("VLLM_SERVER_DEV_MODE", "/admin opens with --admin-key", "0"),
     **needless(

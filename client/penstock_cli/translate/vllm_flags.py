@@ -152,9 +152,24 @@ def _max_loras(text: str) -> str | None:
     return readable_int(text) if int(readable_int(text)) > _DEFAULT_MAX_LORAS else None
 
 
+def _max_images(text: str) -> str | None:
+    # --limit-mm-per-prompt.image 4 is a number.
+    limits = json.loads(text)
+    limit = limits.get("image") if isinstance(limits, dict) else limits
+    count = limit.get("count") if isinstance(limit, dict) else limit
+    if count == 0:
+        raise NotTranslatable(f"{text}: to serve text only give shards --image-cache-bytes 0")
+    return None if count is None else str(int(count))
+
+
 # ---- reasons that several flags share ------------------------------------------------------------
 
-_TEXT_ONLY = "only text is served; requests with images, audio or video get 400"
+_OWN_IMAGES = "images are prepared as the model's files say; requests cannot change that"
+_NO_VIDEO = "no video is served; requests with audio or video get 400"
+_IMAGE_PROCESS = (
+    "how vLLM prepares images; a router decodes them (--image-processes), a shard keeps what its "
+    "encoder made of them (--image-cache-bytes)"
+)
 _ODD_ADAPTERS = "adapters are for the linear layers of a language model"
 _ONE_SPLIT = "a model is split in one way only: each GPU has a part of every layer"
 _ONE_MACHINE = (
@@ -257,7 +272,7 @@ FLAGS: Table = {
     **lost("ssl-ca-certs ssl-cert-reqs ssl-ciphers", f"for clients' certificates: {_PROXY}", "0"),
     **becomes("chat-template", "--chat-template", convert=_template),
     **becomes("trust-request-chat-template!", "--trust-request-chat-template", Part.ROUTER),
-    **lost("trust-request-mm-kwargs!", _TEXT_ONLY),
+    **lost("trust-request-mm-kwargs!", _OWN_IMAGES),
     **refused("default-chat-template-kwargs", "write the values into the template", "{}"),
     **refused("response-role", "answers are the assistant's", "assistant"),
     **becomes(
@@ -438,18 +453,33 @@ FLAGS: Table = {
     ),
     **needless("enable-cumem-allocator! enable-nccl-comm-suspend!", _PROCESS),
     **needless("fail-on-environ-validation!", "a wrong flag always ends the start"),
-    # Text only.
-    **lost(
-        "allowed-local-media-path allowed-media-domains+ limit-mm-per-prompt enable-mm-embeds! "
-        "media-io-kwargs mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type "
-        "mm-hasher-algorithm mm-shm-cache-max-object-size-mb mm-encoder-only! mm-encoder-tp-mode "
-        "mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path "
-        "mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin interleave-mm-strings! "
-        "skip-mm-profiling! video-pruning-rate video-pruning-method mm-tensor-ipc "
-        "mm-processor-device mm-ipc-gpu-memory-gb mm-device-do-normalize!",
-        _TEXT_ONLY,
+    # Images.
+    **becomes("allowed-local-media-path", "--allowed-media-folder", Part.ROUTER),
+    **named(
+        "allowed-media-domains+",
+        Rule(to="--allowed-media-domains", part=Part.ROUTER, joins=True),
     ),
-    **needless("language-model-only!", "only text is served"),
+    **becomes("limit-mm-per-prompt", "--max-images", Part.ROUTER, _max_images),
+    **named("language-model-only!", Rule(to="--image-cache-bytes 0")),
+    **refused(
+        "mm-processor-kwargs", "write the values into the model's preprocessor_config.json", "{}"
+    ),
+    **lost("media-io-kwargs", _OWN_IMAGES, "{}"),
+    **lost("enable-mm-embeds!", "images are pictures, never what another encoder made of them"),
+    **lost("mm-encoder-only!", "a shard has the encoder and the model"),
+    **lost("video-pruning-rate video-pruning-method", _NO_VIDEO),
+    **lost(
+        "mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin",
+        "the encoder's weights have 16 bits or more",
+    ),
+    **needless(
+        "mm-processor-cache-gb mm-processor-cache-type mm-hasher-algorithm "
+        "mm-shm-cache-max-object-size-mb mm-encoder-tp-mode mm-encoder-attn-backend "
+        "mm-encoder-attn-dtype skip-mm-profiling! mm-tensor-ipc mm-processor-device "
+        "mm-ipc-gpu-memory-gb mm-device-do-normalize!",
+        _IMAGE_PROCESS,
+    ),
+    **needless("interleave-mm-strings!", "images always stand where a request has them"),
     **named("lora-modules+", Rule(to="--lora", convert=_lora_module, repeats=True)),
     **same("enable-lora! max-lora-rank"),
     **becomes("max-loras", "--max-loras", convert=_max_loras),

@@ -574,7 +574,7 @@ class Continuations:
 
     def _leave(self, stream: FleetStream, because: str = "") -> None:
         """The stream runs on no shard any more."""
-        shard = stream.shard
+        shard, stream.info = stream.shard, None
         if shard is None:
             return
         self._moves.discard(stream)
@@ -586,7 +586,7 @@ class Continuations:
         if not running:
             del self._running[shard.address]
         self._suspects.discard(stream)
-        stream.shard = stream.info = None
+        stream.shard = None
 
     def _forget(self, stream: FleetStream) -> None:
         self._stop_waiting(stream)

@@ -29,6 +29,7 @@ from penstock_router.images.image import Image, ImageRefused, Pieces
 from penstock_router.images.kept import Kept
 from penstock_router.images.pieces import PIECE_BYTES, Incoming, add_base64, base64_start
 from penstock_router.json_fields import shorten
+from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
 _Result = TypeVar("_Result")
@@ -55,18 +56,23 @@ class Images:
     """Of one router process."""
 
     def __init__(
-        self, config: RouterConfig, threads: Threads, resolver: AbstractResolver | None = None
+        self,
+        config: RouterConfig,
+        threads: Threads,
+        metrics: Metrics,
+        resolver: AbstractResolver | None = None,
     ) -> None:
         """Starts nothing: a process comes with the first image. `resolver`: of hosts' names, by
         default the machine's.
         """
         self._config = config
         self._threads = threads
+        self._metrics = metrics
         self._fetcher = Fetcher(config, resolver)
         self._decoders = DecoderPool(config)
         # For work on the event loop.
         self._turn = asyncio.Lock()
-        self._memory = SharedBudget(_MEMORY_BYTES)
+        self._memory = SharedBudget(_MEMORY_BYTES, metrics.image_held_bytes)
         # By the SHA-256 of what was encoded.
         self._images = Kept[Image](_KEPT_IMAGES_BYTES)
         # By an image's digest.
@@ -124,9 +130,15 @@ class Images:
                 grow = functools.partial(self._grow, holding)
                 incoming = Incoming(self._config.max_image_bytes, grow)
                 await read(incoming)
-                return await self._decoded(incoming.pieces(), client)
+                image = await self._decoded(incoming.pieces(), client)
         except ImageRefused as error:
+            self._metrics.images.labels("refused").inc()
             raise BadRequest(f"{param}: {error}", param=param) from None
+        except TooManyRequests:
+            self._metrics.refused.labels("images").inc()
+            raise
+        self._metrics.image_bytes.inc(image.num_encoded_bytes)
+        return image
 
     async def _read(self, url: str, incoming: Incoming, client: str) -> None:
         scheme = url[:8].partition(":")[0].lower()
@@ -153,12 +165,15 @@ class Images:
         is_short = len(encoded) == 1 and len(encoded[0]) <= PIECE_BYTES
         name = hash_it() if is_short else await self._threads.run(hash_it)
         image = self._images.get(name)
-        if image is not None:
-            return image
-        return await self._once(name, lambda: self._decode_new(name, encoded, client))
+        is_known = image is not None or name in self._running
+        if image is None:
+            image = await self._once(name, lambda: self._decode_new(name, encoded, client))
+        self._metrics.images.labels("known" if is_known else "decoded").inc()
+        return image
 
     async def _decode_new(self, name: bytes, encoded: Pieces, client: str) -> Image:
-        pixels = await self._decoders.decode(encoded, client)
+        with self._metrics.image_decode_seconds.time():
+            pixels = await self._decoders.decode(encoded, client)
         image = Image(pixels.digest, pixels.width, pixels.height, encoded)
         num_bytes = image.num_encoded_bytes
         self._charge(image, num_bytes, client)

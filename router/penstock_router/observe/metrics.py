@@ -94,6 +94,7 @@ class Metrics:
         self._add_tokens()
         self._add_streams()
         self._add_admission()
+        self._add_images()
         self._add_loop_lag()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -191,8 +192,27 @@ class Metrics:
             "key_queue_full and key_queued_tokens at once, queue_timeout after waiting, pushed_out "
             "of the queue by another key's, key_requests_per_minute and key_tokens_per_minute, "
             "long_bodies and templates (of requests) when there are too many of them, "
-            "unread_answers when a client leaves too many bytes unread.",
+            "unread_answers when a client leaves too many bytes unread, images when those of a "
+            "client take too much memory or too many wait.",
             "reason",
+        )
+
+    def _add_images(self) -> None:
+        self.images = self._counter(
+            "images",
+            "Images of requests: decoded; known, as they are kept from before; refused, as they "
+            "cannot be fetched or decoded or are over a bound.",
+            "outcome",
+        )
+        self.image_bytes = self._counter(
+            "image_bytes", "Bytes of those that were not refused, as they were sent or fetched."
+        )
+        self.image_decode_seconds = self._histogram(
+            "image_decode_seconds",
+            "From an image's last byte to its pixels, with the wait for an image process.",
+        )
+        self.image_held_bytes = self._gauge(
+            "image_held_bytes", "Bytes of images and of their pixels in this router's memory."
         )
 
     # ---- what happened ----

@@ -27,8 +27,8 @@ CONSOLE = web.AppKey("console", Console)
 FILES = "/console/{name}"
 
 _POLICY = (
-    "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; require-trusted-types-for 'script'"
+    "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,

@@ -13,6 +13,7 @@ from penstock_router.apis.tgi import requests as tgi
 from penstock_router.errors import Unavailable, unknown_model
 from penstock_router.observe.exposition import CONTENT_TYPE
 from penstock_router.routes.base import ROUTER, json_response
+from penstock_router.served_models import Models
 
 
 class ModelCard(TypedDict):
@@ -26,6 +27,7 @@ class ModelCard(TypedDict):
     # The base model of an adapter; None for a model.
     parent: str | None
     max_model_len: int
+    input_modalities: list[Literal["text", "image"]]
     permission: list[str]
 
 
@@ -72,10 +74,7 @@ class InfoAnswer(TypedDict):
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models"""
     models = request.app[ROUTER].models
-    cards = [
-        _card(name, info, adapter, models.started_at)
-        for name, (info, adapter) in models.names().items()
-    ]
+    cards = [_card(name, info, adapter, models) for name, (info, adapter) in models.names().items()]
     if not cards:
         raise Unavailable(f"{models.none_serves()}; try again shortly")
     answer: ModelList = {"object": "list", "data": cards}
@@ -92,18 +91,19 @@ async def get_model(request: web.Request) -> web.Response:
     if served is None:
         # The name stands for any model, and is no model's own.
         raise unknown_model(name)
-    return json_response(_card(name, *served, models.started_at))
+    return json_response(_card(name, *served, models))
 
 
-def _card(name: str, info: ShardInfo, adapter: str, created: int) -> ModelCard:
+def _card(name: str, info: ShardInfo, adapter: str, models: Models) -> ModelCard:
     return {
         "id": name,
         "object": "model",
-        "created": created,
+        "created": models.started_at,
         "owned_by": "penstock",
         "root": info.model,
         "parent": info.model if adapter else None,
         "max_model_len": info.max_model_len,
+        "input_modalities": ["text", "image"] if models.takes_images(info) else ["text"],
         "permission": [],
     }
 

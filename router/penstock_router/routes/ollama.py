@@ -236,11 +236,13 @@ def _model_info(info: ShardInfo) -> dict[str, Any]:
 
 def _capabilities(model: ServedModel) -> list[str]:
     conventions, template = model.text.conventions, model.text.chat_template
+    sees_images = "images" in model.info.capabilities and model.text.image_tokens is not None
     has = {
         "completion": True,
         "tools": template is not None and conventions.tool_format is not None,
         "thinking": template is not None and conventions.reasoning is not None,
         "embedding": model.info.embedding is not None,
+        "vision": sees_images,
     }
     return [name for name, is_there in has.items() if is_there]
 

@@ -197,6 +197,7 @@ class Engine:
 
     def load(self) -> Load:
         copies = {} if self._moves is None else self._moves.counts()
+        images = {} if self._images is None else self._images.counts()
         return Load(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
@@ -217,6 +218,7 @@ class Engine:
             copied_blocks=self._blocks.prefixes.num_copies,
             is_saved=self._is_ending and self._moves is not None and self._moves.is_saved,
             **copies,
+            **images,
         )
 
     def check_integrity(self) -> None:
@@ -255,8 +257,8 @@ class Engine:
         self._forget(sequence)
 
     def _encode(self, images: PendingImages) -> None:
-        """Encode more of the images that sequences wait for; queue those that wait no more."""
-        images.advance(is_idle=not (self._in_flight or self._scheduler.num_running))
+        """Queue the sequences whose images are encoded by now."""
+        images.advance()
         for sequence, why in images.take_ready():
             if why:
                 # It is in no room any more.
@@ -344,8 +346,6 @@ class Engine:
         self._steps_seconds_total += seconds
         if self._moves is not None:
             self._moves.step_s = seconds
-        if self._images is not None:
-            self._images.step_s = seconds
         self._sequences_total += batch.num_rows
         self._report(self._scheduler.update(batch, results, now_s, seconds))
         self._release()

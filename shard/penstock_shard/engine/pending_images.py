@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from typing import Any
 
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.ipc.messages import Inbox
@@ -11,40 +11,40 @@ from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import ImageEncoder
 
-# What encoding may take of the time of a step beside which it comes, and at least; and how long a
-# turn lasts where nothing runs.
-_SHARE = 0.25
-_LEAST_S = 0.002
-_IDLE_S = 0.05
-# How long to wait before looking again whether an image is resized.
+# How long to wait before looking again whether an image is encoded, where nothing else is done.
 _LOOK_AGAIN_S = 0.002
 
 
 class PendingImages:
-    """Encodes one image after the other, in the order of the sequences that came."""
+    """Has images encoded in the order of the sequences that came."""
 
     def __init__(self, encoder: ImageEncoder, blocks: BlockManager) -> None:
         self._encoder = encoder
         self._blocks = blocks
-        # What the last step took.
-        self.step_s = 0.0
         # Of images that have not come completely, by the number of their transfer.
         self._parts: dict[int, bytearray] = {}
-        self._waiting: dict[Sequence, deque[PlacedImage]] = {}
+        # And which of its images each still waits for.
+        self._waiting: dict[Sequence, list[PlacedImage]] = {}
         self._ready: list[tuple[Sequence, str]] = []
-        self._is_stuck = False
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._ready)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ready) or (bool(self._waiting) and not self._is_stuck)
+        return bool(self._ready)
 
     @property
     def due_s(self) -> float | None:
         """In how many seconds there may be work; None if there is none."""
         return _LOOK_AGAIN_S if self._waiting else None
+
+    def counts(self) -> dict[str, Any]:
+        """Those of `Load` that are of images."""
+        return {
+            "encoded_images_total": self._encoder.num_encoded,
+            "encode_seconds_total": self._encoder.encode_s,
+        }
 
     def take(self, message: Inbox) -> None:
         """Take pieces of images, and drop images."""
@@ -64,7 +64,7 @@ class PendingImages:
         if not request.images:
             return False
         num_cached = 0 if sequence.needs_whole_prompt else self._blocks.count_cached(sequence)
-        missing = deque[PlacedImage]()
+        missing: list[PlacedImage] = []
         for image in request.images:
             is_known = self._encoder.num_rows(image.digest) is not None
             is_computed = image.offset + image.num_tokens <= num_cached
@@ -80,39 +80,44 @@ class PendingImages:
 
     def discard(self, sequence: Sequence) -> bool:
         """Forget a sequence that ended; whether it waited."""
-        if self._waiting.pop(sequence, None) is not None:
-            self._blocks.forget(sequence)
-            return True
-        for index, (ready, _) in enumerate(self._ready):
-            if ready is sequence:
-                del self._ready[index]
-                self._blocks.forget(sequence)
-                return True
-        return False
+        missing = self._waiting.pop(sequence, None)
+        if missing is not None:
+            self._cancel(sequence.request.cache_salt, missing)
+        elif sequence in (ready for ready, _ in self._ready):
+            self._ready = [pair for pair in self._ready if pair[0] is not sequence]
+        else:
+            return False
+        self._blocks.forget(sequence)
+        return True
+
+    def _cancel(self, salt: str, images: list[PlacedImage]) -> None:
+        wanted = {
+            (other.request.cache_salt, image.digest)
+            for other, missing in self._waiting.items()
+            for image in missing
+        }
+        for image in images:
+            if (salt, image.digest) not in wanted:
+                self._encoder.cancel(salt, image)
 
     def take_ready(self) -> list[tuple[Sequence, str]]:
         """Sequences that wait no more, and why each fails: empty if it does not."""
         ready, self._ready = self._ready, []
         return ready
 
-    def advance(self, *, is_idle: bool) -> None:
-        """Go on encoding, for as long as what runs beside it allows."""
-        seconds = _IDLE_S if is_idle else max(_LEAST_S, _SHARE * self.step_s)
-        self._is_stuck = False
-        for sequence in list(self._waiting):
-            missing = self._waiting[sequence]
+    def advance(self) -> None:
+        """See which images are encoded by now."""
+        for sequence, missing in list(self._waiting.items()):
+            salt = sequence.request.cache_salt
             try:
-                is_encoded = self._encoder.encode(sequence.request.cache_salt, missing[0], seconds)
+                left = [image for image in missing if not self._encoder.encode(salt, image)]
             except ImageUnusable as error:
-                self._end(sequence, f"{_named(sequence, missing[0])}: {error}")
+                self._end(sequence, f"images: {error}")
                 continue
-            if is_encoded:
-                missing.popleft()
-                if not missing:
-                    self._end(sequence, self._mismatch(sequence))
+            if left:
+                self._waiting[sequence] = left
             else:
-                self._is_stuck = is_idle
-            return
+                self._end(sequence, self._mismatch(sequence))
 
     def _end(self, sequence: Sequence, why: str) -> None:
         del self._waiting[sequence]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from torch import Tensor
 
+from penstock_shard.device.background import lower_priority
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
-from penstock_shard.images.sliced_run import SlicedRun
 from penstock_shard.ipc.request import PlacedImage
 
 # Of how many images it remembers what they were encoded to, if not that itself.
 _MOST_FACTS = 100_000
-_FOREVER_S = 1e9
 # Pixels that are enlarged, and such as are shrunk in one direction.
 _FIXED_SIZES = ((67, 45), (40, 310))
 # The salt of requests, and the digest of the pixels.
@@ -33,13 +33,13 @@ class Processor(Protocol):
 class Encoder(Protocol):
     """See `tower.Tower`."""
 
-    def encode(
-        self, inputs: Mapping[str, Tensor], pause: Callable[[], None] = lambda: None
-    ) -> ImageFeatures: ...
+    def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures: ...
 
 
 class ImageEncoder:
-    """See `penstock_shard.worker.base.ImageEncoder`. One image is encoded at a time."""
+    """See `penstock_shard.worker.base.ImageEncoder`. One image is encoded at a time, in a thread
+    beside that of the steps, to which it gives way.
+    """
 
     def __init__(
         self,
@@ -61,18 +61,17 @@ class ImageEncoder:
         self._held_bytes = 0
         # Of images that were encoded once: the number of rows, and the grid.
         self._facts: OrderedDict[bytes, tuple[int, tuple[int, int]]] = OrderedDict()
-        # Resizing takes no time of the engine's thread.
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="image processor")
-        self._processing: dict[bytes, Future[Mapping[str, Tensor]]] = {}
-        self._run: tuple[_Key, SlicedRun[ImageFeatures]] | None = None
-        # Of images that were tried for nobody who asks again: at most one.
-        self._failed: dict[_Key, ImageUnusable] = {}
+        self._pool = ThreadPoolExecutor(1, "image encoder", initializer=lower_priority)
+        self._encoding: dict[_Key, Future[ImageFeatures]] = {}
+        self.num_encoded = 0
+        self.encode_s = 0.0
 
     def fingerprint(self) -> str:
         """A hash of what comes of fixed pixels, which depends on the weights, the processor's
-        resizing and the machine; empty if it is not the same twice. Raises `ImageUnusable`.
+        resizing and the machine; empty if it is not the same twice. Raises what the code of either
+        stumbles over.
         """
-        once, again = (self._features_of_fixed() for _ in range(2))
+        once, again = (self._pool.submit(self._features_of_fixed).result() for _ in range(2))
         return once if once == again else ""
 
     def _features_of_fixed(self) -> str:
@@ -97,27 +96,26 @@ class ImageEncoder:
     def has(self, salt: str, image: PlacedImage) -> bool:
         return (salt, image.digest) in self._features
 
-    def encode(self, salt: str, image: PlacedImage, seconds: float) -> bool:
+    def encode(self, salt: str, image: PlacedImage) -> bool:
+        if self.has(salt, image):
+            return True
+        encoding = self._begin(salt, image)
+        if encoding.done():
+            self._take(salt, image)
+        return encoding.done()
+
+    def cancel(self, salt: str, image: PlacedImage) -> None:
         key = salt, image.digest
-        if self._run is None and not self.has(salt, image):
-            inputs = self._inputs(image)
-            if seconds < _FOREVER_S and not inputs.done():
-                return False
-            del self._processing[image.digest]
-            self._failed.clear()
-            self._run = key, SlicedRun(lambda pause: self._encoder.encode(inputs.result(), pause))
-        if self._run is not None:
-            self._advance(*self._run, seconds)
-        if key in self._failed:
-            raise self._failed.pop(key)
-        return self.has(salt, image)
+        if key in self._encoding and self._encoding[key].cancel():
+            del self._encoding[key]
 
     def features(self, salt: str, image: PlacedImage) -> ImageFeatures:
         """What stands in the image's places; encoded now if that was not done, or is forgotten.
         Raises `ImageUnusable`.
         """
-        while not self.encode(salt, image, _FOREVER_S):
-            pass
+        if not self.has(salt, image):
+            self._begin(salt, image)
+            self._take(salt, image)
         key = salt, image.digest
         self._features.move_to_end(key)
         return self._features[key]
@@ -128,28 +126,35 @@ class ImageEncoder:
             self.features(salt, image)
         return self._facts[image.digest][1]
 
-    def _inputs(self, image: PlacedImage) -> Future[Mapping[str, Tensor]]:
-        if image.digest not in self._processing:
-            self._processing[image.digest] = self._pool.submit(self._process, image)
-        return self._processing[image.digest]
+    def _begin(self, salt: str, image: PlacedImage) -> Future[ImageFeatures]:
+        key = salt, image.digest
+        if key not in self._encoding:
+            pixels = self._pixels.get(image.digest)
+            if pixels is None:
+                raise ImageUnusable("its pixels are not here any more")
+            self._encoding[key] = self._pool.submit(self._encode, image, pixels)
+        return self._encoding[key]
 
-    def _advance(self, key: _Key, run: SlicedRun[ImageFeatures], seconds: float) -> None:
-        if not run.advance(seconds):
-            return
-        self._run = None
+    def _encode(self, image: PlacedImage, pixels: bytes) -> ImageFeatures:
+        """Whatever the code of a processor or an encoder stumbles over in an image is that image's
+        fault alone.
+        """
+        began_s = time.monotonic()
         try:
-            self._keep(key, _result(run))
-        except ImageUnusable as error:
-            self._failed[key] = error
+            inputs = self._processor.process(pixels, image.width, image.height)
+            made = self._encoder.encode(inputs)
+        except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise ImageUnusable(f"the encoder cannot take it: {type(error).__name__}") from error
+        finally:
+            self.encode_s += time.monotonic() - began_s
+        self.num_encoded += 1
+        return made
 
-    def _process(self, image: PlacedImage) -> Mapping[str, Tensor]:
-        pixels = self._pixels.get(image.digest)
-        if pixels is None:
-            raise ImageUnusable("its pixels are not here any more")
-        return self._processor.process(pixels, image.width, image.height)
-
-    def _keep(self, key: _Key, features: ImageFeatures) -> None:
-        self._facts[key[1]] = len(features.rows), features.grid
+    def _take(self, salt: str, image: PlacedImage) -> None:
+        """Keep what comes of an image; waits for it. Raises `ImageUnusable`."""
+        key = salt, image.digest
+        features = self._encoding.pop(key).result()
+        self._facts[image.digest] = len(features.rows), features.grid
         if len(self._facts) > _MOST_FACTS:
             self._facts.popitem(last=False)
         self._features[key] = features
@@ -157,15 +162,3 @@ class ImageEncoder:
         while self._held_bytes > self._cache_bytes and len(self._features) > 1:
             _, dropped = self._features.popitem(last=False)
             self._held_bytes -= dropped.nbytes
-
-
-def _result(run: SlicedRun[ImageFeatures]) -> ImageFeatures:
-    """Whatever the code of a processor or an encoder stumbles over in an image is that image's
-    fault alone.
-    """
-    try:
-        return run.result()
-    except ImageUnusable:
-        raise
-    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ImageUnusable(f"the encoder cannot take it: {type(error).__name__}") from error

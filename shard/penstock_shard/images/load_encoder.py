@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from penstock_shard.checkpoint.quantization_config import plain_config
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.images.families import axis_of_frequencies, family_of, image_token_id
 from penstock_shard.images.image_encoder import ImageEncoder
@@ -16,7 +17,8 @@ from penstock_shard.images.tower import load_tower
 
 def load_encoder(model_dir: Path, device: torch.device, cache_bytes: int) -> ImageEncoder:
     """Raises ModelError if files are missing."""
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    # Encoders are not quantized where text models are.
+    config = plain_config(AutoConfig.from_pretrained(model_dir, local_files_only=True))
     # On a cpu torch's products of two bytes a weight are slower, where there are any.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tower = load_tower(config, Checkpoint(model_dir), device, dtype)

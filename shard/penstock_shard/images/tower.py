@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from penstock_shard.checkpoint.safetensors import Checkpoint
-from penstock_shard.errors import ModelError
+from penstock_shard.errors import ModelError, first_line
 from penstock_shard.images.features import ImageFeatures
 
 # So many words has the text model that is made beside the encoder and thrown away.
@@ -29,23 +29,22 @@ class Tower:
         # How many patches in a row become one token.
         self._merge = int(getattr(module.config.vision_config, "spatial_merge_size", 1))
 
-        # What is called between layers.
-        self._pause: Callable[[], None] = lambda: None
-        for layer in _layers(module):
-            layer.register_forward_pre_hook(self._before_layer)
-
-    def _before_layer(self, *_: object) -> None:
-        self._pause()
+        # Beside that of the steps, each of which would wait for an image otherwise.
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
-    def encode(
-        self, inputs: Mapping[str, Tensor], pause: Callable[[], None] = lambda: None
-    ) -> ImageFeatures:
-        """The features of one image that was processed; between layers `pause` is called."""
-        self._pause = pause
-        if self._device.type == "cpu":
+    def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
+        """The features of one image that was processed, in the host's memory."""
+        if self._stream is None:
             # With several, torch would cut tensors in pieces whose ends it computes otherwise.
             torch.set_num_threads(1)
+            return self._encode(inputs)
+        with torch.cuda.stream(self._stream):
+            return self._encode(inputs)
+
+    def _encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
         placed = {
             name: value.to(self._device, self._dtype)
             if value.is_floating_point()
@@ -65,19 +64,10 @@ class Tower:
         return (height // self._merge, width // self._merge)
 
 
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Of all stacks, but for stacks within them."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from _layers(child)
-
-
 def _rows(made: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
     """One [R, H] of what may come in tiles."""
     parts = [made] if isinstance(made, Tensor) else made
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).cpu()
 
 
 def load_tower(
@@ -88,13 +78,16 @@ def load_tower(
     small = _with_little_text(config)
     with torch.device("meta"):
         maker = type(maker.from_config(small))
-    module, loading = maker.from_pretrained(
-        None,
-        config=small,
-        state_dict=dict(checkpoint.beside_text()),
-        dtype=dtype,
-        output_loading_info=True,
-    )
+    try:
+        module, loading = maker.from_pretrained(
+            None,
+            config=small,
+            state_dict=dict(checkpoint.beside_text()),
+            dtype=dtype,
+            output_loading_info=True,
+        )
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"the image encoder cannot be loaded: {first_line(error)}") from error
     missing = sorted(name for name in loading["missing_keys"] if not _is_of_text(name))
     if missing:
         raise ModelError(

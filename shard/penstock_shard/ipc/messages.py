@@ -246,6 +246,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     fetched_blocks_total: int = 0
     refused_blocks_total: int = 0
     exported_blocks_total: int = 0
+    # Images that were encoded, and the seconds that it took.
+    encoded_images_total: int = 0
+    encode_seconds_total: float = 0.0
     # Of a shard that drains: nothing runs, and all that was cached is on disk.
     is_saved: bool = False
 

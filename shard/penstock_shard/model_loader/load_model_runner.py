@@ -82,7 +82,7 @@ def _with_images(load: CheckedLoad, config: ShardConfig, images: ImageEncoder) -
 def _image_encoder(
     config: ShardConfig, model_dir: Path, loaded: LoadedModel, progress: Callable[[str], None]
 ) -> ImageEncoder | None:
-    """None where images are not served. Raises ModelError if files are missing."""
+    """None where images are not served, of which a line says why."""
     is_dummy = config.load_format == "dummy"
     if config.image_cache_bytes == 0 or is_dummy or not sees_images(model_dir):
         return None
@@ -93,7 +93,11 @@ def _image_encoder(
     from penstock_shard.images.load_encoder import load_encoder
 
     progress("loading the image encoder")
-    return load_encoder(model_dir, loaded.model.device, config.image_cache_bytes)
+    try:
+        return load_encoder(model_dir, loaded.model.device, config.image_cache_bytes)
+    except ModelError as error:
+        progress(f"its images are not served: {error}")
+        return None
 
 
 def _info(

@@ -35,13 +35,14 @@ class EngineImages:
         # By digest, the one that was named last at the end.
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         # Bytes of these, and of what is being put.
-        self._num_bytes = 0
+        self.num_bytes = 0
         self.num_engines = 0
+        self.num_put = 0
 
     def begin_engine(self) -> None:
         """Another engine has none."""
         self.num_engines += 1
-        self._num_bytes -= sum(kept.num_bytes for kept in self._kept.values())
+        self.num_bytes -= sum(kept.num_bytes for kept in self._kept.values())
         self._kept.clear()
 
     def __contains__(self, digest: bytes) -> bool:
@@ -61,20 +62,20 @@ class EngineImages:
             bound = f"at most {self._most_bytes} bytes (--image-cache-bytes)"
             raise _refusal("pixels", f"{num_bytes} bytes", bound)
         self._make_room(num_bytes)
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         return IncomingImage(self, next(self._numbers), digest, width, height, num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
         idle = [digest for digest, kept in self._kept.items() if not kept.num_users]
         for digest in idle:
-            if self._num_bytes + num_bytes <= self._most_bytes:
+            if self.num_bytes + num_bytes <= self._most_bytes:
                 return
-            self._num_bytes -= self._kept.pop(digest).num_bytes
+            self.num_bytes -= self._kept.pop(digest).num_bytes
             self._tell(ImageDrop(digest))
-        if self._num_bytes + num_bytes > self._most_bytes:
+        if self.num_bytes + num_bytes > self._most_bytes:
             raise Refusal(
                 Code.RESOURCE_EXHAUSTED,
-                f"images of requests that run take {self._num_bytes} bytes; --image-cache-bytes is "
+                f"images of requests that run take {self.num_bytes} bytes; --image-cache-bytes is "
                 f"{self._most_bytes}",
                 field="pixels",
             )
@@ -88,9 +89,10 @@ class EngineImages:
         if is_whole and incoming.digest not in self._kept:
             self._tell(ImagePiece(incoming.number, incoming.num_bytes, b"", incoming.digest))
             self._kept[incoming.digest] = _Kept(incoming.num_bytes)
+            self.num_put += 1
         else:
             self._tell(ImagePiece(incoming.number, 0, b""))
-            self._num_bytes -= incoming.num_bytes
+            self.num_bytes -= incoming.num_bytes
 
     def hold(self, request: Request, deliver: Callable[[Output], None]) -> Callable[[Output], None]:
         """Keep the images of a request until its last output was delivered. Raises `Refusal` if one

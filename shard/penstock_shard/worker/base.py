@@ -134,6 +134,9 @@ class ImageEncoder(Protocol):
 
     # In a prompt the id of each token that stands for a part of an image.
     token_id: int
+    # Images that were encoded so far, and the seconds that it took.
+    num_encoded: int
+    encode_s: float
 
     def put(self, digest: bytes, pixels: bytes) -> None:
         """Keep the pixels of an image, RGB8 in rows."""
@@ -147,8 +150,11 @@ class ImageEncoder(Protocol):
     def has(self, salt: str, image: PlacedImage) -> bool:
         """Whether it is encoded."""
 
-    def encode(self, salt: str, image: PlacedImage, seconds: float) -> bool:
-        """Go on encoding it for about so long; whether it is encoded. Raises `ImageUnusable`."""
+    def encode(self, salt: str, image: PlacedImage) -> bool:
+        """Have it encoded, beside the steps; whether it is. Raises `ImageUnusable`."""
+
+    def cancel(self, salt: str, image: PlacedImage) -> None:
+        """It need not be encoded any more, if that has not begun."""
 
 
 class StepOutOfMemory(Exception):

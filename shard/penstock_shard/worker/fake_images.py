@@ -14,6 +14,8 @@ class FakeImages:
 
     def __init__(self) -> None:
         self._digests: set[bytes] = set()
+        self.num_encoded = 0
+        self.encode_s = 0.0
 
     def put(self, digest: bytes, pixels: bytes) -> None:
         self._digests.add(digest)
@@ -27,7 +29,11 @@ class FakeImages:
     def has(self, salt: str, image: PlacedImage) -> bool:
         return False
 
-    def encode(self, salt: str, image: PlacedImage, seconds: float) -> bool:
+    def encode(self, salt: str, image: PlacedImage) -> bool:
         if image.digest not in self._digests:
             raise ImageUnusable("its pixels are not here any more")
+        self.num_encoded += 1
         return True
+
+    def cancel(self, salt: str, image: PlacedImage) -> None:
+        """Nothing waits."""

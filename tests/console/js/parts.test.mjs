@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
+import { contentOf } from "./console/attachments.js";
 import { curlOf } from "./console/curl.js";
 import { Feed, keyOf } from "./console/feed.js";
 import { bytes, count, duration, percent, rate, visible } from "./console/format.js";
@@ -132,4 +133,12 @@ test("a curl command says the same request and never the key", () => {
   assert.equal(command, "curl 'http://h/v1/x' -H \"Authorization: Bearer $PENSTOCK_API_KEY\" " +
     "-H 'Content-Type: application/json' -N -d '{\"a\": \"it'\\''s\"}'");
   assert.equal(curlOf({ url: "http://h/", method: "GET", headers: [], body: null, hasKey: false }), "curl 'http://h/'");
+});
+
+test("a message with images has them before its text, and one without is a text", () => {
+  const image = { name: "a.png", url: "data:image/png;base64,AA==" };
+  const part = { type: "image_url", image_url: { url: image.url } };
+  assert.equal(contentOf("Hello", []), "Hello");
+  assert.deepEqual(contentOf("Hello", [image, image]), [part, part, { type: "text", text: "Hello" }]);
+  assert.deepEqual(contentOf(" ", [image]), [part]);
 });

@@ -108,7 +108,7 @@ async def test_a_stream_goes_so_only_once(make: Make) -> None:
     await _looks()
     assert [world.where(stream) for stream in streams] == ["a", "b"]
     _report(world, "a", 0, 0)
-    _report(world, "b", 8, 1)
+    _report(world, "b", 0, 1)
     await _looks()
     assert world.where(streams[1]) == "b"
 

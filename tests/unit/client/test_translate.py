@@ -61,6 +61,9 @@ VALUES = {
     "lora-adapters": "mine=/adapters/mine",
     "max-loras": "16",
     "speculative-config": '{"method": "ngram", "num_speculative_tokens": 5}',
+    "allowed-local-media-path": str(PEERS),
+    "allowed-media-domains": "images.example.com",
+    "limit-mm-per-prompt": '{"image": 4}',
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
 }
 
@@ -309,6 +312,36 @@ def test_drafts_from_a_sequences_own_tokens_are_kept_and_those_of_models_are_not
         assert of(result, "--speculative-config")[0] is Loss.LOST
     result = read("text-generation-launcher --speculate 3")
     assert "--speculative-tokens 3" in shlex.join(result.arguments)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [
+        ('{"image": 4, "video": 0}', "4"),
+        ('{"image": {"count": 5, "width": 100}}', "5"),
+        ('{"video": 1}', None),
+    ],
+)
+def test_limits_of_images_are_kept(limit: str, most: str | None) -> None:
+    result = read(f"vllm serve m --limit-mm-per-prompt '{limit}'")
+    assert result.router[2:] == (["--max-images", most] if most else [])
+    assert result.remarks == []
+    assert read("vllm serve m --limit-mm-per-prompt.image 4").router[2:] == ["--max-images", "4"]
+
+
+def test_a_server_of_text_alone_stays_one() -> None:
+    result = read("vllm serve m --language-model-only")
+    assert result.shard == ["--image-cache-bytes", "0"]
+    loss, text = of(
+        read("vllm serve m --limit-mm-per-prompt.image 0"), "--limit-mm-per-prompt.image"
+    )
+    assert (loss, "--image-cache-bytes 0" in text) == (Loss.LOST, True)
+
+
+def test_domains_of_images_become_one_list() -> None:
+    result = read("vllm serve m --allowed-media-domains a.example b.example --port 9")
+    assert result.router[2:] == ["--allowed-media-domains", "a.example,b.example"]
+    check_parses(result)
 
 
 # ---- TGI -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 from support.budget import budget, seeded
+from support.image_models import IMAGE_MODELS
 from tokenizers import Tokenizer
 from unit.router.router_doubles import (
     CHATML,
@@ -764,6 +765,23 @@ async def test_models_are_listed_and_looked_up(router: MemoryRouter) -> None:
     assert card["max_model_len"] == INFO.max_model_len
     assert (await router.get(f"/v1/models/{INFO.model}")).json() == card
     assert (await router.get("/v1/models/other/name")).status == 404
+
+
+async def test_a_model_says_whether_it_sees_images() -> None:
+    seeing = replace(INFO, capabilities=INFO.capabilities | {"images"})
+    files = IMAGE_MODELS["qwen2_5_vl"].files()
+    not_known = {**files, "preprocessor_config.json": b'{"image_processor_type": "Of2031"}'}
+    for info, its_files, modalities in (
+        (seeing, files, ["text", "image"]),
+        # Of one that was started without memory for images, and whose tokens nobody can count.
+        (INFO, files, ["text"]),
+        (seeing, not_known, ["text"]),
+    ):
+        async with memory_router(FakeFleet(its_files, shards=[FakeShard(info)])) as router:
+            card, _ = (await router.get("/v1/models")).json()["data"]
+            assert card["input_modalities"] == modalities
+            shown = (await router.post("/api/show", {"model": INFO.model})).json()["capabilities"]
+            assert ("vision" in shown) == ("image" in modalities)
 
 
 async def test_every_name_that_is_served_is_listed_and_looked_up_as_what_it_means(

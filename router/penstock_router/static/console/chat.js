@@ -2,7 +2,8 @@
 
 import { askForKey, keyHeaders, onKeyChange } from "./access.js";
 import { Answer } from "./answer.js";
-import { bodyFor, drawSettings, learnModels } from "./chat_settings.js";
+import { Attachments, contentOf, picture } from "./attachments.js";
+import { bodyFor, drawSettings, learnModels, whyNoImages } from "./chat_settings.js";
 import { announce, byId, make } from "./dom.js";
 import { eventsOf, refusalOf } from "./sse.js";
 import { hideTip } from "./tokens.js";
@@ -15,9 +16,10 @@ class Chat {
   #answer = null;
   #running = null;
   #conversation = byId("conversation");
+  #attachments = new Attachments(whyNoImages);
 
   constructor(feed) {
-    drawSettings();
+    drawSettings(() => this.#attachments.show());
     byId("settings-box").open = !matchMedia(NARROW).matches;
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -47,13 +49,17 @@ class Chat {
 
   #say() {
     const prompt = byId("prompt");
-    const content = prompt.value;
-    if (this.#running || !content.trim()) return;
+    const text = prompt.value;
+    const hasText = text.trim() !== "";
+    if (this.#running || (!hasText && this.#attachments.isEmpty)) return;
     prompt.value = "";
+    const images = this.#attachments.take();
     if (!this.#messages.length) this.#conversation.replaceChildren();
-    this.#messages.push({ role: "user", content });
+    this.#messages.push({ role: "user", content: contentOf(text, images) });
     this.#conversation.append(make("article", { className: "message user" },
-      make("h4", { textContent: "You" }), make("div", { className: "text", textContent: content })));
+      make("h4", { textContent: "You" }),
+      images.length ? make("div", { className: "pictures" }, ...images.map(picture)) : null,
+      hasText ? make("div", { className: "text", textContent: text }) : null));
     this.#answerTo();
   }
 
@@ -117,6 +123,7 @@ class Chat {
     this.#running?.abort();
     this.#messages = [];
     this.#answer = null;
+    this.#attachments.take();
     this.#showEmpty();
     this.#showButtons();
     byId("prompt").focus();

@@ -22,8 +22,13 @@ const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
 
 const input = (name) => byId(`set-${name}`);
 
-export function drawSettings() {
+// By name, what /v1/models says of each.
+const cards = new Map();
+
+/** `onModel` is called when another model is chosen. */
+export function drawSettings(onModel) {
   const model = make("select", { id: "set-model" });
+  model.addEventListener("change", onModel);
   const probabilities = make("input", { id: "set-logprobs", type: "checkbox", checked: true });
   const alternatives = make("input", { id: "set-top_logprobs", inputMode: "numeric", value: "5", autocomplete: "off" });
   byId("settings").append(
@@ -53,9 +58,18 @@ export async function learnModels() {
   if (!answer.ok) return;
   const select = input("model");
   const chosen = select.value;
-  const names = (await answer.json()).data.map((card) => card.id);
+  cards.clear();
+  for (const card of (await answer.json()).data) cards.set(card.id, card);
+  const names = [...cards.keys()];
   select.replaceChildren(...names.map((name) => make("option", { value: name, textContent: name })));
   if (names.includes(chosen)) select.value = chosen;
+}
+
+/** Why the chosen model gets no images; empty where it sees them, or nothing is known of it. */
+export function whyNoImages() {
+  const model = input("model").value;
+  const sees = cards.get(model)?.input_modalities?.includes("image") ?? true;
+  return sees ? "" : `The model ${model} takes no images.`;
 }
 
 /** The body of a request for an answer to these messages. */

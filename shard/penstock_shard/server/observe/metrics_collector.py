@@ -61,7 +61,25 @@ def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metr
         "Preemptions: sequences stopped, to be computed again.",
         value=load.preemptions_total,
     )
+    yield from _images(engine)
     yield _info(engine, config)
+
+
+def _images(engine: EngineSupervisor) -> Iterator[Metric]:
+    """Those that requests see."""
+    text = "Bytes of images' pixels that the engine has (--image-cache-bytes)."
+    yield _gauge("image_bytes", text, engine.images.num_bytes)
+    text = "Images whose pixels were put, and were not here."
+    yield CounterMetricFamily("penstock_shard_images_put", text, value=engine.images.num_put)
+    load = engine.load
+    text = "Images that were encoded."
+    yield CounterMetricFamily(
+        "penstock_shard_images_encoded", text, value=load.encoded_images_total
+    )
+    text = "Seconds that encoding took, beside the steps."
+    yield CounterMetricFamily(
+        "penstock_shard_image_encode_seconds", text, value=load.encode_seconds_total
+    )
 
 
 def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
