@@ -67,11 +67,11 @@ def ask(
         placed.append(PlacedImage(digest, picture.width, picture.height, len(token_ids), rows))
         token_ids += [IMAGE_ID] * rows
     token_ids += [rng.randrange(5, 3900) for _ in range(5)]
-    expected = generate(whole, token_ids, _together(inputs), num_tokens)
+    expected = generate(whole, token_ids, together(inputs), num_tokens)
     return Asked(token_ids, pictures, tuple(placed), expected)
 
 
-def _together(inputs: Seq[Any]) -> dict[str, torch.Tensor]:
+def together(inputs: Seq[Any]) -> dict[str, torch.Tensor]:
     """What a processor gives for all images at once; tiles are padded to as many as one has."""
     together = {}
     for name in inputs[0].keys() - {"num_patches"}:

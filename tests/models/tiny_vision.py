@@ -178,7 +178,8 @@ def generate(
     """Greedy tokens after a prompt with images, by transformers."""
     ids = torch.tensor([list(token_ids)])
     if "image_grid_thw" in inputs:
-        inputs = {**inputs, "mm_token_type_ids": (ids == IMAGE_ID).long()}
+        image_id = model.config.image_token_id
+        inputs = {**inputs, "mm_token_type_ids": (ids == image_id).long()}
     made = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

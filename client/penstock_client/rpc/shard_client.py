@@ -427,13 +427,18 @@ class _SharedCall:
         try:
             while True:
                 message = await self._outgoing.get()
-                # Cancelled while it waited in the queue: the shard need not see it.
-                stream = self.streams.get(message.request_id)
-                if stream is not None and stream.attempt == message.attempt:
+                if self._is_wanted(message):
                     await self._call.write(message)
+                # Nothing of a request is held here until the next one comes.
+                del message
         except (grpc.RpcError, asyncio.InvalidStateError):
             # The reader learns of the same end, with its status.
             return
+
+    def _is_wanted(self, message: Any) -> bool:
+        """Not what was cancelled while it waited in the queue: the shard need not see it."""
+        stream = self.streams.get(message.request_id)
+        return stream is not None and stream.attempt == message.attempt
 
     def _wrote(self, writer: asyncio.Task[None]) -> None:
         """The writer is done. If it failed, what is on the call would wait for ever."""

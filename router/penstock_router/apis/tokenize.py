@@ -12,7 +12,7 @@ from typing import Self, TypedDict
 
 from penstock_router.apis.base import ERRORS, BodyKind, SeveralKinds
 from penstock_router.apis.chat_messages import MESSAGES
-from penstock_router.apis.images import take_images
+from penstock_router.apis.images import split_markdown, take_images
 from penstock_router.apis.openai.requests import CHAT_FIELDS, template_options
 from penstock_router.apis.tgi.answers import ERRORS as TGI_ERRORS
 from penstock_router.apis.tgi.requests import INPUTS
@@ -31,8 +31,16 @@ from penstock_router.json_fields import (
     table,
     token_ids,
 )
-from penstock_router.request import ChatRequest, CompletionRequest
-from penstock_router.text.prompts import TextModel, chat_prompt, completion_prompts, render
+from penstock_router.request import (
+    ChatRequest,
+    CompletionRequest,
+    ImageSizes,
+    ImageSource,
+    TextWithImages,
+)
+from penstock_router.text.prompts import TextModel, chat_prompt, completion_prompts
+from penstock_router.text.token_places import Bounds, chat_places, completion_places
+from penstock_router.text.tokenizer import TokenPlace
 
 # More ids than any context has, and as many as a thread decodes in a second or so.
 _MAX_IDS = 4_000_000
@@ -85,6 +93,9 @@ class TokensRequest:
 
     model: str
     values: JsonObject
+    # As a request for tokens has them.
+    images: tuple[ImageSource, ...] = ()
+    image_sizes: ImageSizes = ()
 
     @property
     def brings_template(self) -> bool:
@@ -102,7 +113,11 @@ def parse_with(fields: Table) -> Callable[[JsonObject], TokensRequest]:
 
     def parse(body: JsonObject) -> TokensRequest:
         values = read_fields(fields, body)
-        return TokensRequest(model=values.get("model", ""), values=values)
+        images = take_images(values.get("messages", ()))
+        if "inputs" in values:
+            texts, images = split_markdown("inputs", values["inputs"])
+            values["inputs"] = TextWithImages(tuple(texts)) if images else values["inputs"]
+        return TokensRequest(model=values.get("model", ""), values=values, images=images)
 
     return parse
 
@@ -117,7 +132,9 @@ class PromptTokens(TypedDict):
 
 
 class TextToken(TypedDict):
-    """A token and its position, in bytes of the text."""
+    """A token and its position, in bytes of the text; an image's tokens are all in the place of the
+    text that stands for it.
+    """
 
     id: int
     text: str
@@ -142,19 +159,20 @@ class DetokenizeAnswer(TypedDict):
     prompt: str
 
 
-def chat_to_tokenize(values: JsonObject) -> ChatRequest:
+def chat_to_tokenize(asked: TokensRequest) -> ChatRequest:
     """A chat that is tokenized without generating."""
+    values = asked.values
     return ChatRequest(
         messages=values["messages"],
-        images=take_images(values["messages"]),
+        image_sizes=asked.image_sizes,
         add_special_tokens=values.get("add_special_tokens", False),
         **template_options(values),
         **tool_options(values),
     )
 
 
-def text_tokens(text: str, places: Iterable[tuple[int, int, int]]) -> list[TextToken]:
-    """Tokens of a text; `places` has (id, first character, character after the last) of each."""
+def text_tokens(text: str, places: Iterable[TokenPlace]) -> list[TextToken]:
+    """Tokens of a text; `places` says which characters each one is."""
     # The byte at which each character begins.
     begins = [0]
     for character in text:
@@ -171,7 +189,7 @@ def text_tokens(text: str, places: Iterable[tuple[int, int, int]]) -> list[TextT
 def _tokenize_prompt(asked: TokensRequest, model: TextModel) -> PromptTokens:
     values = asked.values
     if "messages" in values:
-        prompt = chat_prompt(chat_to_tokenize(values), model, INT32_MAX)
+        prompt = chat_prompt(chat_to_tokenize(asked), model, INT32_MAX)
         token_ids = list(prompt.token_ids)
     elif "prompt" in values:
         text = CompletionRequest(
@@ -196,23 +214,18 @@ def _tokenize_prompt(asked: TokensRequest, model: TextModel) -> PromptTokens:
 
 def _tokenize_inputs(asked: TokensRequest, model: TextModel) -> list[TextToken]:
     values = asked.values
-    return _placed(values["inputs"], model, values.get("add_special_tokens", True))
+    text = CompletionRequest(
+        prompts=(values["inputs"],),
+        image_sizes=asked.image_sizes,
+        add_special_tokens=values.get("add_special_tokens", True),
+    )
+    return text_tokens(*completion_places(text, model, Bounds(MAX_CHARS, MAX_PLACES)))
 
 
 def _chat_tokenize(asked: TokensRequest, model: TextModel) -> ChatTokens:
-    chat = chat_to_tokenize(asked.values)
-    text = render(chat, model)
-    return {
-        "tokenize_response": _placed(text, model, chat.add_special_tokens),
-        "templated_text": text,
-    }
-
-
-def _placed(text: str, model: TextModel, add_special_tokens: bool) -> list[TextToken]:
-    if len(text) > MAX_CHARS:
-        raise BadRequest(f"the text has {len(text)} characters; at most {MAX_CHARS} are tokenized")
-    places = model.tokenizer.places(text, add_special_tokens=add_special_tokens, at_most=MAX_PLACES)
-    return text_tokens(text, places)
+    bounds = Bounds(MAX_CHARS, MAX_PLACES)
+    text, places = chat_places(chat_to_tokenize(asked), model, bounds)
+    return {"tokenize_response": text_tokens(text, places), "templated_text": text}
 
 
 def _detokenize(asked: TokensRequest, model: TextModel) -> DetokenizeAnswer:

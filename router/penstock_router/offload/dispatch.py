@@ -9,6 +9,7 @@ memory, and texts that the answer shows. A long stored response is read there to
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -211,8 +212,13 @@ class Body:
         self, bodies: Bodies, arrival: Arrival, incoming: Incoming, reading: Reading
     ) -> None:
         self.kind = reading.kind
+        # What names its images: not in the request, which lives as long as its answer, as they may
+        # be megabytes of base64.
+        self._sources = getattr(reading.asked, "images", ())
         # The request; of a long body without its text.
         self.asked = reading.asked
+        if self._sources:
+            self.asked = dataclasses.replace(reading.asked, images=())
         self.refusal = reading.refusal
         self.digest = reading.digest
         self.is_long = incoming.is_long
@@ -236,7 +242,7 @@ class Body:
             self._incoming.drop()
 
     async def _load_images(self, model: ServedModel) -> None:
-        sources = getattr(self.asked, "images", ())
+        sources, self._sources = self._sources, ()
         if sources and model.text.image_tokens is None:
             raise takes_no_images(model.text)
         bodies = self._bodies

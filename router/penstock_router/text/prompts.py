@@ -89,7 +89,7 @@ def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
     """The prompts of a request of either kind. One invalid prompt refuses the whole request."""
     begun, style = False, model.conventions.reasoning
     if isinstance(request, ChatRequest):
-        pieces = _render(request, model)
+        pieces = render(request, model)
         prompts = [_tokenize(request, model, pieces, model.max_model_len)]
         if style is not None:
             text = "".join(pieces)
@@ -128,7 +128,7 @@ def completion_prompts(
 ) -> list[Prompt]:
     """Texts tokenized, ids checked; `param` is the field that they came in."""
     truncation = _truncation(request, model)
-    pairs = [(prompt, _pieces(prompt, model)) for prompt in request.prompts]
+    pairs = [(prompt, pieces_of(prompt, model)) for prompt in request.prompts]
     encoded = iter(
         model.tokenizer.encode(
             [prompt for prompt, pieces in pairs if isinstance(prompt, str) and not pieces],
@@ -158,7 +158,7 @@ def completion_prompts(
     return prompts
 
 
-def _pieces(prompt: str | list[int] | TextWithImages, model: TextModel) -> Sequence[str]:
+def pieces_of(prompt: str | list[int] | TextWithImages, model: TextModel) -> Sequence[str]:
     """What is tokenized apart, with an anchor for each image; () for ids and plain text."""
     with_images = isinstance(prompt, TextWithImages)
     if model.image_tokens is None and with_images:
@@ -172,6 +172,12 @@ def _pieces(prompt: str | list[int] | TextWithImages, model: TextModel) -> Seque
 
 def _split(text: str, mark: str) -> Sequence[str]:
     return text.split(mark) if mark else (text,)
+
+
+def has_images(pieces: Sequence[str], sizes: ImageSizes, model: TextModel) -> bool:
+    """Whether these pieces are a prompt with images, or with text that spells one."""
+    images = model.image_tokens
+    return images is not None and bool(sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0]))
 
 
 def takes_no_images(model: TextModel) -> BadRequest:
@@ -243,17 +249,14 @@ def chat_prompt(request: ChatRequest, model: TextModel, max_tokens: int | None =
     """A chat's messages, rendered by a template and tokenized; refused where they have more than
     `max_tokens`, or else than the model's context.
     """
-    pieces = _render(request, model)
+    pieces = render(request, model)
     return _tokenize(request, model, pieces, max_tokens or model.max_model_len)
 
 
 def _tokenize(
     request: ChatRequest, model: TextModel, pieces: Sequence[str], max_tokens: int
 ) -> Prompt:
-    images = model.image_tokens
-    if images is not None and (
-        request.image_sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0])
-    ):
+    if has_images(pieces, request.image_sizes, model):
         prompt = _encode_pieces(request, model, pieces, request.image_sizes, max_tokens)
         return dataclasses.replace(prompt, text=_last_message(request) if request.echo else None)
     [token_ids] = model.tokenizer.encode(
@@ -265,15 +268,10 @@ def _tokenize(
     return Prompt(token_ids, _last_message(request) if request.echo else None)
 
 
-def render(request: ChatRequest, model: TextModel) -> str:
-    """The prompt's text, by the model's template or, where those are trusted, the request's. Images
-    are shown as the template shows them.
+def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
+    """The prompt's text, in pieces that are tokenized apart: by the model's template or, where
+    those are trusted, the request's.
     """
-    return "".join(_render(request, model))
-
-
-def _render(request: ChatRequest, model: TextModel) -> Sequence[str]:
-    """The prompt's text, in pieces that are tokenized apart."""
     if request.image_sizes and model.image_tokens is None:
         raise takes_no_images(model)
     template = model.chat_template

@@ -28,6 +28,10 @@ MAX_TEXT_CHARS = 8_000_000
 _COMPOSITION_FACTOR = 4
 
 
+# A token's id, and in its text its first character and the one after its last.
+TokenPlace = tuple[int, int, int]
+
+
 class TokenizerUnusable(Exception):
     """A tokenizer.json that does not load; the text says why."""
 
@@ -159,18 +163,14 @@ class Tokenizer:
         num_before = next(fits, num_added)
         return whole[:num_before], whole[num_before + len(bare) :]
 
-    def places(
-        self, text: str, *, add_special_tokens: bool, at_most: int
-    ) -> list[tuple[int, int, int]]:
-        """For each token of a text its id, and the positions of its first character and after its
-        last.
+    def places(self, text: str, *, add_special_tokens: bool, at_most: int) -> list[TokenPlace]:
+        """Where each token of a text is.
 
         Takes long for a long text. Raises `BadRequest` for more than `at_most` tokens.
         """
         # `encode_batch_fast` keeps no offsets.
         [encoding] = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
-        if len(encoding) > at_most:
-            raise BadRequest(f"the text has {len(encoding)} tokens; at most {at_most} are shown")
+        check_num_shown(len(encoding), at_most)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [(token_id, start, stop) for token_id, (start, stop) in pairs]
 
@@ -217,6 +217,12 @@ def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
         pattern = normalizer.get("pattern", {}).get("String")
         return bool(pattern) and len(normalizer.get("content", "")) >= len(pattern)
     return kind in ("NFC", "NFD", "NFKC", "NFKD", "Prepend")
+
+
+def check_num_shown(num_tokens: int, at_most: int) -> None:
+    """Raises `BadRequest` for more tokens with their places than that."""
+    if num_tokens > at_most:
+        raise BadRequest(f"the text has {num_tokens} tokens; at most {at_most} are shown")
 
 
 def prompt_too_long(num_tokens: int, max_tokens: int) -> ContextExceeded:

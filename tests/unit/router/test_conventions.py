@@ -25,7 +25,9 @@ from penstock_router.text.prompts import (
     PreparedPrompts,
     TextModel,
     prepare_prompts,
-    render,
+)
+from penstock_router.text.prompts import (
+    render as render_pieces,
 )
 from penstock_router.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -98,6 +100,10 @@ def test_a_text_process_has_them_by_name() -> None:
         found = conventions_of(template(source), "auto", "auto")
         assert conventions_named(*found.names) == found
     assert conventions_named("", "") == Conventions()
+
+
+def render(request: ChatRequest, model: TextModel) -> str:
+    return "".join(render_pieces(request, model))
 
 
 # ---- What the template is given ----------------------------------------------------------------

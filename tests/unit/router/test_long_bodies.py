@@ -942,3 +942,19 @@ async def test_what_finds_no_room_among_the_threads_is_refused_at_once() -> None
         assert (await waiting[0], await last) == (True, 0)
         with pytest.raises(ZeroDivisionError):
             await threads.run(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("num_chars", [40, 100_000])
+async def test_what_names_images_is_not_kept_with_the_request(
+    fleet: FakeFleet, num_chars: int
+) -> None:
+    image = {"type": "image_url", "image_url": f"data:image/png;base64,{'A' * num_chars}"}
+    message = {"role": "user", "content": [image]}
+    async with made_bodies(fleet) as bodies:
+        body = await read(bodies, "chats", msgspec.json.encode({"messages": [message]}))
+        assert body.asked.images == ()
+        [source] = body._sources
+        assert len(source.url) == 22 + num_chars
+        with pytest.raises(BadRequest, match="takes no images"):
+            await body.work(await bodies.models.get(""))
+        assert body._sources == ()

@@ -382,9 +382,9 @@ def test_reasoning_is_shown_and_without_bound_unless_the_body_says_otherwise() -
 def test_a_chat_is_counted_with_its_tools() -> None:
     parse = parse_with(TOKENIZE_FIELDS)
     body = {"messages": MESSAGES, "tools": TWO, "tool_choice": "none"}
-    counted = chat_to_tokenize(parse(body).values)
+    counted = chat_to_tokenize(parse(body))
     assert (counted.tools, counted.tool_choice) == (chat(tools=TWO).tools, ToolChoice("none"))
-    assert chat_to_tokenize(parse({"messages": MESSAGES, "tools": TWO}).values).tools
+    assert chat_to_tokenize(parse({"messages": MESSAGES, "tools": TWO})).tools
 
 
 async def test_a_request_goes_to_another_process_with_the_names_of_its_tools() -> None:

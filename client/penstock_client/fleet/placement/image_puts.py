@@ -105,11 +105,17 @@ class ImagePuts:
         if key not in self._putting:
             putting = self._put_once(shard, key, image, stream.pixels)
             task = self._putting[key] = asyncio.get_running_loop().create_task(putting)
-            task.add_done_callback(lambda _: self._putting.pop(key, None))
+            task.add_done_callback(lambda ended: self._end_put(key, ended))
         # Not awaited itself: others may wait for it when this stream ends.
         task = self._putting[key]
         await asyncio.wait({task})
         task.result()
+
+    def _end_put(self, key: _Key, task: asyncio.Task[None]) -> None:
+        del self._putting[key]
+        if not task.cancelled():
+            # Seen, also where nobody waits for it any more.
+            task.exception()
 
     async def _put_once(
         self, shard: ShardState, key: _Key, image: PromptImage, pixels: PixelSource

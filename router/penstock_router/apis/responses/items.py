@@ -148,11 +148,11 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[Message
         messages.append({"role": "system", "content": instructions})
     names: dict[str, str] = {}
     said = _AssistantTurn()
-    for item in items:
+    for index, item in enumerate(items):
         if _is_given(item):
             messages += said.message()
             said = _AssistantTurn()
-            messages.append(_read_given(item, names))
+            messages.append(_read_given(f"input[{index}]", item, names))
             continue
         if not said.takes(item):
             messages += said.message()
@@ -170,23 +170,23 @@ def _is_given(item: Item) -> bool:
     return item["type"] == "function_call_output"
 
 
-def _read_given(item: Item, names: dict[str, str]) -> Message:
+def _read_given(name: str, item: Item, names: dict[str, str]) -> Message:
     if item["type"] != "function_call_output":
         assert item["type"] == "message"
-        return {"role": item["role"], "content": _content_of(item["content"])}
+        return {"role": item["role"], "content": _content_of(f"{name}.content", item["content"])}
     output, call_id = item["output"], item["call_id"]
-    content = output if isinstance(output, str) else _content_of(output)
+    content = output if isinstance(output, str) else _content_of(f"{name}.output", output)
     return tool_message(call_id, content, names.get(call_id, ""))
 
 
-def _content_of(parts: list[Part]) -> Content:
+def _content_of(name: str, parts: list[Part]) -> Content:
     """As of a chat's message: one text, or parts where it has images."""
     return joined(
         [
-            image_part(part["image_url"], "input")
+            image_part(part["image_url"], f"{name}[{index}]")
             if part["type"] == "input_image"
             else text_part(part.get("text", part.get("refusal", "")))
-            for part in parts
+            for index, part in enumerate(parts)
         ]
     )
 

@@ -352,6 +352,9 @@ def _check(request: ResponsesRequest) -> None:
 
 
 def _check_background(request: ResponsesRequest) -> None:
+    if request.images:
+        text = "background: not with images, as responses about these are not stored"
+        raise BadRequest(text, param="background")
     if not request.store:
         raise BadRequest("background: needs store, as it is asked for later", param="background")
     if request.stream:

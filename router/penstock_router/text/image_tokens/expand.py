@@ -9,7 +9,13 @@ from itertools import chain
 from penstock_router.errors import BadRequest
 from penstock_router.request import ImageSizes
 from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
-from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_long
+from penstock_router.text.tokenizer import (
+    Tokenizer,
+    TokenPlace,
+    Truncation,
+    check_num_shown,
+    prompt_too_long,
+)
 
 
 def encode_with_images(
@@ -59,6 +65,44 @@ def encode_with_images(
     return ids, tuple(moved)
 
 
+def place_images(
+    tokenizer: Tokenizer,
+    pieces: Sequence[str],
+    images: ImageTokens,
+    sizes: ImageSizes,
+    *,
+    add_special_tokens: bool,
+    at_most: int,
+) -> tuple[str, list[TokenPlace]]:
+    """The text of such a prompt, and where in it each token is: those of an image all where its one
+    token was. Raises as `encode_with_images`, and `BadRequest` for more than `at_most` tokens.
+    """
+    _check_anchors(sum(piece.count(images.anchor) for piece in pieces), len(sizes))
+    of_images, places, text = [images.token_ids(*size) for size in sizes], list[TokenPlace](), ""
+    for piece in pieces:
+        shown = piece.replace(images.anchor, images.text)
+        places += [
+            (token_id, len(text) + start, len(text) + stop)
+            for token_id, start, stop in tokenizer.places(
+                shown, add_special_tokens=False, at_most=at_most
+            )
+        ]
+        text += shown
+    _check_tokens([token_id for token_id, _, _ in places], images.token_id, len(of_images))
+    check_num_shown(len(places) + sum(map(len, of_images)), at_most)
+    before, after = tokenizer.special_around if add_special_tokens else ([], [])
+    unplaced = iter(of_images)
+    return text, [
+        *((token_id, 0, 0) for token_id in before),
+        *(
+            (each, start, stop)
+            for token_id, start, stop in places
+            for each in (next(unplaced) if token_id == images.token_id else (token_id,))
+        ),
+        *((token_id, 0, 0) for token_id in after),
+    ]
+
+
 def _check_anchors(num_anchors: int, num_images: int) -> None:
     if num_anchors < num_images:
         raise BadRequest(
@@ -73,13 +117,17 @@ def _check_anchors(num_anchors: int, num_images: int) -> None:
         )
 
 
+def _check_tokens(ids: Sequence[int], token_id: int, num_images: int) -> None:
+    if ids.count(token_id) != num_images:
+        text = "the prompt's text becomes more tokens of images than it has images"
+        raise BadRequest(text, param="messages")
+
+
 def _put(
     ids: list[int], token_id: int, of_images: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[ImagePlace]]:
     """The ids of each image in the place of its one token."""
-    if ids.count(token_id) != len(of_images):
-        text = "the prompt's text becomes more tokens of images than it has images"
-        raise BadRequest(text, param="messages")
+    _check_tokens(ids, token_id, len(of_images))
     put: list[int] = []
     places, begin = [], 0
     for its_ids in of_images:
