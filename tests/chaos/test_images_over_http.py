@@ -97,6 +97,7 @@ async def test_a_stream_about_images_is_the_calm_one_when_engines_die(site: Imag
     calm = site.post(_PATH, asked)["choices"][0]["message"]["content"]
     told, _ = site.answer_to(asked["messages"], files, _NUM_TOKENS)
     assert calm.rstrip("\ufffd") == told
+    num_killed = 0
     async with aiohttp.ClientSession() as session:
         for moment in [0, 1, 20, *(rng.randrange(50) for _ in range(budget(0, 8)))]:
             await _settled(site)
@@ -116,8 +117,10 @@ async def test_a_stream_about_images_is_the_calm_one_when_engines_die(site: Imag
                             shard.engine.kill()
                             is_killed = True
             assert "".join(pieces) == calm, moment
-            assert is_killed or moment > 1, "it was over before"
+            num_killed += is_killed
             assert "Traceback" not in site.router.log
+    # One may be over before it is known where it runs.
+    assert num_killed
 
 
 # ---- Clients that leave --------------------------------------------------------------------------
