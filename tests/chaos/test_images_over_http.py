@@ -86,6 +86,7 @@ def _spent_s(shard: Shard) -> float:
     return float(spent.user + spent.system)
 
 
+@pytest.mark.soak
 async def test_a_stream_about_images_is_the_calm_one_when_engines_die(site: ImageSite) -> None:
     rng = seeded("images_over_http")
     files = (
@@ -119,7 +120,7 @@ async def test_a_stream_about_images_is_the_calm_one_when_engines_die(site: Imag
                         is_killed = True
             assert "".join(pieces) == calm, moment
             # Not every token is a piece of text.
-            assert is_killed or moment > 20
+            assert is_killed or moment >= 20
             assert "Traceback" not in site.router.log
 
 
