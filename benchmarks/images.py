@@ -28,7 +28,7 @@ from model_maker import write_tokenizer
 from models.tiny_vision import FAMILIES, IMAGE_ID, make_vision, random_picture
 from support.processes import Shard, running
 
-from penstock_client import Fleet, GenerationRequest, PromptImage, SamplingParams
+from penstock_client import Fleet, GenerationRequest, InvalidRequest, PromptImage, SamplingParams
 from penstock_common.image_digest import image_digest
 
 # About 60 M parameters of text and 15 M of an encoder.
@@ -148,7 +148,7 @@ async def _tokens_of(fleet: Fleet, args: argparse.Namespace) -> int:
     seen: Any = _Seen()
     try:
         await _with_image(fleet, args, 0.5, 1, seen)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is looked at here
+    except InvalidRequest as error:
         words = str(error).split()
         return int(words[words.index("makes") + 1])
     return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock_shard.images.image_processor import ImageProcessor
 from penstock_shard.images.tower import Tower
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Inbox, Output
+from penstock_shard.ipc.request import FinishReason
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.model_runner import ModelRunner
@@ -240,3 +242,34 @@ def test_an_encoder_that_does_not_repeat_itself_gives_no_fingerprint(
 
     monkeypatch.setattr(Tower, "encode", noisy)
     assert load(tmp_path).info.numerics_fingerprint == ""
+
+
+def test_images_of_requests_that_ended_leave_nothing(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = family
+    served = _Served(runner, monkeypatch)
+    served.put(*asked)
+    encoder, engine = runner.images, served.engine
+    begun, go_on = threading.Event(), threading.Event()
+    process = encoder._processor.process
+
+    def wait(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return process(*args)
+
+    monkeypatch.setattr(encoder._processor, "process", wait)
+    request = msgspec.structs.replace(asked[2].sequence().request, request_id="left")
+    engine.submit(request)
+    engine.step()
+    assert begun.wait(10)
+    engine.abort("left", 0)
+    assert engine.step()[0].finish is FinishReason.ABORTED
+    # One is in the middle of it, the others were not begun.
+    assert len(encoder._encoding) == 1
+    go_on.set()
+    (outputs,) = served.run(asked[0].sequence())
+    assert _tokens(outputs) == asked[0].expected
+    assert (encoder._encoding, encoder._unwanted) == ({}, set())
+    assert len(encoder._features) == 1

@@ -244,7 +244,7 @@ class Body:
     async def _load_images(self, model: ServedModel) -> None:
         sources, self._sources = self._sources, ()
         if sources and model.text.image_tokens is None:
-            raise takes_no_images(model.text)
+            raise takes_no_images(model.text, sources[0].param)
         bodies = self._bodies
         self.images = await load_images(
             bodies.images, sources, self._incoming.client, bodies.max_images

@@ -180,10 +180,11 @@ def has_images(pieces: Sequence[str], sizes: ImageSizes, model: TextModel) -> bo
     return images is not None and bool(sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0]))
 
 
-def takes_no_images(model: TextModel) -> BadRequest:
+def takes_no_images(model: TextModel, param: str = "") -> BadRequest:
     """The error for a request with images."""
     why = f" ({model.images_unusable})" if model.images_unusable else ""
-    return BadRequest(f"the model {model.name} takes no images{why}")
+    text = f"the model {model.name} takes no images{why}"
+    return BadRequest(f"{param}: {text}" if param else text, param=param or None)
 
 
 def _encode_pieces(

@@ -113,6 +113,7 @@ class PendingImages:
                 left = [image for image in missing if not self._encoder.encode(salt, image)]
             except ImageUnusable as error:
                 self._end(sequence, f"images: {error}")
+                self._cancel(salt, missing)
                 continue
             if left:
                 self._waiting[sequence] = left

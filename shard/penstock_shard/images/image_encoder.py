@@ -63,6 +63,8 @@ class ImageEncoder:
         self._facts: OrderedDict[bytes, tuple[int, tuple[int, int]]] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "image encoder", initializer=lower_priority)
         self._encoding: dict[_Key, Future[ImageFeatures]] = {}
+        # Of these, those that nobody waits for: one may be in the middle of it.
+        self._unwanted: set[_Key] = set()
         self.num_encoded = 0
         self.encode_s = 0.0
 
@@ -97,16 +99,25 @@ class ImageEncoder:
         return (salt, image.digest) in self._features
 
     def encode(self, salt: str, image: PlacedImage) -> bool:
+        self._drop_unwanted()
         if self.has(salt, image):
             return True
-        encoding = self._begin(salt, image)
-        if encoding.done():
-            self._take(salt, image)
-        return encoding.done()
+        if not self._begin(salt, image).done():
+            return False
+        self._take(salt, image)
+        return True
 
     def cancel(self, salt: str, image: PlacedImage) -> None:
         key = salt, image.digest
-        if key in self._encoding and self._encoding[key].cancel():
+        if key in self._encoding:
+            self._encoding[key].cancel()
+            self._unwanted.add(key)
+            self._drop_unwanted()
+
+    def _drop_unwanted(self) -> None:
+        """What nobody waits for any more is no result to keep: whoever wants it asks again."""
+        for key in [key for key in self._unwanted if self._encoding[key].done()]:
+            self._unwanted.discard(key)
             del self._encoding[key]
 
     def features(self, salt: str, image: PlacedImage) -> ImageFeatures:
@@ -133,6 +144,7 @@ class ImageEncoder:
             if pixels is None:
                 raise ImageUnusable("its pixels are not here any more")
             self._encoding[key] = self._pool.submit(self._encode, image, pixels)
+        self._unwanted.discard(key)
         return self._encoding[key]
 
     def _encode(self, image: PlacedImage, pixels: bytes) -> ImageFeatures:

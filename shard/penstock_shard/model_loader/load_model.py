@@ -120,7 +120,7 @@ def load_model(
 def _open(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Checkpoint:
     checkpoint = _checkpoint(files, ops, progress)
     if checkpoint.names.leaves_out:
-        progress("only the text of this model is served: the rest of its weights is not read")
+        progress("reading the text model alone from these files, which have more")
     return checkpoint
 
 
