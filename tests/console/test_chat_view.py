@@ -392,7 +392,9 @@ def test_a_model_that_takes_no_images_says_so_before_and_after(
     answer = say(page, "What is it?")
     assert page.locator("#attachments-note").is_hidden()
     wait_for_end(page, "failed")
-    assert answer.locator(".error").inner_text() == "the model penstock-toy takes no images"
+    assert answer.locator(".error").inner_text() == (
+        "messages[0].content[0]: the model penstock-toy takes no images"
+    )
     page.click("#clear")
     page.fill("#set-max_tokens", "3")
     with page.expect_request("**/v1/chat/completions") as asked:
