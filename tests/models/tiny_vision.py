@@ -17,6 +17,8 @@ import torch
 from models.tiny_families import tiny_config, turn_stacks
 from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
@@ -47,6 +49,25 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         {"image_token_index": IMAGE_ID, "spatial_merge_size": 2, "vision_feature_layer": -1},
         {"image_size": 8 * _PATCH, "patch_size": _PATCH},
         PixtralImageProcessorPil(size={"longest_edge": 8 * _PATCH}, patch_size=_PATCH),
+    ),
+    "gemma3": (
+        {"image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID, "mm_tokens_per_image": 36},
+        {"image_size": 12 * _PATCH, "patch_size": _PATCH},
+        Gemma3ImageProcessorPil(size={"height": 12 * _PATCH, "width": 12 * _PATCH}),
+    ),
+    "gemma4": (
+        {
+            "image_token_id": IMAGE_ID,
+            "boi_token_id": IMAGE_ID + 1,
+            "eoi_token_id": IMAGE_ID + 2,
+            "text_config": {
+                "use_bidirectional_attention": "vision",
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+            },
+        },
+        {"patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 128},
+        Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
     ),
     "internvl": (
         {"image_token_id": IMAGE_ID, "image_seq_length": 4, "downsample_ratio": 0.5},
@@ -106,6 +127,10 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
     ),
 }
 FAMILIES = tuple(_FAMILIES)
+# Where transformers is to be told which tokens are of images, the argument.
+_TYPES_OF_TOKENS = {"gemma3": "token_type_ids"} | dict.fromkeys(
+    ("gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "mm_token_type_ids"
+)
 
 
 @dataclass(frozen=True)
@@ -143,8 +168,10 @@ def make_vision(
     values, vision, processor = _FAMILIES[family]
     config: Any = tiny_config(family)
     for name, value in values.items():
-        setattr(config, name, value)
+        if name != "text_config":
+            setattr(config, name, value)
     for part, changes in (
+        (config.get_text_config(), values.get("text_config", {})),
         (config.vision_config, vision),
         (config.get_text_config(), sizes[0]),
         (config.vision_config, sizes[1]),
@@ -177,9 +204,9 @@ def generate(
 ) -> list[int]:
     """Greedy tokens after a prompt with images, by transformers."""
     ids = torch.tensor([list(token_ids)])
-    if "image_grid_thw" in inputs:
-        image_id = model.config.image_token_id
-        inputs = {**inputs, "mm_token_type_ids": (ids == image_id).long()}
+    name = _TYPES_OF_TOKENS.get(model.config.model_type)
+    if name is not None:
+        inputs = {**inputs, name: (ids == model.config.image_token_id).long()}
     made = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

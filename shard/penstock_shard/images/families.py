@@ -42,6 +42,8 @@ _QWEN2 = Family(sections=(16, 24, 24))
 _QWEN3 = Family(sections=(24, 20, 20), take_turns=True)
 # By the model's type.
 _FAMILIES: Mapping[str, Family] = {
+    "gemma3": Family(),
+    "gemma4": Family(),
     "internvl": Family(lambda config: {"crop_to_patches": True}),
     "llava_next": Family(),
     "mistral3": Family(_merged_patches),
