@@ -50,8 +50,8 @@ class StepBounds:
         self.sequences = max(1, min(self.sequences, failed.num_rows) // 2)
         num_tokens = failed.num_tokens
         if num_tokens > failed.num_rows:
-            least = min(_LEAST_TOKENS, self._max_tokens)
-            self.tokens = max(least, min(self.tokens, num_tokens) // 2)
+            half = min(self.tokens, num_tokens) // 2
+            self.tokens = max(min(_LEAST_TOKENS, self._max_tokens), half)
         if self._good_steps >= self._careful_steps:
             self._careful_steps = min(2 * self._careful_steps, _MOST_CAREFUL_STEPS)
         if _is_least(failed, least):
