@@ -244,5 +244,7 @@ def make_whole_vision(directory: Path, family: str) -> PreTrainedModel:
             )
             if name in processor and own is not None:
                 processor[name] = own
+        if family == "gemma3":
+            processor["image_seq_length"] = model.config.mm_tokens_per_image
         (directory / "processor_config.json").write_text(json.dumps(processor))
     return model

@@ -17,9 +17,15 @@ from typing import Any
 from PIL import Image, ImageOps
 from tokenizers import AddedToken, Tokenizer
 
+from support.budget import in_soak
 from support.processes import Router, Shard, running
 
 NUM_TOKENS = 10
+# Each takes minutes.
+SITE_FAMILIES = [
+    "qwen3_vl",
+    *map(in_soak, ("gemma3", "internvl", "llava_next", "mistral3", "qwen2_5_vl")),
+]
 
 
 def data_url(encoded: bytes, media_type: str = "image/png") -> str:
