@@ -769,6 +769,7 @@ def test_a_template_of_the_request_may_show_images(site: ImageSite) -> None:
         "{% if part.type == 'image' %}"
         + _SPELLED[site.family]
         .replace("[IMG_BREAK][IMG_END]", "")
+        .replace("<image_soft_token><end_of_image>", "")
         .replace("<img><IMG_CONTEXT></img>", "<IMG_CONTEXT>")
         + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
     )
