@@ -40,10 +40,7 @@ _MAX_IMAGES = 3
 _MAX_PIXELS = 40_000
 
 
-@pytest.fixture(
-    scope="module",
-    params=SITE_FAMILIES,
-)
+@pytest.fixture(scope="module", params=SITE_FAMILIES)
 def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ImageSite]:
