@@ -29,7 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from simulation.device_loads import (
     Drain,
@@ -44,6 +45,8 @@ from simulation.device_loads import (
     pause_of_move,
     shared_prompt,
 )
+
+from benchmarks.tables import row, table
 
 _LENGTHS = (1000, 2000, 4000, 8000, 16_000, 32_000)
 _NONE = Setting(blocks="none")
@@ -251,17 +254,7 @@ _PARTS: dict[str, Callable[[Path | None], None]] = {
 }
 
 
-# ---- tables and plots ---------------------------------------------------------------------------
-
-
-def table(*headings: str) -> None:
-    print()
-    row(*headings)
-    row(*("---" for _ in headings))
-
-
-def row(*cells: str) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
+# ---- plots --------------------------------------------------------------------------------------
 
 
 def new_figure(num_axes: int, title: str) -> tuple[Any, Sequence[Any]]:

@@ -151,6 +151,28 @@ def _most_cached(runner: ModelRunner, asked: Asked) -> int:
     return end
 
 
+def test_an_engine_that_has_blocks_of_an_image_does_not_encode_it(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = family
+    served = _Served(runner, monkeypatch)
+    served.put(*asked)
+    served.run(*(each.sequence() for each in asked))
+    # As if another shard had computed them.
+    encoder: Any = runner.images
+    encoder._features.clear()
+    encoder._facts.clear()
+    served.encoded.clear()
+    again = served.run(*(each.sequence() for each in asked))
+    assert [_tokens(outputs) for outputs in again] == [each.expected for each in asked]
+    # The last block of a prompt is computed anew, whatever ends in it.
+    num_computed = [outputs[0].cached_tokens or 0 for outputs in again]
+    ends = [[i.offset + i.num_tokens for i in each.placed] for each in asked]
+    late = [sum(end > n for end in row) for n, row in zip(num_computed, ends, strict=True)]
+    assert len(served.encoded) == sum(late) < sum(map(len, ends))
+    assert not encoder._encoding
+
+
 def test_requests_of_another_salt_share_nothing(
     family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

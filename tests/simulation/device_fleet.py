@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock_client import Fleet
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import Attempt, GenerationRequest, SamplingParams
+from penstock_client.types import Attempt, GenerationRequest, PixelSource, SamplingParams
 from penstock_shard.config import ShardConfig
 from penstock_shard.server.kv.transfers import BlockTransfers
 from simulation.channel import MemoryConnector
@@ -76,6 +76,7 @@ class DeviceFleet:
         gbit_per_s: float,
         moves_blocks: bool = True,
         policy: str = "least-load",
+        max_prefill_tokens: int = 1024,
     ) -> None:
         self._loop = loop
         self._readings: list[asyncio.Task[None]] = []
@@ -86,7 +87,7 @@ class DeviceFleet:
             num_blocks=_NUM_BLOCKS,
             max_num_seqs=256,
             max_num_batched_tokens=2048,
-            max_prefill_tokens=1024,
+            max_prefill_tokens=max_prefill_tokens,
             host_bytes=_HOST_BLOCKS * _RECORD_BYTES if moves_blocks else 0,
             has_peers=moves_blocks,
             device=device,
@@ -133,14 +134,17 @@ class DeviceFleet:
     ) -> Timeline:
         """A request to the fleet, perhaps to one of its shards only."""
         shard = "" if only_at is None else self.shards[only_at].address
-        request = _request(prompt, max_tokens, shard=shard)
+        return self.submit(request_of(prompt, max_tokens, shard=shard))
+
+    def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> Timeline:
+        """A request to the fleet, perhaps with images."""
         timeline = Timeline(request, self._loop.time())
-        submit = self.router.context.run(self.fleet.submit, request)
-        return self._follow(timeline, self._read(submit, timeline))
+        stream = self.router.context.run(self.fleet.submit, request, pixels)
+        return self._follow(timeline, self._read(stream, timeline))
 
     def send_from(self, source: int, target: int, prompt: Sequence[int]) -> Timeline:
         """A request for one token to a shard, another of which may have KV blocks of the prompt."""
-        request = _request(prompt, 1)
+        request = request_of(prompt, 1)
         timeline = Timeline(request, self._loop.time())
 
         async def ask() -> None:
@@ -191,7 +195,8 @@ class DeviceFleet:
         await self.router.run(self.fleet.close())
 
 
-def _request(prompt: Sequence[int], max_tokens: int, *, shard: str = "") -> GenerationRequest:
+def request_of(prompt: Sequence[int], max_tokens: int, *, shard: str = "") -> GenerationRequest:
+    """With a fixed seed."""
     sampling = SamplingParams(temperature=1.0, seed=7)
     return GenerationRequest(prompt, sampling, max_tokens, shard=shard)
 

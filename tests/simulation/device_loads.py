@@ -7,15 +7,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 from unittest.mock import patch
 
 from penstock_client.fleet.placement import moves, rebalancing
+from penstock_client.types import Objective, PromptImage
+from penstock_common.image_digest import image_digest
 from simulation import virtual_time
-from simulation.device_fleet import DeviceFleet, Timeline, prompts
+from simulation.device_fleet import DeviceFleet, Timeline, prompts, request_of
 from simulation.devices import H100, Device
+from simulation.encoders import IMAGE_ID
 from simulation.policies import percentile
 from simulation.virtual_time import VirtualLoop
 
@@ -41,6 +44,7 @@ class Setting:
     blocks: str = "ahead"
     device: Device = H100
     policy: str = "least-load"
+    max_prefill_tokens: int = 1024
 
     def run(
         self, roles: Sequence[str], main: Callable[[DeviceFleet], Coroutine[None, None, _Result]]
@@ -55,6 +59,7 @@ class Setting:
                 gbit_per_s=self.gbit_per_s,
                 moves_blocks=self.blocks != "none",
                 policy=self.policy,
+                max_prefill_tokens=self.max_prefill_tokens,
             )
             try:
                 return await main(fleet)
@@ -178,6 +183,15 @@ def _usual_s(streams: Sequence[Timeline], until_s: float) -> float:
 
 
 @dataclass(frozen=True)
+class Image:
+    """Pixels, and the tokens that they take."""
+
+    width: int
+    height: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Load:
     """Streams that decode throughout, and prompts that come beside them."""
 
@@ -187,6 +201,10 @@ class Load:
     seconds: float = 10.0
     num_streams: int = 64
     stream_tokens: int = 1000
+    # What the streams want.
+    seconds_between_tokens: float | None = None
+    # That comes before each prompt.
+    image: Image | None = None
 
 
 @dataclass(frozen=True)
@@ -211,16 +229,17 @@ def long_prompts(setting: Setting, roles: Sequence[str], load: Load) -> Fared:
         rng = random.Random(1)
         await fleet.start()
         streams = []
+        objective = Objective(seconds_between_tokens=load.seconds_between_tokens)
         for prompt in prompts(rng, load.num_streams, load.stream_tokens):
-            streams.append(fleet.send(prompt, _MANY_TOKENS))
+            request = request_of(prompt, _MANY_TOKENS)
+            streams.append(fleet.submit(replace(request, objective=objective)))
             await asyncio.sleep(0.05)
         await fleet.wait_for_tokens(streams, _LOOKED_AT)
         since_s = fleet.now_s
         answers = []
         for pause_s in _pauses(rng, load):
             await asyncio.sleep(pause_s)
-            (prompt,) = prompts(rng, 1, load.prompt_tokens)
-            answers.append(fleet.send(prompt, load.output_tokens))
+            answers.append(_ask(fleet, rng, load))
         until_s = since_s + load.seconds
         await asyncio.sleep(max(0.0, until_s - fleet.now_s))
         for answer in answers:
@@ -233,6 +252,22 @@ def long_prompts(setting: Setting, roles: Sequence[str], load: Load) -> Fared:
         )
 
     return setting.run(roles, main)
+
+
+def _ask(fleet: DeviceFleet, rng: random.Random, load: Load) -> Timeline:
+    (prompt,) = prompts(rng, 1, load.prompt_tokens)
+    if load.image is None:
+        return fleet.send(prompt, load.output_tokens)
+    image = load.image
+    data = rng.randbytes(16).ljust(3 * image.width * image.height, b"\0")
+    sha256 = image_digest(image.width, image.height, data).hex()
+    placed = PromptImage(sha256, image.width, image.height, 0, image.num_tokens)
+    request = request_of([IMAGE_ID] * image.num_tokens + prompt, load.output_tokens)
+
+    async def pixels(_: PromptImage) -> bytes:
+        return data
+
+    return fleet.submit(replace(request, images=[placed]), pixels)
 
 
 def _pauses(rng: random.Random, load: Load) -> Iterator[float]:

@@ -19,8 +19,9 @@ from penstock_shard.server.kv.transfers import (
     FetchFailed,
     TooManyExports,
 )
-from penstock_shard.worker.base import Batch
+from penstock_shard.worker.base import Batch, ImageEncoder
 from penstock_shard.worker.fake_runner import FakeRunner
+from simulation.encoders import Encoding, SimulatedEncoder
 from simulation.network import LATENCY_S
 
 # What of a line's rate carries blocks.
@@ -43,6 +44,8 @@ class Device:
     step_s: float = 0.003
     # Between its memory and the host's.
     copy_bytes_per_s: float = 50e9
+    # What images cost; None: they cost nothing.
+    encoding: Encoding | None = None
 
     def seconds(self, batch: Batch) -> float:
         """What a step takes: the weights are read while its tokens are computed, the keys and
@@ -76,6 +79,13 @@ class DeviceRunner(FakeRunner):
         self._device = device
         super().__init__(*args, step_s=0.0, clock=lambda: clock() + self.waited_s, **options)
         self._copy_s = self.info.block_size * device.token_bytes / device.copy_bytes_per_s
+        self._encoder: SimulatedEncoder | None = None
+        if device.encoding is not None:
+            self._encoder = SimulatedEncoder(device.encoding, self._clock)
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        return self._encoder or super().images
 
     def thread_s(self) -> float:
         """The time of the engine's thread."""
@@ -83,6 +93,9 @@ class DeviceRunner(FakeRunner):
 
     def launch(self, batch: Batch) -> None:
         self._step_s = self._device.seconds(batch)
+        if self._encoder is not None:
+            at_s = max(self._free_at_s, self.thread_s())
+            self._step_s = self._encoder.step_s(at_s, self._step_s)
         super().launch(batch)
 
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:

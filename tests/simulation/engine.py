@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import struct
 from collections import deque
@@ -20,6 +21,7 @@ from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.engine.matchers import PendingMatchers
+from penstock_shard.engine.pending_images import PendingImages
 from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import FromEngine, Inbox, Ready, Start, Started, ToEngine
@@ -66,6 +68,11 @@ class EngineKind:
     max_prefill_tokens: int = 2**31
     prompts_first: bool = False
 
+    @property
+    def sees(self) -> bool:
+        """Whether requests may have images."""
+        return self.device is not None and self.device.encoding is not None
+
 
 # An id that ends the engine which computes a prompt with it.
 POISON_ID = 13
@@ -89,7 +96,7 @@ def info_of(kind: EngineKind) -> RunnerInfo:
         batch_invariant=kind.is_exact,
         numerics_fingerprint=kind.weights if kind.is_exact else "",
         worst_step_s=kind.step_s,
-        capabilities=info.capabilities | {"adapter"},
+        capabilities=info.capabilities | {"adapter"} | ({"images"} if kind.sees else set()),
     )
 
 
@@ -255,7 +262,8 @@ class SimulatedEngine:
         await asyncio.sleep(done_at_s - self._loop.time())
 
     async def _take(self, loop: EngineLoop, *, wait: bool) -> None:
-        for message in await self._next_messages() if wait else self._messages():
+        messages = await self._next_messages(loop.due_s) if wait else self._messages()
+        for message in messages:
             assert isinstance(message, Inbox)
             loop.take(message)
             if self.hangs_before_step:
@@ -263,10 +271,12 @@ class SimulatedEngine:
         # Others get a turn, as they would beside a thread.
         await asyncio.sleep(0)
 
-    async def _next_messages(self) -> list[ToEngine]:
-        while not self._inbox:
-            self._news.clear()
-            await self._news.wait()
+    async def _next_messages(self, timeout_s: float | None = None) -> list[ToEngine]:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._inbox:
+                    self._news.clear()
+                    await self._news.wait()
         return self._messages()
 
     def _messages(self) -> list[ToEngine]:
@@ -320,6 +330,7 @@ class SimulatedEngine:
             send = self._send if kind.has_peers else None
             clock = self._clock_of(runner)
             moves = create_moves(arena, runner, scheduler, blocks, send=send, clock=clock)
+        encoder = runner.images
         return Engine(
             runner,
             scheduler,
@@ -328,4 +339,5 @@ class SimulatedEngine:
             tell_started=lambda ids: self._send(Started(ids)),
             matchers=PendingMatchers(two_ended_compiler(), self._news.set, InlineExecutor()),
             moves=moves,
+            images=None if encoder is None else PendingImages(encoder, blocks),
         )

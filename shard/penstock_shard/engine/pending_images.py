@@ -13,6 +13,8 @@ from penstock_shard.worker.base import ImageEncoder
 
 # How long to wait before looking again whether an image is encoded, where nothing else is done.
 _LOOK_AGAIN_S = 0.002
+# With the salt that `ImageEncoder` is asked with.
+_Wanted = tuple[str | None, PlacedImage]
 
 
 class PendingImages:
@@ -24,7 +26,7 @@ class PendingImages:
         # Of images that have not come completely, by the number of their transfer.
         self._parts: dict[int, bytearray] = {}
         # And which of its images each still waits for.
-        self._waiting: dict[Sequence, list[PlacedImage]] = {}
+        self._waiting: dict[Sequence, list[_Wanted]] = {}
         self._ready: list[tuple[Sequence, str]] = []
 
     def __len__(self) -> int:
@@ -64,12 +66,13 @@ class PendingImages:
         if not request.images:
             return False
         num_cached = 0 if sequence.needs_whole_prompt else self._blocks.count_cached(sequence)
-        missing: list[PlacedImage] = []
+        missing: list[_Wanted] = []
         for image in request.images:
-            is_known = self._encoder.num_rows(image.digest) is not None
+            # Whoever computed blocks of it, here or elsewhere, had as many rows as it has places.
             is_computed = image.offset + image.num_tokens <= num_cached
-            if not (is_known and (is_computed or self._encoder.has(request.cache_salt, image))):
-                missing.append(image)
+            salt = None if is_computed else request.cache_salt
+            if not self._encoder.has(salt, image):
+                missing.append((salt, image))
         if missing:
             self._waiting[sequence] = missing
         elif why := self._mismatch(sequence):
@@ -82,7 +85,7 @@ class PendingImages:
         """Forget a sequence that ended; whether it waited."""
         missing = self._waiting.pop(sequence, None)
         if missing is not None:
-            self._cancel(sequence.request.cache_salt, missing)
+            self._cancel(missing)
         elif sequence in (ready for ready, _ in self._ready):
             self._ready = [pair for pair in self._ready if pair[0] is not sequence]
         else:
@@ -90,13 +93,11 @@ class PendingImages:
         self._blocks.forget(sequence)
         return True
 
-    def _cancel(self, salt: str, images: list[PlacedImage]) -> None:
+    def _cancel(self, unwanted: list[_Wanted]) -> None:
         wanted = {
-            (other.request.cache_salt, image.digest)
-            for other, missing in self._waiting.items()
-            for image in missing
+            (salt, image.digest) for missing in self._waiting.values() for salt, image in missing
         }
-        for image in images:
+        for salt, image in unwanted:
             if (salt, image.digest) not in wanted:
                 self._encoder.cancel(salt, image)
 
@@ -108,12 +109,11 @@ class PendingImages:
     def advance(self) -> None:
         """See which images are encoded by now."""
         for sequence, missing in list(self._waiting.items()):
-            salt = sequence.request.cache_salt
             try:
-                left = [image for image in missing if not self._encoder.encode(salt, image)]
+                left = [wanted for wanted in missing if not self._encoder.encode(*wanted)]
             except ImageUnusable as error:
                 self._end(sequence, f"images: {error}")
-                self._cancel(salt, missing)
+                self._cancel(missing)
                 continue
             if left:
                 self._waiting[sequence] = left

@@ -20,8 +20,10 @@ from penstock_shard.ipc.request import PlacedImage
 _MOST_FACTS = 100_000
 # Pixels that are enlarged, and such as are shrunk in one direction.
 _FIXED_SIZES = ((67, 45), (40, 310))
-# The salt of requests, and the digest of the pixels.
-_Key = tuple[str, bytes]
+# The salt of requests, and the digest of the pixels. Without a salt: its facts alone.
+_Key = tuple[str | None, bytes]
+# How many rows an image was encoded to, and the grid.
+_Facts = tuple[int, tuple[int, int]]
 
 
 class Processor(Protocol):
@@ -34,6 +36,8 @@ class Encoder(Protocol):
     """See `tower.Tower`."""
 
     def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures: ...
+
+    def grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int]: ...
 
 
 class ImageEncoder:
@@ -59,10 +63,9 @@ class ImageEncoder:
         # By salt and digest, the one that was used last at the end.
         self._features: OrderedDict[_Key, ImageFeatures] = OrderedDict()
         self._held_bytes = 0
-        # Of images that were encoded once: the number of rows, and the grid.
-        self._facts: OrderedDict[bytes, tuple[int, tuple[int, int]]] = OrderedDict()
+        self._facts: OrderedDict[bytes, _Facts] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "image encoder", initializer=lower_priority)
-        self._encoding: dict[_Key, Future[ImageFeatures]] = {}
+        self._encoding: dict[_Key, Future[tuple[_Facts, ImageFeatures | None]]] = {}
         # Of these, those that nobody waits for: one may be in the middle of it.
         self._unwanted: set[_Key] = set()
         self.num_encoded = 0
@@ -95,10 +98,12 @@ class ImageEncoder:
         known = self._facts.get(digest)
         return None if known is None else known[0]
 
-    def has(self, salt: str, image: PlacedImage) -> bool:
+    def has(self, salt: str | None, image: PlacedImage) -> bool:
+        if salt is None:
+            return not self.axis_of_frequencies or image.digest in self._facts
         return (salt, image.digest) in self._features
 
-    def encode(self, salt: str, image: PlacedImage) -> bool:
+    def encode(self, salt: str | None, image: PlacedImage) -> bool:
         self._drop_unwanted()
         if self.has(salt, image):
             return True
@@ -107,7 +112,7 @@ class ImageEncoder:
         self._take(salt, image)
         return True
 
-    def cancel(self, salt: str, image: PlacedImage) -> None:
+    def cancel(self, salt: str | None, image: PlacedImage) -> None:
         key = salt, image.digest
         if key in self._encoding:
             self._encoding[key].cancel()
@@ -134,41 +139,50 @@ class ImageEncoder:
     def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
         """In how many rows and columns its features are arranged. Raises `ImageUnusable`."""
         if image.digest not in self._facts:
-            self.features(salt, image)
+            self._begin(None, image)
+            self._take(None, image)
         return self._facts[image.digest][1]
 
-    def _begin(self, salt: str, image: PlacedImage) -> Future[ImageFeatures]:
+    def _begin(
+        self, salt: str | None, image: PlacedImage
+    ) -> Future[tuple[_Facts, ImageFeatures | None]]:
         key = salt, image.digest
         if key not in self._encoding:
             pixels = self._pixels.get(image.digest)
             if pixels is None:
                 raise ImageUnusable("its pixels are not here any more")
-            self._encoding[key] = self._pool.submit(self._encode, image, pixels)
+            self._encoding[key] = self._pool.submit(self._encode, salt, image, pixels)
         self._unwanted.discard(key)
         return self._encoding[key]
 
-    def _encode(self, image: PlacedImage, pixels: bytes) -> ImageFeatures:
+    def _encode(
+        self, salt: str | None, image: PlacedImage, pixels: bytes
+    ) -> tuple[_Facts, ImageFeatures | None]:
         """Whatever the code of a processor or an encoder stumbles over in an image is that image's
         fault alone.
         """
         began_s = time.monotonic()
         try:
             inputs = self._processor.process(pixels, image.width, image.height)
+            if salt is None:
+                grid = self._encoder.grid(inputs)
+                return (grid[0] * grid[1], grid), None
             made = self._encoder.encode(inputs)
         except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ImageUnusable(f"the encoder cannot take it: {type(error).__name__}") from error
         finally:
             self.encode_s += time.monotonic() - began_s
         self.num_encoded += 1
-        return made
+        return (len(made.rows), made.grid), made
 
-    def _take(self, salt: str, image: PlacedImage) -> None:
+    def _take(self, salt: str | None, image: PlacedImage) -> None:
         """Keep what comes of an image; waits for it. Raises `ImageUnusable`."""
         key = salt, image.digest
-        features = self._encoding.pop(key).result()
-        self._facts[image.digest] = len(features.rows), features.grid
+        self._facts[image.digest], features = self._encoding.pop(key).result()
         if len(self._facts) > _MOST_FACTS:
             self._facts.popitem(last=False)
+        if features is None:
+            return
         self._features[key] = features
         self._held_bytes += features.nbytes
         while self._held_bytes > self._cache_bytes and len(self._features) > 1:

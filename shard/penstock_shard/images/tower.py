@@ -54,10 +54,13 @@ class Tower:
         made = self._module.get_image_features(**placed, return_dict=True)
         deep = getattr(made, "deepstack_features", None) or ()
         return ImageFeatures(
-            _rows(made.pooler_output), tuple(_rows(each) for each in deep), self._grid(inputs)
+            _rows(made.pooler_output), tuple(_rows(each) for each in deep), self.grid(inputs)
         )
 
-    def _grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
+    def grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
+        """In how many rows and columns the features of an image are arranged, where positions
+        depend on it.
+        """
         if "image_grid_thw" not in inputs:
             return (0, 0)
         _, height, width = inputs["image_grid_thw"][0].tolist()

@@ -129,7 +129,9 @@ class AdapterStore(Protocol):
 
 class ImageEncoder(Protocol):
     """Images of requests: their pixels, and what the model's encoder makes of them. Called between
-    steps. `salt` is the request's: what is encoded serves only requests of the same one.
+    steps. `salt` is the request's: what is encoded serves only requests of the same one. None
+    stands for what positions need of an image, for a request whose KV blocks hold all of it: that
+    takes no encoder, and serves everybody.
     """
 
     # In a prompt the id of each token that stands for a part of an image.
@@ -147,13 +149,13 @@ class ImageEncoder(Protocol):
     def num_rows(self, digest: bytes) -> int | None:
         """For how many tokens an image stands; None if it was never encoded."""
 
-    def has(self, salt: str, image: PlacedImage) -> bool:
+    def has(self, salt: str | None, image: PlacedImage) -> bool:
         """Whether it is encoded."""
 
-    def encode(self, salt: str, image: PlacedImage) -> bool:
+    def encode(self, salt: str | None, image: PlacedImage) -> bool:
         """Have it encoded, beside the steps; whether it is. Raises `ImageUnusable`."""
 
-    def cancel(self, salt: str, image: PlacedImage) -> None:
+    def cancel(self, salt: str | None, image: PlacedImage) -> None:
         """It need not be encoded any more, if that has not begun."""
 
 

@@ -26,14 +26,14 @@ class FakeImages:
     def num_rows(self, digest: bytes) -> int | None:
         return None
 
-    def has(self, salt: str, image: PlacedImage) -> bool:
-        return False
+    def has(self, salt: str | None, image: PlacedImage) -> bool:
+        return salt is None
 
-    def encode(self, salt: str, image: PlacedImage) -> bool:
+    def encode(self, salt: str | None, image: PlacedImage) -> bool:
         if image.digest not in self._digests:
             raise ImageUnusable("its pixels are not here any more")
         self.num_encoded += 1
         return True
 
-    def cancel(self, salt: str, image: PlacedImage) -> None:
+    def cancel(self, salt: str | None, image: PlacedImage) -> None:
         """Nothing waits."""
