@@ -28,9 +28,24 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 IMAGE_ID = 4000
 _PATCH = 14
 _SIDE = 2 * _PATCH
+_Family = tuple[dict[str, Any], dict[str, Any], Any]
 
+_QWEN3: _Family = (
+    {"image_token_id": IMAGE_ID},
+    {
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2},
+        patch_size=16,
+        merge_size=2,
+    ),
+)
 # For each family: values of its configuration, those of its encoder's, and its processor.
-_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+_FAMILIES: dict[str, _Family] = {
     "llava_next": (
         {
             "image_token_index": IMAGE_ID,
@@ -76,34 +91,10 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
             merge_size=2,
         ),
     ),
-    "qwen3_vl": (
-        {"image_token_id": IMAGE_ID},
-        {
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2},
-            patch_size=16,
-            merge_size=2,
-        ),
-    ),
-    "qwen3_vl_moe": (
-        {"image_token_id": IMAGE_ID},
-        {
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2},
-            patch_size=16,
-            merge_size=2,
-        ),
-    ),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
 }
 FAMILIES = tuple(_FAMILIES)
 

@@ -40,6 +40,7 @@ class Family:
 
 _QWEN2 = Family(sections=(16, 24, 24))
 _QWEN3 = Family(sections=(24, 20, 20), take_turns=True)
+_QWEN35 = Family(sections=(11, 11, 10), take_turns=True)
 # By the model's type.
 _FAMILIES: Mapping[str, Family] = {
     "internvl": Family(lambda config: {"crop_to_patches": True}),
@@ -47,6 +48,8 @@ _FAMILIES: Mapping[str, Family] = {
     "mistral3": Family(_merged_patches),
     "qwen2_5_vl": _QWEN2,
     "qwen2_vl": _QWEN2,
+    "qwen3_5": _QWEN35,
+    "qwen3_5_moe": _QWEN35,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
 }
