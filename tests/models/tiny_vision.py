@@ -17,6 +17,7 @@ import torch
 from models.tiny_families import tiny_config, turn_stacks
 from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
@@ -46,6 +47,14 @@ _QWEN3: _Family = (
 )
 # For each family: values of its configuration, those of its encoder's, and its processor.
 _FAMILIES: dict[str, _Family] = {
+    "llava": (
+        {"image_token_index": IMAGE_ID},
+        {"image_size": 4 * _PATCH, "patch_size": _PATCH},
+        CLIPImageProcessorPil(
+            size={"shortest_edge": 4 * _PATCH},
+            crop_size={"height": 4 * _PATCH, "width": 4 * _PATCH},
+        ),
+    ),
     "llava_next": (
         {
             "image_token_index": IMAGE_ID,
@@ -57,6 +66,15 @@ _FAMILIES: dict[str, _Family] = {
             crop_size={"height": _SIDE, "width": _SIDE},
             image_grid_pinpoints=[[_SIDE, 2 * _SIDE], [2 * _SIDE, _SIDE], [2 * _SIDE] * 2],
         ),
+    ),
+    "pixtral": (
+        {
+            "image_token_index": IMAGE_ID,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        {"image_size": 8 * _PATCH, "patch_size": _PATCH},
+        PixtralImageProcessorPil(size={"longest_edge": 8 * _PATCH}, patch_size=_PATCH),
     ),
     "mistral3": (
         {"image_token_index": IMAGE_ID, "spatial_merge_size": 2, "vision_feature_layer": -1},
@@ -99,6 +117,14 @@ _FAMILIES: dict[str, _Family] = {
 FAMILIES = tuple(_FAMILIES)
 
 
+def _config(family: str) -> Any:
+    if family == "pixtral":
+        # It is of LLaVA's type, with another encoder and another text model.
+        text, vision = tiny_config("mistral"), tiny_config("pixtral")
+        return tiny_config("llava", text_config=text, vision_config=vision)
+    return tiny_config(family)
+
+
 @dataclass(frozen=True)
 class Picture:
     """Pixels, RGB8 in rows."""
@@ -132,7 +158,7 @@ def make_vision(
     other values of its text model and its encoder.
     """
     values, vision, processor = _FAMILIES[family]
-    config: Any = tiny_config(family)
+    config: Any = _config(family)
     for name, value in values.items():
         setattr(config, name, value)
     for part, changes in (

@@ -44,6 +44,7 @@ _QWEN35 = Family(sections=(11, 11, 10), take_turns=True)
 # By the model's type.
 _FAMILIES: Mapping[str, Family] = {
     "internvl": Family(lambda config: {"crop_to_patches": True}),
+    "llava": Family(),
     "llava_next": Family(),
     "mistral3": Family(_merged_patches),
     "qwen2_5_vl": _QWEN2,
