@@ -19,11 +19,13 @@ from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 # In place of an image in prompts.
 IMAGE_ID = 4000
@@ -113,6 +115,20 @@ _FAMILIES: dict[str, _Family] = {
     "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
+    "idefics3": (
+        {"image_token_id": IMAGE_ID},
+        {"image_size": 4 * _PATCH, "patch_size": _PATCH},
+        Idefics3ImageProcessorPil(
+            size={"longest_edge": 12 * _PATCH}, max_image_size={"longest_edge": 4 * _PATCH}
+        ),
+    ),
+    "smolvlm": (
+        {"image_token_id": IMAGE_ID},
+        {"image_size": 4 * _PATCH, "patch_size": _PATCH},
+        SmolVLMImageProcessorPil(
+            size={"longest_edge": 12 * _PATCH}, max_image_size={"longest_edge": 4 * _PATCH}
+        ),
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 

@@ -26,6 +26,7 @@ _TYPES = frozenset(
         "gemma4_unified",
         "glm46v",
         "glm4v",
+        "idefics3",
         "internvl",
         "kimi_k25",
         "lfm2_vl",
@@ -42,6 +43,7 @@ _TYPES = frozenset(
         "qwen3_vl",
         "qwen3_vl_moe",
         "qwen4_exp",
+        "smolvlm",
     }
 )
 # Text types without a causal LM of their own, and those whose causal LM computes the same where

@@ -43,6 +43,7 @@ _QWEN3 = Family(sections=(24, 20, 20), take_turns=True)
 _QWEN35 = Family(sections=(11, 11, 10), take_turns=True)
 # By the model's type.
 _FAMILIES: Mapping[str, Family] = {
+    "idefics3": Family(),
     "internvl": Family(lambda config: {"crop_to_patches": True}),
     "llava": Family(),
     "llava_next": Family(),
@@ -53,6 +54,7 @@ _FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe": _QWEN35,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "smolvlm": Family(),
 }
 
 
