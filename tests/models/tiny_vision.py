@@ -18,6 +18,8 @@ from models.tiny_families import tiny_config, turn_stacks
 from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
@@ -115,6 +117,24 @@ _FAMILIES: dict[str, _Family] = {
     "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
+    "glm4v": (
+        {"image_token_id": IMAGE_ID},
+        {"image_size": 8 * _PATCH, "patch_size": _PATCH, "spatial_merge_size": 2},
+        Glm4vImageProcessorPil(
+            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 80 * _SIDE**2},
+            patch_size=_PATCH,
+            merge_size=2,
+        ),
+    ),
+    "glm46v": (
+        {"image_token_id": IMAGE_ID},
+        {"image_size": 8 * _PATCH, "patch_size": _PATCH, "spatial_merge_size": 2},
+        Glm46VImageProcessorPil(
+            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 80 * _SIDE**2},
+            patch_size=_PATCH,
+            merge_size=2,
+        ),
+    ),
     "idefics3": (
         {"image_token_id": IMAGE_ID},
         {"image_size": 4 * _PATCH, "patch_size": _PATCH},

@@ -38,11 +38,14 @@ class Family:
     take_turns: bool = False
 
 
+_GLM4 = Family(sections=(8, 12, 12))
 _QWEN2 = Family(sections=(16, 24, 24))
 _QWEN3 = Family(sections=(24, 20, 20), take_turns=True)
 _QWEN35 = Family(sections=(11, 11, 10), take_turns=True)
 # By the model's type.
 _FAMILIES: Mapping[str, Family] = {
+    "glm46v": _GLM4,
+    "glm4v": _GLM4,
     "idefics3": Family(),
     "internvl": Family(lambda config: {"crop_to_patches": True}),
     "llava": Family(),
