@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.budget import in_soak
+from support.image_site import SITE_FAMILIES
 from support.processes import Shard, running
 
 from penstock_client import Fleet, GenerationRequest, PromptImage, SamplingParams
@@ -14,9 +14,7 @@ from penstock_client import Fleet, GenerationRequest, PromptImage, SamplingParam
 _NUM_TOKENS = 60
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_vl", *map(in_soak, ("internvl", "llava_next", "mistral3", "qwen2_5_vl"))]
-)
+@pytest.mark.parametrize("family", SITE_FAMILIES)
 async def test_streams_with_images_go_on_at_another_shard_with_the_tokens_of_transformers(
     tmp_path: Path, family: str
 ) -> None:

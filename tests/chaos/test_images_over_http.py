@@ -20,10 +20,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 from PIL import Image
-from support.budget import budget, in_soak, seeded
+from support.budget import budget, seeded
 from support.hostile_images import REFUSED
 from support.image_files import picture, saved
-from support.image_site import ImageSite, data_url, image_site
+from support.image_site import SITE_FAMILIES, ImageSite, data_url, image_site
 from support.processes import Shard
 
 from penstock_client import Fleet
@@ -44,7 +44,7 @@ _MOST_HEALTH_MS = 20
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3_vl", *map(in_soak, ("internvl", "llava_next", "mistral3", "qwen2_5_vl"))],
+    params=SITE_FAMILIES,
 )
 def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -13,9 +13,15 @@ from typing import Any
 import jsonschema
 import pytest
 from PIL import Image
-from support.budget import in_soak
 from support.image_files import picture, png_of_zeros, saved, turned
-from support.image_site import NUM_TOKENS, ImageSite, data_url, image_site, web_folder
+from support.image_site import (
+    NUM_TOKENS,
+    SITE_FAMILIES,
+    ImageSite,
+    data_url,
+    image_site,
+    web_folder,
+)
 from support.processes import Router, running
 
 _QUESTION = "what is this"
@@ -36,7 +42,7 @@ _MAX_PIXELS = 40_000
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3_vl", *map(in_soak, ("internvl", "llava_next", "mistral3", "qwen2_5_vl"))],
+    params=SITE_FAMILIES,
 )
 def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -526,11 +532,16 @@ def test_a_prefix_with_an_image_is_cached_and_another_image_does_not_find_it(
 # ---- Text ----------------------------------------------------------------------------------------
 
 _SPELLED = {
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    **dict.fromkeys(
+        ("qwen2_5_vl", "qwen3_5", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"
+    ),
+    **dict.fromkeys(("glm46v", "glm4v"), "<|begin_of_image|><|image|><|end_of_image|>"),
+    **dict.fromkeys(
+        ("idefics3", "smolvlm"), "<fake_token_around_image><global-img><image><row_1_col_1>"
+    ),
     "internvl": "<img><IMG_CONTEXT></img>",
-    "llava_next": "<image>",
-    "mistral3": "[IMG][IMG_BREAK][IMG_END]",
+    **dict.fromkeys(("llava", "llava_next"), "<image>"),
+    **dict.fromkeys(("mistral3", "pixtral"), "[IMG][IMG_BREAK][IMG_END]"),
 }
 
 

@@ -136,14 +136,16 @@ _FAMILIES: dict[str, _Family] = {
         ),
     ),
     "idefics3": (
-        {"image_token_id": IMAGE_ID},
+        # The last is the processor's, not the model's.
+        {"image_token_id": IMAGE_ID, "image_seq_len": 4},
         {"image_size": 4 * _PATCH, "patch_size": _PATCH},
         Idefics3ImageProcessorPil(
             size={"longest_edge": 12 * _PATCH}, max_image_size={"longest_edge": 4 * _PATCH}
         ),
     ),
     "smolvlm": (
-        {"image_token_id": IMAGE_ID},
+        # The last is the processor's, not the model's.
+        {"image_token_id": IMAGE_ID, "image_seq_len": 4},
         {"image_size": 4 * _PATCH, "patch_size": _PATCH},
         SmolVLMImageProcessorPil(
             size={"longest_edge": 12 * _PATCH}, max_image_size={"longest_edge": 4 * _PATCH}
@@ -264,7 +266,7 @@ def make_whole_vision(directory: Path, family: str) -> PreTrainedModel:
     path.write_text(json.dumps(config))
     if described.processor:
         processor = {**described.processor}
-        for name in ("patch_size", "spatial_merge_size", "image_seq_length"):
+        for name in ("patch_size", "spatial_merge_size", "image_seq_length", "image_seq_len"):
             own = getattr(model.config, name, None) or getattr(
                 model.config.vision_config, name, None
             )

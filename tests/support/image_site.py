@@ -17,9 +17,16 @@ from typing import Any
 from PIL import Image, ImageOps
 from tokenizers import AddedToken, Tokenizer
 
+from support.budget import in_soak
 from support.processes import Router, Shard, running
 
 NUM_TOKENS = 10
+# Of `tiny_vision`; the soak has all that differ.
+SITE_FAMILIES = [
+    "qwen3_vl",
+    *map(in_soak, ("glm46v", "glm4v", "idefics3", "internvl", "llava", "llava_next", "mistral3")),
+    *map(in_soak, ("pixtral", "qwen2_5_vl", "qwen3_5", "smolvlm")),
+]
 
 
 def data_url(encoded: bytes, media_type: str = "image/png") -> str:
