@@ -168,6 +168,13 @@ _OWN_VALUES: dict[str, dict[str, Any]] = {
     # Not half as wide as the model: else nothing shows which way a stack of experts is stored.
     "qwen3_vl_moe_text": {**_THREE_AXES, "moe_intermediate_size": 24},
     "glm4v_text": _THREE_AXES,
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            **_ROTATION,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 2, 1],
+        }
+    },
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _HALF_OF_THREE_AXES),
     "gemma3n_text": {
         **_SHARED_KV,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from models.tiny_families import tiny_config, turn_stacks
+from support.budget import in_soak
 from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -35,19 +36,36 @@ _PATCH = 14
 _SIDE = 2 * _PATCH
 _Family = tuple[dict[str, Any], dict[str, Any], Any]
 
-_QWEN3: _Family = (
-    {"image_token_id": IMAGE_ID},
-    {
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    },
-    Qwen2VLImageProcessorPil(
-        size={"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2},
-        patch_size=16,
-        merge_size=2,
-    ),
+
+def _in_squares(processor: Any, patch: int, most: int, **vision: Any) -> _Family:
+    """Of images of any proportions: a token for each square of two by two patches."""
+    sizes = {"patch_size": patch, "merge_size": 2}
+    square = (2 * patch) ** 2
+    pixels = {"shortest_edge": 4 * square, "longest_edge": most * square}
+    return (
+        {"image_token_id": IMAGE_ID},
+        {"patch_size": patch, "spatial_merge_size": 2, **vision},
+        processor(size=pixels, **sizes),
+    )
+
+
+def _in_tiles(processor: Any) -> _Family:
+    """Of images in tiles with names, each of four tokens."""
+    side = 4 * _PATCH
+    return (
+        # The last is the processor's, not the model's.
+        {"image_token_id": IMAGE_ID, "image_seq_len": 4},
+        {"image_size": side, "patch_size": _PATCH},
+        processor(size={"longest_edge": 3 * side}, max_image_size={"longest_edge": side}),
+    )
+
+
+_QWEN3 = _in_squares(
+    Qwen2VLImageProcessorPil,
+    16,
+    40,
+    num_position_embeddings=64,
+    deepstack_visual_indexes=[0, 1],
 )
 # For each family: values of its configuration, those of its encoder's, and its processor.
 _FAMILIES: dict[str, _Family] = {
@@ -90,69 +108,23 @@ _FAMILIES: dict[str, _Family] = {
         {"image_size": [4 * _PATCH] * 2, "patch_size": [_PATCH] * 2},
         GotOcr2ImageProcessorPil(size={"height": 4 * _PATCH, "width": 4 * _PATCH}),
     ),
-    "qwen2_vl": (
-        {"image_token_id": IMAGE_ID},
-        {"patch_size": _PATCH, "spatial_merge_size": 2},
-        Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 40 * _SIDE**2},
-            patch_size=_PATCH,
-            merge_size=2,
-        ),
-    ),
-    "qwen2_5_vl": (
-        {"image_token_id": IMAGE_ID},
-        {
-            "patch_size": _PATCH,
-            "spatial_merge_size": 2,
-            "window_size": 4 * _PATCH,
-            "fullatt_block_indexes": [1],
-        },
-        Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 40 * _SIDE**2},
-            patch_size=_PATCH,
-            merge_size=2,
-        ),
+    "qwen2_vl": _in_squares(Qwen2VLImageProcessorPil, _PATCH, 40),
+    "qwen2_5_vl": _in_squares(
+        Qwen2VLImageProcessorPil, _PATCH, 40, window_size=4 * _PATCH, fullatt_block_indexes=[1]
     ),
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
-    "glm4v": (
-        {"image_token_id": IMAGE_ID},
-        {"image_size": 8 * _PATCH, "patch_size": _PATCH, "spatial_merge_size": 2},
-        Glm4vImageProcessorPil(
-            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 80 * _SIDE**2},
-            patch_size=_PATCH,
-            merge_size=2,
-        ),
-    ),
-    "glm46v": (
-        {"image_token_id": IMAGE_ID},
-        {"image_size": 8 * _PATCH, "patch_size": _PATCH, "spatial_merge_size": 2},
-        Glm46VImageProcessorPil(
-            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 80 * _SIDE**2},
-            patch_size=_PATCH,
-            merge_size=2,
-        ),
-    ),
-    "idefics3": (
-        # The last is the processor's, not the model's.
-        {"image_token_id": IMAGE_ID, "image_seq_len": 4},
-        {"image_size": 4 * _PATCH, "patch_size": _PATCH},
-        Idefics3ImageProcessorPil(
-            size={"longest_edge": 12 * _PATCH}, max_image_size={"longest_edge": 4 * _PATCH}
-        ),
-    ),
-    "smolvlm": (
-        # The last is the processor's, not the model's.
-        {"image_token_id": IMAGE_ID, "image_seq_len": 4},
-        {"image_size": 4 * _PATCH, "patch_size": _PATCH},
-        SmolVLMImageProcessorPil(
-            size={"longest_edge": 12 * _PATCH}, max_image_size={"longest_edge": 4 * _PATCH}
-        ),
-    ),
+    "glm4v": _in_squares(Glm4vImageProcessorPil, _PATCH, 80, image_size=8 * _PATCH),
+    "glm46v": _in_squares(Glm46VImageProcessorPil, _PATCH, 80, image_size=8 * _PATCH),
+    "glm4v_moe": _in_squares(Glm4vImageProcessorPil, _PATCH, 80, image_size=8 * _PATCH),
+    "idefics3": _in_tiles(Idefics3ImageProcessorPil),
+    "smolvlm": _in_tiles(SmolVLMImageProcessorPil),
 }
-FAMILIES = tuple(_FAMILIES)
+# Each is computed as another is; the soak has all.
+_LIKE_ANOTHER = {"pixtral", "qwen2_vl", "qwen3_5_moe", "glm46v", "glm4v_moe", "smolvlm"}
+FAMILIES = [in_soak(name) if name in _LIKE_ANOTHER else name for name in _FAMILIES]
 
 
 def _config(family: str) -> Any:

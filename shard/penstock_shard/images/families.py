@@ -46,6 +46,7 @@ _QWEN35 = Family(sections=(11, 11, 10), take_turns=True)
 _FAMILIES: Mapping[str, Family] = {
     "glm46v": _GLM4,
     "glm4v": _GLM4,
+    "glm4v_moe": _GLM4,
     "idefics3": Family(),
     "internvl": Family(lambda config: {"crop_to_patches": True}),
     "llava": Family(),
