@@ -106,6 +106,18 @@ class Sequence:
         """Whether every prompt token must be computed, so that the prefix cache is not used."""
         return self.needs_prompt_logprobs or self.request.pooling is Pooling.MEAN
 
+    def whole_images(self, end: int) -> int:
+        """`end`, or where the image begins of whose tokens only some would be before it."""
+        for image in self.request.images:
+            if image.offset < end < image.offset + image.num_tokens:
+                return image.offset
+        return end
+
+    def image_at(self, start: int) -> int:
+        """How many tokens the image has that begins there; 0 if none does."""
+        lengths = (image.num_tokens for image in self.request.images if image.offset == start)
+        return next(lengths, 0)
+
     def take_unsent(self, start: int, prompt_logprobs: Logprobs) -> Logprobs:
         """Of prompt log-probabilities that a row gave which began at `start`, those that were not
         sent before the sequence was preempted; they count as sent now.

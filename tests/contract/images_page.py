@@ -23,6 +23,8 @@ _FAMILIES = {
     "mistral3": "Mistral 3",
     "internvl": "InternVL",
     "llava_next": "LLaVA-NeXT",
+    "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
 }
 
 

@@ -12,6 +12,18 @@ FAULTS = [
         caught_by="test_blocks_that_an_image_touches_are_found_for_the_same_image_in_the_same_place",
     ),
     Fault(
+        "A chunk ends within an image whose tokens see all of it",
+        "BlockManager.chunk_limit",
+        never("self._keeps_images_whole"),
+        caught_by="test_chunks_end_before_an_image_or_behind_it",
+    ),
+    Fault(
+        "A prefix hit ends within an image whose tokens see all of it",
+        "BlockManager._longest",
+        becomes("self._keeps_images_whole", "False"),
+        caught_by="test_a_prefix_is_found_up_to_where_an_image_begins",
+    ),
+    Fault(
         "Blocks and slots come free at an abort while a launched step refers to them",
         "Scheduler._leave",
         never("sequence.num_steps_in_flight"),

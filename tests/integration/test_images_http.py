@@ -539,6 +539,7 @@ _SPELLED = {
     **dict.fromkeys(
         ("idefics3", "smolvlm"), "<fake_token_around_image><global-img><image><row_1_col_1>"
     ),
+    "gemma3": "<start_of_image><image_soft_token><end_of_image>",
     "internvl": "<img><IMG_CONTEXT></img>",
     **dict.fromkeys(("llava", "llava_next"), "<image>"),
     **dict.fromkeys(("mistral3", "pixtral"), "[IMG][IMG_BREAK][IMG_END]"),

@@ -37,6 +37,8 @@ class Case:
     latent: bool = False
     dtype: torch.dtype = F32
     kv_dtype: torch.dtype | None = None
+    # What the first step computes of a sequence is an image, and what the last one does.
+    images: bool = False
     # Rounded up to what the backend takes.
     block_size: int = 16
     lengths: tuple[int, ...] = (37, 9, 17, 4)
@@ -119,6 +121,18 @@ CASES = (
             ("latents in bf16", 5, 48, 32, {"dtype": BF16}),
         )
     ),
+    # Images, whose tokens see later ones too.
+    *(
+        Case(f"images{name}", images=True, **options)
+        for name, options in (
+            ("", {}),
+            (" in a window", {"window": 7}),
+            (" with all", _ALL_AT_ONCE),
+            (" past 256", {"heads": 2, "kv_heads": 1, "lengths": (300, 600), "window": 150}),
+            (" in bf16", {"dtype": BF16}),
+            (" in a window in bf16", {"dtype": BF16, "window": 7}),
+        )
+    ),
     # Keys and values kept in fewer bits.
     Case("fp16 cache", kv_dtype=F16),
     Case("fp16 cache under bf16", dtype=BF16, kv_dtype=F16),
@@ -176,28 +190,45 @@ def expected(case: Case) -> Expected:
             value.to(case.cached_as).double(),
             spec,
             None if sinks is None else sinks.double(),
+            _sight(case, index),
         )
-        for query, key, value in sequences
+        for index, (query, key, value) in enumerate(sequences)
     )
     return Expected(sequences, sinks, attended)
 
 
+def _sight(case: Case, index: int) -> list[int]:
+    """Before which key the sight of each query of a sequence ends."""
+    length = case.lengths[index]
+    ends = list(range(1, length + 1))
+    if case.images:
+        first, _, last = (step[index] for step in _steps(case.lengths))
+        ends[:first] = [first] * first
+        ends[length - last :] = [length] * last
+    return ends
+
+
 def by_definition(
-    query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: LayerSpec,
+    sinks: Tensor | None,
+    ends: Sequence[int],
 ) -> Tensor:
-    """Causal attention of a whole sequence, query by query and head by head."""
+    """Attention of a whole sequence, query by query and head by head."""
     length, heads, _ = query.shape
     group = heads // key.shape[1]
     output = torch.empty(length, heads, value.shape[2], dtype=query.dtype)
     for i, head in itertools.product(range(length), range(heads)):
         first = 0 if spec.window is None else max(0, i - spec.window + 1)
-        scores = key[first : i + 1, head // group] @ query[i, head] * spec.scale
+        scores = key[first : ends[i], head // group] @ query[i, head] * spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         if sinks is not None:
             scores = torch.cat((scores, sinks[head : head + 1]))
-        weights = torch.softmax(scores, dim=0)[: i + 1 - first]
-        output[i, head] = weights @ value[first : i + 1, head // group]
+        weights = torch.softmax(scores, dim=0)[: ends[i] - first]
+        output[i, head] = weights @ value[first : ends[i], head // group]
     return output
 
 
@@ -215,7 +246,7 @@ def check_case(backend: AttentionBackend, case: Case, device: torch.device = CPU
     cache = backend.make_cache(spec, blocks.numel(), block_size, case.cached_as, device)
     soil(cache, backend)
     done = [0] * count
-    for step in _steps(case.lengths):
+    for number, step in enumerate(_steps(case.lengths)):
         rows = sorted((i for i in range(count) if step[i]), key=lambda i: step[i] != 1)
         if not rows:
             continue
@@ -226,6 +257,7 @@ def check_case(backend: AttentionBackend, case: Case, device: torch.device = CPU
             blocks[rows],
             block_size,
             device,
+            bidirectional=case.images and number != 1,
         )
         query, key, value = (
             torch.cat(
@@ -277,6 +309,8 @@ def make_batch(
     tables: Tensor,
     block_size: int,
     device: torch.device = CPU,
+    *,
+    bidirectional: bool = False,
 ) -> AttentionBatch:
     """A step whose row i computes the last `query_lens[i]` of `seq_lens[i]` tokens."""
     slots = [
@@ -296,6 +330,7 @@ def make_batch(
         cu_keys=_sums(seq_lens, device),
         seq_lens_tensor=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         block_table=table.to(device),
+        bidirectional=frozenset(range(len(query_lens)) if bidirectional else ()),
     )
 
 

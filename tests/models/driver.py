@@ -134,9 +134,15 @@ class Driver:
         """Random steps over random rows with random chunks, until all have `max_tokens`."""
         while open_ := [s for s in sequences if s.num_output_tokens < s.request.max_tokens]:
             chosen = self.random.sample(open_, self.random.randint(1, len(open_)))
-            self.step(
-                [(s, self.random.randint(1, min(max_chunk, s.num_uncomputed))) for s in chosen]
-            )
+            self.step([(s, self._chunk(s, max_chunk)) for s in chosen])
+
+    def _chunk(self, sequence: Sequence, most: int) -> int:
+        """How many tokens to compute next, whole images where the model wants that."""
+        start = sequence.num_computed
+        count = self.random.randint(1, min(most, sequence.num_uncomputed))
+        if not any(group.bidirectional_images for group in self.groups):
+            return count
+        return sequence.whole_images(start + count) - start or sequence.image_at(start)
 
     def _row(self, sequence: Sequence, count: int) -> Row:
         start = sequence.num_computed

@@ -24,6 +24,9 @@ OUTPUT_TOKENS = 12
 # Odd sizes of one to four images.
 PICTURES = (((60, 60),), ((100, 30), (57, 131)), ((300, 200), (31, 90), (64, 64), (45, 120)))
 
+# What processors say of an image besides, which models are not given.
+_COUNTS = {"num_patches", "num_crops", "num_soft_tokens_per_image"}
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -74,7 +77,7 @@ def ask(
 def together(inputs: Seq[Any]) -> dict[str, torch.Tensor]:
     """What a processor gives for all images at once; tiles are padded to as many as one has."""
     together = {}
-    for name in inputs[0].keys() - {"num_patches"}:
+    for name in inputs[0].keys() - _COUNTS:
         parts = [each[name] for each in inputs]
         if parts[0].dim() > 3:
             most = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]

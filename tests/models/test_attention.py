@@ -32,9 +32,10 @@ _INTERPRETED = {
         "fp8 cache under bf16",
         "latents of 576",
         "latents in bf16",
+        "images in a window in bf16",
         "one token",
     },
-    "triton, exact": {"all in fp32", "one token each in bf16"},
+    "triton, exact": {"all in fp32", "images in a window", "one token each in bf16"},
 }
 
 

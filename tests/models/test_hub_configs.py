@@ -881,7 +881,7 @@ def test_gemmas_scale_has_the_dtype_of_its_weights(tmp_path: Path) -> None:
     assert model._spec.embedding_scale == float(torch.tensor(40**0.5).bfloat16()) != 40**0.5
 
 
-@pytest.mark.parametrize("name", [name for name in COMPOSITES if not name.startswith("gemma")])
+@pytest.mark.parametrize("name", COMPOSITES)
 def test_each_frequency_of_a_head_follows_an_axis_where_there_are_three(
     name: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,8 @@ from support.budget import in_soak
 from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -103,6 +105,25 @@ _FAMILIES: dict[str, _Family] = {
         {"image_size": 8 * _PATCH, "patch_size": _PATCH},
         PixtralImageProcessorPil(size={"longest_edge": 8 * _PATCH}, patch_size=_PATCH),
     ),
+    "gemma3": (
+        {"image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID, "mm_tokens_per_image": 36},
+        {"image_size": 12 * _PATCH, "patch_size": _PATCH},
+        Gemma3ImageProcessorPil(size={"height": 12 * _PATCH, "width": 12 * _PATCH}),
+    ),
+    "gemma4": (
+        {
+            "image_token_id": IMAGE_ID,
+            "boi_token_id": IMAGE_ID + 1,
+            "eoi_token_id": IMAGE_ID + 2,
+            "text_config": {
+                "use_bidirectional_attention": "vision",
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+            },
+        },
+        {"patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 128},
+        Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+    ),
     "internvl": (
         {"image_token_id": IMAGE_ID, "image_seq_length": 4, "downsample_ratio": 0.5},
         {"image_size": [4 * _PATCH] * 2, "patch_size": [_PATCH] * 2},
@@ -170,8 +191,10 @@ def make_vision(
     values, vision, processor = _FAMILIES[family]
     config: Any = _config(family)
     for name, value in values.items():
-        setattr(config, name, value)
+        if name != "text_config":
+            setattr(config, name, value)
     for part, changes in (
+        (config.get_text_config(), values.get("text_config", {})),
         (config.vision_config, vision),
         (config.get_text_config(), sizes[0]),
         (config.vision_config, sizes[1]),
@@ -204,9 +227,9 @@ def generate(
 ) -> list[int]:
     """Greedy tokens after a prompt with images, by transformers."""
     ids = torch.tensor([list(token_ids)])
-    if "image_grid_thw" in inputs:
-        image_id = model.config.image_token_id
-        inputs = {**inputs, "mm_token_type_ids": (ids == image_id).long()}
+    name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+    if model.config.model_type in ("gemma3", "gemma4") or "image_grid_thw" in inputs:
+        inputs = {**inputs, name: (ids == model.config.image_token_id).long()}
     made = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -244,5 +267,7 @@ def make_whole_vision(directory: Path, family: str) -> PreTrainedModel:
             )
             if name in processor and own is not None:
                 processor[name] = own
+        if family == "gemma3":
+            processor["image_seq_length"] = model.config.mm_tokens_per_image
         (directory / "processor_config.json").write_text(json.dumps(processor))
     return model

@@ -134,6 +134,7 @@ def make_engine(
     max_model_len: int = 512,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
+    max_prefill_tokens: int = 2**31,
     eos_rate: float = 0.0,
     prefix_caching: bool = True,
     max_steps_ahead: int = 1,
@@ -164,7 +165,7 @@ def make_engine(
         state_spacing=STATE_SPACING,
         host_slots=() if arena is None else arena.num_slots,
     )
-    limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens)
+    limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_prefill_tokens)
     scheduler = create_scheduler(limits, blocks, drafter)
     moves = None if arena is None else create_moves(arena, runner, scheduler, blocks, disk, send)
     engine = Engine(runner, scheduler, blocks, moves=moves)

@@ -21,11 +21,11 @@ from support.budget import in_soak
 from support.processes import Router, Shard, running
 
 NUM_TOKENS = 10
-# Of `tiny_vision`; the soak has all that differ.
+# Each takes minutes.
 SITE_FAMILIES = [
     "qwen3_vl",
-    *map(in_soak, ("glm46v", "glm4v", "idefics3", "internvl", "llava", "llava_next", "mistral3")),
-    *map(in_soak, ("pixtral", "qwen2_5_vl", "qwen3_5", "smolvlm")),
+    *map(in_soak, ("gemma3", "glm46v", "glm4v", "idefics3", "internvl", "llava", "llava_next")),
+    *map(in_soak, ("mistral3", "pixtral", "qwen2_5_vl", "qwen3_5", "smolvlm")),
 ]
 
 

@@ -61,6 +61,8 @@ class LayerSpec:
     reads: int | None = None
     # What the layer keeps if it does not attend: the other fields have no meaning then.
     state: StateSpec | None = None
+    # Tokens of an image see all of it, later ones too.
+    bidirectional_images: bool = False
 
     @property
     def elements_per_token(self) -> int:
@@ -78,6 +80,8 @@ class RowSpan:
     # int32 [n]: the blocks with the keys that the queries see; and the slice of these keys in them.
     blocks: Tensor
     keys: slice
+    # Whether queries see the keys of later ones too.
+    is_bidirectional: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,17 @@ class AttentionBatch:
     seq_lens_tensor: Tensor
     # int32 [B, max blocks of a row], padded with block 0.
     block_table: Tensor
+    # The rows whose queries see the keys of later ones of the row too.
+    bidirectional: frozenset[int] = frozenset()
+
+    @cached_property
+    def bidirectional_rows(self) -> Tensor | None:
+        """int32 [B]: 1 for those rows, on the host; None if there are none."""
+        if not self.bidirectional:
+            return None
+        rows = torch.zeros(len(self.query_lens), dtype=torch.int32)
+        rows[sorted(self.bidirectional)] = 1
+        return rows
 
     @cached_property
     def _rows(self) -> dict[int | None, tuple[RowSpan, ...]]:
@@ -123,7 +138,8 @@ class AttentionBatch:
             blocks = self.block_table[i, skipped : -(-length // self.block_size)]
             offset = skipped * self.block_size
             keys = slice(first - offset, length - offset)
-            yield RowSpan(slice(start, start + count), count, blocks, keys)
+            queries = slice(start, start + count)
+            yield RowSpan(queries, count, blocks, keys, i in self.bidirectional)
             start += count
 
     @cached_property
@@ -139,9 +155,24 @@ class AttentionBatch:
         return sums - sums[0]
 
     @cached_property
-    def masks(self) -> dict[tuple[int, int, int, int | None], Tensor]:
-        """Attention masks of this step, shared by its layers; see `causal_mask`."""
+    def masks(self) -> dict[tuple[int, int, int, int | None, bool], Tensor]:
+        """Attention masks of this step, shared by its layers; see `sdpa.py`."""
         return {}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreParams:
+    """How scores of queries and keys become weights; see `AttentionBackend.attend`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    # [Hq]
+    sinks: Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
 
 
 class Unusable(Exception):
@@ -273,15 +304,22 @@ class PairBackend:
         return cache[:1] if has_values_in_keys(cache) else cache
 
 
-def causal_mask(
-    num_queries: int, num_keys: int, offset: int, window: int | None, device: torch.device
+def visible_keys(
+    num_queries: int,
+    num_keys: int,
+    offset: int,
+    window: int | None,
+    is_bidirectional: bool,
+    device: torch.device,
 ) -> Tensor:
     """bool [num_queries, num_keys]: query i is at key index `offset + i` and sees the keys up to
-    there, the last `window` of them at most.
+    there, the last `window` of them at most; and all later ones if it is bidirectional.
     """
     position = torch.arange(num_queries, device=device).unsqueeze(1) + offset
     index = torch.arange(num_keys, device=device).unsqueeze(0)
-    mask = index <= position
+    mask = torch.full_like(index, fill_value=True, dtype=torch.bool)
+    if not is_bidirectional:
+        mask = index <= position
     if window is not None:
-        mask &= index > position - window
-    return mask
+        mask = mask & (index > position - window)
+    return mask.expand(num_queries, num_keys)

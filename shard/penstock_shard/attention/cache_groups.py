@@ -23,7 +23,7 @@ from penstock_shard.ipc.runner_info import CacheGroup
 _MOST_GROUPS = 8
 # How a layer's keys and values lie in memory, and which of them a query sees.
 _Shape = tuple[int, int, int, bool] | StateSpec
-_Sight = tuple[int | None, int | None]
+_Sight = tuple[int | None, int | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
     for layer in layers:
         if layer.reads is None:
             kinds = shapes.setdefault(_shape_of(layer), {})
-            kinds.setdefault((layer.window, layer.chunk), []).append(layer)
+            sight = (layer.window, layer.chunk, layer.bidirectional_images)
+            kinds.setdefault(sight, []).append(layer)
     assert sum(isinstance(shape, StateSpec) for shape in shapes) <= 1, "states of two kinds"
     groups: list[CacheGroup] = []
     group_of: dict[int, int] = {}
@@ -67,8 +68,12 @@ def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
         ]
         for part in parts:
             group_of.update((layer.index, len(groups)) for layer in part)
-            has_state = part[0].state is not None
-            groups.append(CacheGroup(part[0].window, part[0].chunk, pool, has_state))
+            first = part[0]
+            has_state = first.state is not None
+            group = CacheGroup(
+                first.window, first.chunk, pool, has_state, first.bidirectional_images
+            )
+            groups.append(group)
         planes.append(
             tuple(
                 tuple(part[plane] for part in parts if plane < len(part)) for plane in range(size)

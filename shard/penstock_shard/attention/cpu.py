@@ -63,4 +63,5 @@ class CpuBackend:
             window=window,
             softcap=softcap,
             sinks=sinks,
+            bidirectional=batch.bidirectional_rows,
         )

@@ -15,7 +15,9 @@ from penstock_shard.attention.base import (
     AttentionBatch,
     LayerSpec,
     PairBackend,
+    ScoreParams,
 )
+from penstock_shard.attention.sdpa import attend_bidirectional
 from penstock_shard.device.dtypes import dtype_name
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -72,6 +74,13 @@ class LibraryBackend(PairBackend, ABC):
         if sinks is not None:
             raise ValueError(f"{self.name} knows no attention sinks")
         how = AttentionParams(scale, -1 if window is None else window - 1, softcap or 0.0)
+        output = self._attend_causal(query, cache, batch, how)
+        params = ScoreParams(scale, window, softcap, sinks)
+        return attend_bidirectional(output, cache, query, batch, params)
+
+    def _attend_causal(
+        self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
+    ) -> Tensor:
         decodes = batch.num_decodes
         if decodes == len(batch.query_lens):
             return self._decode(query, cache, batch, how)

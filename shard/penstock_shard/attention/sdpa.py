@@ -7,6 +7,8 @@ and clearly faster once lengths differ.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,7 +18,8 @@ from penstock_shard.attention.base import (
     LayerSpec,
     PairBackend,
     RowSpan,
-    causal_mask,
+    ScoreParams,
+    visible_keys,
 )
 
 # Most scores (queries times keys) of one masked product: at 4 M a float mask takes 16 MB.
@@ -45,16 +48,42 @@ class SdpaBackend(PairBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         output = query.new_empty(*query.shape[:2], cache[1].shape[3])
-        plain = softcap is None and sinks is None
+        how = ScoreParams(scale, window, softcap, sinks)
         for row in batch.rows(window):
-            keys, values = (_gather(part, row).to(query.dtype) for part in cache)
-            queries = query[row.queries]
-            if plain and row.num_queries == 1:
-                attended = _decode(queries, keys, values, scale)
-            else:
-                attended = _masked(queries, keys, values, batch, scale, window, softcap, sinks)
-            output[row.queries] = attended
+            output[row.queries] = _attend_row(cache, query, batch, row, how)
         return output
+
+
+def attend_bidirectional(
+    output: Tensor,
+    cache: tuple[Tensor, Tensor],
+    query: Tensor,
+    batch: AttentionBatch,
+    how: ScoreParams,
+) -> Tensor:
+    """The output [T, Hq, Dv] of a backend that knows causal rows only, with the bidirectional ones
+    put right.
+    """
+    if batch.bidirectional:
+        for row in batch.rows(how.window):
+            if row.is_bidirectional:
+                output[row.queries] = _attend_row(cache, query, batch, row, how)
+    return output
+
+
+def _attend_row(
+    cache: tuple[Tensor, Tensor],
+    query: Tensor,
+    batch: AttentionBatch,
+    row: RowSpan,
+    how: ScoreParams,
+) -> Tensor:
+    """What a row's queries attend to, [n, Hq, Dv]."""
+    keys, values = (_gather(part, row).to(query.dtype) for part in cache)
+    queries = query[row.queries]
+    if how.is_plain and row.num_queries == 1:
+        return _decode(queries, keys, values, how.scale)
+    return _masked(queries, keys, values, batch, how, is_bidirectional=row.is_bidirectional)
 
 
 def _gather(part: Tensor, row: RowSpan) -> Tensor:
@@ -85,10 +114,9 @@ def _masked(
     keys: Tensor,
     values: Tensor,
     batch: AttentionBatch,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    how: ScoreParams,
+    *,
+    is_bidirectional: bool,
 ) -> Tensor:
     """query [n, Hq, D], the last n of keys [Hkv, L, D] -> [n, Hq, Dv], in pieces of queries."""
     num_queries, num_heads, head_dim = query.shape
@@ -99,60 +127,57 @@ def _masked(
     keys = keys.unsqueeze(1).expand(-1, group, -1, -1)
     values = values.unsqueeze(1).expand(-1, group, -1, -1)
     offset = num_keys - num_queries
-    plain = softcap is None and sinks is None
-    if plain and offset == 0 and (window is None or num_keys <= window):
+    is_causal = offset == 0 and not is_bidirectional
+    if how.is_plain and is_causal and (how.window is None or num_keys <= how.window):
         attended = functional.scaled_dot_product_attention(
-            grouped, keys, values, is_causal=True, scale=scale
+            grouped, keys, values, is_causal=True, scale=how.scale
         )
         return attended.flatten(0, 1).transpose(0, 1)
     pieces = []
-    step = max(16, _MAX_SCORES // (num_keys if plain else num_keys * num_heads))
+    step = max(16, _MAX_SCORES // (num_keys if how.is_plain else num_keys * num_heads))
     for start in range(0, num_queries, step):
         piece = grouped[:, :, start : start + step]
-        mask = _cached_mask(batch, piece.shape[2], num_keys, offset + start, window, query.device)
-        if plain:
+        place = _Place(piece.shape[2], num_keys, offset + start, how.window, is_bidirectional)
+        mask = _cached_mask(batch, place, query.device)
+        if how.is_plain:
             attended = functional.scaled_dot_product_attention(
-                piece, keys, values, attn_mask=mask, scale=scale
+                piece, keys, values, attn_mask=mask, scale=how.scale
             )
         else:
-            attended = _explicit(piece, keys, values, mask, scale, softcap, sinks)
+            attended = _explicit(piece, keys, values, mask, how)
         pieces.append(attended)
     return torch.cat(pieces, dim=2).flatten(0, 1).transpose(0, 1)
 
 
-def _cached_mask(
-    batch: AttentionBatch,
-    num_queries: int,
-    num_keys: int,
-    offset: int,
-    window: int | None,
-    device: torch.device,
-) -> Tensor:
-    name = (num_queries, num_keys, offset, window)
-    mask = batch.masks.get(name)
+class _Place(NamedTuple):
+    """Some queries among keys; see `visible_keys`."""
+
+    num_queries: int
+    num_keys: int
+    offset: int
+    window: int | None
+    is_bidirectional: bool
+
+
+def _cached_mask(batch: AttentionBatch, place: _Place, device: torch.device) -> Tensor:
+    mask = batch.masks.get(place)
     if mask is None:
-        mask = batch.masks[name] = causal_mask(num_queries, num_keys, offset, window, device)
+        mask = batch.masks[place] = visible_keys(*place, device)
     return mask
 
 
 def _explicit(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, how: ScoreParams
 ) -> Tensor:
     """Attention written out, for layers with a softcap or sinks; shapes as in `_masked`."""
-    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * how.scale
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
     scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        sink = sinks.float().view(*query.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    if how.sinks is not None:
+        sink = how.sinks.float().view(*query.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = torch.softmax(scores, dim=-1)
-    if sinks is not None:
+    if how.sinks is not None:
         weights = weights[..., :-1]
     return torch.matmul(weights.to(values.dtype), values)

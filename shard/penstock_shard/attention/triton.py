@@ -19,9 +19,11 @@ from penstock_shard.attention.base import (
     AttentionBatch,
     LayerSpec,
     PairBackend,
+    ScoreParams,
     has_values_in_keys,
     parts_to_write,
 )
+from penstock_shard.attention.sdpa import attend_bidirectional
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.kernels.triton_attention import (
     MOST_SPLITS,
@@ -79,32 +81,22 @@ class TritonBackend(PairBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        call = _Call(cache, query.contiguous(), batch, _Mask(scale, window, softcap, sinks))
+        how = ScoreParams(scale, window, softcap, sinks)
+        call = _Call(cache, query.contiguous(), batch, how)
         decodes, rows = batch.num_decodes, len(batch.query_lens)
         if self.exact:
             call.by_splits(len(query), SPLIT)
-            return call.output
-        call.by_splits(decodes, call.split_for(decodes))
-        if decodes < rows:
-            call.by_rows()
-        return call.output
+        else:
+            call.by_splits(decodes, call.split_for(decodes))
+            if decodes < rows:
+                call.by_rows()
+        return attend_bidirectional(call.output, cache, query, batch, how)
 
 
 def _latent_refusal(latent: int, rotated: int) -> str | None:
     if latent <= 512 and 0 < rotated <= 64:
         return None
     return f"serves latents of at most 512 beside 1 to 64 rotated elements, not {latent}, {rotated}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Mask:
-    """How scores of queries and keys become weights."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    # [Hq]
-    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +179,7 @@ class _Call:
     """The kernel launches of one layer's attention in one step."""
 
     def __init__(
-        self, cache: tuple[Tensor, Tensor], query: Tensor, batch: AttentionBatch, mask: _Mask
+        self, cache: tuple[Tensor, Tensor], query: Tensor, batch: AttentionBatch, mask: ScoreParams
     ) -> None:
         self._cache = cache
         self._query = query

@@ -44,6 +44,8 @@ _QWEN3 = Family(sections=(24, 20, 20), take_turns=True)
 _QWEN35 = Family(sections=(11, 11, 10), take_turns=True)
 # By the model's type.
 _FAMILIES: Mapping[str, Family] = {
+    "gemma3": Family(),
+    "gemma4": Family(),
     "glm46v": _GLM4,
     "glm4v": _GLM4,
     "glm4v_moe": _GLM4,
@@ -62,10 +64,16 @@ _FAMILIES: Mapping[str, Family] = {
 }
 
 
-def sees_images(model_dir: Path) -> bool:
-    """Whether images are served of a model."""
+def type_that_sees(model_dir: Path) -> str | None:
+    """The type of a model that sees images, served or not; None for others."""
     path = model_dir / "config.json"
-    return path.exists() and read_object(path).get("model_type") in _FAMILIES
+    config = read_object(path) if path.exists() else {}
+    return str(config.get("model_type")) if isinstance(config.get("vision_config"), dict) else None
+
+
+def is_served(model_type: str) -> bool:
+    """Whether images are served of models of this type."""
+    return model_type in _FAMILIES
 
 
 def family_of(config: PreTrainedConfig) -> Family:

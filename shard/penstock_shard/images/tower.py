@@ -118,6 +118,8 @@ def _with_little_text(config: PreTrainedConfig) -> PreTrainedConfig:
     text.num_hidden_layers = 0
     text.vocab_size = _FEW
     text.pad_token_id = None
+    if hasattr(text, "hidden_size_per_layer_input"):
+        text.hidden_size_per_layer_input = 0
     if getattr(text, "layer_types", None):
         text.layer_types = []
     return small

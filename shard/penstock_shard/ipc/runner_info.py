@@ -33,7 +33,8 @@ class CacheGroup:
 
     A query at position p sees all keys up to its own; with a `window` the last so many of them, its
     own included; with a `chunk` those from the last multiple of it on. `pool` is the index of the
-    pool that the group's blocks come from.
+    pool that the group's blocks come from. With `bidirectional_images` tokens of an image see all
+    of it besides, later ones too: none is computed without the others.
     """
 
     window: int | None = None
@@ -41,6 +42,7 @@ class CacheGroup:
     pool: int = 0
     # Layers have a state in place of keys: a sequence has one block, which is its state.
     has_state: bool = False
+    bidirectional_images: bool = False
 
     @property
     def reach(self) -> int | None:

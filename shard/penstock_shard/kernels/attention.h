@@ -17,6 +17,7 @@ struct attention {
     const struct cache *cache;
     const int32_t *starts, *lengths; /* [sequences + 1], [sequences] */
     const int32_t *table;            /* [sequences][columns] */
+    const int32_t *bidirectional;    /* [sequences]: whether queries see later ones; or NULL */
     float *out;
     int64_t sequences, columns, heads, window; /* window 0: all keys */
     float scale, softcap; /* softcap 0: none */
@@ -164,9 +165,9 @@ static void attend_chunk(const struct attention *a, struct rows *s, int64_t chun
 }
 
 /* Attention of the step's queries [first, first + count), of a sequence whose query 0 has position
- * `origin`. */
+ * `origin`; they see keys before `later` too, where that is not 0. */
 static void attend(const struct attention *a, struct rows *s, int64_t first, int64_t count,
-                   int64_t origin) {
+                   int64_t origin, int64_t later) {
     const struct cache *c = a->cache;
     int64_t group = a->heads / c->kv_heads, low = INT64_MAX;
     s->end = 0;
@@ -180,6 +181,7 @@ static void attend(const struct attention *a, struct rows *s, int64_t first, int
         s->most[r] = a->sinks ? a->sinks[head] : -INFINITY;
         s->high[r] = origin + token + 1;
         s->low[r] = a->window ? max_of(0, s->high[r] - a->window) : 0;
+        if (later) s->high[r] = later;
         low = min_of(low, s->low[r]);
         s->end = max_of(s->end, s->high[r]);
     }
@@ -232,7 +234,8 @@ static void attention_task(const void *args, int64_t index, int thread) {
     s.most = s.weights + rows * LANES;
     s.keys = s.most + rows;
     attend(a, &s, start + tile, min_of(a->queries_per_task, queries - tile),
-           a->lengths[low] - queries - start);
+           a->lengths[low] - queries - start,
+           a->bidirectional && a->bidirectional[low] ? a->lengths[low] : 0);
 }
 
 /* Check that every query exists and that every block it sees is one of the cache's. */
@@ -274,9 +277,10 @@ int64_t penstock_attention(const float *query, int64_t rows, int64_t heads,
                            const struct cache *cache, const int32_t *starts,
                            const int32_t *lengths, const int32_t *table, int64_t sequences,
                            int64_t columns, float scale, int64_t window,
-                           float softcap, const float *sinks, float *out) {
-    struct attention a = {query, sinks, cache, starts, lengths, table, out, sequences, columns,
-                          heads, window, scale, softcap, 0, NULL};
+                           float softcap, const float *sinks, const int32_t *bidirectional,
+                           float *out) {
+    struct attention a = {query, sinks, cache, starts, lengths, table, bidirectional, out,
+                          sequences, columns, heads, window, scale, softcap, 0, NULL};
     if (!blocks_in_bounds(&a, rows)) return BAD_BLOCK;
     a.queries_per_task = max_of(1, TASK_ROWS / (heads / cache->kv_heads));
     unsigned arithmetic = enter();

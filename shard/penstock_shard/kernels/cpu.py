@@ -425,11 +425,13 @@ class CpuKernels:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        bidirectional: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """query [T, Hq, D] -> [T, Hq, Dv], causal within each sequence; see `attention.base`.
 
-        cu_queries int32 [B + 1], seq_lens int32 [B], block_table int32 [B, M], sinks float32 [Hq].
+        cu_queries int32 [B + 1], seq_lens int32 [B], block_table int32 [B, M], sinks float32 [Hq],
+        bidirectional int32 [B]: 1 where queries of a sequence see later ones too.
         Keys and values of this step's tokens must be in the cache already.
         """
         rows, heads, dim = query.shape
@@ -443,6 +445,7 @@ class CpuKernels:
             or out.shape != (rows, heads, cache.dim_v)
             or not len(cu_queries) - 1 == len(seq_lens) == len(block_table)
             or not cu_queries.dtype is seq_lens.dtype is block_table.dtype is torch.int32
+            or (bidirectional is not None and bidirectional.shape != seq_lens.shape)
         ):
             raise ValueError(
                 f"attention: query {say(query)}, cache of {cache.kv_heads} heads of {cache.dim},"
@@ -462,6 +465,7 @@ class CpuKernels:
             window or 0,
             softcap or 0.0,
             pointer(sinks),
+            pointer(bidirectional),
             out.data_ptr(),
         )
         check(status)

@@ -31,7 +31,7 @@ static int64_t make_call(const struct call *call) {
     case WRITE_CACHE: return penstock_write_cache(AT(0), AT(1), AT(2), AT(3), n[4]);
     default:
         return penstock_attention(AT(0), n[1], n[2], AT(3), AT(4), AT(5), AT(6), n[7], n[8], f[0],
-                                  n[9], f[1], AT(10), AT(11));
+                                  n[9], f[1], AT(10), AT(11), AT(12));
     }
 }
 

@@ -22,7 +22,7 @@ RECORDABLE = {
     "gated_activation": "piiip",
     "rope_and_cache": "piipppppiippffp",
     "write_cache": "ppppi",
-    "attention": "piippppiififpp",
+    "attention": "piippppiififppp",
 }
 _NUMBERS = {name: number for number, name in enumerate(RECORDABLE)}
 

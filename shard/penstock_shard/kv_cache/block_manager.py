@@ -9,61 +9,19 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from penstock_shard.ipc.block_messages import PrefixNames
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, blocks_each
 from penstock_shard.kv_cache.block_names import block_tokens, extend_hashes, root_of
 from penstock_shard.kv_cache.block_pool import BlockPool
-from penstock_shard.kv_cache.doubt import Doubt, is_proven, is_wrong
+from penstock_shard.kv_cache.block_tables import BlockTable, GroupBlocks, Load
+from penstock_shard.kv_cache.doubt import is_proven, is_wrong
 from penstock_shard.kv_cache.kept_states import Boundaries
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.sequence import Sequence
 
 _ONE_GROUP = (CacheGroup(),)
-
-
-@dataclass(slots=True)
-class _Blocks:
-    """The blocks of one sequence in one group, by index in the order of its tokens. Those below
-    `first` were given back, or never taken.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    first: int = 0
-
-
-@dataclass(slots=True)
-class Load:
-    """A copy in host memory that a sequence needs in a block of its own: at `index` in the order of
-    its tokens; `block_id` is `NO_BLOCK` until it has one.
-    """
-
-    prefix: Prefix
-    group: int
-    index: int
-    slot: int
-    block_id: int = NO_BLOCK
-    is_done: bool = False
-
-
-@dataclass(slots=True)
-class _Table:
-    """What one sequence has."""
-
-    groups: list[_Blocks]
-    # Chained hashes of the full blocks of its tokens, as far as they were needed.
-    hashes: list[bytes]
-    # Where its states are kept.
-    boundaries: Boundaries
-    # What is to be copied from host memory before it runs.
-    loads: list[Load] = field(default_factory=list)
-    # How many of its full blocks are cached, or were found there; and the prefix of these.
-    num_cached: int = 0
-    prefix: Prefix | None = None
-    # Of the blocks that it found.
-    doubt: Doubt | None = None
 
 
 class BlockManager:
@@ -95,6 +53,8 @@ class BlockManager:
         self._most = [group.most_blocks(max_chunk_tokens, block_size) for group in groups]
         # Groups that give blocks back while a sequence runs.
         self._sliding = [i for i, group in enumerate(groups) if group.reach is not None]
+        # Tokens of an image are computed in one step, or not at all.
+        self._keeps_images_whole = any(group.bidirectional_images for group in groups)
         # Groups whose block of a sequence is its state.
         self._states = [i for i, group in enumerate(groups) if group.has_state]
         self._state_spacing = state_spacing
@@ -104,7 +64,7 @@ class BlockManager:
         self.state_hits_total = 0
         host_pools = [BlockPool(count) for count in host_slots]
         self.prefixes = PrefixCache(self._groups, self._pools, block_size, host_pools)
-        self._tables: dict[Sequence, _Table] = {}
+        self._tables: dict[Sequence, BlockTable] = {}
         # What `take_new` has not returned yet, for each group.
         self._new_blocks: dict[Sequence, list[list[int]]] = {}
 
@@ -204,7 +164,7 @@ class BlockManager:
             return 0
         table = self._table(sequence)
         found = self._find_chain(sequence, table)
-        longest = self.prefixes.longest(found)
+        longest = self._longest(sequence, found)
         if self._states:
             self._mark(sequence, table, len(found))
         del found[longest:]
@@ -239,7 +199,7 @@ class BlockManager:
     def count_cached(self, sequence: Sequence) -> int:
         """Of its tokens, those that need not be computed now."""
         found = self._find_chain(sequence, self._table(sequence))
-        return self.prefixes.longest(found) * self.block_size
+        return self._longest(sequence, found) * self.block_size
 
     def slide(self, sequence: Sequence, start: int) -> None:
         """Give back the blocks that no token from `start` on sees. Launched steps may still read
@@ -335,12 +295,18 @@ class BlockManager:
 
     def chunk_limit(self, sequence: Sequence, limit: int) -> int:
         """How many of `limit` more tokens of a sequence a step may compute: its state must be there
-        where it is kept.
+        where it is kept, and images may have to be whole. 0 if an image comes next that is longer.
         """
-        if not self._states or not self._enable_prefix_caching:
-            return limit
         start = sequence.num_computed
-        return min(limit, self._table(sequence).boundaries.next_after(start) - start)
+        if self._states and self._enable_prefix_caching:
+            limit = min(limit, self._table(sequence).boundaries.next_after(start) - start)
+        if self._keeps_images_whole:
+            limit = sequence.whole_images(start + limit) - start
+        return limit
+
+    def least_chunk(self, sequence: Sequence, start: int) -> int:
+        """How many of a sequence's tokens from `start` on a step computes at least."""
+        return max(1, sequence.image_at(start)) if self._keeps_images_whole else 1
 
     @property
     def has_state_copies(self) -> bool:
@@ -403,11 +369,11 @@ class BlockManager:
 
     # ---- tables ----
 
-    def _empty_table(self, hashes: list[bytes]) -> _Table:
-        groups = [_Blocks() for _ in self._groups]
-        return _Table(groups, hashes, Boundaries(self._state_spacing))
+    def _empty_table(self, hashes: list[bytes]) -> BlockTable:
+        groups = [GroupBlocks() for _ in self._groups]
+        return BlockTable(groups, hashes, Boundaries(self._state_spacing))
 
-    def _table(self, sequence: Sequence) -> _Table:
+    def _table(self, sequence: Sequence) -> BlockTable:
         table = self._tables.get(sequence)
         if table is None:
             table = self._tables[sequence] = self._empty_table([])
@@ -419,7 +385,7 @@ class BlockManager:
             new = self._new_blocks[sequence] = [[] for _ in self._groups]
         return new
 
-    def _missing(self, group: int, blocks: _Blocks, num_tokens: int) -> int:
+    def _missing(self, group: int, blocks: GroupBlocks, num_tokens: int) -> int:
         """How many blocks it lacks for `num_tokens`; at most so many that it has no more than
         `_most`.
         """
@@ -430,7 +396,7 @@ class BlockManager:
         count = min(self.blocks_for(num_tokens), blocks.first + self._most[group])
         return max(0, count - len(blocks.ids))
 
-    def _take_for_loads(self, sequence: Sequence, table: _Table) -> None:
+    def _take_for_loads(self, sequence: Sequence, table: BlockTable) -> None:
         """Take the blocks that copies in host memory go to."""
         new_blocks = self._new_of(sequence)
         for load in table.loads:
@@ -471,11 +437,11 @@ class BlockManager:
     def _tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
         return block_tokens(sequence, index, self.block_size)
 
-    def _hash_blocks(self, sequence: Sequence, table: _Table, count: int) -> None:
+    def _hash_blocks(self, sequence: Sequence, table: BlockTable, count: int) -> None:
         """Hash its first `count` blocks, where that has not been done."""
         extend_hashes(table.hashes, sequence, count, self.block_size, self._weights_hash)
 
-    def _find_chain(self, sequence: Sequence, table: _Table) -> list[Prefix]:
+    def _find_chain(self, sequence: Sequence, table: BlockTable) -> list[Prefix]:
         """The known prefixes of its tokens, from the shortest on, as far as groups that need every
         block have them; without the last token, so that one is left to be computed.
         """
@@ -487,7 +453,19 @@ class BlockManager:
         )
         return self.prefixes.find(self.root_of(sequence), names)
 
-    def _share(self, sequence: Sequence, table: _Table, group: int, found: list[Prefix]) -> None:
+    def _longest(self, sequence: Sequence, found: list[Prefix]) -> int:
+        """The most blocks of a found prefix behind which a sequence can go on."""
+        longest = self.prefixes.longest(found)
+        while self._keeps_images_whole:
+            end = sequence.whole_images(longest * self.block_size) // self.block_size
+            if end == longest:
+                break
+            longest = self.prefixes.longest(found[:end])
+        return longest
+
+    def _share(
+        self, sequence: Sequence, table: BlockTable, group: int, found: list[Prefix]
+    ) -> None:
         """Refer to the blocks of a found prefix that the next token sees."""
         blocks, pool = table.groups[group], self._pool_of[group]
         if self._groups[group].has_state:
@@ -514,7 +492,7 @@ class BlockManager:
             blocks.ids.append(block_id)
         self._new_of(sequence)[group] += blocks.ids
 
-    def _cache_blocks(self, sequence: Sequence, table: _Table, count: int) -> None:
+    def _cache_blocks(self, sequence: Sequence, table: BlockTable, count: int) -> None:
         """Cache its first `count` blocks, as far as they are not."""
         self._hash_blocks(sequence, table, count)
         prefix = before = table.prefix
@@ -528,7 +506,9 @@ class BlockManager:
             self.prefixes.leave(before)
         table.num_cached, table.prefix = count, prefix
 
-    def _cache_block(self, sequence: Sequence, table: _Table, parent: Prefix, index: int) -> Prefix:
+    def _cache_block(
+        self, sequence: Sequence, table: BlockTable, parent: Prefix, index: int
+    ) -> Prefix:
         """Cache a block of each group. Returns the prefix that they end."""
         prefix = self.prefixes.child(parent, table.hashes[index], self._tokens(sequence, index))
         for group, blocks in enumerate(table.groups):
@@ -542,13 +522,13 @@ class BlockManager:
 
     # ---- states ----
 
-    def _mark(self, sequence: Sequence, table: _Table, num_known: int) -> None:
+    def _mark(self, sequence: Sequence, table: BlockTable, num_known: int) -> None:
         """Have its state kept at its last full block, and where it parts from what is known."""
         last = (sequence.num_tokens - 1) // self.block_size
         others = {num_known * self.block_size, last * self.block_size}
         table.boundaries = Boundaries(self._state_spacing, others)
 
-    def _begin_state(self, group: int, blocks: _Blocks, own: int) -> None:
+    def _begin_state(self, group: int, blocks: GroupBlocks, own: int) -> None:
         """Give a sequence the block `own` for its state: a copy of the kept one that it found, if
         any.
         """
@@ -557,7 +537,7 @@ class BlockManager:
             self._pool_of[group].release(blocks.ids)
         blocks.ids = [own]
 
-    def _keep_states(self, sequence: Sequence, table: _Table, start: int) -> None:
+    def _keep_states(self, sequence: Sequence, table: BlockTable, start: int) -> None:
         """Keep the state of its first `start` tokens, all of which are computed by launched steps,
         if there is a free block for it.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock_shard.kv_cache.block_manager import Load
+from penstock_shard.kv_cache.block_tables import Load
 from penstock_shard.kv_cache.doubt import is_proven, is_wrong
 from penstock_shard.kv_cache.prefix_cache import PrefixCache, Save
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix

@@ -132,10 +132,12 @@ def attention_batches(
     seq_lens: Sequence[Sequence[int]],
     num_decodes: int,
     block_size: int,
+    bidirectional: Sequence[frozenset[int]] | None = None,
 ) -> tuple[AttentionBatch, ...]:
     """What the attention of each cache group is told of a step's rows: their inputs, and what the
-    host knows of them; `seq_lens` has a column for each group.
+    host knows of them; `seq_lens` has a column for each group, and `bidirectional` those rows.
     """
+    bidirectional = bidirectional or [frozenset()] * len(seq_lens)
     return tuple(
         AttentionBatch(
             query_lens=query_lens,
@@ -147,6 +149,7 @@ def attention_batches(
             cu_keys=inputs.cu_keys[group],
             seq_lens_tensor=inputs.seq_lens[group],
             block_table=inputs.block_table[group],
+            bidirectional=bidirectional[group],
         )
         for group, lengths in enumerate(seq_lens)
     )

@@ -38,22 +38,23 @@ class StepBounds:
         # Failed steps that could not be smaller, since the bounds were last at the limits.
         self._failed_alone: set[_Place] = set()
 
-    def is_hopeless(self, failed: Batch, first: Sequence) -> bool:
+    def is_hopeless(self, failed: Batch, first: Sequence, least: int = 1) -> bool:
         """Whether memory will never suffice for this failed step, whose first row is of `first`: it
-        had no other and few tokens, and has failed before with the sequence at the same token.
+        had no other, and few tokens or the `least` it could have, and has failed before with the
+        sequence at the same token.
         """
-        return _is_least(failed) and _place(first) in self._failed_alone
+        return _is_least(failed, least) and _place(first) in self._failed_alone
 
-    def shrink(self, failed: Batch, first: Sequence) -> None:
+    def shrink(self, failed: Batch, first: Sequence, least: int = 1) -> None:
         """Halve the bounds: this step, whose first row is of `first`, ran out of memory."""
         self.sequences = max(1, min(self.sequences, failed.num_rows) // 2)
         num_tokens = failed.num_tokens
         if num_tokens > failed.num_rows:
-            least = min(_LEAST_TOKENS, self._max_tokens)
-            self.tokens = max(least, min(self.tokens, num_tokens) // 2)
+            half = min(self.tokens, num_tokens) // 2
+            self.tokens = max(min(_LEAST_TOKENS, self._max_tokens), half)
         if self._good_steps >= self._careful_steps:
             self._careful_steps = min(2 * self._careful_steps, _MOST_CAREFUL_STEPS)
-        if _is_least(failed):
+        if _is_least(failed, least):
             self._failed_alone.add(_place(first))
         self.reduced = True
         self._good_steps = 0
@@ -71,9 +72,10 @@ class StepBounds:
             self._failed_alone.clear()
 
 
-def _is_least(failed: Batch) -> bool:
+def _is_least(failed: Batch, least: int) -> bool:
     """Whether the step could not have been smaller."""
-    return failed.num_rows == 1 and not failed.drafts[0] and failed.counts[0] <= _LEAST_TOKENS
+    is_small = failed.counts[0] <= max(_LEAST_TOKENS, least)
+    return failed.num_rows == 1 and not failed.drafts[0] and is_small
 
 
 def _place(sequence: Sequence) -> _Place:

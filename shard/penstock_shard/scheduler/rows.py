@@ -78,6 +78,31 @@ class Rows:
         )
 
 
+def split(running: abc.Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Sequences that lack one token, and those whose prompts are not computed yet. One that has all
+    its tokens waits for its last step.
+    """
+    decodes, prefilling = [], []
+    for sequence in running:
+        num_tokens = len(sequence.token_ids) + sequence.num_pending
+        if num_tokens - sequence.num_computed > 1:
+            prefilling.append(sequence)
+        elif num_tokens - sequence.num_prompt_tokens < sequence.request.max_tokens:
+            decodes.append(sequence)
+    return decodes, prefilling
+
+
+def next_row(sequence: Sequence, count: int) -> Row:
+    """The next `count` tokens of a sequence, which count as computed from now on."""
+    start = sequence.num_computed
+    sequence.num_computed = start + count
+    scores = 0
+    if sequence.needs_prompt_logprobs:
+        scores = max(0, min(start + count, sequence.num_prompt_tokens - 1) - start)
+    samples = start + count == sequence.num_tokens
+    return Row(sequence, start, count, samples, scores)
+
+
 def admission_of(sequence: Sequence) -> Admission:
     """What a runner has to know of a sequence that has a slot."""
     return Admission(

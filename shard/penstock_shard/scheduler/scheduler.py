@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.fcfs_policy import FcfsPolicy
 from penstock_shard.scheduler.oom_backoff import StepBounds
-from penstock_shard.scheduler.rows import Row, Rows, num_left
+from penstock_shard.scheduler.rows import Row, Rows, next_row, num_left, split
 from penstock_shard.scheduler.slot_pool import SlotPool
 from penstock_shard.scheduler.step_budget import SchedulerLimits, StepBudget
 from penstock_shard.scheduler.step_time import StepSize, StepTime, step_size
@@ -86,7 +86,8 @@ class Scheduler:
         # Those that have blocks, into which copies in host memory are still to be copied, with the
         # number of the planning that gave them.
         self._loading: dict[Sequence, int] = {}
-        # Those whose copies are there since the last step. Values are unused.
+        # Those that have blocks, and their copies if any, and run once a step has room. Values are
+        # unused.
         self._loaded: dict[Sequence, None] = {}
         # Ended or preempted, but launched steps still use their blocks and slots: those are freed
         # when the steps are collected.
@@ -193,7 +194,7 @@ class Scheduler:
         self._steps += 1
         preemptions_before = self.preemptions_total
         self._make_room(now_s)
-        decodes, prefilling = self._split(self._policy.order(self._running, now_s))
+        decodes, prefilling = split(self._policy.order(self._running, now_s))
         # No drafts while the bounds are reduced after an out-of-memory step.
         speculation = None if self.bounds.reduced else self._speculation
         if speculation is not None:
@@ -279,7 +280,7 @@ class Scheduler:
                 self.lose_loads(sequence)
         if self._speculation is not None:
             self._speculation.drop()
-        self.bounds.shrink(batches[0], self.slots[batches[0].slots[0]])
+        self.bounds.shrink(batches[0], *self._first_of(batches[0]))
         parts: dict[Sequence, None] = {}
         for batch in batches:
             for slot, samples in zip(batch.slots, batch.samples, strict=True):
@@ -297,9 +298,14 @@ class Scheduler:
         """The sequence for which memory will never suffice, if this step, which ran out of it, had
         no other, and if it has not ended.
         """
-        first = self.slots[failed.slots[0]]
-        hopeless = self.bounds.is_hopeless(failed, first) and first.state is not _ENDED
+        first, least = self._first_of(failed)
+        hopeless = self.bounds.is_hopeless(failed, first, least) and first.state is not _ENDED
         return first if hopeless else None
+
+    def _first_of(self, batch: Batch) -> tuple[Sequence, int]:
+        """The sequence of its first row, and how many tokens that had to have at least."""
+        first = self.slots[batch.slots[0]]
+        return first, self._blocks.least_chunk(first, batch.starts[0])
 
     def finish_loads(self, sequence: Sequence) -> None:
         """A sequence has what it waited for in its blocks."""
@@ -344,19 +350,6 @@ class Scheduler:
         return put_down
 
     # ---- decodes ----
-
-    def _split(self, running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Sequences that lack one token, and those whose prompts are not computed yet. One that has
-        all its tokens waits for its last step.
-        """
-        decodes, prefilling = [], []
-        for sequence in running:
-            num_tokens = len(sequence.token_ids) + sequence.num_pending
-            if num_tokens - sequence.num_computed > 1:
-                prefilling.append(sequence)
-            elif num_tokens - sequence.num_prompt_tokens < sequence.request.max_tokens:
-                decodes.append(sequence)
-        return decodes, prefilling
 
     def _decode_rows(
         self, decodes: abc.Sequence[Sequence], budget: StepBudget
@@ -464,21 +457,33 @@ class Scheduler:
             if not self._admit(sequence):
                 return
             free_seqs -= 1
-            if sequence.state is not _RUNNING:
-                continue
             # Computed again: with a cached prefix the chunk starts later, and attends to more keys.
-            yield self._prompt_row(sequence, max(1, self._chunk_limit(sequence, budget)), budget)
+            limit = self._chunk_limit(sequence, budget) or self._blocks.chunk_limit(sequence, 1)
+            if limit and sequence in self._loaded:
+                del self._loaded[sequence]
+                self._start(sequence)
+                yield self._prompt_row(sequence, limit, budget)
 
     def _loads_waited_for(self) -> Iterator[Sequence]:
         return (each for each in self._loading if not each.request.only_fetches)
 
     def _chunk_limit(self, sequence: Sequence, budget: StepBudget) -> int:
+        """The most tokens for its next chunk; for an image that cannot be cut all that the step has
+        room for, even if prompts may take less.
+        """
         probes = self._steps % _PROBE_STEPS == 0
-        return budget.chunk_limit(sequence, is_long=self._is_long(sequence), probes=probes)
+        limit = budget.chunk_limit(sequence, is_long=self._is_long(sequence), probes=probes)
+        if not limit:
+            return 0
+        fitting = self._blocks.chunk_limit(sequence, limit)
+        if fitting:
+            return fitting
+        least = self._blocks.least_chunk(sequence, sequence.num_computed)
+        is_alone = budget.tokens == self.bounds.tokens
+        return least if is_alone or least <= budget.tokens else 0
 
     def _prompt_row(self, sequence: Sequence, limit: int, budget: StepBudget) -> Row:
-        limit = self._blocks.chunk_limit(sequence, limit)
-        row = self._row(sequence, min(sequence.num_uncomputed, limit))
+        row = next_row(sequence, min(sequence.num_uncomputed, limit))
         budget.take_chunk(row, is_long=self._is_long(sequence))
         self._blocks.cache_full_blocks((sequence,))
         return row
@@ -487,8 +492,8 @@ class Scheduler:
         return sequence.num_tokens > self._limits.max_prefill_tokens
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move a waiting sequence to the running ones, or to those that wait for copies; False when
-        blocks are lacking.
+        """Move a waiting sequence to those that have what they need to run, or to those that wait
+        for copies; False when blocks are lacking.
 
         It gets the blocks for all its known tokens at once: with fewer it could be preempted in the
         middle of its prompt. Of those with a window it gets as many as it ever has at once.
@@ -508,11 +513,11 @@ class Scheduler:
             return False
         sequence.num_computed = found
         self._dequeue(sequence)
+        sequence.state = SequenceState.LOADING
         if self._blocks.loads_of(sequence):
-            sequence.state = SequenceState.LOADING
             self._loading[sequence] = self._steps
         else:
-            self._start(sequence)
+            self._loaded[sequence] = None
         return True
 
     def _start(self, sequence: Sequence) -> None:
@@ -524,15 +529,6 @@ class Scheduler:
         self._running[sequence] = None
         self.slots.give(sequence)
         self._admitted.append(sequence)
-
-    def _row(self, sequence: Sequence, count: int) -> Row:
-        start = sequence.num_computed
-        sequence.num_computed = start + count
-        scores = 0
-        if sequence.needs_prompt_logprobs:
-            scores = max(0, min(start + count, sequence.num_prompt_tokens - 1) - start)
-        samples = start + count == sequence.num_tokens
-        return Row(sequence, start, count, samples, scores)
 
     # ---- places ----
 

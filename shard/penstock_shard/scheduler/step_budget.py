@@ -36,7 +36,7 @@ class SchedulerLimits:
 class StepBudget:
     """Tokens and seconds that rows may still take; each row that is added takes its part."""
 
-    # Decodes and drafts are subtracted; of what they leave, prompts may take `prompt_tokens`.
+    # What the step has room for; of what decodes leave, prompts may take `prompt_tokens`.
     tokens: int
     step_time: StepTime
     # Prompt tokens whose log-probabilities are wanted.
@@ -89,9 +89,10 @@ class StepBudget:
         return limit
 
     def take_chunk(self, row: Row, *, is_long: bool) -> None:
-        """Subtract this chunk of a prompt."""
-        self.prompt_tokens -= row.count
+        """Subtract this chunk of a prompt; that of an image may be more than there was for it."""
+        self.tokens -= row.count
+        self.prompt_tokens = max(0, self.prompt_tokens - row.count)
         self.scored_tokens -= row.scored
         if is_long:
-            self.long_tokens -= row.count
+            self.long_tokens = max(0, self.long_tokens - row.count)
             self.long_s -= self.step_time.prompt_s(row.start, row.count)

@@ -200,7 +200,7 @@ def check(
         constraint=incoming.constraint,
         reluctant_stop_ids=_reluctant_stop_ids(incoming, info),
         thinking_budget=incoming.thinking_budget,
-        images=_check_images(incoming),
+        images=_check_images(incoming, info, config),
     )
 
 
@@ -388,9 +388,13 @@ def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, TokenIds]]:
             yield f"thinking_budget.{name}", np.array([getattr(budget, name)], dtype="<u4")
 
 
-def _check_images(incoming: IncomingRequest) -> tuple[PlacedImage, ...]:
+def _check_images(
+    incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig
+) -> tuple[PlacedImage, ...]:
     """Whether they are there, and of which size, is not known here."""
     end = 0
+    if any(group.bidirectional_images for group in info.cache_groups):
+        _check_whole_images(incoming, config.batched_tokens(info.device) - config.max_num_seqs)
     for index, image in enumerate(incoming.images):
         last = incoming.prompt.size - image.num_tokens
         if not end <= image.offset <= last:
@@ -400,6 +404,17 @@ def _check_images(incoming: IncomingRequest) -> tuple[PlacedImage, ...]:
             _refuse(f"images[{index}].num_tokens", 0, "at least 1")
         end = image.offset + image.num_tokens
     return tuple(incoming.images)
+
+
+def _check_whole_images(incoming: IncomingRequest, most_tokens: int) -> None:
+    """Images that a model computes in one step each, beside as many decodes as there may be."""
+    if incoming.images and incoming.prompt_logprobs is not None:
+        _refuse("prompt_logprobs", incoming.prompt_logprobs, "none beside images of this model")
+    for index, image in enumerate(incoming.images):
+        if image.num_tokens > most_tokens:
+            bound = f"at most {most_tokens}, as many as a step has for one"
+            bound += " (--max-num-batched-tokens less --max-num-seqs)"
+            _refuse(f"images[{index}].num_tokens", image.num_tokens, bound)
 
 
 def _check_constraint(constraint: Constraint, max_bytes: int) -> None:

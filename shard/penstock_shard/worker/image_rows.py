@@ -41,6 +41,12 @@ class _Placed:
     num_before: Integers
     features: ImageFeatures | None = None
 
+    def runs(self) -> list[tuple[int, int]]:
+        """Where in the sequence its tokens with a row follow each other: first and end of each."""
+        has_row = np.pad(np.diff(self.num_before), 1)
+        edges = np.flatnonzero(np.diff(has_row)) + self.image.offset
+        return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
+
 
 @dataclass(slots=True)
 class _Seeing:
@@ -111,6 +117,18 @@ class ImageRows:
         found = (self._seeing.get(slot) for slot in slots.tolist())
         positions = (None if each is None else each.positions for each in found)
         return np.array([0 if each is None else each.shift for each in positions])
+
+    def spans(self, batch: Batch) -> list[tuple[int, int]]:
+        """Where tokens of images follow each other in a batch; see `input_batch.ImagePlaces`."""
+        found, offset = [], 0
+        for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
+            seeing = self._seeing.get(slot) if count > 1 else None
+            for placed in () if seeing is None else seeing.placed:
+                for first, end in placed.runs():
+                    if start <= first and end <= start + count:
+                        found.append((first - start + offset, end - start + offset))
+            offset += count
+        return found
 
     def inputs(self, batch: Batch) -> tuple[ImageInputs | None, dict[int, str]]:
         """What the model gets for a batch, None if nothing; and why rows of it are void."""

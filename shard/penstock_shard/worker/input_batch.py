@@ -10,10 +10,9 @@ own, which attends to the tokens before it as a decode does.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -127,6 +126,20 @@ class _Columns:
         )
 
 
+class ImagePlaces(Protocol):
+    """What an input builder asks of the images in sequences."""
+
+    def shifts(self, slots: Integers) -> Integers | None:
+        """By how much positions of tokens behind all images differ from their places in the
+        sequences of these slots; None if by nothing.
+        """
+
+    def spans(self, batch: Batch) -> abc.Sequence[tuple[int, int]]:
+        """Where tokens of images follow each other among a batch's tokens, in order: from which to
+        before which. Images that are there in part are left out.
+        """
+
+
 class InputBuilder:
     """Turns batches into inputs."""
 
@@ -137,12 +150,13 @@ class InputBuilder:
         groups: abc.Sequence[CacheGroup],
         slots: Slots | None = None,
         graphs: Graphs | None = None,
-        shifts: Callable[[Integers], Integers | None] | None = None,
+        images: ImagePlaces | None = None,
     ) -> None:
-        """Steps of only decodes and drafts use the static inputs of `graphs`, if given. `shifts`
-        says by how much positions differ from places in the sequences of these slots.
+        """Steps of only decodes and drafts use the static inputs of `graphs`, if given. `images`
+        are there if the model sees images.
         """
-        self._shifts = shifts
+        self._images = images
+        self._sees_ahead = any(group.bidirectional_images for group in groups)
         self._block_size = block_size
         self._device = device
         self._groups = groups
@@ -166,7 +180,7 @@ class InputBuilder:
         rows = _AttentionRows(columns.slots, columns.counts, tokens.offsets, lengths)
         static = self._static(columns, tokens, wanted, lengths, bool(len(adapters)))
         if not tokens.is_decode:
-            rows = self._cut(rows) if static is None else rows.of_tokens(tokens)
+            rows = self._cut(rows, batch) if static is None else rows.of_tokens(tokens)
         extra = [
             columns.slots[columns.samples],
             columns.slots[pending],
@@ -238,10 +252,12 @@ class InputBuilder:
         num_groups = len(self._groups)
         return _layout(tokens.total, num_rows, width, num_extra, has_adapters, num_groups)
 
-    def _cut(self, rows: _AttentionRows) -> _AttentionRows:
+    def _cut(self, rows: _AttentionRows, batch: Batch) -> _AttentionRows:
         for group in self._groups:
             if group.chunk is not None:
                 rows = rows.cut(group.chunk)
+        if self._sees_ahead and self._images is not None:
+            rows = rows.cut_spans(self._images.spans(batch))
         return rows
 
     def _width(self, lengths: Integers) -> int:
@@ -260,7 +276,7 @@ class InputBuilder:
         """
         count, total, size = len(rows.slots), tokens.total, self._block_size
         arrays.positions[:total] = tokens.positions
-        if self._shifts is not None and (shifts := self._shifts(own_slots)) is not None:
+        if self._images is not None and (shifts := self._images.shifts(own_slots)) is not None:
             arrays.positions[:total] += shifts
         arrays.cu_queries[: count + 1] = rows.offsets
         block_index, offset = np.divmod(tokens.positions, size)
@@ -284,7 +300,13 @@ class InputBuilder:
     ) -> tuple[AttentionBatch, ...]:
         seq_lens = [_num_visible(group, rows.lengths).tolist() for group in self._groups]
         counts, num_decodes = rows.counts.tolist(), _num_decodes(rows.counts)
-        return attention_batches(inputs, counts, seq_lens, num_decodes, self._block_size)
+        bidirectional = [
+            rows.bidirectional if group.bidirectional_images else frozenset()
+            for group in self._groups
+        ]
+        return attention_batches(
+            inputs, counts, seq_lens, num_decodes, self._block_size, bidirectional
+        )
 
 
 # Steps of decodes have the same layout again and again, and making one takes some microseconds.
@@ -355,6 +377,8 @@ class _AttentionRows:
     counts: Integers
     offsets: Integers
     lengths: Integers
+    # The rows that are an image each, whose tokens may see all of it.
+    bidirectional: frozenset[int] = frozenset()
 
     def of_tokens(self, tokens: _Tokens) -> _AttentionRows:
         """One row for each token."""
@@ -374,6 +398,18 @@ class _AttentionRows:
         sizes = lengths - np.maximum(ends - chunk, starts[rows])
         offsets = np.append(0, np.cumsum(sizes))
         return _AttentionRows(self.slots[rows], sizes, offsets, lengths)
+
+    def cut_spans(self, spans: abc.Sequence[tuple[int, int]]) -> _AttentionRows:
+        """Rows in which the tokens of each span have a row of their own."""
+        if not spans:
+            return self
+        firsts = [first for first, _ in spans]
+        edges = [*self.offsets.tolist(), *firsts, *(end for _, end in spans)]
+        offsets = np.unique(edges)
+        rows = np.searchsorted(self.offsets, offsets[:-1], side="right") - 1
+        lengths = self.lengths[rows] - (self.offsets[rows + 1] - offsets[1:])
+        alone = frozenset(np.searchsorted(offsets, firsts).tolist())
+        return _AttentionRows(self.slots[rows], np.diff(offsets), offsets, lengths, alone)
 
 
 @dataclass(frozen=True, slots=True)

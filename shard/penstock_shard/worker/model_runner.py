@@ -106,9 +106,8 @@ class ModelRunner:
         self._launched: deque[_Step] = deque()
         groups = info.cache_groups
         self._slots = Slots(len(groups))
-        shifts = None if self._image_rows is None else self._image_rows.shifts
         self._inputs = InputBuilder(
-            info.block_size, model.device, groups, self._slots, graphs, shifts
+            info.block_size, model.device, groups, self._slots, graphs, self._image_rows
         )
         self._sampler = Sampler(shaping)
         self._outputs = () if make_outputs is None else make_outputs(self._slots, self._sampler)

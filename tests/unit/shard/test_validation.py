@@ -17,10 +17,12 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.request import (
     Constraint,
     Objective,
+    PlacedImage,
     Request,
     SamplingParams,
     ThinkingBudget,
 )
+from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.ipc.sampling_ranges import usable_defaults
 from penstock_shard.server.validation import IncomingRequest, Refusal, check
 
@@ -377,6 +379,25 @@ def test_a_capability_that_is_missing_is_named() -> None:
         with pytest.raises(Refusal, match=f"^{name} is not served by this shard$") as caught:
             check(_incoming(**{name: value}), without, CONFIG)
         assert (caught.value.error.code, caught.value.error.field) == (9, name)
+
+
+def test_images_that_a_step_cannot_compute_whole_are_refused_where_they_have_to_be_whole() -> None:
+    info = runner_info(max_model_len=300)
+    info = dataclasses.replace(info, capabilities=info.capabilities | {"images"})
+    whole = dataclasses.replace(info, cache_groups=(CacheGroup(bidirectional_images=True),))
+    config = ShardConfig(max_num_batched_tokens=100, max_num_seqs=20)
+
+    def asked(num_tokens: int, **fields: Any) -> IncomingRequest:
+        images = [PlacedImage(bytes(32), 8, 8, 5, num_tokens)]
+        return _incoming(prompt=range(200), images=images, **fields)
+
+    assert check(asked(80), whole, config).images[0].num_tokens == 80
+    assert check(asked(81, prompt_logprobs=0), info, config).images[0].num_tokens == 81
+    with pytest.raises(Refusal, match=r"^images\[0\]\.num_tokens: 81 .* at most 80, as many as"):
+        check(asked(81), whole, config)
+    with pytest.raises(Refusal, match=r"^prompt_logprobs: 0 .* none beside images of this model"):
+        check(asked(80, prompt_logprobs=0), whole, config)
+    assert check(_incoming(prompt_logprobs=0), whole, config).prompt_logprobs == 0
 
 
 def test_neutral_values_need_no_capability() -> None:

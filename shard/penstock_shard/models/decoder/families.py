@@ -52,6 +52,8 @@ class Family:
     scales_inputs: bool = False
     # Whether attention's output matrix has a bias where queries, keys and values have.
     output_bias: bool = True
+    # Tokens of an image see all of it, later ones too.
+    bidirectional_images: bool = False
     # As gpt-oss: each query sees a score of its head besides, and an activation of its own.
     gpt_oss: bool = False
 
@@ -296,6 +298,7 @@ FAMILIES = {
         head_norms="learned",
         gemma=True,
         names=_GEMMA_NAMES,
+        bidirectional_images=True,
     ),
     "gemma4_text": Family(
         "gemma4",

@@ -235,7 +235,8 @@ def _layers(config: PreTrainedConfig, family: Family) -> Iterator[LayerSpec]:
         else:
             heads = _heads(config_of_layer(config, index), family, num_heads)
         reads = source_of_keys(config, index)
-        heads = dataclasses.replace(heads, index=index, reads=reads)
+        ahead = _sees_ahead(config, family, types[index])
+        heads = dataclasses.replace(heads, index=index, reads=reads, bidirectional_images=ahead)
         yield _of_type(config, family, types[index], heads)
 
 
@@ -255,6 +256,14 @@ def _heads(config: PreTrainedConfig, family: Family, num_heads: int) -> LayerSpe
         softcap=getattr(config, "attn_logit_softcapping", None),
         has_sinks=family.gpt_oss,
     )
+
+
+def _sees_ahead(config: PreTrainedConfig, family: Family, layer_type: str) -> bool:
+    """Whether tokens of an image see all of it in such a layer, later ones too."""
+    if family.gemma4:
+        of_vision = getattr(config, "use_bidirectional_attention", None) == "vision"
+        return of_vision and layer_type == "sliding_attention"
+    return family.bidirectional_images
 
 
 def _keys_as_values(config: PreTrainedConfig) -> frozenset[int]:

@@ -292,11 +292,8 @@ def _latent_shapes(latent: LatentSpec, num_heads: int, hidden: int) -> Iterator[
 
 def _dense_shapes(spec: DecoderSpec, module: str, wide: int) -> Iterator[tuple[str, Shape]]:
     hidden, names = spec.hidden_size, spec.names
-    if spec.fused_gates:
-        gate_up = {"gate_up_proj": 2 * wide}
-    else:
-        gate_up = {names.gate: wide, names.up: wide}
-    for name, rows in gate_up.items():
+    two = {names.gate: wide, names.up: wide}
+    for name, rows in ({"gate_up_proj": 2 * wide} if spec.fused_gates else two).items():
         yield from _linear_shapes(f"{module}.{name}", rows, hidden, spec.mlp_bias)
     yield from _linear_shapes(f"{module}.{names.down}", hidden, wide, spec.mlp_bias)
 
