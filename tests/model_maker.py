@@ -143,6 +143,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "glm4": ("glm4", {**_SMALL, "head_dim": 16, "rope_parameters": _PARTIAL_ROPE}),
     "phi3": ("phi3", {**_SMALL, "rope_parameters": _PARTIAL_ROPE}),
     "mixtral": ("mixtral", {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (

@@ -19,9 +19,14 @@ _SIZES = ((1, 1), (512, 512), (1024, 768), (1920, 1080), (4032, 3024))
 # With values of released checkpoints.
 _FAMILIES = {
     "qwen2_5_vl": "Qwen2-VL, Qwen2.5-VL",
-    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl": "Qwen3-VL, Qwen3.5",
+    "glm4v": "GLM-4V",
     "mistral3": "Mistral 3",
+    "pixtral": "Pixtral",
     "internvl": "InternVL",
+    "idefics3": "Idefics 3 (8B)",
+    "smolvlm": "SmolVLM (256M)",
+    "llava": "LLaVA 1.5",
     "llava_next": "LLaVA-NeXT",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",

@@ -529,12 +529,17 @@ def test_a_prefix_with_an_image_is_cached_and_another_image_does_not_find_it(
 # ---- Text ----------------------------------------------------------------------------------------
 
 _SPELLED = {
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    **dict.fromkeys(
+        ("qwen2_5_vl", "qwen3_5", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"
+    ),
+    **dict.fromkeys(("glm46v", "glm4v"), "<|begin_of_image|><|image|><|end_of_image|>"),
+    **dict.fromkeys(
+        ("idefics3", "smolvlm"), "<fake_token_around_image><global-img><image><row_1_col_1>"
+    ),
     "gemma3": "<start_of_image><image_soft_token><end_of_image>",
     "internvl": "<img><IMG_CONTEXT></img>",
-    "llava_next": "<image>",
-    "mistral3": "[IMG][IMG_BREAK][IMG_END]",
+    **dict.fromkeys(("llava", "llava_next"), "<image>"),
+    **dict.fromkeys(("mistral3", "pixtral"), "[IMG][IMG_BREAK][IMG_END]"),
 }
 
 

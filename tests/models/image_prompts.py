@@ -80,10 +80,8 @@ def together(inputs: Seq[Any]) -> dict[str, torch.Tensor]:
     for name in inputs[0].keys() - _COUNTS:
         parts = [each[name] for each in inputs]
         if parts[0].dim() > 3:
-            shapes = [part.shape for part in parts]
-            most = [max(sizes) for sizes in zip(*shapes, strict=True)]
-            if parts[0].dim() == 5 or (name == "pixel_values" and len(set(shapes)) > 1):
-                parts = [_padded(part, most) for part in parts]
+            most = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+            parts = [_padded(part, most) for part in parts]
         together[name] = torch.cat(parts)
     return together
 

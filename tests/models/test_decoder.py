@@ -31,6 +31,7 @@ DECODERS = (
     "qwen2",
     "qwen3",
     "phi3",
+    "glm4",
     "gemma2",
     "gemma3",
     "mixtral",

@@ -61,14 +61,14 @@ _SMALL = {
 @pytest.mark.parametrize(
     ("model_type", "architecture", "reason"),
     [
-        ("llava", "LlavaForConditionalGeneration", "of images and text of a type"),
+        ("aya_vision", "AyaVisionForConditionalGeneration", "of images and text of a type"),
         ("vit", "ViTForImageClassification", "no class that generates text"),
     ],
 )
 def test_models_of_images_whose_text_is_not_served_are_refused_in_a_line_that_says_what_to_serve(
     model_type: str, architecture: str, reason: str, tmp_path: Path
 ) -> None:
-    small = _SMALL | ({"model_type": "llama"} if model_type == "llava" else {})
+    small = _SMALL | ({"model_type": "llama"} if model_type == "aya_vision" else {})
     text = {} if model_type == "vit" else {"text_config": small}
     config = {"model_type": model_type, "architectures": [architecture], **text}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from penstock_shard.checkpoint.text_config import text_config
 from penstock_shard.errors import ModelError
+from penstock_shard.images.families import axis_of_frequencies
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.decoder.from_config import decoder_spec
+from penstock_shard.models.decoder.rope_tables import rope_tables
 from penstock_shard.models.decoder.self_attention import HeadAttention
 from penstock_shard.models.decoder.spec import NO_ROTATION, DecoderSpec, NotOurs
 from penstock_shard.models.transformers import unsupported
@@ -421,6 +423,123 @@ COMPOSITES: dict[str, dict[str, Any]] = {
         "transformers_version": "4.50.0.dev0",
         "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
     },
+    "LLaVA-1.5-7B": {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_seq_length": 576,
+        "image_token_index": 32000,
+        "model_type": "llava",
+        "projector_hidden_act": "gelu",
+        "text_config": {
+            "_name_or_path": "lmsys/vicuna-7b-v1.5",
+            "architectures": ["LlamaForCausalLM"],
+            "max_position_embeddings": 4096,
+            "model_type": "llama",
+            "num_hidden_layers": 32,
+            "rms_norm_eps": 1e-05,
+            "torch_dtype": "float16",
+            "vocab_size": 32064,
+        },
+        "torch_dtype": "float16",
+        "vision_config": {
+            "hidden_size": 1024,
+            "model_type": "clip_vision_model",
+            "num_attention_heads": 16,
+        },
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    },
+    "SmolVLM-256M": {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "image_token_id": 49190,
+        "model_type": "idefics3",
+        "pad_token_id": 128002,
+        "scale_factor": 4,
+        "text_config": {
+            **_LLAMA,
+            "_flash_attn_2_enabled": True,
+            "architectures": ["VLlama3ForCausalLM"],
+            "head_dim": 64,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "is_llama_config": True,
+            "max_position_embeddings": 8192,
+            "neftune_noise_alpha": 0.0,
+            "num_attention_heads": 9,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 3,
+            # Of what sees images, and was not used.
+            "perceiver_config": {"model_type": "vllama3", "qk_layer_norms_perceiver": False},
+            "pixel_shuffle_factor": 4,
+            "qk_layer_norms": False,
+            "rope_interleaved": False,
+            "rope_theta": 100000,
+            "use_resampler": False,
+            "vocab_size": 49280,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"hidden_size": 768, "image_size": 512, "model_type": "idefics3"},
+        "vocab_size": 49280,
+    },
+    "GLM-4.1V-9B": {
+        "architectures": ["Glm4vForConditionalGeneration"],
+        "image_token_id": 151343,
+        "model_type": "glm4v",
+        "text_config": {
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "eos_token_id": [151329, 151336, 151338, 151348],
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 13696,
+            "max_position_embeddings": 65536,
+            "model_type": "glm4v_text",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "pad_token_id": 151329,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"},
+            "rope_theta": 10000.0,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "vocab_size": 151552,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 24, "hidden_size": 1536, "model_type": "glm4v"},
+    },
+    "Qwen3.5-27B": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": "qwen3_5",
+        "text_config": {
+            "attention_bias": False,
+            "attn_output_gate": True,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_5_text",
+            "num_attention_heads": 24,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000000,
+                "rope_type": "default",
+            },
+            "vocab_size": 248320,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
+    },
 }
 # Mixtures of experts whose attention is of another kind, or whose routers are.
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -612,7 +731,7 @@ def test_the_text_of_models_of_images_goes_to_our_decoder_too(name: str, tmp_pat
     assert len(spec.layers) == text["num_hidden_layers"]
     assert spec.tied == (name == "gemma-3-4b")
     assert {layer.window for layer in spec.layers} == ({1024, None} if spec.tied else {None})
-    assert spec.qkv_bias == name.startswith("Qwen2.5")
+    assert spec.qkv_bias == name.startswith(("Qwen2.5", "GLM"))
     if spec.experts is not None:
         assert (spec.experts.num_experts, spec.experts.rule.is_normalised) == (128, True)
 
@@ -760,3 +879,24 @@ def test_gemmas_scale_has_the_dtype_of_its_weights(tmp_path: Path) -> None:
     model = load(directory).model
     assert isinstance(model, Decoder)
     assert model._spec.embedding_scale == float(torch.tensor(40**0.5).bfloat16()) != 40**0.5
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_each_frequency_of_a_head_follows_an_axis_where_there_are_three(
+    name: str, tmp_path: Path
+) -> None:
+    read = load_config(write(tmp_path, COMPOSITES[name]), trust_remote_code=False)
+    # Time, row and column: how many of each.
+    expected = {
+        "Qwen2.5-VL-7B": (16, 24, 24),
+        "Qwen3-VL-4B": (24, 20, 20),
+        "Qwen3-VL-30B-A3B": (24, 20, 20),
+        "GLM-4.1V-9B": (8, 12, 12),
+        "Qwen3.5-27B": (11, 11, 10),
+    }
+    axes = axis_of_frequencies(read)
+    assert tuple(axes.count(axis) for axis in range(3)) == expected.get(name, (0, 0, 0))
+    if axes:
+        text = text_config(read, has_head=True)
+        tables = rope_tables(text, decoder_spec(text), 2, torch.device("cpu"))
+        assert {table.cos.shape[1] for table in tables.values()} == {len(axes)}

@@ -34,6 +34,7 @@ PROCESSORS = {
     "qwen3_vl": ("qwen2_vl", "qwen3_vl", "Qwen3VLProcessor"),
     "qwen3_5": ("qwen2_vl", "qwen3_vl", "Qwen3VLProcessor"),
     "glm4v": ("glm4v", "glm4v", "Glm4vProcessor"),
+    "glm46v": ("glm46v", "glm46v", "Glm46VProcessor"),
     "gemma4": ("gemma4", "gemma4", "Gemma4Processor"),
     "llava": ("clip", "llava", "LlavaProcessor"),
     "idefics3": ("idefics3", "idefics3", "Idefics3Processor"),
@@ -175,7 +176,7 @@ def other_settings(family: str, rng: random.Random) -> ImageModel:
         processor = {"patch_size": rng.randint(8, 20)}
     elif family == "gemma4":
         images["max_soft_tokens"] = rng.choice([70, 140, 280, 560, 1120])
-    elif family == "glm4v":
+    elif family in ("glm4v", "glm46v"):
         fewest = rng.randint(1, 100_000)
         images["size"] = {
             "shortest_edge": fewest,

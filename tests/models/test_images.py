@@ -13,6 +13,7 @@ import pytest
 import torch
 from models.driver import Driver, load, make_sequence
 from models.image_prompts import OUTPUT_TOKENS, PICTURES, Asked, ask
+from models.tiny_families import make_family
 from models.tiny_vision import FAMILIES, make_vision
 
 from penstock_shard.config import ShardConfig
@@ -23,6 +24,7 @@ from penstock_shard.images.tower import Tower
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Inbox, Output
 from penstock_shard.ipc.request import FinishReason
+from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.model_runner import ModelRunner
@@ -275,6 +277,13 @@ def test_an_encoder_that_does_not_repeat_itself_gives_no_fingerprint(
 
     monkeypatch.setattr(Tower, "encode", noisy)
     assert load(tmp_path).info.numerics_fingerprint == ""
+
+
+def test_a_model_whose_images_are_not_served_says_so_while_it_loads(tmp_path: Path) -> None:
+    make_family(tmp_path, "lfm2_vl")
+    config, lines = ShardConfig(device="cpu", dtype="float32", kv_blocks=64), list[str]()
+    assert load_model_runner(config, tmp_path, progress=lines.append).images is None
+    assert "its images are not served: those of models of type lfm2_vl are not" in lines
 
 
 def test_images_of_requests_that_ended_leave_nothing(

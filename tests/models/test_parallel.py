@@ -65,7 +65,7 @@ TOLERANCE = 2e-5
 OURS = ["llama", "qwen2", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3", "llama4", "gemma4"]
 # Heads that are gathered; experts as transformers keeps them.
 THEIRS = ["olmo2", "deepseek_v2"]
-MORE = ["phi3", "granite", "cohere2", "gpt_neox", "starcoder2", "qwen2_moe", "olmoe"]
+MORE = ["phi3", "glm4", "granite", "cohere2", "gpt_neox", "starcoder2", "qwen2_moe", "olmoe"]
 
 
 class TwoRanks:

@@ -40,10 +40,14 @@ TEXT_MODELS = {
     "gemma4_unified": "Gemma4UnifiedForCausalLM",
     "glm46v": "Glm4ForCausalLM",
     "glm4v": "Glm4ForCausalLM",
+    "glm4v_moe": "Glm4MoeForCausalLM",
+    "idefics3": "LlamaForCausalLM",
     "internvl": "Qwen2ForCausalLM",
     "kimi_k25": "DeepseekV3ForCausalLM",
     "lfm2_vl": "Lfm2ForCausalLM",
     "llama4": "Llama4ForCausalLM",
+    "llava": "LlamaForCausalLM",
+    "llava_next": "LlamaForCausalLM",
     "minimax_m3_vl": "MiniMaxM3VLForCausalLM",
     "mistral3": "MistralForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
@@ -54,10 +58,11 @@ TEXT_MODELS = {
     "qwen3_vl": "Qwen3ForCausalLM",
     "qwen3_vl_moe": "Qwen3MoeForCausalLM",
     "qwen4_exp": "Qwen4ExpForCausalLM",
+    "smolvlm": "LlamaForCausalLM",
 }
 # Each with another way to its text; the soak has all.
 UNLIKE = {
-    *("gemma3", "gemma4_unified", "glm4v", "internvl", "kimi_k25", "lfm2_vl", "llama4"),
+    *("gemma3", "gemma4_unified", "glm4v", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llama4"),
     *("minimax_m3_vl", "qwen2_5_vl", "qwen3_5_moe", "qwen3_vl"),
 }
 PROMPTS = [[5, 9, 33, 120, 77, 8, 300, 41], list(range(10, 80))]

@@ -97,6 +97,17 @@ _YARN = {
     }
 }
 _THREE_AXES = {"rope_parameters": {**_ROTATION, "mrope_section": [2, 3, 3]}}
+_HALF_OF_THREE_AXES = {
+    # A row or a column more turns each frequency far.
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 _SHARED_KV = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
@@ -157,6 +168,14 @@ _OWN_VALUES: dict[str, dict[str, Any]] = {
     # Not half as wide as the model: else nothing shows which way a stack of experts is stored.
     "qwen3_vl_moe_text": {**_THREE_AXES, "moe_intermediate_size": 24},
     "glm4v_text": _THREE_AXES,
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            **_ROTATION,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 2, 1],
+        }
+    },
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _HALF_OF_THREE_AXES),
     "gemma3n_text": {
         **_SHARED_KV,
         "laurel_rank": 8,

@@ -15,24 +15,70 @@ from typing import Any
 import numpy as np
 import torch
 from models.tiny_families import tiny_config, turn_stacks
+from support.budget import in_soak
 from support.image_models import IMAGE_MODELS
 from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 # In place of an image in prompts.
 IMAGE_ID = 4000
 _PATCH = 14
 _SIDE = 2 * _PATCH
+_Family = tuple[dict[str, Any], dict[str, Any], Any]
 
+
+def _in_squares(processor: Any, patch: int, most: int, **vision: Any) -> _Family:
+    """Of images of any proportions: a token for each square of two by two patches."""
+    sizes = {"patch_size": patch, "merge_size": 2}
+    square = (2 * patch) ** 2
+    pixels = {"shortest_edge": 4 * square, "longest_edge": most * square}
+    return (
+        {"image_token_id": IMAGE_ID},
+        {"patch_size": patch, "spatial_merge_size": 2, **vision},
+        processor(size=pixels, **sizes),
+    )
+
+
+def _in_tiles(processor: Any) -> _Family:
+    """Of images in tiles with names, each of four tokens."""
+    side = 4 * _PATCH
+    return (
+        # The last is the processor's, not the model's.
+        {"image_token_id": IMAGE_ID, "image_seq_len": 4},
+        {"image_size": side, "patch_size": _PATCH},
+        processor(size={"longest_edge": 3 * side}, max_image_size={"longest_edge": side}),
+    )
+
+
+_QWEN3 = _in_squares(
+    Qwen2VLImageProcessorPil,
+    16,
+    40,
+    num_position_embeddings=64,
+    deepstack_visual_indexes=[0, 1],
+)
 # For each family: values of its configuration, those of its encoder's, and its processor.
-_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+_FAMILIES: dict[str, _Family] = {
+    "llava": (
+        {"image_token_index": IMAGE_ID},
+        {"image_size": 4 * _PATCH, "patch_size": _PATCH},
+        CLIPImageProcessorPil(
+            size={"shortest_edge": 4 * _PATCH},
+            crop_size={"height": 4 * _PATCH, "width": 4 * _PATCH},
+        ),
+    ),
     "llava_next": (
         {
             "image_token_index": IMAGE_ID,
@@ -44,6 +90,15 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
             crop_size={"height": _SIDE, "width": _SIDE},
             image_grid_pinpoints=[[_SIDE, 2 * _SIDE], [2 * _SIDE, _SIDE], [2 * _SIDE] * 2],
         ),
+    ),
+    "pixtral": (
+        {
+            "image_token_index": IMAGE_ID,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        {"image_size": 8 * _PATCH, "patch_size": _PATCH},
+        PixtralImageProcessorPil(size={"longest_edge": 8 * _PATCH}, patch_size=_PATCH),
     ),
     "mistral3": (
         {"image_token_index": IMAGE_ID, "spatial_merge_size": 2, "vision_feature_layer": -1},
@@ -74,63 +129,31 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         {"image_size": [4 * _PATCH] * 2, "patch_size": [_PATCH] * 2},
         GotOcr2ImageProcessorPil(size={"height": 4 * _PATCH, "width": 4 * _PATCH}),
     ),
-    "qwen2_vl": (
-        {"image_token_id": IMAGE_ID},
-        {"patch_size": _PATCH, "spatial_merge_size": 2},
-        Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 40 * _SIDE**2},
-            patch_size=_PATCH,
-            merge_size=2,
-        ),
+    "qwen2_vl": _in_squares(Qwen2VLImageProcessorPil, _PATCH, 40),
+    "qwen2_5_vl": _in_squares(
+        Qwen2VLImageProcessorPil, _PATCH, 40, window_size=4 * _PATCH, fullatt_block_indexes=[1]
     ),
-    "qwen2_5_vl": (
-        {"image_token_id": IMAGE_ID},
-        {
-            "patch_size": _PATCH,
-            "spatial_merge_size": 2,
-            "window_size": 4 * _PATCH,
-            "fullatt_block_indexes": [1],
-        },
-        Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 4 * _SIDE**2, "longest_edge": 40 * _SIDE**2},
-            patch_size=_PATCH,
-            merge_size=2,
-        ),
-    ),
-    "qwen3_vl": (
-        {"image_token_id": IMAGE_ID},
-        {
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2},
-            patch_size=16,
-            merge_size=2,
-        ),
-    ),
-    "qwen3_vl_moe": (
-        {"image_token_id": IMAGE_ID},
-        {
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2},
-            patch_size=16,
-            merge_size=2,
-        ),
-    ),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "glm4v": _in_squares(Glm4vImageProcessorPil, _PATCH, 80, image_size=8 * _PATCH),
+    "glm46v": _in_squares(Glm46VImageProcessorPil, _PATCH, 80, image_size=8 * _PATCH),
+    "glm4v_moe": _in_squares(Glm4vImageProcessorPil, _PATCH, 80, image_size=8 * _PATCH),
+    "idefics3": _in_tiles(Idefics3ImageProcessorPil),
+    "smolvlm": _in_tiles(SmolVLMImageProcessorPil),
 }
-FAMILIES = tuple(_FAMILIES)
-# Where transformers is to be told which tokens are of images, the argument.
-_TYPES_OF_TOKENS = {"gemma3": "token_type_ids"} | dict.fromkeys(
-    ("gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "mm_token_type_ids"
-)
+# Each is computed as another is; the soak has all.
+_LIKE_ANOTHER = {"pixtral", "qwen2_vl", "qwen3_5_moe", "glm46v", "glm4v_moe", "smolvlm"}
+FAMILIES = [in_soak(name) if name in _LIKE_ANOTHER else name for name in _FAMILIES]
+
+
+def _config(family: str) -> Any:
+    if family == "pixtral":
+        # It is of LLaVA's type, with another encoder and another text model.
+        text, vision = tiny_config("mistral"), tiny_config("pixtral")
+        return tiny_config("llava", text_config=text, vision_config=vision)
+    return tiny_config(family)
 
 
 @dataclass(frozen=True)
@@ -166,7 +189,7 @@ def make_vision(
     other values of its text model and its encoder.
     """
     values, vision, processor = _FAMILIES[family]
-    config: Any = tiny_config(family)
+    config: Any = _config(family)
     for name, value in values.items():
         if name != "text_config":
             setattr(config, name, value)
@@ -204,8 +227,8 @@ def generate(
 ) -> list[int]:
     """Greedy tokens after a prompt with images, by transformers."""
     ids = torch.tensor([list(token_ids)])
-    name = _TYPES_OF_TOKENS.get(model.config.model_type)
-    if name is not None:
+    name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+    if model.config.model_type in ("gemma3", "gemma4") or "image_grid_thw" in inputs:
         inputs = {**inputs, name: (ids == model.config.image_token_id).long()}
     made = model.generate(
         input_ids=ids,
@@ -238,7 +261,7 @@ def make_whole_vision(directory: Path, family: str) -> PreTrainedModel:
     path.write_text(json.dumps(config))
     if described.processor:
         processor = {**described.processor}
-        for name in ("patch_size", "spatial_merge_size", "image_seq_length"):
+        for name in ("patch_size", "spatial_merge_size", "image_seq_length", "image_seq_len"):
             own = getattr(model.config, name, None) or getattr(
                 model.config.vision_config, name, None
             )

@@ -95,6 +95,22 @@ def _qwen(model_type: str, **images: Any) -> ImageModel:
     return ImageModel(model_type, images, _QWEN_SHOWN, _QWEN_TOKENS, "<|image_pad|>")
 
 
+def _glm(model_type: str, name: str) -> ImageModel:
+    return ImageModel(
+        model_type,
+        {
+            "image_processor_type": f"{name}ImageProcessor",
+            "size": {"shortest_edge": 12_544, "longest_edge": 9_633_792},
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+        },
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>"),
+        "<|image|>",
+    )
+
+
 def _idefics(model_type: str, longest: int, tile: int, tokens: int) -> ImageModel:
     name = "Idefics3" if model_type == "idefics3" else "SmolVLM"
     labels = tuple(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7))
@@ -134,19 +150,8 @@ IMAGE_MODELS: dict[str, ImageModel] = {
     "qwen3_5": _qwen(
         "qwen3_5", patch_size=16, size={"shortest_edge": 65_536, "longest_edge": 16_777_216}
     ),
-    "glm4v": ImageModel(
-        "glm4v",
-        {
-            "image_processor_type": "Glm4vImageProcessor",
-            "size": {"shortest_edge": 12_544, "longest_edge": 9_633_792},
-            "patch_size": 14,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-        },
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>"),
-        "<|image|>",
-    ),
+    "glm4v": _glm("glm4v", "Glm4v"),
+    "glm46v": _glm("glm46v", "Glm46V"),
     "gemma4": ImageModel(
         "gemma4",
         {

@@ -24,7 +24,8 @@ NUM_TOKENS = 10
 # Each takes minutes.
 SITE_FAMILIES = [
     "qwen3_vl",
-    *map(in_soak, ("gemma3", "internvl", "llava_next", "mistral3", "qwen2_5_vl")),
+    *map(in_soak, ("gemma3", "glm46v", "glm4v", "idefics3", "internvl", "llava", "llava_next")),
+    *map(in_soak, ("mistral3", "pixtral", "qwen2_5_vl", "qwen3_5", "smolvlm")),
 ]
 
 

@@ -26,11 +26,14 @@ _TYPES = frozenset(
         "gemma4_unified",
         "glm46v",
         "glm4v",
+        "glm4v_moe",
+        "idefics3",
         "internvl",
         "kimi_k25",
         "lfm2_vl",
-        "llava_next",
         "llama4",
+        "llava",
+        "llava_next",
         "minimax_m3_vl",
         "mistral3",
         "mistral4",
@@ -41,11 +44,13 @@ _TYPES = frozenset(
         "qwen3_vl",
         "qwen3_vl_moe",
         "qwen4_exp",
+        "smolvlm",
     }
 )
 # Text types without a causal LM of their own, and those whose causal LM computes the same where
 # all three of a token's positions are equal, as they are in text.
 _SAME_AS = {
+    "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",

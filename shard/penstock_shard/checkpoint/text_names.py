@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# What such files have in place of "model."; the second in newer ones.
-_COMPOSITE_ROOTS = ("language_model.model.", "model.language_model.")
+# What such files have in place of "model."; the second in newer ones, the last in Idefics 3's.
+_COMPOSITE_ROOTS = ("language_model.model.", "model.language_model.", "model.text_model.")
 # The last is of models that were saved without their head, as embedding models are.
 _ROOTS = (*_COMPOSITE_ROOTS, "model.", "")
 _HEADS = ("language_model.lm_head.", "lm_head.")

@@ -38,26 +38,42 @@ class Family:
     take_turns: bool = False
 
 
+_GLM4 = Family(sections=(8, 12, 12))
 _QWEN2 = Family(sections=(16, 24, 24))
 _QWEN3 = Family(sections=(24, 20, 20), take_turns=True)
+_QWEN35 = Family(sections=(11, 11, 10), take_turns=True)
 # By the model's type.
 _FAMILIES: Mapping[str, Family] = {
     "gemma3": Family(),
     "gemma4": Family(),
+    "glm46v": _GLM4,
+    "glm4v": _GLM4,
+    "glm4v_moe": _GLM4,
+    "idefics3": Family(),
     "internvl": Family(lambda config: {"crop_to_patches": True}),
+    "llava": Family(),
     "llava_next": Family(),
     "mistral3": Family(_merged_patches),
     "qwen2_5_vl": _QWEN2,
     "qwen2_vl": _QWEN2,
+    "qwen3_5": _QWEN35,
+    "qwen3_5_moe": _QWEN35,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "smolvlm": Family(),
 }
 
 
-def sees_images(model_dir: Path) -> bool:
-    """Whether images are served of a model."""
+def type_that_sees(model_dir: Path) -> str | None:
+    """The type of a model that sees images, served or not; None for others."""
     path = model_dir / "config.json"
-    return path.exists() and read_object(path).get("model_type") in _FAMILIES
+    config = read_object(path) if path.exists() else {}
+    return str(config.get("model_type")) if isinstance(config.get("vision_config"), dict) else None
+
+
+def is_served(model_type: str) -> bool:
+    """Whether images are served of models of this type."""
+    return model_type in _FAMILIES
 
 
 def family_of(config: PreTrainedConfig) -> Family:

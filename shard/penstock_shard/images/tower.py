@@ -17,6 +17,9 @@ from penstock_shard.images.features import ImageFeatures
 # So many words has the text model that is made beside the encoder and thrown away.
 _FEW = 8
 
+# What models call it; the second is that of Idefics 3.
+_TEXT_PARTS = ("language_model", "text_model")
+
 
 class Tower:
     """Encodes one image a call, so that no image's bits depend on others."""
@@ -97,13 +100,18 @@ def load_tower(
             f"the weights lack {len(missing)} of the image encoder's tensors, {missing[0]} for one"
         )
     inner: PreTrainedModel = module.model
-    inner.language_model = None
+    setattr(inner, _text_part(inner), None)
     inner.eval().requires_grad_(False)
     return Tower(inner.to(device), device, dtype)
 
 
+def _text_part(inner: PreTrainedModel) -> str:
+    """What the text model is called in it."""
+    return next(name for name in _TEXT_PARTS if hasattr(inner, name))
+
+
 def _is_of_text(name: str) -> bool:
-    return "language_model." in name or name.startswith("lm_head.")
+    return name.startswith("lm_head.") or any(f"{part}." in name for part in _TEXT_PARTS)
 
 
 def _with_little_text(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -15,7 +15,7 @@ from penstock_shard.checkpoint.pooling_files import pooling_of
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.errors import ModelError, first_line, report_out_of_memory
-from penstock_shard.images.families import sees_images
+from penstock_shard.images.families import is_served, type_that_sees
 from penstock_shard.images.image_encoder import ImageEncoder
 from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
 from penstock_shard.model_loader.adapter_store import adapter_store
@@ -83,8 +83,11 @@ def _image_encoder(
     config: ShardConfig, model_dir: Path, loaded: LoadedModel, progress: Callable[[str], None]
 ) -> ImageEncoder | None:
     """None where images are not served, of which a line says why."""
-    is_dummy = config.load_format == "dummy"
-    if config.image_cache_bytes == 0 or is_dummy or not sees_images(model_dir):
+    is_dummy, model_type = config.load_format == "dummy", type_that_sees(model_dir)
+    if config.image_cache_bytes == 0 or is_dummy or model_type is None:
+        return None
+    if not is_served(model_type):
+        progress(f"its images are not served: those of models of type {model_type} are not")
         return None
     if config.tensor_parallel_size > 1 or not isinstance(loaded.part, Decoder):
         progress("its images are not served: only our own decoder, on one device, takes them")

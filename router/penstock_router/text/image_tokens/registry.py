@@ -23,7 +23,10 @@ from penstock_router.text.tokenizer import Tokenizer
 _FAMILIES: dict[tuple[str, str], Callable[[ModelFiles], ImageTokens]] = {
     ("gemma3", "Gemma3ImageProcessor"): gemma3.read,
     ("gemma4", "Gemma4ImageProcessor"): gemma4.read,
+    ("glm46v", "Glm46VImageProcessor"): glm4v.read,
+    ("glm4v", "Glm46VImageProcessor"): glm4v.read,
     ("glm4v", "Glm4vImageProcessor"): glm4v.read,
+    ("glm4v_moe", "Glm46VImageProcessor"): glm4v.read,
     ("glm4v_moe", "Glm4vImageProcessor"): glm4v.read,
     ("idefics3", "Idefics3ImageProcessor"): idefics3.read,
     ("internvl", "GotOcr2ImageProcessor"): internvl.read,

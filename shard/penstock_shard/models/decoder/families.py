@@ -31,9 +31,10 @@ class Family:
     head_norms: Literal["learned", "plain"] | None = None
     interleaved: bool = False
     latent: bool = False
-    # Query, key and value in one tensor, gate and up in another.
-    fused_tensors: bool = False
-    # Norm weights are stored minus 1, each block's output is normed too, embeddings are scaled.
+    # Query, key and value in one tensor; gate and up in one.
+    fused_heads: bool = False
+    fused_gates: bool = False
+    # Norm weights are stored minus 1, embeddings are scaled.
     gemma: bool = False
     # As Gemma 4: norm weights as they are, scores that are not scaled, normed values, and what else
     # `_GEMMA4_READS` has.
@@ -95,6 +96,14 @@ _GEMMA4_READS = frozenset(
         "top_k_experts",
         "moe_intermediate_size",
     }
+)
+_GEMMA_NAMES = ModuleNames(
+    after_attention="post_attention_layernorm",
+    before_feed_forward="pre_feedforward_layernorm",
+    after_feed_forward="post_feedforward_layernorm",
+)
+_GLM4_NAMES = ModuleNames(
+    after_attention="post_self_attn_layernorm", after_feed_forward="post_mlp_layernorm"
 )
 _GEMMA4_NAMES = ExpertNames(
     router="router.proj.weight",
@@ -272,15 +281,23 @@ FAMILIES = {
         "Phi3",
         frozenset({"sliding_window"}),
         rope_reads=frozenset({"partial_rotary_factor"}),
-        fused_tensors=True,
+        fused_heads=True,
+        fused_gates=True,
     ),
-    "gemma2": Family("gemma2", "Gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, gemma=True),
+    "gemma2": Family(
+        "gemma2",
+        "Gemma2",
+        _GEMMA_READS | {"attn_logit_softcapping"},
+        gemma=True,
+        names=_GEMMA_NAMES,
+    ),
     "gemma3_text": Family(
         "gemma3",
         "Gemma3",
         _GEMMA_READS | {"_sliding_window_pattern", "sliding_window_pattern"},
         head_norms="learned",
         gemma=True,
+        names=_GEMMA_NAMES,
         bidirectional_images=True,
     ),
     "gemma4_text": Family(
@@ -292,6 +309,7 @@ FAMILIES = {
         head_norms="learned",
         gemma=True,
         gemma4=True,
+        names=_GEMMA_NAMES,
         experts=_GEMMA4_NAMES,
     ),
     "gemma4_unified_text": Family(
@@ -303,6 +321,7 @@ FAMILIES = {
         head_norms="learned",
         gemma=True,
         gemma4=True,
+        names=_GEMMA_NAMES,
     ),
     "mixtral": Family(
         "mixtral", "Mixtral", _EXPERT_READS | {"sliding_window"}, experts=_MIXTRAL_NAMES
@@ -379,6 +398,16 @@ FAMILIES = {
         experts=_LFM2_EXPERTS,
         scores="sigmoid",
         scores_eps=1e-6,
+    ),
+    "glm4": Family(
+        "glm4",
+        "Glm4",
+        frozenset({"attention_bias"}),
+        rope_reads=frozenset({"partial_rotary_factor"}),
+        interleaved=True,
+        fused_gates=True,
+        names=_GLM4_NAMES,
+        output_bias=False,
     ),
     "glm4_moe": Family(
         "glm4_moe",

@@ -28,7 +28,7 @@ class FeedForwardWeights:
     def dense(self, module: str) -> Dense:
         spec = self._spec
         names = spec.names
-        gate_up = ["gate_up_proj"] if spec.fused_tensors else [names.gate, names.up]
+        gate_up = ["gate_up_proj"] if spec.fused_gates else [names.gate, names.up]
         return Dense(
             self._reader.ops,
             spec.activation,

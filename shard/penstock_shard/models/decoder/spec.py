@@ -46,6 +46,9 @@ class ModuleNames:
 
     before_attention: str = "input_layernorm"
     before_feed_forward: str = "post_attention_layernorm"
+    # Of what each part gives, before it is added; None in families that do not norm it.
+    after_attention: str | None = None
+    after_feed_forward: str | None = None
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     output: str = "o_proj"
@@ -123,8 +126,6 @@ class DecoderSpec:
     activation: Activation
     norm_eps: float
     norm_offset: float
-    # The output of attention and of the feed-forward part is normed before it is added.
-    output_norms: bool
     # How queries and keys are normed: by learned weights, or, in layers that rotate, by none.
     head_norms: Literal["learned", "plain"] | None
     # Values are normed by no weights.
@@ -137,7 +138,9 @@ class DecoderSpec:
     embedding_scale: float
     logit_softcap: float | None
     tied: bool
-    fused_tensors: bool
+    # Query, key and value in one tensor; gate and up in one.
+    fused_heads: bool
+    fused_gates: bool
     # What each layer adds to is multiplied by a number of its own.
     layer_scalars: bool = False
     experts: ExpertsSpec | None = None
@@ -151,6 +154,11 @@ class DecoderSpec:
     names: ModuleNames = LLAMA_NAMES
     # How names of tensors begin that are not read.
     unread: tuple[str, ...] = ()
+
+    @property
+    def output_norms(self) -> bool:
+        """Whether what attention and the feed-forward part give is normed before it is added."""
+        return self.names.after_attention is not None
 
     def has_output_bias(self, layer: LayerSpec) -> bool:
         """Whether the matrix behind its attention has a bias, or behind what it has instead."""
@@ -261,7 +269,7 @@ def attention_modules(spec: DecoderSpec, layer: LayerSpec) -> tuple[str, ...]:
     """The modules that make queries, keys and values of heads, in this order."""
     if layer.reads is not None:
         return ("q_proj",)
-    if spec.fused_tensors:
+    if spec.fused_heads:
         return ("qkv_proj",)
     if layer.index in spec.keys_as_values:
         return ("q_proj", "k_proj", "k_proj")
@@ -284,11 +292,8 @@ def _latent_shapes(latent: LatentSpec, num_heads: int, hidden: int) -> Iterator[
 
 def _dense_shapes(spec: DecoderSpec, module: str, wide: int) -> Iterator[tuple[str, Shape]]:
     hidden, names = spec.hidden_size, spec.names
-    if spec.fused_tensors:
-        gate_up = {"gate_up_proj": 2 * wide}
-    else:
-        gate_up = {names.gate: wide, names.up: wide}
-    for name, rows in gate_up.items():
+    two = {names.gate: wide, names.up: wide}
+    for name, rows in ({"gate_up_proj": 2 * wide} if spec.fused_gates else two).items():
         yield from _linear_shapes(f"{module}.{name}", rows, hidden, spec.mlp_bias)
     yield from _linear_shapes(f"{module}.{names.down}", hidden, wide, spec.mlp_bias)
 
@@ -335,14 +340,14 @@ def norm_names(spec: DecoderSpec) -> tuple[str, ...]:
     """Norms of a layer in the order of their use: before attention, on its output, before the
     feed-forward part, on its output. Without output norms only the two "before".
     """
-    if spec.output_norms:
-        return (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        )
-    return (spec.names.before_attention, spec.names.before_feed_forward)
+    names = spec.names
+    norms = (
+        names.before_attention,
+        names.after_attention,
+        names.before_feed_forward,
+        names.after_feed_forward,
+    )
+    return tuple(name for name in norms if name is not None)
 
 
 def check_tensors(spec: DecoderSpec, found: dict[str, Shape]) -> None:

@@ -72,6 +72,9 @@ _INDIFFERENT = {
     "unsloth_fixed",
     "unsloth_version",
     "use_cache",
+    # Of what sees images, stated among the values of a text model.
+    "perceiver_config",
+    "pixel_shuffle_factor",
     *GenerationConfig().to_dict(),
 }
 
