@@ -19,6 +19,7 @@ from penstock_client import (
     PromptImage,
     SamplingParams,
     ShardClient,
+    SyncShardClient,
 )
 from penstock_common.image_digest import image_digest
 
@@ -214,3 +215,18 @@ async def test_a_shard_counts_the_images_that_it_gets(tmp_path: Path) -> None:
     assert float(values["penstock_shard_image_bytes"]) == 2 * len(_pixels(1))
     assert float(values["penstock_shard_images_encoded_total"]) >= 2
     assert "penstock_shard_image_encode_seconds_total" in values
+
+
+def test_the_blocking_client_puts_images_and_asks_about_them(shards: list[Shard]) -> None:
+    picture, other = _image(17), _image(18)
+    with SyncShardClient(shards[0].address) as client:
+        client.put_image(picture, _pixels(17))
+        first, again = (
+            [i for output in client.generate(_request(picture)) for i in output.token_ids]
+            for _ in range(2)
+        )
+        assert first == again
+        with pytest.raises(InvalidRequest, match=r"digest: .* that of the size and the pixels"):
+            client.put_image(other, _pixels(17))
+        client.put_image(other, _pixels(18))
+        assert first != [i for out in client.generate(_request(other)) for i in out.token_ids]

@@ -52,7 +52,7 @@ _counter = itertools.count()
 _UNARY_TIMEOUT_S = 10.0
 # It may have to be downloaded first.
 ADAPTER_TIMEOUT_S = 600.0
-_IMAGE_TIMEOUT_S = 30.0
+IMAGE_TIMEOUT_S = 30.0
 _TOKENIZER_TIMEOUT_S = 60.0
 # Aborts that wait for the RPC before them go together in the next; this many at most.
 _MAX_ABORTS_IN_RPC = 4096
@@ -269,7 +269,7 @@ class ShardClient:
         pixels: bytes | memoryview,
         *,
         instance_id: str = "",
-        timeout_s: float = _IMAGE_TIMEOUT_S,
+        timeout_s: float = IMAGE_TIMEOUT_S,
     ) -> None:
         """Have the engine know the pixels of an image, RGB8 in rows, which requests will name.
         `instance_id` names the engine that is meant; "" is any.

@@ -10,8 +10,20 @@ from typing import Any, Self
 
 from penstock_client.errors import PenstockError, ShardUnavailable
 from penstock_client.rpc import proto_codec
-from penstock_client.rpc.shard_client import ADAPTER_TIMEOUT_S, call_metadata, new_request_id
-from penstock_client.types import Adapter, EmbeddingRequest, GenerationRequest, Output, ShardInfo
+from penstock_client.rpc.shard_client import (
+    ADAPTER_TIMEOUT_S,
+    IMAGE_TIMEOUT_S,
+    call_metadata,
+    new_request_id,
+)
+from penstock_client.types import (
+    Adapter,
+    EmbeddingRequest,
+    GenerationRequest,
+    Output,
+    PromptImage,
+    ShardInfo,
+)
 from penstock_common.tls import Tls
 from penstock_proto.transport import Connector
 
@@ -83,6 +95,18 @@ class SyncShardClient:
         """A vector for each of the inputs, as `ShardClient.embed` has it."""
         message = proto_codec.embed_request(request, new_request_id())
         return proto_codec.embeddings(self._ask("Embed", message, timeout_s))
+
+    def put_image(
+        self,
+        image: PromptImage,
+        pixels: bytes | memoryview,
+        *,
+        timeout_s: float = IMAGE_TIMEOUT_S,
+    ) -> None:
+        """Have the engine know the pixels of an image, as `ShardClient.put_image` has it."""
+        chunks = proto_codec.image_chunks(image, pixels, "")
+        with proto_codec.errors_of(self.address):
+            self._stub.PutImage(chunks, metadata=self._metadata, timeout=timeout_s)
 
     def load_adapter(
         self, name: str, source: str, *, timeout_s: float = ADAPTER_TIMEOUT_S

@@ -479,8 +479,7 @@ class Scheduler:
         if fitting:
             return fitting
         least = self._blocks.least_chunk(sequence, sequence.num_computed)
-        is_alone = budget.tokens == self.bounds.tokens
-        return least if is_alone or least <= budget.tokens else 0
+        return least if budget.has_room(sequence, least, self.bounds.tokens) else 0
 
     def _prompt_row(self, sequence: Sequence, limit: int, budget: StepBudget) -> Row:
         row = next_row(sequence, min(sequence.num_uncomputed, limit))

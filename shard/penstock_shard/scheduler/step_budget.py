@@ -88,6 +88,15 @@ class StepBudget:
             limit = min(limit, max(1, in_time))
         return limit
 
+    def has_room(self, sequence: Sequence, count: int, of_all: int) -> bool:
+        """Whether a step that began with room for `of_all` tokens has some for so many of this
+        sequence, or for nothing less if it is empty.
+        """
+        if self.tokens == of_all:
+            return True
+        is_scored = sequence.needs_prompt_logprobs
+        return count <= self.tokens and not (is_scored and count > self.scored_tokens)
+
     def take_chunk(self, row: Row, *, is_long: bool) -> None:
         """Subtract this chunk of a prompt; that of an image may be more than there was for it."""
         self.tokens -= row.count

@@ -394,7 +394,7 @@ def _check_images(
     """Whether they are there, and of which size, is not known here."""
     end = 0
     if any(group.bidirectional_images for group in info.cache_groups):
-        _check_whole_images(incoming, config.batched_tokens(info.device) - config.max_num_seqs)
+        _check_whole_images(incoming, info, config)
     for index, image in enumerate(incoming.images):
         last = incoming.prompt.size - image.num_tokens
         if not end <= image.offset <= last:
@@ -406,14 +406,15 @@ def _check_images(
     return tuple(incoming.images)
 
 
-def _check_whole_images(incoming: IncomingRequest, most_tokens: int) -> None:
+def _check_whole_images(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> None:
     """Images that a model computes in one step each, beside as many decodes as there may be."""
-    if incoming.images and incoming.prompt_logprobs is not None:
-        _refuse("prompt_logprobs", incoming.prompt_logprobs, "none beside images of this model")
+    most = config.batched_tokens(info.device) - config.max_num_seqs
+    why = "(--max-num-batched-tokens less --max-num-seqs)"
+    if incoming.prompt_logprobs is not None and info.max_scored_tokens < most:
+        most, why = info.max_scored_tokens, "with prompt_logprobs"
     for index, image in enumerate(incoming.images):
-        if image.num_tokens > most_tokens:
-            bound = f"at most {most_tokens}, as many as a step has for one"
-            bound += " (--max-num-batched-tokens less --max-num-seqs)"
+        if image.num_tokens > most:
+            bound = f"at most {most}, as many as a step has for one {why}"
             _refuse(f"images[{index}].num_tokens", image.num_tokens, bound)
 
 

@@ -395,9 +395,11 @@ def test_images_that_a_step_cannot_compute_whole_are_refused_where_they_have_to_
     assert check(asked(81, prompt_logprobs=0), info, config).images[0].num_tokens == 81
     with pytest.raises(Refusal, match=r"^images\[0\]\.num_tokens: 81 .* at most 80, as many as"):
         check(asked(81), whole, config)
-    with pytest.raises(Refusal, match=r"^prompt_logprobs: 0 .* none beside images of this model"):
-        check(asked(80, prompt_logprobs=0), whole, config)
-    assert check(_incoming(prompt_logprobs=0), whole, config).prompt_logprobs == 0
+    assert check(asked(80, prompt_logprobs=0), whole, config).prompt_logprobs == 0
+    few = dataclasses.replace(whole, max_scored_tokens=70)
+    with pytest.raises(Refusal, match=r"^images\[0\]\.num_tokens: 71 .* one with prompt_logprobs$"):
+        check(asked(71, prompt_logprobs=0), few, config)
+    assert check(asked(71), few, config).prompt_logprobs is None
 
 
 def test_neutral_values_need_no_capability() -> None:
