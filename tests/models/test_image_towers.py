@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,19 @@ def test_features_are_those_of_the_whole_model_bit_for_bit(family: str, tmp_path
         found = tower.encode(inputs)
         assert torch.equal(found.rows, expected.reshape(-1, expected.shape[-1]))
         assert found.rows.shape[1] == config.get_text_config().hidden_size
+
+
+def test_loading_one_says_nothing_of_its_own(tmp_path: Path) -> None:
+    make_vision(tmp_path, "llava")
+    load = (
+        "import sys, torch; from pathlib import Path; from transformers import AutoConfig; "
+        "from penstock_shard.checkpoint.safetensors import Checkpoint; "
+        "from penstock_shard.images.tower import load_tower; path = Path(sys.argv[1]); "
+        "load_tower(AutoConfig.from_pretrained(path), Checkpoint(path), "
+        "torch.device('cpu'), torch.float32)"
+    )
+    # As a process of its own, whose logs nothing has quieted so far.
+    run = subprocess.run(
+        [sys.executable, "-c", load, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert (run.stdout, run.stderr) == ("", "")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError, first_line
@@ -80,6 +81,9 @@ def load_tower(
     config: PreTrainedConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> Tower:
     """The encoder of a model of images and text. Raises ModelError if its weights are missing."""
+    # It would report the text model's tensors as missing; what matters is checked below.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     maker: Any = AutoModelForImageTextToText
     small = _with_little_text(config)
     with torch.device("meta"):
