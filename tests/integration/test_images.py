@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,16 @@ async def test_wrong_pixels_are_refused_in_one_line(shards: list[Shard]) -> None
             await client.put_image(huge, b"")
         with pytest.raises(InvalidRequest, match=r"images\[0\]: its pixels are not here"):
             async for _ in client.generate(_request(image)):
+                pass
+
+
+async def test_an_image_has_the_size_with_which_it_was_put(shards: list[Shard]) -> None:
+    image = _image(11)
+    turned = replace(image, width=image.height, height=image.width)
+    async with ShardClient(shards[1].address) as client:
+        await client.put_image(image, _pixels(11))
+        with pytest.raises(InvalidRequest, match=r"images\[1\]: 30x40 .* 40x30, as it was put"):
+            async for _ in client.generate(_request(image, replace(turned, offset=20))):
                 pass
 
 

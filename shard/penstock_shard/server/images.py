@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock_common.image_digest import DIGEST_BYTES, begin_digest
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Output
-from penstock_shard.ipc.request import Request
+from penstock_shard.ipc.request import PlacedImage, Request
 from penstock_shard.server.validation import Refusal
 
 # Longer sides are refused by all processors, or make one row of patches.
@@ -23,6 +23,8 @@ MAX_CHUNK_BYTES = 2**20
 @dataclass(slots=True)
 class _Kept:
     num_bytes: int
+    # In pixels.
+    size: tuple[int, int]
     # Requests that name it and have not ended.
     num_users: int = 0
 
@@ -65,7 +67,7 @@ class EngineImages:
             raise _refusal("pixels", f"{num_bytes} bytes", bound)
         self._make_room(num_bytes)
         self.num_bytes += num_bytes
-        return IncomingImage(self, next(self._numbers), digest, width, height, num_bytes)
+        return IncomingImage(self, next(self._numbers), digest, (width, height), num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
         idle = [digest for digest, kept in self._kept.items() if not kept.num_users]
@@ -90,7 +92,7 @@ class EngineImages:
         """An image has come, or will not."""
         if is_whole and incoming.digest not in self._kept:
             self._tell(ImagePiece(incoming.number, incoming.num_bytes, b"", incoming.digest))
-            self._kept[incoming.digest] = _Kept(incoming.num_bytes)
+            self._kept[incoming.digest] = _Kept(incoming.num_bytes, incoming.size)
             self.num_put += 1
         else:
             self._tell(ImagePiece(incoming.number, 0, b""))
@@ -98,19 +100,13 @@ class EngineImages:
 
     def hold(self, request: Request, deliver: Callable[[Output], None]) -> Callable[[Output], None]:
         """Keep the images of a request until its last output was delivered. Raises `Refusal` if one
-        is not here.
+        is not here, or has another size.
         """
         if not request.images:
             return deliver
         digests = {image.digest for image in request.images}
         for index, image in enumerate(request.images):
-            if image.digest not in self._kept:
-                raise Refusal(
-                    Code.NOT_FOUND,
-                    f"images[{index}]: its pixels are not here; put them first",
-                    field="pixels",
-                    value=image.digest.hex(),
-                )
+            self._check(index, image)
         held = [self._kept[digest] for digest in digests]
         for digest, kept in zip(digests, held, strict=True):
             kept.num_users += 1
@@ -124,6 +120,21 @@ class EngineImages:
 
         return deliver_and_let_go
 
+    def _check(self, index: int, image: PlacedImage) -> None:
+        kept = self._kept.get(image.digest)
+        if kept is None:
+            raise Refusal(
+                Code.NOT_FOUND,
+                f"images[{index}]: its pixels are not here; put them first",
+                field="pixels",
+                value=image.digest.hex(),
+            )
+        # What is made of it is kept by digest, for others too.
+        if (image.width, image.height) != kept.size:
+            width, height = kept.size
+            given = f"{image.width}x{image.height}"
+            raise _refusal(f"images[{index}]", given, f"{width}x{height}, as it was put")
+
 
 class IncomingImage:
     """An image of which pieces come."""
@@ -133,16 +144,16 @@ class IncomingImage:
         images: EngineImages,
         number: int,
         digest: bytes,
-        width: int,
-        height: int,
+        size: tuple[int, int],
         num_bytes: int,
     ) -> None:
         self.number = number
         self.digest = digest
+        self.size = size
         self.num_bytes = num_bytes
         self._images = images
         self._engine = images.num_engines
-        self._hash = begin_digest(width, height)
+        self._hash = begin_digest(*size)
         self._num_come = 0
 
     def add(self, data: bytes) -> None:
