@@ -191,7 +191,8 @@ async def test_images_of_requests_that_run_are_never_dropped(shards: list[Shard]
     ("images", "message"),
     [
         ([_image(1, offset=58)], r"images\[0\].offset: 58 is out of bounds"),
-        ([_image(1, num_tokens=0)], r"images\[0\].num_tokens"),
+        ([_image(1, num_tokens=0)], r"images\[0\].num_tokens: 0 .* 1..60"),
+        ([_image(1, num_tokens=2**32 - 1)], r"images\[0\].num_tokens: 4294967295 .* 1..60"),
         ([_image(1), _image(1, offset=14)], r"images\[1\].offset: 14 .* behind the image before"),
     ],
 )
