@@ -104,7 +104,13 @@ class EngineImages:
         """
         if not request.images:
             return deliver
-        digests = {image.digest for image in request.images}
+        by_digest = {image.digest: image for image in request.images}
+        digests = list(by_digest)
+        num_bytes = sum(_COLOURS * image.width * image.height for image in by_digest.values())
+        if num_bytes > self._most_bytes:
+            # They would never be here together, however often they are put.
+            bound = f"at most {self._most_bytes} bytes (--image-cache-bytes)"
+            raise _refusal("images", f"{num_bytes} bytes of pixels", bound)
         for index, image in enumerate(request.images):
             self._check(index, image)
         held = [self._kept[digest] for digest in digests]
