@@ -18,6 +18,8 @@ MAX_SIDE_PIXELS = 65_535
 _COLOURS = 3
 # Hashed in less than a millisecond.
 MAX_CHUNK_BYTES = 2**20
+# Each takes half a kilobyte besides its pixels, which may be three bytes.
+_MOST_IMAGES = 100_000
 
 
 @dataclass(slots=True)
@@ -70,19 +72,22 @@ class EngineImages:
         return IncomingImage(self, next(self._numbers), digest, (width, height), num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
-        idle = [digest for digest, kept in self._kept.items() if not kept.num_users]
-        for digest in idle:
-            if self.num_bytes + num_bytes <= self._most_bytes:
-                return
+        while self._is_full(num_bytes):
+            idle = (digest for digest, kept in self._kept.items() if not kept.num_users)
+            digest = next(idle, None)
+            if digest is None:
+                raise Refusal(
+                    Code.RESOURCE_EXHAUSTED,
+                    f"images of requests that run take {self.num_bytes} bytes; "
+                    f"--image-cache-bytes is {self._most_bytes}",
+                    field="pixels",
+                )
             self.num_bytes -= self._kept.pop(digest).num_bytes
             self._tell(ImageDrop(digest))
-        if self.num_bytes + num_bytes > self._most_bytes:
-            raise Refusal(
-                Code.RESOURCE_EXHAUSTED,
-                f"images of requests that run take {self.num_bytes} bytes; --image-cache-bytes is "
-                f"{self._most_bytes}",
-                field="pixels",
-            )
+
+    def _is_full(self, num_bytes: int) -> bool:
+        is_over = self.num_bytes + num_bytes > self._most_bytes
+        return is_over or len(self._kept) >= _MOST_IMAGES
 
     def tell(self, piece: ImagePiece) -> None:
         """Pass a piece on to the engine."""
