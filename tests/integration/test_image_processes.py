@@ -321,7 +321,7 @@ def test_a_process_ends_when_its_router_is_killed_also_in_the_middle_of_an_image
 import asyncio, sys
 from concurrent.futures import ThreadPoolExecutor
 from penstock_router.config import RouterConfig
-from penstock_router.images.images import _BYTES_BESIDE, Images
+from penstock_router.images.images import Images
 from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
