@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ async def test_wrong_pixels_are_refused_in_one_line(shards: list[Shard]) -> None
     async with ShardClient(shards[1].address) as client:
         with pytest.raises(InvalidRequest, match=r"digest: .* that of the size and the pixels"):
             await client.put_image(image, _pixels(12))
-        with pytest.raises(InvalidRequest, match="pixels: 3599 bytes is out of bounds"):
+        with pytest.raises(InvalidRequest, match=r"^pixels: 3599 bytes is out of bounds"):
             await client.put_image(image, _pixels(11)[:-1])
         with pytest.raises(InvalidRequest, match="pixels: 3601 bytes"):
             await client.put_image(image, _pixels(11) + b"x")
@@ -150,6 +151,24 @@ async def test_wrong_pixels_are_refused_in_one_line(shards: list[Shard]) -> None
         with pytest.raises(InvalidRequest, match=r"images\[0\]: its pixels are not here"):
             async for _ in client.generate(_request(image)):
                 pass
+
+
+async def test_an_image_has_the_size_with_which_it_was_put(shards: list[Shard]) -> None:
+    image = _image(11)
+    turned = replace(image, width=image.height, height=image.width)
+    async with ShardClient(shards[1].address) as client:
+        await client.put_image(image, _pixels(11))
+        with pytest.raises(InvalidRequest, match=r"images\[1\]: 30x40 .* 40x30, as it was put"):
+            async for _ in client.generate(_request(image, replace(turned, offset=20))):
+                pass
+
+
+async def test_images_that_are_too_much_together_are_put_once_and_refused(fleet: Fleet) -> None:
+    source = _Source()
+    images = [_image(seed, offset=10 * seed) for seed in range(5)]
+    with pytest.raises(InvalidRequest, match=r"images: 18000 bytes .* at most 16000 bytes"):
+        await _tokens(fleet, _request(*images), source)
+    assert len(source.asked) == 5
 
 
 async def test_images_of_requests_that_run_are_never_dropped(shards: list[Shard]) -> None:
@@ -181,7 +200,8 @@ async def test_images_of_requests_that_run_are_never_dropped(shards: list[Shard]
     ("images", "message"),
     [
         ([_image(1, offset=58)], r"images\[0\].offset: 58 is out of bounds"),
-        ([_image(1, num_tokens=0)], r"images\[0\].num_tokens"),
+        ([_image(1, num_tokens=0)], r"images\[0\].num_tokens: 0 .* 1..60"),
+        ([_image(1, num_tokens=2**32 - 1)], r"images\[0\].num_tokens: 4294967295 .* 1..60"),
         ([_image(1), _image(1, offset=14)], r"images\[1\].offset: 14 .* behind the image before"),
     ],
 )

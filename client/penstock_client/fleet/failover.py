@@ -33,7 +33,7 @@ from penstock_client.fleet.compatibility import (
     sees_all,
 )
 from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
-from penstock_client.fleet.placement.image_puts import PIXELS, ImagePuts
+from penstock_client.fleet.placement.image_puts import PIXELS, ImagePuts, given_up
 from penstock_client.fleet.placement.moves import Moves, Plan
 from penstock_client.fleet.placement.rebalancing import REBALANCE, Rebalancing, has_room
 from penstock_client.fleet.placement.roles import (
@@ -300,7 +300,7 @@ class Continuations:
             return error
         if stream.attempts_in_vain >= self._patience.attempts:
             self._observe("given_up", "attempts")
-            return error
+            return given_up(error)
         made_by = stream.made_by
         if stream.request.exact and made_by is not None and not made_by.numerics_fingerprint:
             self._observe("given_up", "not_exact")

@@ -361,7 +361,10 @@ def call_error(error: grpc.RpcError, address: str) -> PenstockError:
     # Typed by each of gRPC's two kinds of calls in its own way.
     metadata: Any = error.trailing_metadata() or ()
     field = next((str(value) for key, value in metadata if key == FIELD_METADATA), "")
-    return _error_of_code(code.value[0], f"shard {address}: {details}", field=field)
+    # A refusal is about the request, and is told to whoever sent it: not which shards there are.
+    is_of_shard = _ERRORS.get(code) is not InvalidRequest
+    text = f"shard {address}: {details}" if is_of_shard else details
+    return _error_of_code(code.value[0], text, field=field)
 
 
 @contextlib.contextmanager

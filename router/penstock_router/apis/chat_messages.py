@@ -98,20 +98,25 @@ def _message(name: str, value: Any) -> JsonObject:
     return message
 
 
-def read_parts(name: str, parts: list[Any]) -> Content:
+def read_parts(
+    name: str,
+    parts: list[Any],
+    image_parts: Mapping[str, Callable[[str, JsonObject], Part]] = _IMAGE_PARTS,
+) -> Content:
     """Parts of text and of images: one text where there are no images."""
     read: list[Part] = []
     for index, part in enumerate(parts):
         at = f"{name}[{index}]"
         kind = read_object(at, part).get("type")
-        reader = _IMAGE_PARTS.get(kind) if isinstance(kind, str) else None
+        reader = image_parts.get(kind) if isinstance(kind, str) else None
         if reader is not None:
             read.append(reader(at, part))
         elif kind in _TEXT_PARTS:
             key = "refusal" if kind == "refusal" else "text"
             read.append(text_part(STRING.read(f"{at}.{key}", part.get(key))))
         else:
-            text = f"{at}: parts of type {shorten(kind)} are not served, only text and images"
+            served = " and ".join(["text", *list(image_parts)[:1]])
+            text = f"{at}: parts of type {shorten(kind)} are not served, only {served}"
             raise BadRequest(text, param=name)
     return joined(read)
 
@@ -226,9 +231,8 @@ _PARTS_SCHEMA: JsonObject = {
 def _read_text(name: str, value: Any) -> str:
     if isinstance(value, list):
         check_size(name, value)
-        content = read_parts(name, value)
-        if not isinstance(content, str):
-            raise BadRequest(f"{name}: images are served in messages alone", param=name)
+        content = read_parts(name, value, image_parts={})
+        assert isinstance(content, str)
         return content
     if not isinstance(value, str):
         raise refusal(name, "a string or an array of parts", value)

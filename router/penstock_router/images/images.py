@@ -38,6 +38,8 @@ _Result = TypeVar("_Result")
 _MEMORY_BYTES = 512 * 1024 * 1024
 _KEPT_IMAGES_BYTES = 64 * 1024 * 1024
 _KEPT_PIXELS_BYTES = 128 * 1024 * 1024
+# What keeping an image takes besides: a file may have some dozens of bytes.
+_BYTES_BESIDE = 1024
 # But for data: URLs.
 _MAX_URL_CHARS = 8192
 # Long enough for a prompt to be made and sent; later they are decoded again.
@@ -175,7 +177,7 @@ class Images:
         with self._metrics.image_decode_seconds.time():
             pixels = await self._decoders.decode(encoded, client)
         image = Image(pixels.digest, pixels.width, pixels.height, encoded)
-        num_bytes = image.num_encoded_bytes
+        num_bytes = image.num_encoded_bytes + _BYTES_BESIDE
         self._charge(image, num_bytes, client)
         self._images.put(name, image, num_bytes)
         self._keep_pixels(pixels, client)

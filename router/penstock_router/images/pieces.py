@@ -92,5 +92,7 @@ def _decode_base64(piece: str, *, is_last: bool) -> bytes:
         data = b""
     # Characters that stand for nothing are not told from others in every case.
     if not data or len(data) * 4 != (len(piece) * 3 - 4 * padding):
-        raise ImageRefused("the image's data is not valid base64")
+        raise ImageRefused(
+            "the image's data is not valid base64: A-Z, a-z, 0-9, + and /, padded with =, no more"
+        )
     return data

@@ -43,6 +43,7 @@ from penstock_router.offload.dispatch import LONG_BYTES, Bodies, Body, Incoming
 from penstock_router.request import MAX_REQUEST_ID_CHARS
 from penstock_router.served_models import Models
 from penstock_router.server.client_address import network_of
+from penstock_router.server.connections import end_answer
 from penstock_router.server.content_coding import DAMAGED, Inflater, inflater_of
 from penstock_router.server.write_timeout import write_timeout_of
 from penstock_router.store.background_responses import Background
@@ -378,7 +379,7 @@ async def send(request: web.Request, response: web.StreamResponse) -> None:
             # Nothing is read after a body that was not read.
             response.force_close()
         await response.prepare(request)
-        await response.write_eof()
+        await end_answer(request, response)
         await write_timeout_of(request.transport).wait_sent()
 
 

@@ -131,6 +131,15 @@ async def _tell_connection(request: web.Request, handler: Handler) -> web.Stream
         connection.request_ends()
 
 
+async def end_answer(request: web.Request, response: web.StreamResponse) -> None:
+    """Write an answer's end. What arrives behind the request's body from now on is another request,
+    which may be long, also where the handler of this one has something left to do.
+    """
+    await response.write_eof()
+    if request.content.is_eof():
+        cast(Connection, request.protocol).request_ends()
+
+
 def _head_bytes(request: web.Request) -> int:
     """How long its request line and headers were, but for white space that need not be."""
     line = len(f"{request.method} {request.raw_path} HTTP/1.1\r\n")
@@ -366,7 +375,7 @@ class Connection(web.RequestHandler):
         self._count_body()
 
     def request_ends(self) -> None:
-        """The request is answered, or its handler failed."""
+        """The request is answered, or its handler failed. Idempotent."""
         self._request = None
         if self._head is None:
             return

@@ -26,6 +26,7 @@ from penstock_router.generation.deltas import Deltas, Wait, for_each
 from penstock_router.generation.event_ids import Cursor
 from penstock_router.generation.generation import Generation
 from penstock_router.generation.resumable_streams import EventReader
+from penstock_router.server.connections import end_answer
 from penstock_router.server.write_timeout import write_timeout_of
 from penstock_router.thread_pool import Threads
 
@@ -130,7 +131,7 @@ class EventStream:
         """End the body."""
         self._stop_comments()
         await self.drain()
-        await self.response.write_eof()
+        await end_answer(self._request, self.response)
         await self.drain()
 
     def _tick(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock_common.image_digest import DIGEST_BYTES, begin_digest
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Output
-from penstock_shard.ipc.request import Request
+from penstock_shard.ipc.request import PlacedImage, Request
 from penstock_shard.server.validation import Refusal
 
 # Longer sides are refused by all processors, or make one row of patches.
@@ -18,11 +18,15 @@ MAX_SIDE_PIXELS = 65_535
 _COLOURS = 3
 # Hashed in less than a millisecond.
 MAX_CHUNK_BYTES = 2**20
+# Each takes half a kilobyte besides its pixels, which may be three bytes.
+_MOST_IMAGES = 100_000
 
 
 @dataclass(slots=True)
 class _Kept:
     num_bytes: int
+    # In pixels.
+    size: tuple[int, int]
     # Requests that name it and have not ended.
     num_users: int = 0
 
@@ -65,22 +69,25 @@ class EngineImages:
             raise _refusal("pixels", f"{num_bytes} bytes", bound)
         self._make_room(num_bytes)
         self.num_bytes += num_bytes
-        return IncomingImage(self, next(self._numbers), digest, width, height, num_bytes)
+        return IncomingImage(self, next(self._numbers), digest, (width, height), num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
-        idle = [digest for digest, kept in self._kept.items() if not kept.num_users]
-        for digest in idle:
-            if self.num_bytes + num_bytes <= self._most_bytes:
-                return
+        while self._is_full(num_bytes):
+            idle = (digest for digest, kept in self._kept.items() if not kept.num_users)
+            digest = next(idle, None)
+            if digest is None:
+                raise Refusal(
+                    Code.RESOURCE_EXHAUSTED,
+                    f"images of requests that run take {self.num_bytes} bytes; "
+                    f"--image-cache-bytes is {self._most_bytes}",
+                    field="pixels",
+                )
             self.num_bytes -= self._kept.pop(digest).num_bytes
             self._tell(ImageDrop(digest))
-        if self.num_bytes + num_bytes > self._most_bytes:
-            raise Refusal(
-                Code.RESOURCE_EXHAUSTED,
-                f"images of requests that run take {self.num_bytes} bytes; --image-cache-bytes is "
-                f"{self._most_bytes}",
-                field="pixels",
-            )
+
+    def _is_full(self, num_bytes: int) -> bool:
+        is_over = self.num_bytes + num_bytes > self._most_bytes
+        return is_over or len(self._kept) >= _MOST_IMAGES
 
     def tell(self, piece: ImagePiece) -> None:
         """Pass a piece on to the engine."""
@@ -90,7 +97,7 @@ class EngineImages:
         """An image has come, or will not."""
         if is_whole and incoming.digest not in self._kept:
             self._tell(ImagePiece(incoming.number, incoming.num_bytes, b"", incoming.digest))
-            self._kept[incoming.digest] = _Kept(incoming.num_bytes)
+            self._kept[incoming.digest] = _Kept(incoming.num_bytes, incoming.size)
             self.num_put += 1
         else:
             self._tell(ImagePiece(incoming.number, 0, b""))
@@ -98,19 +105,19 @@ class EngineImages:
 
     def hold(self, request: Request, deliver: Callable[[Output], None]) -> Callable[[Output], None]:
         """Keep the images of a request until its last output was delivered. Raises `Refusal` if one
-        is not here.
+        is not here, or has another size.
         """
         if not request.images:
             return deliver
-        digests = {image.digest for image in request.images}
+        by_digest = {image.digest: image for image in request.images}
+        digests = list(by_digest)
+        num_bytes = sum(_COLOURS * image.width * image.height for image in by_digest.values())
+        if num_bytes > self._most_bytes:
+            # They would never be here together, however often they are put.
+            bound = f"at most {self._most_bytes} bytes (--image-cache-bytes)"
+            raise _refusal("images", f"{num_bytes} bytes of pixels", bound)
         for index, image in enumerate(request.images):
-            if image.digest not in self._kept:
-                raise Refusal(
-                    Code.NOT_FOUND,
-                    f"images[{index}]: its pixels are not here; put them first",
-                    field="pixels",
-                    value=image.digest.hex(),
-                )
+            self._check(index, image)
         held = [self._kept[digest] for digest in digests]
         for digest, kept in zip(digests, held, strict=True):
             kept.num_users += 1
@@ -124,6 +131,21 @@ class EngineImages:
 
         return deliver_and_let_go
 
+    def _check(self, index: int, image: PlacedImage) -> None:
+        kept = self._kept.get(image.digest)
+        if kept is None:
+            raise Refusal(
+                Code.NOT_FOUND,
+                f"images[{index}]: its pixels are not here; put them first",
+                field="pixels",
+                value=image.digest.hex(),
+            )
+        # What is made of it is kept by digest, for others too.
+        if (image.width, image.height) != kept.size:
+            width, height = kept.size
+            given = f"{image.width}x{image.height}"
+            raise _refusal(f"images[{index}]", given, f"{width}x{height}, as it was put")
+
 
 class IncomingImage:
     """An image of which pieces come."""
@@ -133,16 +155,16 @@ class IncomingImage:
         images: EngineImages,
         number: int,
         digest: bytes,
-        width: int,
-        height: int,
+        size: tuple[int, int],
         num_bytes: int,
     ) -> None:
         self.number = number
         self.digest = digest
+        self.size = size
         self.num_bytes = num_bytes
         self._images = images
         self._engine = images.num_engines
-        self._hash = begin_digest(width, height)
+        self._hash = begin_digest(*size)
         self._num_come = 0
 
     def add(self, data: bytes) -> None:

@@ -396,12 +396,13 @@ def _check_images(
     if any(group.bidirectional_images for group in info.cache_groups):
         _check_whole_images(incoming, info, config)
     for index, image in enumerate(incoming.images):
+        if not 1 <= image.num_tokens <= incoming.prompt.size:
+            bound = f"1..{incoming.prompt.size}, the prompt's tokens"
+            _refuse(f"images[{index}].num_tokens", image.num_tokens, bound)
         last = incoming.prompt.size - image.num_tokens
         if not end <= image.offset <= last:
             bound = f"{end}..{last}: in the prompt, behind the image before it"
             _refuse(f"images[{index}].offset", image.offset, bound)
-        if not image.num_tokens:
-            _refuse(f"images[{index}].num_tokens", 0, "at least 1")
         end = image.offset + image.num_tokens
     return tuple(incoming.images)
 

@@ -15,6 +15,7 @@ from penstock_client import (
     PromptImage,
     ShardUnavailable,
 )
+from penstock_client.fleet.failover import Patience
 from penstock_client.fleet.fleet_stream import FleetStream
 
 _SEES = frozenset({"images"})
@@ -114,6 +115,20 @@ async def test_a_shard_that_dropped_pixels_gets_them_again(make: Make) -> None:
     assert (source.asked, stream.shard) == (["a", "a"], None)
     await _answer(world, "a")
     assert (world.where(stream), world.last(stream).attempt.number) == ("a", 1)
+
+
+async def test_a_request_whose_pixels_are_dropped_each_time_is_refused_for_want_of_room(
+    make: Make,
+) -> None:
+    world = _world(make, "a")
+    stream = world.start(_Source(), images=[_ONE])
+    for _ in range(Patience().attempts):
+        await settled()
+        await _answer(world, "a")
+        stream.fail(InvalidRequest("images[0]: its pixels are not here", field="pixels"))
+    with pytest.raises(Overloaded, match="images of other requests take the memory"):
+        async for _ in stream:
+            pass
 
 
 async def test_what_is_wrong_with_an_image_ends_its_request(make: Make) -> None:

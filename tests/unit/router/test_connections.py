@@ -27,6 +27,7 @@ from penstock_router.server.connections import (
     ConnectionFactory,
     Runner,
     _allowed,
+    end_answer,
 )
 
 REQUEST = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -44,6 +45,16 @@ async def _unread(request: web.Request) -> web.Response:
 async def _slow(request: web.Request) -> web.Response:
     await asyncio.sleep(0.3)
     return web.Response(text="slow")
+
+
+async def _early(request: web.Request) -> web.StreamResponse:
+    """Answers, and has something left to do."""
+    length = len(await request.read())
+    response = web.Response(text=str(length))
+    await response.prepare(request)
+    await end_answer(request, response)
+    await asyncio.sleep(0.3)
+    return response
 
 
 async def _read(request: web.Request) -> web.Response:
@@ -66,6 +77,7 @@ async def _served(
             web.post("/quick", _unread),
             web.get("/slow", _slow),
             web.post("/read", _read),
+            web.post("/early", _early),
         ]
     )
     runner = Runner(
@@ -408,6 +420,17 @@ async def test_who_sends_much_besides_the_body_of_a_request_is_cut_off(head: byt
             await asyncio.sleep(0.05)
             client[1].write(FIELD)
         assert await _is_closed(client, within_s=0.3)
+
+
+async def test_a_long_request_may_follow_an_answer_whose_handler_has_not_ended() -> None:
+    memory = SharedBudget(MEMORY_BYTES)
+    head = WITH_BODY.replace(b"read", b"early").partition(b"h: 4")[0]
+    body = b"x" * 1_000_000
+    async with _served(memory=memory, timeout_s=30) as port, _connected(port) as client:
+        for _ in range(3):
+            answer = await _answer(client, head + b"h: 1000000\r\n\r\n" + body)
+            assert answer.endswith(b"1000000")
+        assert memory.held == 0
 
 
 async def test_a_body_of_small_chunks_may_be_long_and_have_a_trailer() -> None:

@@ -402,6 +402,8 @@ ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
 }
 NOT_SERVED = [
     (route, entry)

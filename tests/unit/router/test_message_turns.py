@@ -139,6 +139,13 @@ def test_a_block_that_cannot_be_honoured_is_refused(turns: list[Any], words: str
     assert words in refused.value.message
 
 
+@pytest.mark.parametrize("kind", ["image", "image_url"])
+def test_what_comes_before_the_chat_has_no_images(kind: str) -> None:
+    words = rf"system\[0\]: parts of type '{kind}' are not served, only text$"
+    with pytest.raises(BadRequest, match=words):
+        request_of(system=[{"type": kind}])
+
+
 def test_blocks_are_bounded_over_all_turns_and_results() -> None:
     many = [asked({**RESULT, "content": [TEXT] * 1000}) for _ in range(17)]
     with pytest.raises(BadRequest, match="messages: at most 16384"):

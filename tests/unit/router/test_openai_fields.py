@@ -450,6 +450,19 @@ def test_what_is_nested_deeper_than_it_can_be_shown_is_refused_like_anything_els
         parse_chat({"messages": messages})
 
 
+@pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs"])
+def test_how_images_are_read_is_not_for_requests_to_say(name: str) -> None:
+    with pytest.raises(BadRequest, match=name):
+        parse_chat({"messages": MESSAGES, name: {"max_pixels": 50_176}})
+
+
+def test_the_refusal_of_a_part_names_the_kinds_that_are_served() -> None:
+    messages = [{"role": "user", "content": [{"type": "image", "image": "x"}]}]
+    words = r"content\[0\]: parts of type 'image' are not served, only text and image_url$"
+    with pytest.raises(BadRequest, match=words):
+        parse_chat({"messages": messages})
+
+
 def test_a_message_has_a_bounded_number_of_keys() -> None:
     most = {"role": "user", "content": "x", **{f"key{index}": 1 for index in range(62)}}
     assert parse_chat({"messages": [most]}).messages == [most]

@@ -10,19 +10,28 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from penstock_client.errors import InvalidRequest, PenstockError
+from penstock_client.errors import InvalidRequest, Overloaded, PenstockError
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.types import PixelSource, PromptImage
 
 # The field that a shard names when it has not the pixels of an image.
 PIXELS = "pixels"
+_NO_ROOM = "images of other requests take the memory of this one's (--image-cache-bytes)"
 
 # Of how many images it is remembered which engines have them.
 _MOST_KNOWN = 16_384
 
 # An engine's id, and an image's digest.
 _Key = tuple[str, str]
+
+
+def given_up(error: PenstockError) -> PenstockError:
+    """What a stream ends with after its last attempt: no fault of its own, if pixels were dropped
+    each time before it came.
+    """
+    is_dropped = isinstance(error, InvalidRequest) and error.field == PIXELS
+    return Overloaded(_NO_ROOM) if is_dropped else error
 
 
 class ImagePuts:

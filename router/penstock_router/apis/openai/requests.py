@@ -284,6 +284,7 @@ _COMMON = (
 )
 
 OF_CHATS = "A field of chats, refused here."
+OF_IMAGES = "How images are resized is the model's, not a request's."
 OF_TOOLS = "The older format of tools; not served."
 
 COMPLETION_FIELDS = table(
@@ -350,6 +351,8 @@ CHAT_FIELDS = table(
         not_served("functions", ARRAY, [], help=OF_TOOLS),
         not_served("function_call", ANYTHING, "none", help=OF_TOOLS),
         not_served("modalities", ARRAY, ["text"]),
+        not_served("mm_processor_kwargs", OBJECT, {}, help=OF_IMAGES),
+        not_served("media_io_kwargs", OBJECT, {}, help=OF_IMAGES),
     ]
 )
 _OPTION_NAMES = frozenset(Options.__dataclass_fields__)

@@ -319,7 +319,8 @@ def _part(name: str, role: str, part: JsonObject) -> Part:
         source: ImageSource = read_input_image(name, part)["source"]
         return {"type": kind, "image_url": source.url}
     if kind not in _TEXT_TYPES:
-        text = f"{name}: parts of type {shorten(kind)} are not served, only text and images"
+        served = "text" if role == "assistant" else "text and input_image"
+        text = f"{name}: parts of type {shorten(kind)} are not served, only {served}"
         raise BadRequest(text, param="input")
     text = STRING.read(f"{name}.text", part.get("text"))
     if role == "assistant":
