@@ -4,7 +4,7 @@ host: what the interpreter runs need not compile, nor fit into a card's shared m
     python tests/models/compile_launches.py [80 | 89 | 90 | 100 | 120] [bfloat16 | float32] [few]
 
 for a compute capability, 9.0 where none is named, and weights of one kind, or of each; with `few`
-only the shapes of attention that differ most. Run as a process of its own, since it puts a card that
+only the shapes of attention that differ most. Run as a process of its own: it puts a card that
 is not there in Triton's driver's place. Prints a line for each launch that does not compile, then
 how many did.
 """
