@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # What takes seconds to start, or to parse, is shared by the files of these folders, and by these
 # files.
-_TOGETHER = ("tests/clients", "tests/comparison", "tests/console", "tests/contract")
+_TOGETHER = tuple(
+    f"tests/{name}" for name in ("clients", "comparison", "console", "contract", "seeing")
+)
 # Side by side each would compile the kernels of every level, half a minute of a processor.
 _OF_ALL_KERNELS = {
     f"tests/models/test_{name}.py"

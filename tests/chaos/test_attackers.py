@@ -18,7 +18,7 @@ _MAX_GROWTH_MB = 200
 # A router gives up what takes ten seconds.
 _MAX_GIVE_BACK_S = 20
 _ARGS = Namespace(
-    rate=5.0, seconds=float(budget(2, 60)), step_ms=20.0, pin=False, shard_flags=[], router_flags=[]
+    rate=5.0, seconds=float(budget(1, 60)), step_ms=20.0, pin=False, shard_flags=[], router_flags=[]
 )
 
 

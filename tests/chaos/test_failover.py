@@ -26,7 +26,7 @@ from penstock_client import (
     ShardUnavailable,
 )
 
-STREAMS = budget(32, 64)
+STREAMS = budget(20, 64)
 VOCAB = 999
 # In a prompt, it ends the engine.
 POISON_ID = 999

@@ -213,13 +213,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Served]:
         yield served
 
 
-@pytest.fixture
-def ending(tmp_path: Path) -> Iterator[_Served]:
-    """One that a test ends."""
-    with _serving(tmp_path / "log") as served:
-        yield served
-
-
 def test_serve_prints_a_curl_line_that_works(served: _Served) -> None:
     line = served.log.partition("Try:\n\n")[2].partition("\n\n")[0].replace("\\\n", " ")
     run = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
@@ -235,33 +228,17 @@ def test_serve_restarts_a_child_that_dies(served: _Served, module: str) -> None:
     assert f"the {module.removeprefix('penstock_')}" in served.log
 
 
-def test_ctrl_c_ends_all_processes_of_serve(ending: _Served) -> None:
-    children = ending.children()
-    assert len(children) >= 3
-    ending.process.send_signal(signal.SIGINT)
-    assert ending.process.wait(20) == 0
-    wait_until(
-        lambda: not [child for child in children if is_alive(child)],
-        timeout_s=5,
-        what="no child is left",
-    )
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent")
-def test_children_of_serve_end_with_it_also_where_it_is_killed(ending: _Served) -> None:
-    children = ending.children()
-    assert len(children) >= 3
-    ending.process.kill()
-    try:
+def test_ctrl_c_ends_all_processes_of_serve(tmp_path: Path) -> None:
+    with _serving(tmp_path / "log") as ending:
+        children = ending.children()
+        assert len(children) >= 3
+        ending.process.send_signal(signal.SIGINT)
+        assert ending.process.wait(20) == 0
         wait_until(
             lambda: not [child for child in children if is_alive(child)],
-            timeout_s=20,
+            timeout_s=5,
             what="no child is left",
         )
-    finally:
-        for child in children:
-            if is_alive(child):
-                child.kill()
 
 
 def test_serve_on_a_port_in_use_starts_nothing(served: _Served) -> None:
@@ -292,3 +269,21 @@ def test_output_that_nobody_reads_is_no_error_to_tell_of() -> None:
     finally:
         os.close(write_end)
     assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+# The last one: it ends what others share.
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent")
+def test_children_of_serve_end_with_it_also_where_it_is_killed(served: _Served) -> None:
+    children = served.children()
+    assert len(children) >= 3
+    served.process.kill()
+    try:
+        wait_until(
+            lambda: not [child for child in children if is_alive(child)],
+            timeout_s=20,
+            what="no child is left",
+        )
+    finally:
+        for child in children:
+            if is_alive(child):
+                child.kill()

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from integration.conftest import Pair
 from support.budget import budget, seeded
 from support.processes import Router, Shard, is_alive, running, wait_until
 
@@ -268,52 +269,59 @@ async def test_a_body_over_the_limit_is_refused(session: aiohttp.ClientSession) 
 # ---- probes, keys, processes ----
 
 
-async def test_the_probes_follow_the_shard(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "shard")
-    router = Router(tmp_path / "router", [shard.address])
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A pair to break."""
+    logs = tmp_path_factory.mktemp("own")
+    shard = Shard(logs / "shard", "--step-ms", "5")
+    router = Router(logs / "router", [shard.address])
     with running(shard, router):
-        assert router.status("/health") == router.status("/live") == 200
-        shard.process.kill()
-        shard.process.wait()
-        wait_until(lambda: router.status("/health") == 503, timeout_s=30, what="/health is 503")
-        assert router.status("/live") == 200
-        async with aiohttp.ClientSession(router.url) as session:
-            for path, status in {"/live": 200, "/health": 503, "/ping": 503, "/ready": 503}.items():
-                async with session.head(path) as response:
-                    assert (response.status, await response.read()) == (status, b"")
-        async with (
-            aiohttp.ClientSession(router.url) as session,
-            session.post("/v1/completions", json={"prompt": "x"}) as response,
-        ):
-            assert response.status == 503
-            assert "Retry-After" in response.headers
-            message = (await response.json())["error"]["message"]
-            assert "no shard" in message
-            # Where shards are is not for clients to know.
-            assert shard.address not in message
-        assert router.terminate() == 0
+        yield Pair(router, shard)
 
 
-async def test_streams_do_not_notice_that_the_only_engine_was_killed(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "shard", "--step-ms", "5")
-    router = Router(tmp_path / "router", [shard.address])
-    with running(shard, router):
-        async with aiohttp.ClientSession(router.url) as session:
-            body = {"prompt": "On", "max_tokens": 120, "seed": 1, "stream": True, "logprobs": 1}
+async def test_streams_do_not_notice_that_the_only_engine_was_killed(own: Pair) -> None:
+    async with aiohttp.ClientSession(own.url) as session:
+        body = {"prompt": "On", "max_tokens": 120, "seed": 1, "stream": True, "logprobs": 1}
 
-            async def text() -> str:
-                async with session.post("/v1/completions", json=body) as response:
-                    lines = [line async for line in response.content if line.strip()]
-                assert lines[-1] == b"data: [DONE]\n"
-                assert not any(b"error" in line for line in lines)
-                events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
-                return "".join(event["choices"][0]["text"] for event in events)
+        async def text() -> str:
+            async with session.post("/v1/completions", json=body) as response:
+                lines = [line async for line in response.content if line.strip()]
+            assert lines[-1] == b"data: [DONE]\n"
+            assert not any(b"error" in line for line in lines)
+            events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+            return "".join(event["choices"][0]["text"] for event in events)
 
-            calm = await text()
-            streams = [asyncio.create_task(text()) for _ in range(4)]
-            await asyncio.sleep(0.3)
-            shard.engine.kill()
-            assert await asyncio.gather(*streams) == [calm] * 4
+        calm = await text()
+        streams = [asyncio.create_task(text()) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        own.shard.engine.kill()
+        assert await asyncio.gather(*streams) == [calm] * 4
+
+
+# Its last one: it ends both.
+async def test_the_probes_follow_the_shard(own: Pair) -> None:
+    shard, router = own.shard, own.router
+    router.wait_healthy()
+    assert router.status("/health") == router.status("/live") == 200
+    shard.process.kill()
+    shard.process.wait()
+    wait_until(lambda: router.status("/health") == 503, timeout_s=30, what="/health is 503")
+    assert router.status("/live") == 200
+    async with aiohttp.ClientSession(router.url) as session:
+        for path, status in {"/live": 200, "/health": 503, "/ping": 503, "/ready": 503}.items():
+            async with session.head(path) as response:
+                assert (response.status, await response.read()) == (status, b"")
+    async with (
+        aiohttp.ClientSession(router.url) as session,
+        session.post("/v1/completions", json={"prompt": "x"}) as response,
+    ):
+        assert response.status == 503
+        assert "Retry-After" in response.headers
+        message = (await response.json())["error"]["message"]
+        assert "no shard" in message
+        # Where shards are is not for clients to know.
+        assert shard.address not in message
+    assert router.terminate() == 0
 
 
 async def test_when_no_shard_comes_back_in_time_a_stream_ends_in_one_error_frame(

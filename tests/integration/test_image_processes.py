@@ -19,6 +19,7 @@ import psutil
 import pytest
 from PIL import Image as PillowImage
 from support import image_files as files
+from support.budget import in_soak
 from support.image_files import chunk, header, picture, png, saved
 from support.image_processes import image_processes
 from support.processes import is_alive, wait_until
@@ -216,7 +217,12 @@ async def test_an_image_that_takes_too_much_memory_is_refused_and_the_next_is_no
 
 @pytest.mark.parametrize(
     ("mode", "kind", "orientation"),
-    [("RGBA", "WEBP", 6), ("RGBA", "PNG", 6), ("RGB", "JPEG", 6), ("CMYK", "JPEG", 5)],
+    [
+        ("RGBA", "WEBP", 6),
+        in_soak("RGBA", "PNG", 6),
+        in_soak("RGB", "JPEG", 6),
+        ("CMYK", "JPEG", 5),
+    ],
 )
 async def test_the_largest_images_have_memory_and_time_enough(
     images: Images, mode: str, kind: str, orientation: int

@@ -118,12 +118,17 @@ async def test_a_request_that_cannot_be_is_refused_by_field(
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_without_peers_the_service_is_not_there(tmp_path: Path) -> None:
-    alone = Shard(tmp_path / "log")
-    with running(alone):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await _fetch(alone, _PEERS, _request())
-        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
+    shard = Shard(tmp_path_factory.mktemp("alone") / "log")
+    with running(shard):
+        yield shard
+
+
+async def test_without_peers_the_service_is_not_there(alone: Shard) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await _fetch(alone, _PEERS, _request())
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_blocks_are_fetched_while_their_request_runs_elsewhere(shards: list[Shard]) -> None:
@@ -172,13 +177,11 @@ async def test_a_prefetch_of_what_could_not_run_is_refused_as_that_would_be(
             await client.prefetch(request_, attempt)
 
 
-async def test_a_shard_without_peers_is_not_told_to_fetch(tmp_path: Path) -> None:
-    alone = Shard(tmp_path / "log")
-    with running(alone):
-        async with ShardClient(alone.address) as client:
-            assert "prefetch" not in (await client.info()).capabilities
-            prompt = GenerationRequest([1] * 200)
-            assert await client.prefetch(prompt, Attempt(kv_source="127.0.0.1:1")) == 0
+async def test_a_shard_without_peers_is_not_told_to_fetch(alone: Shard) -> None:
+    async with ShardClient(alone.address) as client:
+        assert "prefetch" not in (await client.info()).capabilities
+        prompt = GenerationRequest([1] * 200)
+        assert await client.prefetch(prompt, Attempt(kv_source="127.0.0.1:1")) == 0
 
 
 async def test_long_prompts_are_computed_on_one_shard_and_go_on_at_another(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.budget import budget, in_soak, seeded
 from support.processes import Router, Shard, is_alive, running, wait_until
 
 KEY = {"Authorization": "Bearer operator"}
+_LISTENS = "listening on"
 RESUMABLE = {"x-penstock-resumable": "1"}
 LONG = {"prompt": "On and on", "max_tokens": 1500, "stream": True, "ignore_eos": True}
 
@@ -48,17 +50,43 @@ def _workers(router: Router) -> list[Any]:
     return [child for child in router.children if "spawn_main" in " ".join(child.cmdline())]
 
 
+async def _replaced(router: Router) -> None:
+    """A worker is killed, and another listens in its place."""
+    count, worker = router.log.count(_LISTENS), _workers(router)[0]
+    worker.kill()
+    await asyncio.to_thread(worker.wait)
+    await _until_listening(router, count + 1)
+
+
 async def _until_listening(router: Router, count: int) -> None:
     """Each worker says so once, as soon as it can serve."""
     await asyncio.to_thread(
         wait_until,
-        lambda: router.log.count("listening on") >= count,
+        lambda: router.log.count(_LISTENS) >= count,
         timeout_s=60,
         what=f"{count} workers that listen",
     )
 
 
-# ---- /admin ------------------------------------------------------------------------------------
+# ---- What is changed while it runs -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Managed:
+    """A router with two workers, and the file of its shards."""
+
+    router: Router
+    file: Path
+
+
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory: pytest.TempPathFactory, shards: list[Shard]) -> Iterator[Managed]:
+    folder = tmp_path_factory.mktemp("managed")
+    _file_of(folder / "shards", shards)
+    flags = ("--workers", "2", "--admin-key", "operator")
+    router = Router(folder / "router", [f"file://{folder}/shards"], *flags)
+    with running(router):
+        yield Managed(router, folder / "shards")
 
 
 class Operator:
@@ -86,71 +114,6 @@ class Operator:
                 await asyncio.sleep(0.02)
 
 
-async def test_what_an_operator_changes_holds_for_all_workers_also_for_new_ones(
-    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
-) -> None:
-    first, second, third = shards
-    _file_of(tmp_path / "shards", [first, second])
-    flags = ("--workers", "2", "--admin-key", "operator")
-    router = Router(tmp_path / "router", [f"file://{tmp_path}/shards"], *flags)
-    with running(router):
-        operator = Operator(session, router)
-        await operator.wait_for(first, second)
-        status, _ = await operator.ask("POST", json={"address": third.address})
-        assert status == 202
-        await operator.wait_for(first, second, third)
-        status, body = await operator.ask("DELETE", f"/{first.address}")
-        assert (status, body["status"]) == (202, "leaving")
-        await operator.wait_for(second, third)
-        worker = _workers(router)[0]
-        worker.kill()
-        await asyncio.to_thread(worker.wait)
-        await _until_listening(router, 3)
-        await operator.wait_for(second, third)
-        for shard in (second, third):
-            await operator.ask("DELETE", f"/{shard.address}")
-        await operator.wait_for()
-        assert router.status("/ready") == 503
-        status, _ = await operator.ask("POST", json={"address": first.address})
-        await operator.wait_for(first)
-        # A new worker has to fetch the tokenizer first.
-        router.wait_healthy()
-
-
-async def test_a_shard_that_is_drained_hands_over_and_one_that_is_dead_or_hangs_is_said_to_be(
-    tmp_path: Path, session: aiohttp.ClientSession
-) -> None:
-    own = [Shard(tmp_path / f"shard{index}", "--step-ms", "10") for index in range(4)]
-    addresses = [shard.address for shard in own]
-    flags = ("--workers", "2", "--admin-key", "operator", "--stall-timeout-s", "1.5")
-    router = Router(tmp_path / "router", addresses, *flags)
-    with running(*own, router):
-        operator = Operator(session, router)
-        await operator.wait_for(*own)
-        idle, busy, dead, hung = own
-        body = {"prompt": "Drained", "max_tokens": 150, "ignore_eos": True, "seed": 1}
-        answer = asyncio.create_task(
-            _whole(session, router, body, **{"x-penstock-shard": idle.address})
-        )
-        await asyncio.sleep(0.5)
-        for shard in (idle, busy):
-            status, said = await operator.ask("POST", f"/{shard.address}/drain")
-            assert (status, said["status"]) == (202, "draining")
-        assert (await answer)["usage"]["completion_tokens"] == 150
-        dead.process.kill()
-        hung.process.send_signal(signal.SIGSTOP)
-        try:
-            async with asyncio.timeout(20):
-                answers = await asyncio.gather(
-                    *(operator.ask("POST", f"/{shard.address}/drain") for shard in (dead, hung))
-                )
-            for shard, (status, said) in zip((dead, hung), answers, strict=True):
-                assert status == 503
-                assert f"{shard.address} does not drain" in said["error"]["message"]
-        finally:
-            hung.process.send_signal(signal.SIGCONT)
-
-
 async def _whole(
     session: aiohttp.ClientSession, router: Router, body: dict[str, Any], **headers: str
 ) -> Any:
@@ -161,12 +124,11 @@ async def _whole(
 
 
 async def test_a_file_of_shards_that_changes_under_load_is_an_error_to_nobody(
-    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
+    managed: Managed, shards: list[Shard], session: aiohttp.ClientSession
 ) -> None:
     rng = seeded("a_file_of_shards_that_changes")
-    file = tmp_path / "shards"
+    router, file = managed.router, managed.file
     _file_of(file, shards)
-    router = Router(tmp_path / "router", [f"file://{file}"], "--workers", "2")
     body = {"prompt": "Moved about", "max_tokens": 120, "seed": 3, "ignore_eos": True}
     answers: list[str] = []
 
@@ -174,23 +136,71 @@ async def test_a_file_of_shards_that_changes_under_load_is_an_error_to_nobody(
         while time.monotonic() < until_s:
             answers.append((await _whole(session, router, body))["choices"][0]["text"])
 
-    with running(router):
-        # Each look is a connection of its own: to either of the two.
-        while not all([await asyncio.to_thread(router.healthy) for _ in range(12)]):
-            await asyncio.sleep(0.1)
-        until_s = time.monotonic() + budget(4, 120)
-        clients = [asyncio.create_task(ask_again_and_again(until_s)) for _ in range(8)]
-        others = shards[1:]
-        while time.monotonic() < until_s:
-            await asyncio.sleep(rng.uniform(0.2, 1.5))
-            # One stays: while all others are new, none of them may be connected yet.
-            sets: list[list[Shard]] = [[], shards[1:2], shards[2:], shards[1:]]
-            others = rng.choice([some for some in sets if some != others])
-            _file_of(file, [shards[0], *others])
-        await asyncio.gather(*clients)
-        assert "leaves the fleet" in router.log
+    # Each look is a connection of its own: to either of the two.
+    while not all([await asyncio.to_thread(router.healthy) for _ in range(12)]):
+        await asyncio.sleep(0.1)
+    until_s = time.monotonic() + budget(4, 120)
+    clients = [asyncio.create_task(ask_again_and_again(until_s)) for _ in range(8)]
+    others = shards[1:]
+    while time.monotonic() < until_s:
+        await asyncio.sleep(rng.uniform(0.2, 1.5))
+        # One stays: while all others are new, none of them may be connected yet.
+        sets: list[list[Shard]] = [[], shards[1:2], shards[2:], shards[1:]]
+        others = rng.choice([some for some in sets if some != others])
+        _file_of(file, [shards[0], *others])
+    await asyncio.gather(*clients)
+    assert "leaves the fleet" in router.log
     assert len(answers) > 20
     assert len(set(answers)) == 1
+
+
+async def test_a_worker_that_replaces_another_takes_nothing_before_it_can_serve(
+    managed: Managed, session: aiohttp.ClientSession
+) -> None:
+    router = managed.router
+    body = {"prompt": "x", "max_tokens": 2}
+    replaced = asyncio.create_task(_replaced(router))
+    # Killed before anything is asked.
+    await asyncio.sleep(0)
+    statuses, asked_after = set(), 0
+    # Some of the last go to the new one.
+    while asked_after < 20:
+        asked_after += replaced.done()
+        try:
+            async with session.post(router.url + "/v1/completions", json=body) as answer:
+                statuses.add(answer.status)
+        except aiohttp.ClientConnectionError:
+            # It was on its way to the one that died.
+            statuses.add(0)
+    await replaced
+    assert statuses <= {0, 200}
+
+
+# The last of the router's: it overrides the file.
+async def test_what_an_operator_changes_holds_for_all_workers_also_for_new_ones(
+    managed: Managed, shards: list[Shard], session: aiohttp.ClientSession
+) -> None:
+    first, second, third = shards
+    router = managed.router
+    _file_of(managed.file, [first, second])
+    operator = Operator(session, router)
+    await operator.wait_for(first, second)
+    status, _ = await operator.ask("POST", json={"address": third.address})
+    assert status == 202
+    await operator.wait_for(first, second, third)
+    status, body = await operator.ask("DELETE", f"/{first.address}")
+    assert (status, body["status"]) == (202, "leaving")
+    await operator.wait_for(second, third)
+    await _replaced(router)
+    await operator.wait_for(second, third)
+    for shard in (second, third):
+        await operator.ask("DELETE", f"/{shard.address}")
+    await operator.wait_for()
+    assert router.status("/ready") == 503
+    status, _ = await operator.ask("POST", json={"address": first.address})
+    await operator.wait_for(first)
+    # A new worker has to fetch the tokenizer first.
+    router.wait_healthy()
 
 
 async def test_what_happens_to_sequences_between_shards_is_counted(
@@ -310,29 +320,6 @@ def _check_replay(folder: Path, shards: list[Shard], *, records: int) -> None:
     assert (run.returncode, run.stderr) == (0, "")
 
 
-async def test_a_worker_that_replaces_another_takes_nothing_before_it_can_serve(
-    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
-) -> None:
-    router = Router(tmp_path / "router", [shards[0].address], "--workers", "2")
-    body = {"prompt": "x", "max_tokens": 2}
-    with running(router):
-        await _until_listening(router, 2)
-        _workers(router)[0].kill()
-        replaced = asyncio.create_task(_until_listening(router, 3))
-        statuses, asked_after = set(), 0
-        # Some of the last go to the new one.
-        while asked_after < 20:
-            asked_after += replaced.done()
-            try:
-                async with session.post(router.url + "/v1/completions", json=body) as answer:
-                    statuses.add(answer.status)
-            except aiohttp.ClientConnectionError:
-                # It was on its way to the one that died.
-                statuses.add(0)
-        await replaced
-        assert statuses <= {0, 200}
-
-
 @pytest.mark.soak
 def test_several_workers_serve_all_that_comes_once_one_says_that_it_can(
     tmp_path: Path, shards: list[Shard]
@@ -343,3 +330,38 @@ def test_several_workers_serve_all_that_comes_once_one_says_that_it_can(
         for _ in range(40):
             status, _ = router.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})
             assert status == 200
+
+
+# The last one: it ends the shards.
+async def test_a_shard_that_is_drained_hands_over_and_one_that_is_dead_or_hangs_is_said_to_be(
+    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
+) -> None:
+    own = [*shards, Shard(tmp_path / "shard3", "--step-ms", "5")]
+    addresses = [shard.address for shard in own]
+    flags = ("--workers", "2", "--admin-key", "operator", "--stall-timeout-s", "1.5")
+    router = Router(tmp_path / "router", addresses, *flags)
+    with running(own[3], router):
+        operator = Operator(session, router)
+        await operator.wait_for(*own)
+        idle, busy, dead, hung = own
+        body = {"prompt": "Drained", "max_tokens": 300, "ignore_eos": True, "seed": 1}
+        answer = asyncio.create_task(
+            _whole(session, router, body, **{"x-penstock-shard": idle.address})
+        )
+        await asyncio.sleep(0.5)
+        for shard in (idle, busy):
+            status, said = await operator.ask("POST", f"/{shard.address}/drain")
+            assert (status, said["status"]) == (202, "draining")
+        assert (await answer)["usage"]["completion_tokens"] == 300
+        dead.process.kill()
+        hung.process.send_signal(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(20):
+                answers = await asyncio.gather(
+                    *(operator.ask("POST", f"/{shard.address}/drain") for shard in (dead, hung))
+                )
+            for shard, (status, said) in zip((dead, hung), answers, strict=True):
+                assert status == 503
+                assert f"{shard.address} does not drain" in said["error"]["message"]
+        finally:
+            hung.process.send_signal(signal.SIGCONT)

@@ -1,11 +1,12 @@
 """Compiles for a card, and without one, all that our Triton ops would launch on tensors of the
 host: what the interpreter runs need not compile, nor fit into a card's shared memory.
 
-    python tests/models/compile_launches.py [80 | 89 | 90 | 100 | 120] [bfloat16 | float32]
+    python tests/models/compile_launches.py [80 | 89 | 90 | 100 | 120] [bfloat16 | float32] [few]
 
-for a compute capability, 9.0 where none is named, and weights of one kind, or of each. Run as a
-process of its own, since it puts a card that is not there in Triton's driver's place. Prints a line
-for each launch that does not compile, then how many did.
+for a compute capability, 9.0 where none is named, and weights of one kind, or of each; with `few`
+only the shapes of attention that differ most. Run as a process of its own: it puts a card that
+is not there in Triton's driver's place. Prints a line for each launch that does not compile, then
+how many did.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ def main() -> int:
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     compiled = _only_compile(capability)
     failed = 0
-    kinds = {name: kind for name, kind in _DTYPES.items() if name in (sys.argv[2:] or _DTYPES)}
-    for name, launch in _launches(kinds, has_fp8=capability >= _HAS_FP8):
+    asked = _DTYPES.keys() & set(sys.argv) or _DTYPES
+    kinds = {name: kind for name, kind in _DTYPES.items() if name in asked}
+    few = "few" in sys.argv
+    for name, launch in _launches(kinds, has_fp8=capability >= _HAS_FP8, few=few):
         try:
             launch()
         # Whatever the compiler raises is what is looked for.
@@ -101,7 +104,9 @@ def _only_compile(capability: int) -> list[tuple[str, int]]:
     return compiled
 
 
-def _launches(kinds: dict[WeightKind, torch.dtype], *, has_fp8: bool) -> Iterator[Launch]:
+def _launches(
+    kinds: dict[WeightKind, torch.dtype], *, has_fp8: bool, few: bool
+) -> Iterator[Launch]:
     for (kind, dtype), exact in itertools.product(kinds.items(), (False, True)):
         backend = TritonBackend(exact=exact)
         ops = TritonOps(_HOST, dtype, kind, backend, exact=exact)
@@ -110,7 +115,8 @@ def _launches(kinds: dict[WeightKind, torch.dtype], *, has_fp8: bool) -> Iterato
         yield from _of_products(ops, how)
         fp8_too = has_fp8 and dtype is torch.bfloat16
         for cache_dtype in [dtype, torch.float8_e4m3fn] if fp8_too else [dtype]:
-            yield from _of_attention(ops, backend, cache_dtype, f"{how}, cached as {cache_dtype}")
+            where = f"{how}, cached as {cache_dtype}"
+            yield from _of_attention(ops, backend, cache_dtype, where, few=few)
         for spec in _HEADS_BESIDE:
             yield _of_heads(backend, dtype, spec, [1, 20], None, how)
         yield f"drawing by id, {how}", partial(_draw_by_id, dtype)
@@ -145,11 +151,12 @@ def _of_products(ops: TritonOps, how: str) -> Iterator[Launch]:
 
 
 def _of_attention(
-    ops: TritonOps, backend: TritonBackend, cache_dtype: torch.dtype, how: str
+    ops: TritonOps, backend: TritonBackend, cache_dtype: torch.dtype, how: str, *, few: bool
 ) -> Iterator[Launch]:
-    for counts, window in (([1, 1, 1], None), ([1, 20], None), ([1, 1, 1], 100), ([1, 20], 100)):
+    cases = (([1, 1, 1], None), ([1, 20], 100), ([1, 20], None), ([1, 1, 1], 100))
+    for counts, window in cases[:2] if few else cases:
         yield _of_heads(backend, ops.dtype, _LLAMA, counts, window, how, cache_dtype)
-    for latents in _LATENTS:
+    for latents in _LATENTS[:1] if few else _LATENTS:
         for counts in ([1, 1, 1], [20]):
             yield _of_heads(backend, ops.dtype, latents, counts, None, how, cache_dtype)
     spec = _LLAMA

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from models.driver import make_sequence
-from models.tiny_vision import IMAGE_ID, Picture, generate, random_picture
+from models.tiny_vision import Picture, generate, random_picture
 
 from penstock_common.image_digest import image_digest
 from penstock_shard.images.families import family_of
@@ -53,23 +53,26 @@ def ask(
     sizes: Seq[tuple[int, int]],
     seed: int,
     num_tokens: int = OUTPUT_TOKENS,
+    *,
+    words: range = range(5, 3900),
 ) -> Asked:
-    """Images between words, and the answer of the whole model."""
+    """Images between words, of these ids, and the answer of the whole model."""
     rng = random.Random(seed)
     config = load_config(directory, trust_remote_code=False)
     processor = ImageProcessor(directory, family_of(config).options(config))
+    image_id = getattr(config, "image_token_id", None) or config.image_token_index
     pictures = [random_picture(rng, *size) for size in sizes]
     token_ids, placed, inputs = [1], [], []
     for picture in pictures:
-        token_ids += [rng.randrange(5, 3900) for _ in range(rng.randint(1, 9))]
+        token_ids += [rng.choice(words) for _ in range(rng.randint(1, 9))]
         inputs.append(processor.process(picture.pixels, picture.width, picture.height))
         with torch.inference_mode():
             made = whole.model.get_image_features(**inputs[-1], return_dict=True).pooler_output
         rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in made)
         digest = image_digest(picture.width, picture.height, picture.pixels)
         placed.append(PlacedImage(digest, picture.width, picture.height, len(token_ids), rows))
-        token_ids += [IMAGE_ID] * rows
-    token_ids += [rng.randrange(5, 3900) for _ in range(5)]
+        token_ids += [image_id] * rows
+    token_ids += [rng.choice(words) for _ in range(5)]
     expected = generate(whole, token_ids, together(inputs), num_tokens)
     return Asked(token_ids, pictures, tuple(placed), expected)
 

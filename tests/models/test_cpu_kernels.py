@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.budget import budget, seeded
+from support.budget import budget, in_soak, seeded
+from support.kernel_levels import levels_here, only_in_soak
 from torch import Tensor
 from torch.nn import functional
 
@@ -40,14 +41,19 @@ LAYOUTS = (
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(scope="module", params=build_cpu.supported_levels())
+@pytest.fixture(
+    scope="module",
+    params=[
+        in_soak(level) if only_in_soak(level) else level for level in build_cpu.supported_levels()
+    ],
+)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return load_kernels(request.param)
 
 
 @pytest.fixture(scope="module")
 def all_levels() -> list[CpuKernels]:
-    return [load_kernels(level) for level in build_cpu.supported_levels()]
+    return [load_kernels(level) for level in levels_here()]
 
 
 def generator(name: str) -> torch.Generator:

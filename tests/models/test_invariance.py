@@ -20,11 +20,11 @@ from models.test_decoder import SERVED
 from models.tiny_families import make_family
 from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak, seeded
+from support.kernel_levels import levels_here
 from torch import Tensor
 
 from penstock_shard.attention.cpu import CpuBackend
 from penstock_shard.config import ShardConfig
-from penstock_shard.kernels.build_cpu import supported_levels
 from penstock_shard.kernels.cpu import CpuKernels, load_kernels
 from penstock_shard.model_loader import fingerprint
 from penstock_shard.model_loader.load_model_runner import load_model_runner
@@ -111,7 +111,7 @@ def test_every_level_of_the_kernels_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []
-    for level in supported_levels():
+    for level in levels_here():
         monkeypatch.setenv("PENSTOCK_CPU_LEVEL", level)
         runner = load(model_dir(family), dtype="auto", quantization=quantization)
         found.append((cut_logits(runner)[1], runner.info.numerics_fingerprint))

@@ -9,9 +9,10 @@ import pytest
 import torch
 from models.driver import Driver, load, make_sequence
 from support.budget import budget, seeded
+from support.kernel_levels import levels_here
 from torch import Tensor
 
-from penstock_shard.kernels.build_cpu import MODEL_OF_TILES, supported_levels
+from penstock_shard.kernels.build_cpu import MODEL_OF_TILES, TILES, supported_levels
 from penstock_shard.kernels.cpu import CpuKernels, load_kernels
 from penstock_shard.kernels.weight_layouts import CodeLayout
 from penstock_shard.model_loader.choices import choose_ops
@@ -31,7 +32,8 @@ def tiles() -> CpuKernels:
 
 @pytest.fixture(scope="module")
 def vectors() -> CpuKernels:
-    return load_kernels("avx512")
+    level = next(level for level in levels_here() if level.startswith("avx512") and level != TILES)
+    return load_kernels(level)
 
 
 def random(name: str) -> torch.Generator:

@@ -43,16 +43,35 @@ def pixels_of(encoded: bytes) -> Image.Image:
 
 
 @dataclass
-class ImageSite:
-    """What is asked, and the model itself."""
+class SeeingShards:
+    """Shards of one model, and the model itself."""
 
-    router: Router
     shards: list[Shard]
     family: str
     directory: Path
     # As transformers computes it.
     whole: Any
-    _known: dict[Any, list[int]] = field(default_factory=dict)
+    known: dict[Any, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class ImageSite:
+    """What is asked, and the shards behind it."""
+
+    router: Router
+    behind: SeeingShards
+
+    @property
+    def shards(self) -> list[Shard]:
+        return self.behind.shards
+
+    @property
+    def family(self) -> str:
+        return self.behind.family
+
+    @property
+    def directory(self) -> Path:
+        return self.behind.directory
 
     @property
     def name(self) -> str:
@@ -101,7 +120,8 @@ class ImageSite:
 
         files = list(files)
         key = tuple(token_ids), tuple(files), num_tokens
-        if key not in self._known:
+        known = self.behind.known
+        if key not in known:
             config = load_config(self.directory, trust_remote_code=False)
             processor = ImageProcessor(self.directory, family_of(config).options(config))
             inputs = [
@@ -109,8 +129,8 @@ class ImageSite:
                 for each in map(pixels_of, files)
             ]
             made = together(inputs) if inputs else {}
-            self._known[key] = generate(self.whole, token_ids, made, num_tokens)
-        return self._known[key]
+            known[key] = generate(self.behind.whole, token_ids, made, num_tokens)
+        return known[key]
 
 
 @contextmanager
@@ -155,18 +175,22 @@ def write_seeing_model(directory: Path, family: str) -> Any:
 
 
 @contextmanager
-def image_site(
-    folder: Path, family: str, *flags: str, num_shards: int = 1, shard_flags: Sequence[str] = ()
-) -> Iterator[ImageSite]:
-    """Shards and a router with these flags."""
+def seeing_shards(folder: Path, family: str, count: int, *flags: str) -> Iterator[SeeingShards]:
+    """So many with these flags."""
     directory = folder / "model"
     whole = write_seeing_model(directory, family)
-    shard_flags = "--dtype", "float32", "--threads", "1", "--check-integrity", *shard_flags
+    flags = "--dtype", "float32", "--threads", "1", "--check-integrity", *flags
     shards = [
-        Shard(folder / f"shard{number}", "--model", str(directory), *shard_flags)
-        for number in range(num_shards)
+        Shard(folder / f"shard{number}", "--model", str(directory), *flags)
+        for number in range(count)
     ]
     with running(*shards):
-        router = Router(folder / "router", [shard.address for shard in shards], *flags)
-        with running(router):
-            yield ImageSite(router, shards, family, directory, whole)
+        yield SeeingShards(shards, family, directory, whole)
+
+
+@contextmanager
+def image_site(folder: Path, behind: SeeingShards, *flags: str) -> Iterator[ImageSite]:
+    """A router with these flags before shards."""
+    router = Router(folder / "router", [shard.address for shard in behind.shards], *flags)
+    with running(router):
+        yield ImageSite(router, behind)

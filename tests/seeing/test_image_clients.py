@@ -16,7 +16,10 @@ from clients.environments import observe
 from clients.image_asked import MAX_TOKENS, QUESTION, SCHEMA
 from pydantic import BaseModel
 from support.image_files import picture, saved
-from support.image_site import ImageSite, data_url, image_site, web_folder
+from support.image_site import ImageSite, SeeingShards, data_url, image_site, web_folder
+
+# What clients make of answers is the same of each.
+pytestmark = pytest.mark.parametrize("shards", ["qwen3_vl"], indirect=True)
 
 FILE = saved(picture(width=90, height=50), "JPEG")
 URL = data_url(FILE, "image/jpeg")
@@ -36,10 +39,9 @@ def link(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageSite]:
-    pytest.importorskip("torch")
+def site(shards: SeeingShards, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageSite]:
     flags = ("--allowed-media-domains", "127.0.0.1", "--allowed-media-networks", "127.0.0.0/8")
-    with image_site(tmp_path_factory.mktemp("site"), "qwen3_vl", *flags) as made:
+    with image_site(tmp_path_factory.mktemp("site"), shards, *flags) as made:
         yield made
 
 

@@ -6,7 +6,7 @@ import base64
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from PIL import Image
 from support.image_files import picture, png_of_zeros, saved, turned
 from support.image_site import (
     NUM_TOKENS,
-    SITE_FAMILIES,
     ImageSite,
+    SeeingShards,
     data_url,
     image_site,
     web_folder,
@@ -40,17 +40,16 @@ _MAX_IMAGES = 3
 _MAX_PIXELS = 40_000
 
 
-@pytest.fixture(scope="module", params=SITE_FAMILIES)
-def site(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ImageSite]:
-    pytest.importorskip("torch")
+@pytest.fixture(scope="module")
+def site(shards: SeeingShards, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageSite]:
     flags = (
         *("--allowed-media-domains", "127.0.0.1", "--allowed-media-networks", "127.0.0.0/8"),
         *("--max-images", str(_MAX_IMAGES), "--max-image-pixels", str(_MAX_PIXELS)),
         *("--trust-request-chat-template", "--max-image-bytes", "150000"),
     )
-    with image_site(tmp_path_factory.mktemp("site"), request.param, *flags) as made:
+    # What one has cached the next request finds.
+    one = replace(shards, shards=shards.shards[:1])
+    with image_site(tmp_path_factory.mktemp("site"), one, *flags) as made:
         yield made
 
 

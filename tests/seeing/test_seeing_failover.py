@@ -1,0 +1,68 @@
+"""Requests with images outlive engines that are killed, in the middle of prefill and of decode.
+
+The last of these files: nobody waits for the last engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from support.budget import budget
+from support.image_site import SeeingShards
+
+from penstock_client import Fleet, GenerationRequest, PromptImage, SamplingParams
+
+_NUM_TOKENS = 60
+# Tokens of text, whichever ids images have.
+_WORDS = range(400, 3900)
+
+
+async def test_streams_with_images_go_on_at_another_shard_with_the_tokens_of_transformers(
+    shards: SeeingShards,
+) -> None:
+    from models.image_prompts import Asked, ask
+
+    asked = [
+        ask(shards.directory, shards.whole, sizes, seed, _NUM_TOKENS, words=_WORDS)
+        for seed, sizes in enumerate((((300, 200),), ((100, 30), (57, 131))))
+    ]
+
+    def request_of(each: Asked) -> GenerationRequest:
+        images = [
+            PromptImage(own.digest.hex(), own.width, own.height, own.offset, own.num_tokens)
+            for own in each.placed
+        ]
+        return GenerationRequest(
+            each.token_ids,
+            SamplingParams(temperature=0.0),
+            max_tokens=_NUM_TOKENS,
+            ignore_eos=True,
+            images=images,
+        )
+
+    async def pixels(image: PromptImage) -> bytes:
+        (picture,) = [
+            picture
+            for each in asked
+            for picture, placed in zip(each.pictures, each.placed, strict=True)
+            if placed.digest == image.digest
+        ]
+        return picture.pixels
+
+    by_address = {shard.address: shard for shard in shards.shards}
+    async with Fleet(list(by_address)) as fleet:
+        for num_before_death in (0, 1, 20)[:: budget(2, 1)]:
+            async with asyncio.timeout(60):
+                while not all(state.ready for state in fleet.shards):
+                    await asyncio.sleep(0.05)
+            streams = [fleet.submit(request_of(each), pixels) for each in asked]
+            while any(stream.shard is None for stream in streams):
+                await asyncio.sleep(0.001)
+            while len(streams[0].token_ids) < num_before_death:
+                await asyncio.sleep(0.001)
+            assert streams[0].shard is not None
+            by_address[streams[0].shard.address].engine.kill()
+            for stream, each in zip(streams, asked, strict=True):
+                token_ids = [i async for output in stream for i in output.token_ids]
+                assert token_ids == each.expected
+            assert streams[0].attempt > 0
