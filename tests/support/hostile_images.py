@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
+from functools import cache
 
 from PIL import Image
 
@@ -21,7 +22,11 @@ _NO_FORMAT = "none of JPEG, PNG, WebP and GIF"
 _PIXELS = "may have 33554432 pixels (--max-image-pixels)"
 _SIDE = "a side may have 16384"
 _RATIO = "one side may be 200 times as long as the other"
-_BOMB = zlib.compress(bytes(100_000_000), 9)
+
+
+@cache
+def _bomb() -> bytes:
+    return zlib.compress(bytes(100_000_000), 9)
 
 
 def _cut(kind: str, keep: float, **how: object) -> Make:
@@ -105,11 +110,11 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a ZIP archive": (lambda: b"PK\3\4" + bytes(26), _NO_FORMAT),
     "bytes without sense": (lambda: zlib.compress(b"x") * 50, _NO_FORMAT),
     "a text that inflates to 100 MB": (
-        lambda: small_png(chunk(b"zTXt", b"a\0\0" + _BOMB)),
+        lambda: small_png(chunk(b"zTXt", b"a\0\0" + _bomb())),
         _NOT_PNG,
     ),
     "an international one": (
-        lambda: small_png(chunk(b"iTXt", b"a\0\1\0\0\0" + _BOMB)),
+        lambda: small_png(chunk(b"iTXt", b"a\0\1\0\0\0" + _bomb())),
         _NOT_PNG,
     ),
     "texts that inflate to 100 MB together": (
@@ -119,7 +124,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         _NOT_PNG,
     ),
     "a profile that inflates to 100 MB": (
-        lambda: small_png(chunk(b"iCCP", b"a\0\0" + _BOMB)),
+        lambda: small_png(chunk(b"iCCP", b"a\0\0" + _bomb())),
         _NOT_PNG,
     ),
     "a PNG file with a second header": (_second_header, _SIDE),
