@@ -63,7 +63,7 @@ def pass_without(faults: Iterable[Fault], tree: Path) -> bool:
     """Whether their tests pass in a copy of the tree that has none of the faults."""
     run = _run_tests({named_test(fault) for fault in faults}, tree)
     if run.returncode:
-        print(run.stdout[-5000:])
+        print(run.stdout[-5000:], run.stderr[-2000:])
     return run.returncode == 0
 
 

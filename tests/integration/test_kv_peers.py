@@ -226,7 +226,7 @@ async def test_a_drained_shards_blocks_go_where_its_requests_go(
     rng = random.Random(7)
     requests = [
         GenerationRequest(
-            [rng.randrange(500) for _ in range(200)], SamplingParams(seed=number), max_tokens=150
+            [rng.randrange(500) for _ in range(200)], SamplingParams(seed=number), max_tokens=300
         )
         for number in range(4)
     ]
