@@ -108,8 +108,9 @@ def check(pieces: list[Piece], text: str) -> None:
         if piece.kind is PieceKind.ARGUMENTS:
             arguments[piece.call] += piece.text
     for given in arguments:
+        # A string of arguments may begin and end with white space.
+        given = given.lstrip(SPACE)
         assert given.startswith("{")
-        # A string of arguments may end with white space.
         assert not given[JsonScanner().feed(given) :].strip(SPACE), given
 
 
