@@ -96,6 +96,7 @@ async def test_a_divided_model_answers_as_the_whole_one(
         assert ours.numerics_fingerprint != theirs.numerics_fingerprint
 
 
+@pytest.mark.soak
 async def test_a_rank_that_is_killed_ends_the_engine_which_starts_anew_with_both(
     divided: DividedShard,
 ) -> None:

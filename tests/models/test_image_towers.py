@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from models.tiny_vision import FAMILIES, make_vision, random_picture
+from transformers.utils import logging as transformers_logging
 
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.images.families import family_of
@@ -39,17 +38,15 @@ def test_features_are_those_of_the_whole_model_bit_for_bit(family: str, tmp_path
         assert found.rows.shape[1] == config.get_text_config().hidden_size
 
 
-def test_loading_one_says_nothing_of_its_own(tmp_path: Path) -> None:
+def test_loading_one_says_nothing_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     make_vision(tmp_path, "llava")
-    load = (
-        "import sys, torch; from pathlib import Path; from transformers import AutoConfig; "
-        "from penstock_shard.checkpoint.safetensors import Checkpoint; "
-        "from penstock_shard.images.tower import load_tower; path = Path(sys.argv[1]); "
-        "load_tower(AutoConfig.from_pretrained(path), Checkpoint(path), "
-        "torch.device('cpu'), torch.float32)"
-    )
-    # As a process of its own, whose logs nothing has quieted so far.
-    run = subprocess.run(
-        [sys.executable, "-c", load, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert (run.stdout, run.stderr) == ("", "")
+    # As where nothing has quieted it so far.
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.enable_progress_bar()
+    capfd.readouterr()
+    caplog.clear()
+    config = load_config(tmp_path, trust_remote_code=False)
+    load_tower(config, Checkpoint(tmp_path), torch.device("cpu"), torch.float32)
+    assert (*capfd.readouterr(), caplog.records) == ("", "", [])
