@@ -63,8 +63,10 @@ async def test_streams_with_images_go_on_at_another_shard_with_the_tokens_of_tra
             # A stream whose images were not there yet is between two attempts.
             while (serving := streams[0].shard) is None:
                 await asyncio.sleep(0.001)
+            was_done = len(streams[0].token_ids) == _NUM_TOKENS
             by_address[serving.address].engine.kill()
             for stream, each in zip(streams, asked, strict=True):
                 token_ids = [i async for output in stream for i in output.token_ids]
                 assert token_ids == each.expected
-            assert streams[0].attempt > 0
+            # On a busy machine all tokens after the first may come at once.
+            assert was_done or streams[0].attempt > 0
