@@ -162,7 +162,7 @@ async def test_an_image_that_ends_its_process_is_refused_and_the_next_is_not(
 ) -> None:
     await load(images, SMALL)
     [process] = image_processes()
-    process.suspend()
+    _stop(process)
     task = asyncio.create_task(refusal(images, numbered(1)))
     await asyncio.sleep(0.1)
     process.send_signal(signal.SIGSEGV)
@@ -194,7 +194,7 @@ async def test_a_process_that_says_nothing_is_killed(
     await load(images, SMALL)
     monkeypatch.setattr(decoder_pool, "_MAX_S", 0.3)
     [process] = image_processes()
-    process.suspend()
+    _stop(process)
     with pytest.raises(TooManyRequests, match="decoding takes too long at present"):
         await load(images, numbered(1))
     assert not is_alive(process)
@@ -249,7 +249,7 @@ async def test_a_client_that_leaves_the_line_frees_its_place(
 ) -> None:
     await load(images, SMALL)
     [process] = image_processes()
-    process.suspend()
+    _stop(process)
     asked = count_decodings(monkeypatch)
     tasks = [asyncio.create_task(load(images, numbered(i))) for i in range(10)]
     await asyncio.sleep(0.1)
@@ -262,6 +262,11 @@ async def test_a_client_that_leaves_the_line_frees_its_place(
     assert len(asked) == 2
 
 
+def _stop(process: psutil.Process) -> None:
+    process.suspend()
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=5, what="it stands")
+
+
 async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
     images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +274,7 @@ async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
     images._decoders._turns = turns.Turns(1, "decoded")
     await load(images, SMALL)
     [process] = image_processes()
-    process.suspend()
+    _stop(process)
     ended: list[str] = []
 
     async def run(client: str, number: int) -> None:
@@ -297,7 +302,7 @@ async def test_who_waits_too_long_is_told_to_come_back(
     monkeypatch.setattr(turns, "_MAX_WAIT_S", 0.2)
     await load(images, SMALL)
     [process] = image_processes()
-    process.suspend()
+    _stop(process)
     first = asyncio.create_task(load(images, numbered(1)))
     await asyncio.sleep(0.05)
     with pytest.raises(TooManyRequests, match="too many images wait to be decoded"):
@@ -309,7 +314,7 @@ async def test_who_waits_too_long_is_told_to_come_back(
 async def test_closing_ends_what_is_being_decoded(images: Images) -> None:
     await load(images, SMALL)
     [process] = image_processes()
-    process.suspend()
+    _stop(process)
     tasks = [asyncio.create_task(load(images, numbered(i))) for i in range(3)]
     await asyncio.sleep(0.1)
     await images.close()
