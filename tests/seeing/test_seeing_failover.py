@@ -11,6 +11,7 @@ from support.budget import budget
 from support.image_site import SeeingShards
 
 from penstock_client import Fleet, GenerationRequest, PromptImage, SamplingParams
+from penstock_client.fleet.fleet_stream import FleetStream
 
 _NUM_TOKENS = 60
 # Tokens of text, whichever ids images have.
@@ -49,24 +50,28 @@ async def test_streams_with_images_go_on_at_another_shard_with_the_tokens_of_tra
         ]
         return picture.pixels
 
-    by_address = {shard.address: shard for shard in shards.shards}
+    def is_whole(stream: FleetStream) -> bool:
+        return len(stream.token_ids) == _NUM_TOKENS
+
+    by_address, num_moved = {shard.address: shard for shard in shards.shards}, 0
     async with Fleet(list(by_address)) as fleet:
         for num_before_death in (0, 1, 20)[:: budget(2, 1)]:
             async with asyncio.timeout(60):
                 while not all(state.ready for state in fleet.shards):
                     await asyncio.sleep(0.05)
             streams = [fleet.submit(request_of(each), pixels) for each in asked]
-            while any(stream.shard is None for stream in streams):
+            while any(stream.shard is None and not is_whole(stream) for stream in streams):
                 await asyncio.sleep(0.001)
             while len(streams[0].token_ids) < num_before_death:
                 await asyncio.sleep(0.001)
-            # A stream whose images were not there yet is between two attempts.
-            while (serving := streams[0].shard) is None:
+            # A stream whose images were not there yet is between two attempts; and on a busy
+            # machine all tokens after the first may come at once.
+            while (serving := streams[0].shard) is None and not is_whole(streams[0]):
                 await asyncio.sleep(0.001)
-            was_done = len(streams[0].token_ids) == _NUM_TOKENS
-            by_address[serving.address].engine.kill()
+            if serving is not None:
+                by_address[serving.address].engine.kill()
             for stream, each in zip(streams, asked, strict=True):
                 token_ids = [i async for output in stream for i in output.token_ids]
                 assert token_ids == each.expected
-            # On a busy machine all tokens after the first may come at once.
-            assert was_done or streams[0].attempt > 0
+            num_moved += streams[0].attempt > 0
+        assert num_moved > 0
