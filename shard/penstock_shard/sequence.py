@@ -106,7 +106,7 @@ class Sequence:
         """Whether every prompt token must be computed, so that the prefix cache is not used."""
         return self.needs_prompt_logprobs or self.request.pooling is Pooling.MEAN
 
-    def whole_images(self, end: int) -> int:
+    def end_outside_images(self, end: int) -> int:
         """`end`, or where the image begins of whose tokens only some would be before it."""
         for image in self.request.images:
             if image.offset < end < image.offset + image.num_tokens:

@@ -142,7 +142,7 @@ class Driver:
         count = self.random.randint(1, min(most, sequence.num_uncomputed))
         if not any(group.bidirectional_images for group in self.groups):
             return count
-        return sequence.whole_images(start + count) - start or sequence.image_at(start)
+        return sequence.end_outside_images(start + count) - start or sequence.image_at(start)
 
     def _row(self, sequence: Sequence, count: int) -> Row:
         start = sequence.num_computed

@@ -148,7 +148,7 @@ def _most_cached(runner: ModelRunner, asked: Asked) -> int:
     end = (len(asked.token_ids) - 1) // size * size
     if not any(group.bidirectional_images for group in runner.info.cache_groups):
         return end
-    while (whole := sequence.whole_images(end)) != end:
+    while (whole := sequence.end_outside_images(end)) != end:
         end = whole // size * size
     return end
 

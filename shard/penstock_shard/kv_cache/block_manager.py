@@ -301,7 +301,7 @@ class BlockManager:
         if self._states and self._enable_prefix_caching:
             limit = min(limit, self._table(sequence).boundaries.next_after(start) - start)
         if self._keeps_images_whole:
-            limit = sequence.whole_images(start + limit) - start
+            limit = sequence.end_outside_images(start + limit) - start
         return limit
 
     def least_chunk(self, sequence: Sequence, start: int) -> int:
@@ -457,7 +457,7 @@ class BlockManager:
         """The most blocks of a found prefix behind which a sequence can go on."""
         longest = self.prefixes.longest(found)
         while self._keeps_images_whole:
-            end = sequence.whole_images(longest * self.block_size) // self.block_size
+            end = sequence.end_outside_images(longest * self.block_size) // self.block_size
             if end == longest:
                 break
             longest = self.prefixes.longest(found[:end])

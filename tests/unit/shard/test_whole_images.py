@@ -149,7 +149,7 @@ class _Watched:
     def launch(self, batch: Batch) -> None:
         for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
             sequence = self._scheduler.slots[slot]
-            ends = (sequence.whole_images(start), sequence.whole_images(start + count))
+            ends = (sequence.end_outside_images(start), sequence.end_outside_images(start + count))
             self.num_cut += ends != (start, start + count)
             self.num_whole += sequence.image_at(start) > 0
         self._launch(batch)
