@@ -175,6 +175,18 @@ def test_an_engine_that_has_blocks_of_an_image_does_not_encode_it(
     assert not encoder._encoding
 
 
+def test_a_hundred_requests_about_one_image_have_it_encoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ask(tmp_path, make_vision(tmp_path, "internvl"), ((60, 60),), 0, 2)
+    served = _Served(load(tmp_path, kv_blocks=400), monkeypatch, enable_prefix_caching=False)
+    served.put(asked)
+    prompt, images = asked.token_ids, asked.placed
+    found = served.run(*(make_sequence(prompt, max_tokens=2, images=images) for _ in range(100)))
+    assert [_tokens(outputs) for outputs in found] == [asked.expected] * 100
+    assert (len(served.encoded), served.engine.load().encoded_images_total) == (1, 1)
+
+
 def test_requests_of_another_salt_share_nothing(
     family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
