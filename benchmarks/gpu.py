@@ -2,14 +2,15 @@
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --parts machine 8b 8b-exact --out benchmarks/results
+    python benchmarks/gpu.py --call 2
     python benchmarks/gpu.py --device cpu --tiny
 
 Weights are random, in the shapes of models people serve. Each part runs in a process of its own,
 with a bound on its time; what fails is a line of the table, beside the figures it had by then, and
 the others go on. Prints one table and writes one JSON file with the device, the versions and the
 commit. After --minutes no part is started any more, and those that were not are lines of the table:
-the parts that matter most come first, and --parts runs the others. With --tiny the same runs on a
-processor in a few minutes: its figures mean nothing, and its goals are not met.
+the parts that matter most come first, and --parts and --call run the others. With --tiny the same
+runs on a processor in a few minutes: its figures mean nothing, and its goals are not met.
 
 parts
   machine      bytes a second of a copy, and flops of a product: what the rest is held against
@@ -20,6 +21,7 @@ parts
   requests     ShareGPT-like requests over HTTP, completions and chats
   transformers the same requests through transformers' continuous batching
   8b-fp8       decode steps with weights in fp8
+  8b-1k        completions of 1,000 tokens after 1,000, over HTTP, with weights and KV cache in fp8
   1.5b         steps while streams are read over gRPC, beside the device's own time for them; decode
                steps
   70b-fp8      the same of a large model, with up to 1,024 streams
@@ -66,6 +68,9 @@ class Size:
     steps: int
     seconds: float
     requests: int
+    # Those of 8b-1k, and the tokens of each prompt and answer.
+    long_requests: int
+    long_tokens: int
     batches: tuple[int, ...]
     # Numbers of streams over gRPC for the large shape.
     large_batches: tuple[int, ...]
@@ -78,6 +83,8 @@ _FULL = Size(
     steps=40,
     seconds=3.0,
     requests=2000,
+    long_requests=1024,
+    long_tokens=1000,
     batches=_BATCHES,
     large_batches=(1, 32, 1024),
     prompts=(2048, 8192),
@@ -88,6 +95,8 @@ _TINY = Size(
     steps=6,
     seconds=0.5,
     requests=4,
+    long_requests=2,
+    long_tokens=20,
     batches=(1, 4),
     large_batches=(1, 4),
     prompts=(64,),
@@ -181,6 +190,21 @@ def _requests(size: Size, device: str, folder: Path) -> Iterator[Row]:
     return serving.requests_over_http(variant, size.requests, folder)
 
 
+def _throughput(size: Size, device: str, folder: Path) -> Iterator[Row]:
+    from benchmarks.gpu_bench import serving
+
+    # A prompt may take a few tokens more than it has words.
+    variant = _variant(
+        "llama-3.1-8b",
+        device,
+        quantization="fp8",
+        kv_cache_dtype="fp8" if device == "cuda" else "auto",
+        max_num_seqs=1024,
+        max_model_len=4096,
+    )
+    return serving.throughput_over_http(variant, size.long_requests, size.long_tokens, folder)
+
+
 def _transformers(size: Size, device: str, folder: Path) -> Iterator[Row]:
     from benchmarks.gpu_bench import serving
 
@@ -206,7 +230,15 @@ PARTS: dict[str, tuple[float, Part]] = {
         _served("llama-70b", "large_batches", 16, quantization="fp8", max_num_seqs=1024),
     ),
     "30b-a3b": (120, _decode("qwen3-30b-a3b")),
+    "8b-1k": (210, _throughput),
 }
+# What ends within nine minutes, should each part take all its time: for machines that bound a
+# command. The parts that matter most come first.
+CALLS = (
+    ("machine", "8b", "attention", "8b-exact"),
+    ("requests", "transformers", "8b-fp8", "1.5b"),
+    ("8b-1k", "70b-fp8", "30b-a3b"),
+)
 
 
 def main() -> int:
@@ -236,7 +268,14 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="next to nothing of everything")
-    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), metavar="PART")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--parts", nargs="+", choices=tuple(PARTS), metavar="PART")
+    which.add_argument(
+        "--call",
+        type=int,
+        choices=range(1, len(CALLS) + 1),
+        help="a third of the parts, which ends within nine minutes",
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="in all (default: 9)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the JSON file goes")
     parser.add_argument("--commit", help="of the source, where git cannot say it")
@@ -244,6 +283,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--run", choices=tuple(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.call:
+        args.parts = CALLS[args.call - 1]
     if args.device == "cpu" and not args.tiny:
         parser.error("--device cpu: the shapes are for a GPU; give --tiny")
     return args

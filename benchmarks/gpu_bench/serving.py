@@ -7,6 +7,7 @@ Knows processes and their clients; nothing of models.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -45,6 +46,7 @@ def _shard(variant: Variant, directory: Path) -> Shard:
     flags += ["--max-queued-requests", "8192", "--served-model-name", "bench"]
     if variant.quantization:
         flags += ["--quantization", variant.quantization]
+    flags += ["--kv-cache-dtype", variant.kv_cache_dtype]
     return Shard(directory / "shard.log", *flags)
 
 
@@ -131,38 +133,51 @@ def requests_over_http(
     variant: Variant, requests: int, directory: Path
 ) -> Iterator[dict[str, Any]]:
     """Requests of ShareGPT-like lengths, all sent at once: completions, then chats."""
+    with _router(variant, requests, directory) as url:
+        for chat in (False, True):
+            flags = ["--lengths", "sharegpt", *(["--chat"] if chat else [])]
+            yield {
+                "what": "requests",
+                "model": variant.label,
+                "api": "chat" if chat else "completions",
+                "requests": requests,
+                **_bench(url, requests, flags),
+            }
+
+
+def throughput_over_http(
+    variant: Variant, requests: int, num_tokens: int, directory: Path
+) -> Iterator[dict[str, Any]]:
+    """Completions of so many tokens after prompts of about as many, all sent at once."""
+    with _router(variant, requests, directory) as url:
+        flags = ["--prompt-words", str(num_tokens), "--output-tokens", str(num_tokens)]
+        yield {
+            "what": "throughput",
+            "model": variant.label,
+            "requests": requests,
+            "tokens": num_tokens,
+            **_bench(url, requests, flags),
+        }
+
+
+@contextlib.contextmanager
+def _router(variant: Variant, requests: int, directory: Path) -> Iterator[str]:
+    """The address of a router in front of a shard, that takes so many requests at once."""
     shard = _shard(variant, directory)
     try:
         shard.wait_healthy(_START_TIMEOUT_S)
         flags = ("--max-concurrent-requests", str(requests + 16), "--log-level", "warning")
         router = Router(directory / "router.log", [shard.address], *flags)
         with running(router):
-            for chat in (False, True):
-                # A first load to warm up.
-                _bench(router.url, requests // 10 + 1, chat=chat)
-                yield {
-                    "what": "requests",
-                    "model": variant.label,
-                    "api": "chat" if chat else "completions",
-                    "requests": requests,
-                    **_bench(router.url, requests, chat=chat),
-                }
+            yield router.url
     finally:
         shard.close()
 
 
-def _bench(url: str, requests: int, *, chat: bool) -> dict[str, Any]:
-    flags = ["--url", url, "--rate", "inf", "--requests", str(requests), "--lengths", "sharegpt"]
-    flags += ["--seed", str(requests), "--json", *(["--chat"] if chat else [])]
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock_cli.main", "bench", *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"penstock bench: {done.stderr.strip() or done.stdout.strip()}")
-    summary = json.loads(done.stdout)
+def _bench(url: str, requests: int, flags: Sequence[str]) -> dict[str, Any]:
+    """What a load tells, after a tenth of it to warm up."""
+    _bench_once(url, requests // 10 + 1, flags)
+    summary = _bench_once(url, requests, flags)
     return {
         "requests_per_s": summary["requests_per_s"],
         "tokens_per_s": summary["output_tokens_per_s"],
@@ -171,6 +186,20 @@ def _bench(url: str, requests: int, *, chat: bool) -> dict[str, Any]:
         "tpot_p50_ms": summary["tpot_ms"]["p50"],
         "tpot_p99_ms": summary["tpot_ms"]["p99"],
     }
+
+
+def _bench_once(url: str, requests: int, flags: Sequence[str]) -> dict[str, Any]:
+    load = ["--url", url, "--rate", "inf", "--requests", str(requests), "--seed", str(requests)]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock_cli.main", "bench", *load, *flags, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"penstock bench: {done.stderr.strip() or done.stdout.strip()}")
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
 
 
 def transformers_requests(variant: Variant, requests: int, directory: Path) -> dict[str, Any]:

@@ -202,6 +202,7 @@ class Variant:
     shape: str
     device: str
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     exact: bool = False
     max_num_seqs: int = 256
     max_model_len: int = 1024

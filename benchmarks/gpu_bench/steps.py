@@ -59,6 +59,7 @@ def make_runner(variant: Variant, directory: Path) -> tuple[ModelRunner, dict[st
         load_format="dummy",
         device=variant.device,
         quantization=variant.quantization,
+        kv_cache_dtype=variant.kv_cache_dtype,
         exact=variant.exact,
         max_num_seqs=variant.max_num_seqs,
         max_model_len=variant.max_model_len,

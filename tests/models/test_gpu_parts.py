@@ -33,7 +33,8 @@ def test_no_part_asks_for_a_longer_context_than_its_shape_has(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "make_runner", _ask)
-    for function in ("steps_over_grpc", "requests_over_http", "transformers_requests"):
+    over_http = ("requests_over_http", "throughput_over_http")
+    for function in ("steps_over_grpc", *over_http, "transformers_requests"):
         monkeypatch.setattr(serving, function, _ask)
     part = gpu.PARTS[name][1]
     with pytest.raises(_Asked) as asked:
@@ -41,3 +42,9 @@ def test_no_part_asks_for_a_longer_context_than_its_shape_has(
     variant = asked.value.variant
     assert variant.device == device
     assert variant.max_model_len <= SHAPES[variant.shape].values["max_position_embeddings"]
+
+
+def test_every_part_is_in_one_call_which_ends_within_nine_minutes() -> None:
+    assert sorted(name for call in gpu.CALLS for name in call) == sorted(gpu.PARTS)
+    for call in gpu.CALLS:
+        assert sum(gpu.PARTS[name][0] for name in call) <= 9 * 60

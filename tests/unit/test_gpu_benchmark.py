@@ -95,6 +95,20 @@ def test_what_fp8_gains_is_told_of_two_parts() -> None:
     assert line.met is True
 
 
+def test_throughput_is_held_against_what_was_published_for_the_device() -> None:
+    row = {"what": "throughput", "model": "m", "requests": 8, "tokens": 1000}
+    row |= {"tokens_per_s": 11_000.0, "tpot_p50_ms": 20.0}
+    found = {}
+    for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA L4"):
+        (line,) = goals.lines([{"what": "facts", "device": device}, row])
+        found[device] = (line.goal, line.met)
+    assert list(found.values()) == [
+        (">= 70 % of 15,220", True),
+        (">= 70 % of 17,744", False),
+        ("", None),
+    ]
+
+
 def test_bits_that_differ_are_named() -> None:
     row = {"what": "exact", "model": "m", "batch": 256, "batch_invariant": True}
     found = [
