@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import partial
+from functools import cache, partial
 
 from simulation.fleet_traces import chat, mixed
 from simulation.policies import Conversation, SimulatedFleet, Summary, Turn
@@ -16,13 +16,6 @@ _SHARDS = 8
 _SEED = 0
 
 
-def _chat(policy: str) -> Summary:
-    seconds = budget(5, 120)
-    fleet = SimulatedFleet(_SHARDS, partial(make_policy, policy))
-    fleet.run(chat(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
-    return fleet.summary(seconds)
-
-
 def _mixed(policy: str) -> Summary:
     seconds = budget(5, 120)
     fleet = SimulatedFleet(_SHARDS, partial(make_policy, policy))
@@ -31,7 +24,7 @@ def _mixed(policy: str) -> Summary:
 
 
 def test_prefix_affinity_finds_more_cached_in_chats_and_nobody_waits_longer() -> None:
-    least_load, affinity = _chat("least-load"), _chat("prefix-affinity")
+    least_load, affinity = _chat("least-load"), _chat()
     assert affinity.cached_share >= 1.5 * least_load.cached_share
     assert affinity.first_token_p99_s <= least_load.first_token_p99_s
 
@@ -40,21 +33,28 @@ def test_routers_that_share_nothing_find_as_much_cached_as_one() -> None:
     """And one that is started anew does, from its first request on. Shards that do not tell what
     they hold leave each router to what it sent itself.
     """
-    one = _routers(1).cached_share
-    several, restarted = _routers(2).cached_share, _routers(2, restart=True).cached_share
-    alone = _routers(2, tells_pieces=False).cached_share
+    one = _chat().cached_share
+    several, restarted = _chat(routers=2).cached_share, _chat(routers=2, restart=True).cached_share
+    alone = _chat(routers=2, tells_pieces=False).cached_share
     print(f"{one:.3f} {several:.3f} {restarted:.3f} {alone:.3f}")
     assert several >= 0.95 * one
     assert restarted >= 0.95 * one
     assert alone < 0.95 * one
 
 
-def _routers(count: int, *, tells_pieces: bool = True, restart: bool = False) -> Summary:
+@cache
+def _chat(
+    policy: str = "prefix-affinity",
+    *,
+    routers: int = 1,
+    tells_pieces: bool = True,
+    restart: bool = False,
+) -> Summary:
     seconds = budget(5, 120)
-    policy = partial(make_policy, "prefix-affinity")
-    fleet = SimulatedFleet(_SHARDS, policy, routers=count, tells_pieces=tells_pieces)
+    make = partial(make_policy, policy)
+    fleet = SimulatedFleet(_SHARDS, make, routers=routers, tells_pieces=tells_pieces)
     if restart:
-        for number in range(count):
+        for number in range(routers):
             fleet.restart_router(number, seconds / 2)
     fleet.run(chat(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
     return fleet.summary(seconds)
