@@ -16,7 +16,7 @@ from simulation.devices import H100
 from simulation.encoders import Encoding
 
 _IMAGE = Image(640, 480, 5280)
-_NONE = Load(0, 100, 60, seconds=2.0, num_streams=24, stream_tokens=500)
+_NONE = Load(0, 100, 60, seconds=1.5, num_streams=12, stream_tokens=400)
 _IMAGES = replace(_NONE, per_s=1.5, image=_IMAGE)
 
 
