@@ -21,6 +21,9 @@ def main() -> int:
     flags.add_argument(
         "--replay", type=int, help="only this seed, made shorter if it fails; tell what happens"
     )
+    flags.add_argument(
+        "--no-scenes", action="store_true", help="replay without what comes after troubles"
+    )
     flags.add_argument("--keep-going", action="store_true", help="after a failure")
     asked = flags.parse_args()
     if asked.seeds < 1:
@@ -28,12 +31,12 @@ def main() -> int:
     logging.disable()
     gc.disable()
     if asked.replay is not None:
-        return _replay(asked.replay)
+        return _replay(draw(asked.replay, has_scenes=not asked.no_scenes))
     return _run_all(range(asked.first, asked.first + asked.seeds), keep_going=asked.keep_going)
 
 
-def _replay(seed: int) -> int:
-    report = run(draw(seed))
+def _replay(plan: Plan) -> int:
+    report = run(plan)
     if report.faults:
         print(_said(report), "made shorter:", sep="\n", flush=True)
         report = shorten(report)

@@ -17,7 +17,7 @@ from penstock_shard.server.kv.transfers import BlockTransfers
 from simulation.channel import MemoryConnector
 from simulation.devices import Device, Links
 from simulation.engine import ORDINARY_IDS, EngineKind
-from simulation.expected import expected_tokens
+from simulation.expected import expected
 from simulation.network import Network
 from simulation.shard import SimulatedShard
 from simulation.virtual_time import Process, VirtualLoop
@@ -186,7 +186,7 @@ class DeviceFleet:
         for timeline in timelines:
             count = len(timeline.token_ids)
             request = dataclasses.replace(timeline.request, max_tokens=count)
-            assert timeline.token_ids == expected_tokens(request, self.kind, config)
+            assert timeline.token_ids == expected(request, self.kind, config).token_ids
 
     async def close(self) -> None:
         """End all streams, and leave nothing that would go on."""

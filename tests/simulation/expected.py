@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from support.compilers import two_ended_compiler
 from support.plans import batch_of
@@ -37,9 +38,7 @@ def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) 
     logprobs = None if request.logprobs is None else Logprobs(top_n=request.logprobs)
     prompt_logprobs = _prompt_logprobs(runner, sequence)
     finish = FinishReason.LENGTH
-    while sequence.num_output_tokens < sequence.request.max_tokens:
-        last = len(sequence.token_ids) - 1
-        result = _run(runner, Row(sequence, last, 1, samples=True))
+    for result in _sampled(runner, sequence):
         assert result.token_id is not None, result.error
         sequence.token_ids.append(result.token_id)
         if logprobs is not None and result.logprobs is not None:
@@ -49,22 +48,6 @@ def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) 
             break
     token_ids = sequence.token_ids[sequence.num_prompt_tokens :].tolist()
     return Answer(token_ids, logprobs, prompt_logprobs, finish)
-
-
-def expected_tokens(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> list[int]:
-    """The tokens of `expected` up to `max_tokens`, without looking at each anew."""
-    runner, sequence = _runner(kind), _sequence(request, kind, config)
-    row = Row(sequence, len(sequence.token_ids) - 1, 1, samples=True)
-    row.sequence.slot = 0
-    batch, token_ids = batch_of(row), list[int]()
-    for _ in range(sequence.request.max_tokens):
-        runner.launch(batch)
-        (result,) = runner.collect()
-        assert result.token_id is not None, result.error
-        token_ids.append(result.token_id)
-        # The runner has the sequence from now on, and appends what it samples.
-        batch = dataclasses.replace(batch, admitted=())
-    return token_ids
 
 
 def expected_vectors(
@@ -106,11 +89,22 @@ def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig)
 
 
 def _run(runner: FakeRunner, row: Row) -> RowResult:
-    """Each row is of a sequence that the runner has never seen."""
     row.sequence.slot = 0
     runner.launch(batch_of(row))
     (result,) = runner.collect()
     return result
+
+
+def _sampled(runner: FakeRunner, sequence: Sequence) -> Iterator[RowResult]:
+    """A token after the other up to `max_tokens`. The runner has the sequence from the first on,
+    and appends what it samples.
+    """
+    sequence.slot = 0
+    batch = batch_of(Row(sequence, len(sequence.token_ids) - 1, 1, samples=True))
+    for _ in range(sequence.request.max_tokens - sequence.num_output_tokens):
+        runner.launch(batch)
+        yield from runner.collect()
+        batch = dataclasses.replace(batch, admitted=())
 
 
 def _prompt_logprobs(runner: FakeRunner, sequence: Sequence) -> Logprobs | None:
