@@ -199,7 +199,7 @@ def test_over_http_a_refusal_is_a_400_with_the_reason(router: Router, stream: bo
 async def test_clients_of_one_router_take_turns_with_their_slow_constraints(
     shard: Shard, client: ShardClient, router: Router
 ) -> None:
-    count = budget(6, 12)
+    count = budget(5, 12)
     ended: list[str] = []
 
     async def ask_from(address: str, number: int) -> None:
@@ -225,7 +225,7 @@ async def test_clients_of_one_router_take_turns_with_their_slow_constraints(
             tasks.create_task(ask_from("127.0.0.3", count))
             await wait_at_shard(count + 1)
     # Without turns it would be the last. Answers may overtake each other on a busy machine.
-    assert ended.index("127.0.0.3") <= count / 2
+    assert ended.index("127.0.0.3") <= count // 2 + 1
 
 
 def _pattern(number: int, length: int) -> dict[str, str]:
@@ -352,7 +352,7 @@ class _Memory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(0.05):
+        while not self._over.wait(0.1):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.server_bytes = max(self.server_bytes, self._server.memory_info().rss)
                 for process in (self._checking, *self._checking.children(recursive=True)):
