@@ -128,10 +128,7 @@ async def test_verdicts_are_bounded_and_the_oldest_go(monkeypatch: pytest.Monkey
 async def test_a_queue_that_is_full_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checker_module, "_MAX_PENDING", 32)
     async with _checker() as checker:
-        waiting = [
-            asyncio.create_task(checker.check(_regex(f"a{number}")))
-            for number in range(16)
-        ]
+        waiting = [asyncio.create_task(checker.check(_regex(f"a{number}"))) for number in range(16)]
         await asyncio.sleep(0)
         with pytest.raises(NotChecked, match="16 constraints wait"):
             await checker.check(_regex("b"))
