@@ -148,11 +148,14 @@ async def endless_work(
     first, get hardly any time on a busy machine: then it is asked again.
     """
 
+    before_s = {child: child.cpu_times().user for child in router.children if is_alive(child)}
+
     def busy() -> list[psutil.Process]:
         found = []
         for child in router.children:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += [child] * (is_alive(child) and child.cpu_times().user > 0.6)
+                used_s = child.cpu_times().user - before_s.get(child, 0.0)
+                found += [child] * (is_alive(child) and used_s > 0.6)
         return found
 
     task = endless(session, router)
