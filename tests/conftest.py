@@ -54,6 +54,13 @@ _OF_ALL_KERNELS = {
     f"tests/models/test_{name}.py"
     for name in ("cpu_kernels", "invariance", "kernel_build", "tiles")
 }
+_OF_THE_PAIR = {
+    f"tests/integration/test_{name}.py"
+    for name in (
+        *("cli", "examples", "http", "openai_client", "openai_responses", "readme"),
+        *("reflection", "tool_round_trip"),
+    )
+}
 _OF_THE_TOY = {
     f"tests/integration/test_{name}.py"
     for name in ("form_pages", "launch_command", "model_serving", "parallel_shard")
@@ -86,6 +93,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     class ByFixtures(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if file in _OF_THE_PAIR:
+                return "pair"
             if file in _OF_THE_TOY:
                 return "toy"
             if file in _OF_ALL_KERNELS:

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.conftest import Pair
 from support.adapters import make_adapter
 from support.processes import Router, Shard, running, wait_until
 
@@ -161,8 +160,9 @@ def test_no_more_are_loaded_than_there_are_places_for(
     client.unload_adapter("second")
 
 
-def test_a_shard_without_the_flag_serves_no_adapters(pair: Pair, adapters: Path) -> None:
-    with SyncShardClient(pair.shard.address) as client:
+def test_a_shard_without_the_flag_serves_no_adapters(tmp_path: Path, adapters: Path) -> None:
+    plain = Shard(tmp_path / "log")
+    with running(plain), SyncShardClient(plain.address) as client:
         with pytest.raises(NotServed, match="--enable-lora"):
             client.load_adapter("one", str(adapters / "one"))
         with pytest.raises(NotServed, match="adapter is not served"):
@@ -212,60 +212,82 @@ async def _info(client: ShardClient) -> Any:
 # ---- a fleet -----------------------------------------------------------------------------------
 
 
-async def test_a_request_goes_on_only_where_its_adapter_is(tmp_path: Path, adapters: Path) -> None:
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator[list[Shard]]:
+    """One with an adapter; one that may get some; and one with another adapter of that name."""
+    folder = tmp_path_factory.mktemp("three")
+
     def shard(name: str, *flags: str) -> Shard:
-        return Shard(tmp_path / name, "--step-ms", "10", *flags)
+        return Shard(folder / name, "--step-ms", "10", *flags)
 
-    first = shard("first", "--lora", f"mine={adapters / 'one'}")
-    # Less loaded, and without the adapter, or with another one of its name.
-    bare = shard("bare", "--enable-lora")
-    other = shard("other", "--lora", f"mine={adapters / 'two'}")
-    with running(first, bare, other):
-        addresses = [service.address for service in (first, bare, other)]
-        async with Fleet(addresses) as fleet:
-            async with asyncio.timeout(30):
-                while not all(shard.ready for shard in fleet.shards):
-                    await asyncio.sleep(0.02)
-            request = asked("mine", 120, shard=first.address)
-            expected = [i async for output in fleet.submit(request) for i in output.token_ids]
-            stream = fleet.submit(asked("mine", 120))
-            while stream.attempts[-1].shard != first.address:
-                stream.cancel()
-                stream = fleet.submit(asked("mine", 120))
-            tokens = list((await anext(stream)).token_ids)
-            first.process.kill()
-            await asyncio.sleep(0.5)
-            assert not stream.ended
-            # It waits for a shard that has it, and goes there as soon as there is one.
-            async with ShardClient(bare.address) as client:
-                await client.load_adapter("mine", str(adapters / "same"))
-            async for output in stream:
-                tokens += output.token_ids
-            assert tokens == expected
-            assert [attempt.shard for attempt in stream.attempts] == [first.address, bare.address]
+    made = [
+        shard("first", "--lora", f"mine={adapters / 'one'}"),
+        shard("bare", "--enable-lora"),
+        shard("other", "--lora", f"mine={adapters / 'two'}"),
+    ]
+    with running(*made):
+        yield made
 
 
-async def test_a_request_waits_for_no_adapter_that_was_unloaded(
-    tmp_path: Path, adapters: Path
-) -> None:
-    holder = Shard(tmp_path / "holder", "--step-ms", "10", "--lora", f"mine={adapters / 'one'}")
-    bare = Shard(tmp_path / "bare", "--step-ms", "10", "--enable-lora")
-    with running(holder, bare):
-        async with Fleet([holder.address, bare.address]) as fleet, asyncio.timeout(30):
-            [known] = [shard for shard in fleet.shards if shard.address == holder.address]
+@contextlib.asynccontextmanager
+async def fleet_of(*shards: Shard) -> AsyncIterator[Fleet]:
+    """One that is ready."""
+    async with Fleet([shard.address for shard in shards]) as fleet:
+        async with asyncio.timeout(30):
             while not all(shard.ready for shard in fleet.shards):
-                await asyncio.sleep(0.05)
-            stream = fleet.submit(asked("mine", 1000))
-            await anext(stream)
-            async with ShardClient(holder.address) as client:
-                await client.unload_adapter("mine")
-            while known.info is not None and known.info.has_adapter("mine"):
-                await asyncio.sleep(0.05)
-            # It went on there to the end; nobody else ever had it.
-            holder.process.kill()
-            with pytest.raises(InvalidRequest, match="'mine' is not loaded; loaded: none"):
-                async for _ in stream:
-                    pass
+                await asyncio.sleep(0.02)
+        yield fleet
+
+
+async def test_a_request_goes_on_only_where_its_adapter_is(
+    three: list[Shard], adapters: Path
+) -> None:
+    # The others are less loaded.
+    first, bare, other = three
+    async with fleet_of(first, bare, other) as fleet:
+        request = asked("mine", 120, shard=first.address)
+        expected = [i async for output in fleet.submit(request) for i in output.token_ids]
+        stream = fleet.submit(asked("mine", 120))
+        while stream.attempts[-1].shard != first.address:
+            stream.cancel()
+            stream = fleet.submit(asked("mine", 120))
+        tokens = list((await anext(stream)).token_ids)
+        first.process.kill()
+        await asyncio.sleep(0.5)
+        assert not stream.ended
+        # It waits for a shard that has it, and goes there as soon as there is one.
+        async with ShardClient(bare.address) as client:
+            await client.load_adapter("mine", str(adapters / "same"))
+        async for output in stream:
+            tokens += output.token_ids
+        assert tokens == expected
+        assert [attempt.shard for attempt in stream.attempts] == [first.address, bare.address]
+
+
+# The last one of the three: it ends another of them.
+async def test_a_request_waits_for_no_adapter_that_was_unloaded(
+    three: list[Shard], adapters: Path
+) -> None:
+    _, holder, other = three
+    async with (
+        ShardClient(holder.address) as client,
+        fleet_of(holder, other) as fleet,
+        asyncio.timeout(30),
+    ):
+        [known] = [shard for shard in fleet.shards if shard.address == holder.address]
+        await client.load_adapter("brief", str(adapters / "same"))
+        while known.info is None or not known.info.has_adapter("brief"):
+            await asyncio.sleep(0.05)
+        stream = fleet.submit(asked("brief", 1000))
+        await anext(stream)
+        await client.unload_adapter("brief")
+        while known.info is not None and known.info.has_adapter("brief"):
+            await asyncio.sleep(0.05)
+        # It went on there to the end; nobody else ever had it.
+        holder.process.kill()
+        with pytest.raises(InvalidRequest, match="'brief' is not loaded; loaded: mine"):
+            async for _ in stream:
+                pass
 
 
 # ---- over HTTP ---------------------------------------------------------------------------------

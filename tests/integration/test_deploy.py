@@ -73,12 +73,14 @@ def test_the_compose_services_answer_and_their_health_checks_flip_on_kill(tmp_pa
 
         second.kill()
         assert not second.probe("health")
+        wait_until(lambda: router.status("/health") == 503, timeout_s=60, what="it is not ready")
         becomes(router, "health", False)
         assert (router.status("/health"), router.status("/live")) == (503, 200)
 
         # As `restart: unless-stopped` does.
         first.restart()
         becomes(first, "health", True)
+        wait_until(lambda: router.status("/health") == 200, timeout_s=60, what="it is ready again")
         becomes(router, "health", True)
         check_answers(router)
         assert (router.stop(), first.stop()) == (0, 0)
@@ -204,14 +206,14 @@ def test_the_charts_pods_answer_and_their_probes_flip_on_kill(tmp_path: Path) ->
         assert [name for name in scaled_by() if f"# TYPE {name} " not in shown] == []
 
         with ThreadPoolExecutor() as pool:
-            answers = [pool.submit(long_answer, router, number) for number in range(16)]
+            answers = [pool.submit(long_answer, router, number) for number in range(8)]
             wait_until(
                 lambda: "penstock_shard_running 0" not in metrics_of(first.ports[9464]),
                 timeout_s=10,
                 what="load on the first shard",
             )
             assert first.stop() == 0, "it is told to go, and drains"
-            assert [answer.result() for answer in answers] == [400] * 16
+            assert [answer.result() for answer in answers] == [300] * 8
         first.restart()
         becomes(first, "startup", True)
 
@@ -254,7 +256,7 @@ def test_the_charts_pods_with_all_secrets_serve_two_models_over_tls_to_who_has_a
         shard = containers["demo-penstock-first-0.demo-penstock-first"]
         assert shard.workload.probes["liveness"].command, "the kubelet speaks no TLS over gRPC"
         shard.kill()
-        assert not any(shard.probe(name) for name in shard.workload.probes)
+        assert not any(shard.probe(name) for name in different_probes(shard))
         shard.restart()
         becomes(shard, "liveness", True)
         assert (router.stop(), shard.stop()) == (0, 0)
@@ -284,8 +286,8 @@ def tls_secrets(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def long_answer(router: Container, number: int) -> int:
-    """How many tokens an answer got that was asked for 400."""
-    request = {"model": "penstock-toy", "prompt": f"Story {number}:", "max_tokens": 400}
+    """How many tokens an answer got that was asked for 300."""
+    request = {"model": "penstock-toy", "prompt": f"Story {number}:", "max_tokens": 300}
     tokens: int = ask(router, "/v1/completions", request, KEY)["usage"]["completion_tokens"]
     return tokens
 
@@ -325,14 +327,17 @@ def running(workloads: Sequence[Workload], folder: Path) -> Iterator[dict[str, C
             log_file = folder / f"{workload.host}.log"
             containers[workload.host] = Container(workload, network, log_file)
         for container in containers.values():
-            # Some probes are processes, which would only be in the way before.
-            wait_until(container.listens, timeout_s=60, what=f"{container.workload.host} listens")
-            for probe in container.workload.probes:
+            for probe in different_probes(container):
                 becomes(container, probe, True)
         yield containers
     finally:
         for container in containers.values():
             container.kill()
+
+
+def different_probes(container: Container) -> list[str]:
+    """Of those that ask the same one."""
+    return list({probe: name for name, probe in container.workload.probes.items()}.values())
 
 
 def becomes(container: Container, probe: str, expected: bool) -> None:
@@ -342,6 +347,9 @@ def becomes(container: Container, probe: str, expected: bool) -> None:
         assert container.process.poll() is None, f"it ended; its log:\n{container.log[-3000:]}"
         return container.probe(probe) == expected
 
+    if expected:
+        # Some probes are processes, which would only be in the way before.
+        wait_until(container.listens, timeout_s=60, what=f"{container.workload.host} listens")
     what = f"{container.workload.host}: {probe} is {expected}"
     try:
         wait_until(settled, timeout_s=60, what=what)

@@ -40,6 +40,15 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
         yield service
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
+    """One sequence at a time, and few that wait."""
+    flags = ("--step-ms", "10", "--max-num-seqs", "1", "--max-queued-requests", "10")
+    service = Shard(tmp_path_factory.mktemp("narrow") / "log", *flags)
+    with running(service):
+        yield service
+
+
 @pytest.fixture
 async def client(shard: Shard) -> AsyncIterator[ShardClient]:
     async with ShardClient(shard.address) as client:
@@ -145,14 +154,12 @@ async def test_a_cancelled_call_frees_its_blocks(client: ShardClient) -> None:
         await wait_idle(client)
 
 
-async def test_a_full_queue_refuses_a_call_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    service = Shard(tmp_path / "log", *FLAGS, "--max-queued-requests", "10")
-    with running(service):
-        async with ShardClient(service.address) as client:
-            with pytest.raises(Overloaded, match="--max-queued-requests 10"):
-                await client.embed(EmbeddingRequest([[1] * 100] * 100))
-            await wait_idle(client)
-            assert len(await client.embed(EmbeddingRequest([[1]] * 20))) == 20
+async def test_a_full_queue_refuses_a_call_and_leaves_nothing_behind(narrow: Shard) -> None:
+    async with ShardClient(narrow.address) as client:
+        with pytest.raises(Overloaded, match="--max-queued-requests 10"):
+            await client.embed(EmbeddingRequest([[1] * 100] * 100))
+        await wait_idle(client)
+        assert len(await client.embed(EmbeddingRequest([[1]] * 10))) == 10
 
 
 async def test_a_fleet_makes_elsewhere_what_a_killed_shard_did_not(
@@ -163,24 +170,22 @@ async def test_a_fleet_makes_elsewhere_what_a_killed_shard_did_not(
         async with Fleet([other.address, shard.address], stall_timeout_s=1.5) as fleet:
             while not all(state.ready for state in fleet.shards):
                 await asyncio.sleep(0.02)
-            asked = EmbeddingRequest(inputs(300, longest=400))
+            asked = EmbeddingRequest(inputs(150, longest=400))
             # What is computed once is found again: the calm run is the second.
             call = asyncio.create_task(fleet.embed(asked))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             assert not call.done()
             other.engine.kill()
             assert await call == await fleet.embed(asked)
 
 
-async def test_time_in_the_queue_is_told_apart_from_time_in_the_engine(tmp_path: Path) -> None:
-    service = Shard(tmp_path / "log", "--step-ms", "10", "--max-num-seqs", "1")
-    with running(service):
-        async with ShardClient(service.address) as client:
-            began_s = time.monotonic()
-            first = client.submit(GenerationRequest([1], SamplingParams(seed=1), max_tokens=70))
-            second = client.submit(GenerationRequest([2], SamplingParams(seed=1), max_tokens=4))
-            outputs = [await anext(stream) for stream in (first, second)]
-            took_s = time.monotonic() - began_s
+async def test_time_in_the_queue_is_told_apart_from_time_in_the_engine(narrow: Shard) -> None:
+    async with ShardClient(narrow.address) as client:
+        began_s = time.monotonic()
+        first = client.submit(GenerationRequest([1], SamplingParams(seed=1), max_tokens=70))
+        second = client.submit(GenerationRequest([2], SamplingParams(seed=1), max_tokens=4))
+        outputs = [await anext(stream) for stream in (first, second)]
+        took_s = time.monotonic() - began_s
     waited = [output.queue_s for output in outputs]
     assert waited[0] is not None
     assert waited[1] is not None

@@ -271,7 +271,7 @@ async def test_a_body_over_the_limit_is_refused(session: aiohttp.ClientSession) 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A pair to break."""
+    """A pair to break: the last test with it ends its shard."""
     logs = tmp_path_factory.mktemp("own")
     shard = Shard(logs / "shard", "--step-ms", "5")
     router = Router(logs / "router", [shard.address])
@@ -298,13 +298,7 @@ async def test_streams_do_not_notice_that_the_only_engine_was_killed(own: Pair) 
         assert await asyncio.gather(*streams) == [calm] * 4
 
 
-# Its last one: it ends both.
-async def test_the_probes_follow_the_shard(own: Pair) -> None:
-    shard, router = own.shard, own.router
-    router.wait_healthy()
-    assert router.status("/health") == router.status("/live") == 200
-    shard.process.kill()
-    shard.process.wait()
+async def _check_probes_without_a_shard(router: Router, shard: Shard) -> None:
     wait_until(lambda: router.status("/health") == 503, timeout_s=30, what="/health is 503")
     assert router.status("/live") == 200
     async with aiohttp.ClientSession(router.url) as session:
@@ -324,12 +318,14 @@ async def test_the_probes_follow_the_shard(own: Pair) -> None:
     assert router.terminate() == 0
 
 
-async def test_when_no_shard_comes_back_in_time_a_stream_ends_in_one_error_frame(
-    tmp_path: Path,
+async def test_when_no_shard_comes_back_in_time_a_stream_ends_in_one_error_frame_and_probes_fail(
+    own: Pair, tmp_path: Path
 ) -> None:
-    shard = Shard(tmp_path / "shard", "--step-ms", "10")
+    shard = own.shard
     router = Router(tmp_path / "router", [shard.address], "--failover-timeout-s", "0.5")
-    with running(shard, router):
+    with running(router):
+        own.router.wait_healthy()
+        assert own.router.status("/health") == own.router.status("/live") == 200
         async with aiohttp.ClientSession(router.url) as session:
 
             async def frames() -> list[bytes]:
@@ -347,31 +343,29 @@ async def test_when_no_shard_comes_back_in_time_a_stream_ends_in_one_error_frame
                 assert lines[-1] == b"data: [DONE]\n"
                 assert sum(line == b"data: [DONE]\n" for line in lines) == 1
             assert await _status(session, {"prompt": "x", "max_tokens": 3}) == 503
+        await _check_probes_without_a_shard(own.router, shard)
 
 
-async def test_v1_routes_want_the_key_and_probes_do_not(pair, tmp_path: Path) -> None:
-    router = Router(tmp_path / "router", [pair.shard.address], "--api-key", "s3cret")
+async def test_two_workers_share_one_port_and_a_key_and_end_together(pair, tmp_path: Path) -> None:
+    flags = ("--workers", "2", "--api-key", "s3cret")
+    router = Router(tmp_path / "router", [pair.shard.address], *flags)
     with running(router):
+        # Probes want no key.
         assert router.status("/health") == router.status("/metrics") == 200
         async with aiohttp.ClientSession(router.url) as session:
             for key, status in ((None, 401), ("wrong", 401), ("s3cret", 200)):
                 headers = {"Authorization": f"Bearer {key}"} if key else {}
                 async with session.get("/v1/models", headers=headers) as response:
                     assert response.status == status
-        assert "s3cret" not in router.log
-
-
-async def test_two_workers_share_one_port_and_end_together(pair, tmp_path: Path) -> None:
-    router = Router(tmp_path / "router", [pair.shard.address], "--workers", "2")
-    with running(router):
         workers = psutil.Process(router.process.pid).children(recursive=True)
-        async with aiohttp.ClientSession(router.url) as session:
+        async with aiohttp.ClientSession(router.url, headers=headers) as session:
             body = {"prompt": "x", "max_tokens": 5, "seed": 1}
             answers = await asyncio.gather(
                 *(_post(session, "/v1/completions", body) for _ in range(20))
             )
         assert len({answer["choices"][0]["text"] for answer in answers}) == 1
         assert router.terminate() == 0
+        assert "s3cret" not in router.log
         # The parent waited for its workers; Python's own helper process ends by itself after it.
         wait_until(
             lambda: not [worker for worker in workers if is_alive(worker)],

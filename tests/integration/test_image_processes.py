@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import os
 import signal
 import struct
@@ -67,6 +68,7 @@ def numbered(number: int) -> bytes:
     return saved(picture(), "PNG") + struct.pack("<I", number)
 
 
+@functools.cache
 def endless() -> bytes:
     """Takes half a minute to decode: far too long."""
     return files.jpeg_with_scans(*LARGE, 3000)
@@ -221,7 +223,7 @@ async def test_an_image_that_takes_too_much_memory_is_refused_and_the_next_is_no
         ("RGBA", "WEBP", 6),
         in_soak("RGBA", "PNG", 6),
         in_soak("RGB", "JPEG", 6),
-        ("CMYK", "JPEG", 5),
+        in_soak("CMYK", "JPEG", 5),
     ],
 )
 async def test_the_largest_images_have_memory_and_time_enough(
@@ -346,7 +348,7 @@ asyncio.run(main())
         found = psutil.Process(router.pid)
         wait_until(lambda: bool(found.children()), timeout_s=20, what="an image process")
         [process] = found.children()
-        wait_until(lambda: process.cpu_times().user > 0.5, timeout_s=20, what="decoding")
+        wait_until(lambda: process.cpu_times().user > 0.35, timeout_s=20, what="decoding")
         os.kill(router.pid, signal.SIGKILL)
     wait_until(lambda: not is_alive(process), timeout_s=5, what="the end of the image process")
 

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.processes import Shard, ask, free_port, running
@@ -50,11 +49,20 @@ class _Source:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Shard]]:
+def metrics_port() -> int:
+    """The second shard's."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[list[Shard]]:
     folder = tmp_path_factory.mktemp("shards")
     # Room for four images.
     flags = ("--step-ms", "2", "--check-integrity", "--image-cache-bytes", "16000")
-    made = [Shard(folder / name, *flags) for name in ("first", "second")]
+    made = [
+        Shard(folder / "first", *flags),
+        Shard(folder / "second", *flags, "--metrics-port", str(metrics_port)),
+    ]
     with running(*made):
         yield made
 
@@ -77,6 +85,20 @@ async def _tokens(fleet: Fleet, request: GenerationRequest, source: _Source | No
     async for output in fleet.submit(request, source):
         token_ids += output.token_ids
     return token_ids
+
+
+# The first one: nothing was put before.
+async def test_a_shard_counts_the_images_that_it_gets(
+    fleet: Fleet, shards: list[Shard], metrics_port: int
+) -> None:
+    for seed in (1, 2, 1):
+        await _tokens(fleet, _request(_image(seed), shard=shards[1].address), _Source())
+    _, text = ask(f"http://127.0.0.1:{metrics_port}/metrics")
+    values = dict(line.split() for line in text.splitlines() if line[0] != "#" and "{" not in line)
+    assert float(values["penstock_shard_images_put_total"]) == 2
+    assert float(values["penstock_shard_image_bytes"]) == 2 * len(_pixels(1))
+    assert float(values["penstock_shard_images_encoded_total"]) >= 2
+    assert "penstock_shard_image_encode_seconds_total" in values
 
 
 async def test_an_image_is_put_once_and_tokens_depend_on_it(
@@ -219,22 +241,6 @@ def test_info_says_whether_a_shard_sees_images(
 ) -> None:
     assert info([shards[0].address]) == 0
     assert "images              seen\n" in capsys.readouterr().out
-
-
-async def test_a_shard_counts_the_images_that_it_gets(tmp_path: Path) -> None:
-    port = free_port()
-    shard = Shard(tmp_path / "log", "--step-ms", "2", "--metrics-port", str(port))
-    with running(shard):
-        async with Fleet([shard.address]) as fleet:
-            await fleet.wait_ready()
-            for seed in (1, 2, 1):
-                await _tokens(fleet, _request(_image(seed)), _Source())
-        _, text = ask(f"http://127.0.0.1:{port}/metrics")
-    values = dict(line.split() for line in text.splitlines() if line[0] != "#" and "{" not in line)
-    assert float(values["penstock_shard_images_put_total"]) == 2
-    assert float(values["penstock_shard_image_bytes"]) == 2 * len(_pixels(1))
-    assert float(values["penstock_shard_images_encoded_total"]) >= 2
-    assert "penstock_shard_image_encode_seconds_total" in values
 
 
 def test_the_blocking_client_puts_images_and_asks_about_them(shards: list[Shard]) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +44,10 @@ class KeyedRouter(Router):
         return {**super().environment(log_file), **SECRETS}
 
 
-def _made(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert keys_command(["new", *arguments]) == 0
-    return capsys.readouterr().out.strip()
+def _made(*arguments: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert keys_command(["new", *arguments]) == 0
+    return printed.getvalue().strip()
 
 
 def _ask(
@@ -68,28 +74,81 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.toml"
 
 
-def test_no_key_is_written_to_a_log_a_metric_a_page_or_a_list_of_processes(
-    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    alice = _made(capsys, "alice", "--file", str(file), "--requests-per-minute", "1000")
-    root = _made(capsys, "root", "--file", str(file), "--scope", "admin")
-    old = _made(capsys, "old", "--file", str(file))
+@dataclass(frozen=True)
+class System:
+    """A shard and a router of two workers, with a file of keys in its folder."""
+
+    folder: Path
+    shard: KeyedShard
+    router: KeyedRouter
+    # By name.
+    keys: dict[str, str]
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "keys.toml"
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("keys")
+    file = folder / "keys.toml"
+    made = {
+        "alice": _made("alice", "--file", str(file), "--requests-per-minute", "1000"),
+        "root": _made("root", "--file", str(file), "--scope", "admin"),
+        "old": _made("old", "--file", str(file)),
+        "carol": _made("carol", "--file", str(file), "--max-concurrent-requests", "8"),
+    }
     keys_command(["revoke", "old", "--file", str(file)])
-    audit_key = tmp_path / "audit-key"
+    audit_key = folder / "audit-key"
     audit_key.write_bytes(b"audit-5ecret-0123456789")
-    shard = KeyedShard(tmp_path / "shard")
+    shard = KeyedShard(folder / "shard")
     flags = ["--api-keys-file", str(file), "--log-level", "debug", "--workers", "2"]
-    audit = ["--audit-log", str(tmp_path / "audit"), "--audit-key-file", str(audit_key)]
-    router = KeyedRouter(tmp_path / "router", [shard.address], *flags, *audit)
+    audit = ["--audit-log", str(folder / "audit"), "--audit-key-file", str(audit_key)]
+    router = KeyedRouter(folder / "router", [shard.address], *flags, *audit)
     with running(shard, router):
-        said = _everything_that_can_be_asked(router, [alice, root, old, *SECRETS.values(), WRONG])
-        said += _command_lines(router, shard)
-        router.terminate()
-        said += router.log + shard.log
-        said += "".join(path.read_text() for path in tmp_path.glob("audit-worker*"))
-    for secret in (alice, root, old, WRONG, "5ecret", *SECRETS.values()):
+        yield System(folder, shard, router, made)
+
+
+def test_a_change_of_the_file_counts_for_all_workers_within_two_seconds(system: System) -> None:
+    router, file, carol = system.router, system.file, system.keys["carol"]
+
+    def statuses(key: str) -> set[int]:
+        # Each is a connection of its own, to one worker or the other.
+        return {_ask(router, "/v1/models", key)[0] for _ in range(12)}
+
+    assert statuses(carol) == {200}
+    bob = _made("bob", "--file", str(file))
+    assert keys_command(["revoke", "carol", "--file", str(file)]) == 0
+    wait_until(lambda: statuses(bob) == {200}, timeout_s=10, what="bob is let in")
+    # A worker may have read the file between the two changes.
+    wait_until(lambda: statuses(carol) == {401}, timeout_s=10, what="carol is kept out")
+    good = file.read_text()
+    file.write_text("[[keys]]\nname = 'x'\n")
+    wait_until(
+        lambda: router.log.count("key x: hash: must be sha256") == 2,
+        timeout_s=10,
+        what="both workers say what is wrong",
+    )
+    assert statuses(bob) == {200}
+    # Each says it once, however often it looks.
+    time.sleep(1.5)
+    assert router.log.count("key x: hash: must be sha256") == 2
+    file.write_text(good)
+
+
+# The last one of the system: it ends its router.
+def test_no_key_is_written_to_a_log_a_metric_a_page_or_a_list_of_processes(system: System) -> None:
+    shard, router, made = system.shard, system.router, system.keys.values()
+    said = _everything_that_can_be_asked(router, [*made, *SECRETS.values(), WRONG])
+    said += _command_lines(router, shard)
+    assert router.terminate() == 0
+    said += router.log + shard.log
+    said += "".join(path.read_text() for path in system.folder.glob("audit-worker*"))
+    for secret in (*made, WRONG, "5ecret", *SECRETS.values()):
         assert secret not in said
-    digests = [entry.digest.hex() for entry in key_file_format.read(str(file))]
+    digests = [entry.digest.hex() for entry in key_file_format.read(str(system.file))]
+    assert digests
     assert not any(digest in said for digest in digests)
     # It did look, and names are shown.
     assert "alice" in router.log
@@ -121,37 +180,6 @@ def _everything_that_can_be_asked(router: Router, keys: list[str]) -> str:
         said += _ask(router, path)[1]
     assert {200, 400, 401, 403, 404} <= statuses
     return said
-
-
-def test_a_change_of_the_file_counts_for_all_workers_within_two_seconds(
-    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    alice = _made(capsys, "alice", "--file", str(file), "--max-concurrent-requests", "8")
-    shard = Shard(tmp_path / "shard")
-    flags = ["--api-keys-file", str(file), "--workers", "2"]
-    router = Router(tmp_path / "router", [shard.address], *flags)
-
-    def statuses(key: str) -> set[int]:
-        # Each is a connection of its own, to one worker or the other.
-        return {_ask(router, "/v1/models", key)[0] for _ in range(12)}
-
-    with running(shard, router):
-        assert statuses(alice) == {200}
-        bob = _made(capsys, "bob", "--file", str(file))
-        assert keys_command(["revoke", "alice", "--file", str(file)]) == 0
-        wait_until(lambda: statuses(bob) == {200}, timeout_s=10, what="bob is let in")
-        # A worker may have read the file between the two changes.
-        wait_until(lambda: statuses(alice) == {401}, timeout_s=10, what="alice is kept out")
-        file.write_text("[[keys]]\nname = 'x'\n")
-        wait_until(
-            lambda: router.log.count("key x: hash: must be sha256") == 2,
-            timeout_s=10,
-            what="both workers say what is wrong",
-        )
-        assert statuses(bob) == {200}
-        assert router.terminate() == 0
-    # Each says it once, however often it looks.
-    assert router.log.count("key x: hash: must be sha256") == 2
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ async def test_long_prompts_are_computed_on_one_shard_and_go_on_at_another(
             while not all(shard.ready for shard in fleet.shards):
                 await asyncio.sleep(0.02)
             for length, attempts in ((250, addresses), (100, addresses[1:])):
-                prompt = GenerationRequest([5] * length, SamplingParams(seed=2), max_tokens=100)
+                prompt = GenerationRequest([5] * length, SamplingParams(seed=2), max_tokens=60)
                 async with fleet.submit(prompt) as stream:
                     moved = [id_ async for output in stream for id_ in output.token_ids]
                 assert [attempt.shard for attempt in stream.attempts] == attempts
@@ -226,7 +226,7 @@ async def test_a_drained_shards_blocks_go_where_its_requests_go(
     rng = random.Random(7)
     requests = [
         GenerationRequest(
-            [rng.randrange(500) for _ in range(200)], SamplingParams(seed=number), max_tokens=300
+            [rng.randrange(500) for _ in range(200)], SamplingParams(seed=number), max_tokens=200
         )
         for number in range(4)
     ]
