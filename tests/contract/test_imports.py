@@ -103,9 +103,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("penstock_client", ["penstock_router"]),
     ],
 )
-def test_a_process_starts_where_torch_is_not_installed(
-    module: str, absent: list[str]
-) -> None:
+def test_a_process_starts_where_torch_is_not_installed(module: str, absent: list[str]) -> None:
     program = f"""
 import sys
 

@@ -158,7 +158,7 @@ def test_a_model_over_two_machines_answers_and_outlives_the_other(
         second.wait()
 
 
-# The last one: it stops the shard, so that no engine is started again and nobody else ends the rank.
+# The last one: the shard is stopped, so that it starts no other engine, nor ends the rank itself.
 def test_an_engine_that_is_killed_leaves_no_rank_behind(divided: DividedShard) -> None:
     divided.wait_healthy()
     rank, engine = divided.other_rank, divided.engine

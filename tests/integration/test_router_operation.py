@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 from support.budget import budget, in_soak, seeded
 from support.processes import Router, Shard, is_alive, running, wait_until
+from support.resumable_answers import LASTING, Answer, begun, read, read_on
 
 KEY = {"Authorization": "Bearer operator"}
 _LISTENS = "listening on"
@@ -175,6 +176,21 @@ async def test_a_file_of_shards_that_changes_under_load_is_an_error_to_nobody(
     assert len(set(answers)) == 1
 
 
+async def test_an_answer_outlives_the_worker_that_began_it(managed: Managed) -> None:
+    router = managed.router
+    body = {**LASTING, "prompt": "Workers"}
+    whole, answers = Answer(), [Answer() for _ in range(4)]
+    await read(router.url, "/v1/completions", body, whole)
+    reads = [
+        asyncio.create_task(read(router.url, "/v1/completions", body, answer)) for answer in answers
+    ]
+    await begun(answers)
+    await _replaced(router)
+    await asyncio.gather(*reads, return_exceptions=True)
+    await read_on(router.url, body, [answer for answer in answers if not answer.done])
+    assert all(answer.shown == whole.shown for answer in answers)
+
+
 async def _ask_while_one_is_replaced(router: Router, session: aiohttp.ClientSession) -> set[int]:
     """The statuses of what is asked until some of the last went to the new one."""
     replaced = asyncio.create_task(_replaced(router))
@@ -285,17 +301,17 @@ async def _events(
 async def test_sigterm_finishes_streams_that_are_read_and_cuts_those_that_take_too_long(
     tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession, workers: str
 ) -> None:
-    flags = ("--workers", workers, "--shutdown-timeout-s", "2.5", "--resume-grace-s", "60")
+    flags = ("--workers", workers, "--shutdown-timeout-s", "1.5", "--resume-grace-s", "60")
     log = tmp_path / "audit"
     audit = ("--audit-log", str(log), "--audit-prompts")
     router = Router(tmp_path / "router", [shard.address for shard in shards], *flags, *audit)
     with running(router):
         await _until_listening(router, int(workers))
-        short = {**LONG, "max_tokens": 150}
-        stopped = {"prompt": "Stop", "max_tokens": 200, "stop": ["e"], "ignore_eos": True}
+        short = {**LONG, "max_tokens": 60}
+        stopped = {"prompt": "Stop", "max_tokens": 100, "stop": ["e"], "ignore_eos": True}
         await asyncio.gather(*(_whole(session, router, stopped) for _ in range(3)))
         reading = [asyncio.create_task(_events(session, router, short)) for _ in range(3)]
-        reading += [asyncio.create_task(_events(session, router, LONG)) for _ in range(3)]
+        reading += [asyncio.create_task(_events(session, router, LONG)) for _ in range(2)]
         for _ in range(2):
             await _events(session, router, LONG, most=3)
         children = router.children
@@ -321,7 +337,7 @@ async def test_sigterm_finishes_streams_that_are_read_and_cuts_those_that_take_t
             },
             "[DONE]",
         ]
-    await asyncio.to_thread(_check_replay, tmp_path, shards, records=3 + 6 + 2)
+    await asyncio.to_thread(_check_replay, tmp_path, shards, records=3 + 5 + 2)
 
 
 def _check_replay(folder: Path, shards: list[Shard], *, records: int) -> None:

@@ -608,9 +608,7 @@ async def test_sigterm_lets_running_requests_finish_and_exits_with_0(
     shard: Shard, client: ShardClient
 ) -> None:
     begun = asyncio.Event()
-    tokens = asyncio.create_task(
-        _tokens(client, GenerationRequest([1], max_tokens=200), begun)
-    )
+    tokens = asyncio.create_task(_tokens(client, GenerationRequest([1], max_tokens=200), begun))
     await begun.wait()
     shard.process.terminate()
     assert len(await tokens) == 200
