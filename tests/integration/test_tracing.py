@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from penstock_client import ShardClient
 METHOD = "penstock.v1.Shard/Generate"
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 OUTLIVING = "8" * 32
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Deployment:
     receiver: Receiver
     shards: list[Shard]
     router: Router
+    lose_collector: Callable[[], None]
 
     def trace(self, trace_id: str, *, num_spans: int) -> list[Received]:
         """The spans of a trace, once there are so many."""
@@ -51,12 +54,13 @@ class Deployment:
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("traces")
-    with receiving() as receiver:
+    with contextlib.ExitStack() as collector:
+        receiver = collector.enter_context(receiving())
         traced = ("--otlp-endpoint", receiver.endpoint)
         shards = [Shard(folder / f"shard{i}", *traced, "--log-requests") for i in range(2)]
         router = Router(folder / "router", [shard.address for shard in shards], *traced)
         with running(*shards, router):
-            yield Deployment(receiver, shards, router)
+            yield Deployment(receiver, shards, router, collector.close)
 
 
 def complete(url: str, fields: dict[str, Any], **headers: str) -> None:
@@ -144,25 +148,6 @@ def test_without_a_usable_header_a_trace_begins(deployment: Deployment) -> None:
     assert http.parent_id == ""
 
 
-def test_a_service_whose_collector_is_gone_is_unharmed(tmp_path: Path) -> None:
-    gone = ("--otlp-endpoint", f"http://127.0.0.1:{free_port()}")
-    shard = Shard(tmp_path / "shard", *gone)
-    router = Router(tmp_path / "router", [shard.address], *gone)
-    with running(shard, router):
-        began_s = time.monotonic()
-        for _ in range(20):
-            complete(router.url, {"max_tokens": 1})
-        assert time.monotonic() - began_s < 10
-        began_s = time.monotonic()
-        assert (router.terminate(), shard.terminate()) == (0, 0)
-        assert time.monotonic() - began_s < 15
-    for service in (shard, router):
-        assert (
-            len(lines_of(service.log, "opentelemetry.exporter.otlp.proto.http.trace_exporter")) <= 1
-        )
-        assert "Traceback" not in service.log
-
-
 def test_requests_go_on_where_nobody_reads_the_log(deployment: Deployment) -> None:
     port = free_port()
     reading, writing = os.pipe()
@@ -216,17 +201,13 @@ def test_without_the_extra_the_flag_is_refused_in_one_line(module: str) -> None:
     assert "--otlp-endpoint: needs the extra otlp: pip install 'penstock[otlp]'" in result.stderr
 
 
-# The last one: it kills a shard.
+# It kills a shard: one is left.
 async def test_a_request_that_outlives_its_shard_is_still_one_trace(deployment: Deployment) -> None:
     """Two attempts, and the second shard's spans below the second."""
     router, shards = deployment.router, deployment.shards
     killed = await kill_the_shard_of_a_stream(router, shards)
-    router.terminate()
-    for shard in shards:
-        if shard is not killed:
-            shard.terminate()
-    spans = [span for span in deployment.receiver.spans if span.trace_id == OUTLIVING]
-    check_failover(spans, killed.address)
+    check_failover(deployment.trace(OUTLIVING, num_spans=9), killed.address)
+    wait_until(lambda: OUTLIVING in router.log, timeout_s=30, what="a line")
     (line,) = (line for line in lines_of(router.log) if line["trace_id"] == OUTLIVING)
     assert line["shards"][0] == killed.address
     assert (line["attempts"], len(line["failovers"])) == (2, 1)
@@ -268,3 +249,19 @@ def check_failover(spans: list[Received], killed: str) -> None:
     assert shard.attributes["penstock.request.given_tokens"] > 0
     below = [span.name for span in spans if span.parent_id == shard.span_id]
     assert below == ["queue", "prefill", "decode"]
+
+
+# The last one: without its collector the deployment is ended.
+def test_a_service_whose_collector_is_gone_is_unharmed(deployment: Deployment) -> None:
+    alive = [shard for shard in deployment.shards if shard.process.poll() is None]
+    deployment.lose_collector()
+    began_s = time.monotonic()
+    for _ in range(20):
+        complete(deployment.router.url, {"max_tokens": 1})
+    assert time.monotonic() - began_s < 10
+    began_s = time.monotonic()
+    assert {service.terminate() for service in (deployment.router, *alive)} == {0}
+    assert time.monotonic() - began_s < 15
+    for service in (deployment.router, *alive):
+        assert len(lines_of(service.log, EXPORTER)) <= 1
+        assert "Traceback" not in service.log
