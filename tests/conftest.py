@@ -58,10 +58,6 @@ _OF_THE_TOY = {
     f"tests/integration/test_{name}.py"
     for name in ("form_pages", "launch_command", "model_serving", "parallel_shard")
 }
-_OF_THE_PAIR = {
-    f"tests/integration/test_{name}.py"
-    for name in ("examples", "openai_client", "openai_responses", "readme", "reflection")
-}
 
 
 class _Folder(pytest.Package):
@@ -92,8 +88,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
             file = nodeid.partition("::")[0]
             if file in _OF_THE_TOY:
                 return "toy"
-            if file in _OF_THE_PAIR:
-                return "pair"
             if file in _OF_ALL_KERNELS:
                 return "kernels"
             folder = file.rpartition("/")[0]
