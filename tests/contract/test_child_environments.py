@@ -105,7 +105,14 @@ def violations(modules: Modules) -> Iterator[str]:
 def _calls(module: Module) -> Iterator[tuple[str, ast.Call]]:
     for node in ast.walk(module.tree()):
         if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+            yield _name_of(node.func), node
+
+
+def _name_of(function: ast.expr) -> str:
+    """Its dotted name; of what comes from no name `?` and what follows."""
+    if isinstance(function, ast.Attribute):
+        return f"{_name_of(function.value)}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else "?"
 
 
 def _is_chosen(module: Module, call: ast.Call) -> bool:

@@ -33,7 +33,7 @@ ODD_VALUES: list[Any] = ["x", "", -1, 0, 1.5, 10**30, True, [], {}, [None], ["x"
 # An operation of the document.
 Declared = dict[str, Any]
 
-CASES = budget(4, 2000)
+CASES = budget(3, 2000)
 # None hangs: the longest answers of the fake shard take a second or so.
 TIMEOUT_S = 20
 CHECKS = [

@@ -158,9 +158,10 @@ def test_a_model_over_two_machines_answers_and_outlives_the_other(
         second.wait()
 
 
-# The last one: nobody waits for the engine that starts after it.
+# The last one: the shard is stopped, so that it starts no other engine, nor ends the rank itself.
 def test_an_engine_that_is_killed_leaves_no_rank_behind(divided: DividedShard) -> None:
     divided.wait_healthy()
-    rank = divided.other_rank
-    divided.engine.kill()
+    rank, engine = divided.other_rank, divided.engine
+    divided.process.send_signal(signal.SIGSTOP)
+    engine.kill()
     wait_until(lambda: not is_alive(rank), timeout_s=30, what="the rank ended itself")

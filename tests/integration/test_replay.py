@@ -105,11 +105,9 @@ def test_every_record_is_generated_again_elsewhere(
 ) -> None:
     assert {record.finish_reason for record in records} == set(FinishReason)
     assert [601 in record.output_token_ids for record in records[2::4]] == [True] * 3
-    for where in (shards, shards[1:]):
-        run = _replay(_log(tmp_path / "audit", records), *where)
-        (tmp_path / "audit").unlink()
-        assert run.stdout.startswith(f"{REQUESTS} records: {REQUESTS} equal, 0 different, 0 failed")
-        assert (run.returncode, run.stderr) == (0, "")
+    run = _replay(_log(tmp_path / "audit", records), shards[1])
+    assert run.stdout.startswith(f"{REQUESTS} records: {REQUESTS} equal, 0 different, 0 failed")
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_what_differs_is_named_and_the_rest_is_still_compared(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import pytest
 from support.budget import budget, seeded
-from support.processes import Router, Shard, running, wait_until
+from support.processes import Router, Shard, running
+from support.resumable_answers import LASTING, Answer, begun, read, read_on
 
 KEY = ("--resume-key", "shared", "--resume-grace-s", "0.5")
 
@@ -35,83 +34,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     routers = (Router(logs / "router0", addresses, *KEY), Router(logs / "router1", addresses, *KEY))
     with running(*shards, *routers):
         yield Two(routers, shards)
-
-
-@dataclass
-class Answer:
-    """What a client has put together from the events of one answer."""
-
-    texts: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[Any]] = field(default_factory=dict)
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
-    finish_reasons: dict[int, str] = field(default_factory=dict)
-    usage: dict[str, Any] | None = None
-    envelope: set[tuple[str, int]] = field(default_factory=set)
-    last_id: str = ""
-    done: bool = False
-    events: int = 0
-
-    def take(self, event_id: str | None, data: str) -> None:
-        self.events += 1
-        if event_id is not None:
-            self.last_id = event_id
-        if data == "[DONE]":
-            self.done = True
-            return
-        body = json.loads(data)
-        assert "error" not in body, body
-        self.envelope.add((body["id"], body["created"]))
-        self.usage = body.get("usage") or self.usage
-        for choice in body["choices"]:
-            self._take_choice(choice)
-
-    def _take_choice(self, choice: Mapping[str, Any]) -> None:
-        index = choice["index"]
-        text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-        self.texts[index] = self.texts.get(index, "") + (text or "")
-        self.token_ids.setdefault(index, []).extend(choice.get("token_ids") or [])
-        logprobs = choice.get("logprobs")
-        if logprobs:
-            rows = logprobs.get("content") or logprobs.get("tokens") or []
-            self.logprobs.setdefault(index, []).extend(rows)
-        if choice.get("finish_reason"):
-            assert index not in self.finish_reasons
-            self.finish_reasons[index] = choice["finish_reason"]
-
-    @property
-    def shown(self) -> tuple[object, ...]:
-        usage = dict(self.usage) if self.usage else {}
-        # Of a prompt that was computed twice the second finds more.
-        usage.pop("prompt_tokens_details", None)
-        return self.texts, self.logprobs, self.token_ids, self.finish_reasons, usage
-
-
-async def read(
-    url: str, path: str, body: Mapping[str, Any], answer: Answer, *, most: int | None = None
-) -> int:
-    """Read on from where the answer is, some events or all; the answer's status."""
-    headers = {"x-penstock-resumable": "1"}
-    if answer.last_id:
-        headers["Last-Event-ID"] = answer.last_id
-    events = 0
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(url + path, json=body, headers=headers) as response,
-    ):
-        if response.status != 200:
-            return response.status
-        event_id: str | None = None
-        async for raw in response.content:
-            line = raw.decode().rstrip("\n")
-            if line.startswith("id:"):
-                event_id = line.removeprefix("id:").strip()
-            elif line.startswith("data: "):
-                answer.take(event_id, line.removeprefix("data: "))
-                event_id = None
-                events += 1
-                if events == most:
-                    return 200
-    return 200
 
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -156,72 +78,6 @@ async def test_an_answer_in_pieces_is_the_answer_in_one(
             whole = Answer()
             await read(two.routers[1].url, path, body, whole)
             assert answer.shown == whole.shown
-
-
-# An answer that is not over before all of several have begun.
-LASTING = {"max_tokens": 300, "seed": 9, "stream": True, "ignore_eos": True}
-
-
-async def _begun(answers: list[Answer]) -> None:
-    async with asyncio.timeout(30):
-        while not all(answer.last_id for answer in answers):
-            await asyncio.sleep(0.01)
-
-
-async def _read_on(url: str, body: Mapping[str, Any], answers: list[Answer]) -> None:
-    reads = (read(url, "/v1/completions", body, answer) for answer in answers)
-    assert set(await asyncio.gather(*reads)) <= {200}
-
-
-async def test_an_answer_outlives_the_router_that_began_it(two: Two, tmp_path: Path) -> None:
-    addresses = [shard.address for shard in two.shards]
-    body = {**LASTING, "prompt": "On and on"}
-    whole = Answer()
-    await read(two.routers[0].url, "/v1/completions", body, whole)
-    dying = Router(tmp_path / "dying", addresses, *KEY)
-    with running(dying):
-        answers = [Answer() for _ in range(8)]
-        reads = [
-            asyncio.create_task(read(dying.url, "/v1/completions", body, answer))
-            for answer in answers
-        ]
-        await _begun(answers)
-        dying.process.kill()
-        await asyncio.gather(*reads, return_exceptions=True)
-    assert not any(answer.done for answer in answers)
-    await _read_on(two.routers[1].url, body, answers)
-    assert all(answer.shown == whole.shown for answer in answers)
-
-
-async def test_an_answer_outlives_the_worker_that_began_it(two: Two, tmp_path: Path) -> None:
-    addresses = [shard.address for shard in two.shards]
-    body = {**LASTING, "prompt": "Workers"}
-    whole = Answer()
-    await read(two.routers[0].url, "/v1/completions", body, whole)
-    several = Router(tmp_path / "several", addresses, "--workers", "2")
-    with running(several):
-        # The second one too: it listens when it can serve.
-        await asyncio.to_thread(
-            wait_until,
-            lambda: several.log.count("listening on") == 2,
-            timeout_s=60,
-            what="two workers that listen",
-        )
-        answers = [Answer() for _ in range(12)]
-        reads = [
-            asyncio.create_task(read(several.url, "/v1/completions", body, answer))
-            for answer in answers
-        ]
-        await _begun(answers)
-        workers = [child for child in several.children if "spawn_main" in " ".join(child.cmdline())]
-        workers[0].kill()
-        # Before that its socket may still take connections, and cut them off.
-        await asyncio.to_thread(
-            wait_until, lambda: not workers[0].is_running(), timeout_s=30, what="no worker"
-        )
-        await asyncio.gather(*reads, return_exceptions=True)
-        await _read_on(several.url, body, [answer for answer in answers if not answer.done])
-        assert all(answer.shown == whole.shown for answer in answers)
 
 
 async def _status(two: Two, body: object, **headers: str) -> tuple[int, str]:
@@ -269,3 +125,21 @@ async def test_a_stream_that_nobody_takes_up_again_ends_after_its_grace_time(two
                 break
             await asyncio.sleep(0.1)
     assert await read(two.routers[0].url, "/v1/completions", body, answer, most=3) == 200
+
+
+# The last one: it kills a router of the two.
+async def test_an_answer_outlives_the_router_that_began_it(two: Two) -> None:
+    dying, other = two.routers
+    body = {**LASTING, "prompt": "On and on"}
+    whole = Answer()
+    await read(other.url, "/v1/completions", body, whole)
+    answers = [Answer() for _ in range(4)]
+    reads = [
+        asyncio.create_task(read(dying.url, "/v1/completions", body, answer)) for answer in answers
+    ]
+    await begun(answers)
+    dying.process.kill()
+    await asyncio.gather(*reads, return_exceptions=True)
+    assert not any(answer.done for answer in answers)
+    await read_on(other.url, body, answers)
+    assert all(answer.shown == whole.shown for answer in answers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import aiohttp
 import pytest
 from support.budget import budget, in_soak, seeded
 from support.processes import Router, Shard, is_alive, running, wait_until
+from support.resumable_answers import LASTING, Answer, begun, read, read_on
 
 KEY = {"Authorization": "Bearer operator"}
 _LISTENS = "listening on"
+_GENERATED = "penstock_router_generation_seconds_count"
 RESUMABLE = {"x-penstock-resumable": "1"}
 LONG = {"prompt": "On and on", "max_tokens": 1500, "stream": True, "ignore_eos": True}
 
@@ -123,6 +126,28 @@ async def _whole(
         return answer
 
 
+async def test_several_workers_count_together_and_each_shard_once(
+    managed: Managed, session: aiohttp.ClientSession
+) -> None:
+    router = managed.router
+    await _until_listening(router, 2)
+    for _ in range(12):
+        await _whole(session, router, {"prompt": "Counted", "max_tokens": 3})
+    async with asyncio.timeout(20):
+        while _total(await _metrics(session, router), _GENERATED) != 12:
+            await asyncio.sleep(0.1)
+    text = await _metrics(session, router)
+    assert _total(text, "penstock_router_output_tokens_total") == 36
+    assert _total(text, "penstock_router_shards") == 3
+    assert _total(text, "penstock_router_shard_state") == 3
+
+
+def _total(metrics: str, name: str) -> float:
+    """Over all labels."""
+    found = (line for line in metrics.splitlines() if re.match(rf"{name}[ {{]", line))
+    return sum(float(line.split()[-1]) for line in found)
+
+
 async def test_a_file_of_shards_that_changes_under_load_is_an_error_to_nobody(
     managed: Managed, shards: list[Shard], session: aiohttp.ClientSession
 ) -> None:
@@ -136,11 +161,8 @@ async def test_a_file_of_shards_that_changes_under_load_is_an_error_to_nobody(
         while time.monotonic() < until_s:
             answers.append((await _whole(session, router, body))["choices"][0]["text"])
 
-    # Each look is a connection of its own: to either of the two.
-    while not all([await asyncio.to_thread(router.healthy) for _ in range(12)]):
-        await asyncio.sleep(0.1)
     until_s = time.monotonic() + budget(4, 120)
-    clients = [asyncio.create_task(ask_again_and_again(until_s)) for _ in range(8)]
+    clients = [asyncio.create_task(ask_again_and_again(until_s)) for _ in range(budget(4, 8))]
     others = shards[1:]
     while time.monotonic() < until_s:
         await asyncio.sleep(rng.uniform(0.2, 1.5))
@@ -150,20 +172,32 @@ async def test_a_file_of_shards_that_changes_under_load_is_an_error_to_nobody(
         _file_of(file, [shards[0], *others])
     await asyncio.gather(*clients)
     assert "leaves the fleet" in router.log
-    assert len(answers) > 20
+    assert len(answers) > 10
     assert len(set(answers)) == 1
 
 
-async def test_a_worker_that_replaces_another_takes_nothing_before_it_can_serve(
-    managed: Managed, session: aiohttp.ClientSession
-) -> None:
+async def test_an_answer_outlives_the_worker_that_began_it(managed: Managed) -> None:
     router = managed.router
-    body = {"prompt": "x", "max_tokens": 2}
+    body = {**LASTING, "prompt": "Workers"}
+    whole, answers = Answer(), [Answer() for _ in range(4)]
+    await read(router.url, "/v1/completions", body, whole)
+    reads = [
+        asyncio.create_task(read(router.url, "/v1/completions", body, answer)) for answer in answers
+    ]
+    await begun(answers)
+    await _replaced(router)
+    await asyncio.gather(*reads, return_exceptions=True)
+    await read_on(router.url, body, [answer for answer in answers if not answer.done])
+    assert all(answer.shown == whole.shown for answer in answers)
+
+
+async def _ask_while_one_is_replaced(router: Router, session: aiohttp.ClientSession) -> set[int]:
+    """The statuses of what is asked until some of the last went to the new one."""
     replaced = asyncio.create_task(_replaced(router))
     # Killed before anything is asked.
     await asyncio.sleep(0)
+    body = {"prompt": "x", "max_tokens": 2}
     statuses, asked_after = set(), 0
-    # Some of the last go to the new one.
     while asked_after < 20:
         asked_after += replaced.done()
         try:
@@ -172,11 +206,12 @@ async def test_a_worker_that_replaces_another_takes_nothing_before_it_can_serve(
         except aiohttp.ClientConnectionError:
             # It was on its way to the one that died.
             statuses.add(0)
+        await asyncio.sleep(0.02)
     await replaced
-    assert statuses <= {0, 200}
+    return statuses
 
 
-# The last of the router's: it overrides the file.
+# After those of the file, which it overrides.
 async def test_what_an_operator_changes_holds_for_all_workers_also_for_new_ones(
     managed: Managed, shards: list[Shard], session: aiohttp.ClientSession
 ) -> None:
@@ -191,7 +226,8 @@ async def test_what_an_operator_changes_holds_for_all_workers_also_for_new_ones(
     status, body = await operator.ask("DELETE", f"/{first.address}")
     assert (status, body["status"]) == (202, "leaving")
     await operator.wait_for(second, third)
-    await _replaced(router)
+    # The new one takes nothing before it can serve.
+    assert await _ask_while_one_is_replaced(router, session) <= {0, 200}
     await operator.wait_for(second, third)
     for shard in (second, third):
         await operator.ask("DELETE", f"/{shard.address}")
@@ -203,12 +239,13 @@ async def test_what_an_operator_changes_holds_for_all_workers_also_for_new_ones(
     router.wait_healthy()
 
 
-async def test_what_happens_to_sequences_between_shards_is_counted(
+async def test_what_happens_between_shards_is_counted_and_sigterm_waits_for_nobody_to_come_back(
     tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
 ) -> None:
     two = shards[:2]
     addresses = [shard.address for shard in two]
-    router = Router(tmp_path / "router", addresses, "--verify-share", "1")
+    flags = ("--verify-share", "1", "--resume-grace-s", "60")
+    router = Router(tmp_path / "router", addresses, *flags)
     body = {"prompt": "Counted", "max_tokens": 150, "seed": 3, "ignore_eos": True}
     with running(router):
         async with asyncio.timeout(20):
@@ -228,6 +265,9 @@ async def test_what_happens_to_sequences_between_shards_is_counted(
                     session, router
                 ):
                     await asyncio.sleep(0.1)
+        await _events(session, router, LONG, most=3)
+        # A third of the time that a client may take to come back.
+        assert await asyncio.to_thread(router.terminate, 20.0) == 0
     await asyncio.to_thread(two[0].wait_healthy)
 
 
@@ -261,18 +301,18 @@ async def _events(
 async def test_sigterm_finishes_streams_that_are_read_and_cuts_those_that_take_too_long(
     tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession, workers: str
 ) -> None:
-    flags = ("--workers", workers, "--shutdown-timeout-s", "2.5", "--resume-grace-s", "60")
+    flags = ("--workers", workers, "--shutdown-timeout-s", "1.5", "--resume-grace-s", "60")
     log = tmp_path / "audit"
     audit = ("--audit-log", str(log), "--audit-prompts")
     router = Router(tmp_path / "router", [shard.address for shard in shards], *flags, *audit)
     with running(router):
         await _until_listening(router, int(workers))
-        short = {**LONG, "max_tokens": 150}
-        stopped = {"prompt": "Stop", "max_tokens": 200, "stop": ["e"], "ignore_eos": True}
-        await asyncio.gather(*(_whole(session, router, stopped) for _ in range(5)))
-        reading = [asyncio.create_task(_events(session, router, short)) for _ in range(4)]
-        reading += [asyncio.create_task(_events(session, router, LONG)) for _ in range(4)]
-        for _ in range(4):
+        short = {**LONG, "max_tokens": 60}
+        stopped = {"prompt": "Stop", "max_tokens": 100, "stop": ["e"], "ignore_eos": True}
+        await asyncio.gather(*(_whole(session, router, stopped) for _ in range(3)))
+        reading = [asyncio.create_task(_events(session, router, short)) for _ in range(3)]
+        reading += [asyncio.create_task(_events(session, router, LONG)) for _ in range(2)]
+        for _ in range(2):
             await _events(session, router, LONG, most=3)
         children = router.children
         router.process.send_signal(signal.SIGTERM)
@@ -282,10 +322,10 @@ async def test_sigterm_finishes_streams_that_are_read_and_cuts_those_that_take_t
         wait_until(
             lambda: not any(map(is_alive, children)), timeout_s=5, what="children have ended"
         )
-    for events in ended[:4]:
+    for events in ended[:3]:
         assert events[-1] == "[DONE]"
         assert events[-2]["choices"][0]["finish_reason"] == "length"
-    for events in ended[4:]:
+    for events in ended[3:]:
         assert events[-2:] == [
             {
                 "error": {
@@ -297,17 +337,7 @@ async def test_sigterm_finishes_streams_that_are_read_and_cuts_those_that_take_t
             },
             "[DONE]",
         ]
-    await asyncio.to_thread(_check_replay, tmp_path, shards, records=5 + 8 + 4)
-
-
-async def test_sigterm_waits_for_nobody_who_might_come_back(
-    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
-) -> None:
-    router = Router(tmp_path / "router", [shards[0].address], "--resume-grace-s", "60")
-    with running(router):
-        await _events(session, router, LONG, most=3)
-        # A third of the time that a client may take to come back.
-        assert await asyncio.to_thread(router.terminate, 20.0) == 0
+    await asyncio.to_thread(_check_replay, tmp_path, shards, records=3 + 5 + 2)
 
 
 def _check_replay(folder: Path, shards: list[Shard], *, records: int) -> None:
@@ -334,34 +364,30 @@ def test_several_workers_serve_all_that_comes_once_one_says_that_it_can(
 
 # The last one: it ends the shards.
 async def test_a_shard_that_is_drained_hands_over_and_one_that_is_dead_or_hangs_is_said_to_be(
-    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
+    managed: Managed, shards: list[Shard], session: aiohttp.ClientSession
 ) -> None:
-    own = [*shards, Shard(tmp_path / "shard3", "--step-ms", "5")]
-    addresses = [shard.address for shard in own]
-    flags = ("--workers", "2", "--admin-key", "operator", "--stall-timeout-s", "1.5")
-    router = Router(tmp_path / "router", addresses, *flags)
-    with running(own[3], router):
-        operator = Operator(session, router)
-        await operator.wait_for(*own)
-        idle, busy, dead, hung = own
-        body = {"prompt": "Drained", "max_tokens": 300, "ignore_eos": True, "seed": 1}
-        answer = asyncio.create_task(
-            _whole(session, router, body, **{"x-penstock-shard": idle.address})
-        )
-        await asyncio.sleep(0.5)
-        for shard in (idle, busy):
-            status, said = await operator.ask("POST", f"/{shard.address}/drain")
-            assert (status, said["status"]) == (202, "draining")
-        assert (await answer)["usage"]["completion_tokens"] == 300
-        dead.process.kill()
-        hung.process.send_signal(signal.SIGSTOP)
-        try:
-            async with asyncio.timeout(20):
-                answers = await asyncio.gather(
-                    *(operator.ask("POST", f"/{shard.address}/drain") for shard in (dead, hung))
-                )
-            for shard, (status, said) in zip((dead, hung), answers, strict=True):
-                assert status == 503
-                assert f"{shard.address} does not drain" in said["error"]["message"]
-        finally:
-            hung.process.send_signal(signal.SIGCONT)
+    router, (busy, dead, hung) = managed.router, shards
+    operator = Operator(session, router)
+    for shard in shards:
+        await operator.ask("POST", json={"address": shard.address})
+    await operator.wait_for(*shards)
+    body = {"prompt": "Drained", "max_tokens": 300, "ignore_eos": True, "seed": 1}
+    answer = asyncio.create_task(
+        _whole(session, router, body, **{"x-penstock-shard": busy.address})
+    )
+    await asyncio.sleep(0.5)
+    status, said = await operator.ask("POST", f"/{busy.address}/drain")
+    assert (status, said["status"]) == (202, "draining")
+    assert (await answer)["usage"]["completion_tokens"] == 300
+    dead.process.kill()
+    hung.process.send_signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(
+                *(operator.ask("POST", f"/{shard.address}/drain") for shard in (dead, hung))
+            )
+        for shard, (status, said) in zip((dead, hung), answers, strict=True):
+            assert status == 503
+            assert f"{shard.address} does not drain" in said["error"]["message"]
+    finally:
+        hung.process.send_signal(signal.SIGCONT)

@@ -343,18 +343,7 @@ def test_a_shard_without_adapters_says_how_to_have_some(shard: Shard) -> None:
             assert "--enable-lora" in str(caught.value.details())
 
 
-async def test_a_full_queue_refuses_at_once(tmp_path: Path) -> None:
-    flags = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--step-ms", "20")
-    service = Shard(tmp_path / "log", *flags)
-    with running(service):
-        async with ShardClient(service.address) as client:
-            streams = [client.submit(GenerationRequest([1], max_tokens=500)) for _ in range(6)]
-            results = await asyncio.gather(*(anext(s) for s in streams[3:]), return_exceptions=True)
-            assert sum(isinstance(result, Overloaded) for result in results) >= 2
-            for stream in streams:
-                stream.cancel()
-
-
+_KEY = "s3cret"
 _MB = 1_000_000
 
 
@@ -382,8 +371,9 @@ class _Peak:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
-    """A shard with a key."""
-    service = Shard(tmp_path_factory.mktemp("locked") / "log", "--api-key", "s3cret")
+    """A shard with a key, which runs one request at a time."""
+    flags = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--step-ms", "10")
+    service = Shard(tmp_path_factory.mktemp("locked") / "log", "--api-key", _KEY, *flags)
     with running(service):
         yield service
 
@@ -395,10 +385,10 @@ async def test_a_shard_with_a_key_refuses_calls_without_it(locked: Shard) -> Non
                 await client.info()
             with pytest.raises(Unauthenticated):
                 await _tokens(client, GenerationRequest([1], max_tokens=1))
-    async with ShardClient(locked.address, api_key="s3cret") as client:
+    async with ShardClient(locked.address, api_key=_KEY) as client:
         assert len(await _tokens(client, GenerationRequest([1], max_tokens=1))) == 1
-    assert "s3cret" not in locked.log
-    assert "s3cret" not in " ".join(locked.engine.cmdline())
+    assert _KEY not in locked.log
+    assert _KEY not in " ".join(locked.engine.cmdline())
 
 
 _CHECK = "/grpc.health.v1.Health/Check"
@@ -442,7 +432,7 @@ async def _send_all(shard: Shard, path: str, size: int, **options: Any) -> set[t
 )
 async def test_of_a_caller_without_the_key_no_message_is_received(locked: Shard, path: str) -> None:
     async with _Peak(locked.process.pid) as peak:
-        ends = await _send_all(locked, path, 20 * _MB)
+        ends = await _send_all(locked, path, 10 * _MB)
     assert ends == {("UNAUTHENTICATED", "missing or wrong API key")}
     assert peak.grown_mb < 16
 
@@ -471,41 +461,36 @@ async def test_a_compressed_message_is_refused_before_it_is_inflated(
     locked: Shard, path: str
 ) -> None:
     async with _Peak(locked.process.pid) as peak:
-        ends = await _send_all(locked, path, 20 * _MB, compression=grpc.Compression.Gzip)
+        ends = await _send_all(locked, path, 10 * _MB, compression=grpc.Compression.Gzip)
     assert {code for code, _ in ends} == {"UNIMPLEMENTED"}
     assert peak.grown_mb < 16
 
 
-async def test_draining_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
-    service = Shard(tmp_path / "log", "--step-ms", "10")
-    with running(service):
-        async with ShardClient(service.address) as client:
-            begun = asyncio.Event()
-            running_tokens = asyncio.create_task(
-                _tokens(client, GenerationRequest([1], max_tokens=200), begun)
-            )
-            await begun.wait()
-            left = [progress.running async for progress in client.drain()]
-            assert left[0] == 1
-            assert left[-1] == 0
-            assert len(await running_tokens) == 200
-            with pytest.raises(ShardUnavailable, match="draining"):
-                await _tokens(client, GenerationRequest([1], max_tokens=1))
-        wait_until(lambda: not service.healthy(), timeout_s=30, what="not healthy after a drain")
+async def test_a_full_queue_refuses_at_once(locked: Shard) -> None:
+    async with ShardClient(locked.address, api_key=_KEY) as client:
+        streams = [client.submit(GenerationRequest([1], max_tokens=500)) for _ in range(6)]
+        results = await asyncio.gather(*(anext(s) for s in streams[3:]), return_exceptions=True)
+        assert sum(isinstance(result, Overloaded) for result in results) >= 2
+        for stream in streams:
+            stream.cancel()
+        await _wait_idle(client)
 
 
-async def test_sigterm_lets_running_requests_finish_and_exits_with_0(tmp_path: Path) -> None:
-    service = Shard(tmp_path / "log", "--step-ms", "10")
-    with running(service):
-        async with ShardClient(service.address) as client:
-            begun = asyncio.Event()
-            tokens = asyncio.create_task(
-                _tokens(client, GenerationRequest([1], max_tokens=100), begun)
-            )
-            await begun.wait()
-            service.process.terminate()
-            assert len(await tokens) == 100
-        assert await asyncio.to_thread(service.process.wait, 10) == 0
+# The last one of that shard.
+async def test_draining_finishes_what_runs_and_takes_nothing_new(locked: Shard) -> None:
+    async with ShardClient(locked.address, api_key=_KEY) as client:
+        begun = asyncio.Event()
+        running_tokens = asyncio.create_task(
+            _tokens(client, GenerationRequest([1], max_tokens=100), begun)
+        )
+        await begun.wait()
+        left = [progress.running async for progress in client.drain()]
+        assert left[0] == 1
+        assert left[-1] == 0
+        assert len(await running_tokens) == 100
+        with pytest.raises(ShardUnavailable, match="draining"):
+            await _tokens(client, GenerationRequest([1], max_tokens=1))
+    wait_until(lambda: not locked.healthy(), timeout_s=30, what="not healthy after a drain")
 
 
 @pytest.mark.parametrize(
@@ -616,3 +601,15 @@ async def test_a_caller_that_stops_reading_and_leaves_costs_no_traceback(
         call.cancel()
     await _wait_idle(client)
     assert "Traceback" not in shard.log
+
+
+# The last one of its shard.
+async def test_sigterm_lets_running_requests_finish_and_exits_with_0(
+    shard: Shard, client: ShardClient
+) -> None:
+    begun = asyncio.Event()
+    tokens = asyncio.create_task(_tokens(client, GenerationRequest([1], max_tokens=200), begun))
+    await begun.wait()
+    shard.process.terminate()
+    assert len(await tokens) == 200
+    assert await asyncio.to_thread(shard.process.wait, 10) == 0

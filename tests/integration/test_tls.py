@@ -318,38 +318,41 @@ def test_what_a_shard_refuses_leaves_nothing_in_its_log(site: Site) -> None:
     assert not [line for line in lines if "ssl_transport" in line or "Traceback" in line]
 
 
-async def test_a_shard_reached_by_address_may_be_known_by_a_name(
-    authority: Authority, tmp_path: Path
-) -> None:
-    pair = authority.issue(SERVER_NAME)
-    shard = Shard(tmp_path / "log", *pair.server_flags, tls=authority.tls(server_name=SERVER_NAME))
-    with running(shard):
-        async with ShardClient(shard.address, tls=shard.tls) as client:
-            assert (await client.info()).model == "penstock-toy"
-        async with ShardClient(shard.address, tls=authority.tls()) as client:
-            with pytest.raises(ShardUnavailable, match="for another name"):
-                await client.info()
-
-
-async def test_a_shard_at_a_pinned_address_is_known_by_the_name_it_was_added_with(
-    authority: Authority, tmp_path: Path
-) -> None:
-    """A name that no resolver here knows leads where it was seen to lead when it was checked."""
+@pytest.fixture(scope="module")
+def named(folder: Path, authority: Authority) -> Iterator[Shard]:
+    """A shard whose certificate has a name, and no address."""
     shard = Shard(
-        tmp_path / "log",
+        folder / "named-log",
         *authority.issue(SERVER_NAME).server_flags,
         tls=authority.tls(server_name=SERVER_NAME),
     )
-    port = shard.address.rpartition(":")[2]
-    here = [ip_address("::1"), ip_address("127.0.0.1")]
     with running(shard):
-        async with Fleet(["127.0.0.1:1"], tls=authority.tls()) as fleet:
-            fleet.add(f"{SERVER_NAME}:{port}", here)
-            await fleet.wait_ready(10)
-        async with Fleet(["127.0.0.1:1"], tls=authority.tls()) as fleet:
-            fleet.add(f"else.example:{port}", here[1:])
-            with pytest.raises(NoShardAvailable, match="for another name"):
-                await fleet.wait_ready(1)
+        yield shard
+
+
+async def test_a_shard_reached_by_address_may_be_known_by_a_name(
+    named: Shard, authority: Authority
+) -> None:
+    async with ShardClient(named.address, tls=named.tls) as client:
+        assert (await client.info()).model == "penstock-toy"
+    async with ShardClient(named.address, tls=authority.tls()) as client:
+        with pytest.raises(ShardUnavailable, match="for another name"):
+            await client.info()
+
+
+async def test_a_shard_at_a_pinned_address_is_known_by_the_name_it_was_added_with(
+    named: Shard, authority: Authority
+) -> None:
+    """A name that no resolver here knows leads where it was seen to lead when it was checked."""
+    port = named.address.rpartition(":")[2]
+    here = [ip_address("::1"), ip_address("127.0.0.1")]
+    async with Fleet(["127.0.0.1:1"], tls=authority.tls()) as fleet:
+        fleet.add(f"{SERVER_NAME}:{port}", here)
+        await fleet.wait_ready(10)
+    async with Fleet(["127.0.0.1:1"], tls=authority.tls()) as fleet:
+        fleet.add(f"else.example:{port}", here[1:])
+        with pytest.raises(NoShardAvailable, match="for another name"):
+            await fleet.wait_ready(1)
 
 
 async def test_with_tls_no_stranger_is_sent_the_key_for_shards(

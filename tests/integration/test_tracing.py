@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -22,6 +23,8 @@ from penstock_client import ShardClient
 
 METHOD = "penstock.v1.Shard/Generate"
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+OUTLIVING = "8" * 32
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Deployment:
     receiver: Receiver
     shards: list[Shard]
     router: Router
+    lose_collector: Callable[[], None]
 
     def trace(self, trace_id: str, *, num_spans: int) -> list[Received]:
         """The spans of a trace, once there are so many."""
@@ -49,12 +53,13 @@ class Deployment:
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("traces")
-    with receiving() as receiver:
+    with contextlib.ExitStack() as collector:
+        receiver = collector.enter_context(receiving())
         traced = ("--otlp-endpoint", receiver.endpoint)
         shards = [Shard(folder / f"shard{i}", *traced, "--log-requests") for i in range(2)]
         router = Router(folder / "router", [shard.address for shard in shards], *traced)
         with running(*shards, router):
-            yield Deployment(receiver, shards, router)
+            yield Deployment(receiver, shards, router, collector.close)
 
 
 def complete(url: str, fields: dict[str, Any], **headers: str) -> None:
@@ -142,84 +147,14 @@ def test_without_a_usable_header_a_trace_begins(deployment: Deployment) -> None:
     assert http.parent_id == ""
 
 
-async def test_a_request_that_outlives_its_shard_is_still_one_trace(tmp_path: Path) -> None:
-    """Two attempts, and the second shard's spans below the second."""
-    with receiving() as receiver:
-        traced = ("--otlp-endpoint", receiver.endpoint)
-        shards = [Shard(tmp_path / f"shard{i}", *traced) for i in range(2)]
-        router = Router(tmp_path / "router", [shard.address for shard in shards], *traced)
-        with running(*shards, router):
-            killed = await kill_the_shard_of_a_stream(router, shards)
-            router.terminate()
-            for shard in shards:
-                if shard is not killed:
-                    shard.terminate()
-        check_failover(receiver, killed.address, lines_of(router.log))
-
-
-async def kill_the_shard_of_a_stream(router: Router, shards: list[Shard]) -> Shard:
-    """Once it gives tokens; returns when the stream has ended all the same."""
-    body = {"prompt": "Hello", "max_tokens": 60, "stream": True}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{router.url}/v1/completions", json=body) as response,
-    ):
-        await response.content.readuntil(b"\n\n")
-        (at_work,) = [shard for shard in shards if await is_at_work(shard)]
-        at_work.process.kill()
-        rest = await response.read()
-        assert rest.endswith(b"data: [DONE]\n\n")
-    return at_work
-
-
-async def is_at_work(shard: Shard) -> bool:
-    async with ShardClient(shard.address) as client:
-        return (await anext(client.watch_load())).running > 0
-
-
-def check_failover(receiver: Receiver, killed: str, lines: list[dict[str, Any]]) -> None:
-    (http,) = receiver.named("POST /v1/completions")
-    assert {span.trace_id for span in receiver.spans} == {http.trace_id}
-    first, second = sorted(
-        (span for span in receiver.named(METHOD) if span.parent_id == http.span_id),
-        key=lambda span: span.span.start_time_unix_nano,
-    )
-    assert (first.span.status.code, second.span.status.code) == (2, 0)
-    assert f"127.0.0.1:{first.attributes['server.port']}" == killed
-    assert [name for name, _ in http.events] == ["failover"]
-    assert http.events[0][1]["penstock.shard.from"] == killed
-    # The first was killed with its spans.
-    (shard,) = (span for span in receiver.spans if span.parent_id == second.span_id)
-    assert shard.attributes["penstock.request.given_tokens"] > 0
-    below = [span.name for span in receiver.spans if span.parent_id == shard.span_id]
-    assert below == ["queue", "prefill", "decode"]
-    (line,) = lines
-    assert line["shards"][0] == killed
-    assert (line["attempts"], len(line["failovers"])) == (2, 1)
-
-
-def test_a_service_whose_collector_is_gone_is_unharmed(tmp_path: Path) -> None:
-    gone = ("--otlp-endpoint", f"http://127.0.0.1:{free_port()}")
-    shard = Shard(tmp_path / "shard", *gone)
-    router = Router(tmp_path / "router", [shard.address], *gone)
-    with running(shard, router):
-        began_s = time.monotonic()
-        for _ in range(20):
-            complete(router.url, {"max_tokens": 1})
-        assert time.monotonic() - began_s < 10
-        began_s = time.monotonic()
-        assert (router.terminate(), shard.terminate()) == (0, 0)
-        assert time.monotonic() - began_s < 15
-    for service in (shard, router):
-        assert (
-            len(lines_of(service.log, "opentelemetry.exporter.otlp.proto.http.trace_exporter")) <= 1
-        )
-        assert "Traceback" not in service.log
-
-
 def test_requests_go_on_where_nobody_reads_the_log(deployment: Deployment) -> None:
     port = free_port()
     reading, writing = os.pipe()
+    num_requests = 150
+    if sys.platform == "linux":
+        # A page, where 64 KiB are usual.
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+        num_requests = 20
     with open(reading, "rb"):
         command = [
             sys.executable,
@@ -234,7 +169,7 @@ def test_requests_go_on_where_nobody_reads_the_log(deployment: Deployment) -> No
             url = f"http://127.0.0.1:{port}"
             wait_until(lambda: is_up(f"{url}/health"), timeout_s=30, what="ready")
             # More than a pipe holds.
-            for _ in range(150):
+            for _ in range(num_requests):
                 complete(url, {"max_tokens": 1, "user": "x" * 200}, **{"X-Request-Id": "y" * 250})
             assert is_up(f"{url}/health")
             router.terminate()
@@ -263,3 +198,69 @@ def test_without_the_extra_the_flag_is_refused_in_one_line(module: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
     assert "--otlp-endpoint: needs the extra otlp: pip install 'penstock[otlp]'" in result.stderr
+
+
+# It kills a shard: one is left.
+async def test_a_request_that_outlives_its_shard_is_still_one_trace(deployment: Deployment) -> None:
+    """Two attempts, and the second shard's spans below the second."""
+    router, shards = deployment.router, deployment.shards
+    killed = await kill_the_shard_of_a_stream(router, shards)
+    check_failover(deployment.trace(OUTLIVING, num_spans=9), killed.address)
+    wait_until(lambda: OUTLIVING in router.log, timeout_s=30, what="a line")
+    (line,) = (line for line in lines_of(router.log) if line["trace_id"] == OUTLIVING)
+    assert line["shards"][0] == killed.address
+    assert (line["attempts"], len(line["failovers"])) == (2, 1)
+
+
+async def kill_the_shard_of_a_stream(router: Router, shards: list[Shard]) -> Shard:
+    """Once it gives tokens; returns when the stream has ended all the same."""
+    body = {"prompt": "Hello", "max_tokens": 60, "stream": True}
+    header = {"traceparent": f"00-{OUTLIVING}-{SPAN}-01"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{router.url}/v1/completions", json=body, headers=header) as response,
+    ):
+        await response.content.readuntil(b"\n\n")
+        (at_work,) = [shard for shard in shards if await is_at_work(shard)]
+        at_work.process.kill()
+        rest = await response.read()
+        assert rest.endswith(b"data: [DONE]\n\n")
+    return at_work
+
+
+async def is_at_work(shard: Shard) -> bool:
+    async with ShardClient(shard.address) as client:
+        return (await anext(client.watch_load())).running > 0
+
+
+def check_failover(spans: list[Received], killed: str) -> None:
+    (http,) = (span for span in spans if span.name == "POST /v1/completions")
+    first, second = sorted(
+        (span for span in spans if span.name == METHOD and span.parent_id == http.span_id),
+        key=lambda span: span.span.start_time_unix_nano,
+    )
+    assert (first.span.status.code, second.span.status.code) == (2, 0)
+    assert f"127.0.0.1:{first.attributes['server.port']}" == killed
+    assert [name for name, _ in http.events] == ["failover"]
+    assert http.events[0][1]["penstock.shard.from"] == killed
+    # The first was killed with its spans.
+    (shard,) = (span for span in spans if span.parent_id == second.span_id)
+    assert shard.attributes["penstock.request.given_tokens"] > 0
+    below = [span.name for span in spans if span.parent_id == shard.span_id]
+    assert below == ["queue", "prefill", "decode"]
+
+
+# The last one: without its collector the deployment is ended.
+def test_a_service_whose_collector_is_gone_is_unharmed(deployment: Deployment) -> None:
+    alive = [shard for shard in deployment.shards if shard.process.poll() is None]
+    deployment.lose_collector()
+    began_s = time.monotonic()
+    for _ in range(20):
+        complete(deployment.router.url, {"max_tokens": 1})
+    assert time.monotonic() - began_s < 10
+    began_s = time.monotonic()
+    assert {service.terminate() for service in (deployment.router, *alive)} == {0}
+    assert time.monotonic() - began_s < 15
+    for service in (deployment.router, *alive):
+        assert len(lines_of(service.log, EXPORTER)) <= 1
+        assert "Traceback" not in service.log

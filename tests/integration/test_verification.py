@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,16 @@ from support.streams import run_whole
 from penstock_client import Fleet, GenerationRequest, SamplingParams
 from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
 
-FAKE = ("--step-ms", "2")
+FAKE = ("--step-ms", "2", "--served-model-name", "m")
+
+
+@pytest.fixture(scope="module")
+def equal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Shard]]:
+    """Two shards that compute the same."""
+    logs = tmp_path_factory.mktemp("equal")
+    shards = [Shard(logs / f"shard{index}", *FAKE) for index in range(2)]
+    with running(*shards):
+        yield shards
 
 
 async def _verify(addresses: list[str], first: str, *, share: float = 1.0) -> list[str]:
@@ -41,17 +51,15 @@ async def _verify(addresses: list[str], first: str, *, share: float = 1.0) -> li
     return verified()
 
 
-async def test_shards_that_compute_the_same_are_found_to(tmp_path: Path) -> None:
-    shards = [Shard(tmp_path / f"shard{index}", *FAKE) for index in range(2)]
-    with running(*shards):
-        addresses = [shard.address for shard in shards]
-        assert await _verify(addresses, addresses[0]) == ["equal"] * 6
-        assert await _verify(addresses, addresses[0], share=0.0) == []
-        assert await _verify(addresses[:1], addresses[0]) == []
+async def test_shards_that_compute_the_same_are_found_to(equal: list[Shard]) -> None:
+    addresses = [shard.address for shard in equal]
+    assert await _verify(addresses, addresses[0]) == ["equal"] * 6
+    assert await _verify(addresses, addresses[0], share=0.0) == []
+    assert await _verify(addresses[:1], addresses[0]) == []
 
 
 async def test_a_shard_that_computes_something_else_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, equal: list[Shard], caplog: pytest.LogCaptureFixture
 ) -> None:
     # Both say that their numerics are the same; one has an ordinary id less.
     model = tmp_path / "model"
@@ -59,10 +67,9 @@ async def test_a_shard_that_computes_something_else_is_named(
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 300, "content": "x!"})
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    right = Shard(tmp_path / "right", *FAKE, "--served-model-name", "m")
-    wrong = Shard(tmp_path / "wrong", "--runner", "fake", "--model", str(model), *FAKE,
-                  "--served-model-name", "m")  # fmt: skip
-    with running(right, wrong), caplog.at_level(logging.ERROR):
+    right = equal[0]
+    wrong = Shard(tmp_path / "wrong", "--runner", "fake", "--model", str(model), *FAKE)
+    with running(wrong), caplog.at_level(logging.ERROR):
         reasons = await _verify([right.address, wrong.address], right.address)
         assert "different" in reasons
     assert f"shards {right.address} and {wrong.address} have the same numerics" in caplog.text

@@ -118,9 +118,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         _NOT_PNG,
     ),
     "texts that inflate to 100 MB together": (
-        lambda: small_png(
-            *[chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(4_000_000))) for _ in range(25)]
-        ),
+        lambda: small_png(*[chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(4_000_000)))] * 25),
         _NOT_PNG,
     ),
     "a profile that inflates to 100 MB": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from io import BytesIO
 from typing import Any
 
@@ -32,6 +33,7 @@ def png(*chunks: bytes) -> bytes:
     return PNG_BEGINNING + b"".join(chunks) + chunk(b"IEND", b"")
 
 
+@cache
 def zeros(num_bytes: int) -> bytes:
     """So many, deflated: a thousandth of it."""
     deflate = zlib.compressobj(9)

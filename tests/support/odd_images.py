@@ -121,9 +121,9 @@ VALID: dict[str, Make] = {
     "PNG with a broken palette of EXIF": lambda: small_png(
         chunk(b"eXIf", b"MM\0*\xff\xff\xff\xff")
     ),
-    "animated PNG of 300 frames": lambda: files.animated("PNG", 300),
-    "animated GIF of 300 frames": lambda: files.animated("GIF", 300),
-    "animated WebP of 300 frames": lambda: files.animated("WEBP", 300),
+    "animated PNG of 60 frames": lambda: files.animated("PNG", 60),
+    "animated GIF of 60 frames": lambda: files.animated("GIF", 60),
+    "animated WebP of 60 frames": lambda: files.animated("WEBP", 60),
     "GIF with a transparent colour": lambda: saved(picture("P"), "GIF", transparency=7),
     "GIF that is HTML too": _polyglot,
     "GIF whose frame is larger than its screen": lambda: files.gif(
