@@ -157,6 +157,13 @@ def chosen(directory: Path, **settings: Any) -> Ops:
     return choose_ops(config, hf_config, CPU, lambda line: None)
 
 
+@pytest.fixture
+def few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are checked at load with less to draw from: that takes the interpreter longest."""
+    monkeypatch.setattr(check, "_VOCABULARY", 600)
+
+
+@pytest.mark.usefixtures("few_logits")
 def test_flags_choose_triton_and_exact(model_dir: Directory) -> None:
     directory = model_dir("llama")
     ops = chosen(directory, attention_backend="triton", dtype="float32")
@@ -197,7 +204,7 @@ def verdict() -> Iterator[None]:
     triton_support.remember("cpu", None)
 
 
-@pytest.mark.usefixtures("verdict")
+@pytest.mark.usefixtures("verdict", "few_logits")
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
@@ -211,6 +218,7 @@ def test_kernels_that_do_not_work_here_are_left_out_with_one_line(
     model_dir: Directory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    good = triton_layers.gated_activation
     monkeypatch.setattr(triton_layers, "gated_activation", kernel)
     directory, lines = model_dir("llama"), list[str]()
     hf_config = load_config(directory, trust_remote_code=False)
@@ -227,7 +235,7 @@ def test_kernels_that_do_not_work_here_are_left_out_with_one_line(
         chosen(directory, attention_backend="triton", dtype="float32")
     with pytest.raises(ModelError, match=f"--exact: {reason}"):
         chosen(directory, attention_backend="triton", dtype="float32", exact=True)
-    monkeypatch.undo()
+    monkeypatch.setattr(triton_layers, "gated_activation", good)
     chosen(directory, attention_backend="triton", dtype="float32")
     assert triton_support.fault_on("cpu") is None
 
