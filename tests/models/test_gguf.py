@@ -147,12 +147,21 @@ def test_a_tokenizer_of_pieces_joins_the_best_first_and_falls_back_to_bytes(
     assert max(tokenizer.get_vocab().values()) < 384
 
 
+def with_words(tmp_path: Path) -> Path:
+    """A small model with the tokenizer of the built-in one."""
+    size = json.loads((BUILTIN_MODEL / "config.json").read_text())["vocab_size"]
+    directory = make(tmp_path, vocab_size=size, bos_token_id=1, eos_token_id=2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUILTIN_MODEL / name, directory)
+    return directory
+
+
 @pytest.mark.parametrize("pieces", [{}, dict.fromkeys("▁abc", -1.0)])
 @pytest.mark.parametrize("adds_bos", [None, True, False])
 def test_texts_begin_as_the_file_says(
     pieces: dict[str, float], adds_bos: bool | None, tmp_path: Path
 ) -> None:
-    directory = make(tmp_path) if pieces else BUILTIN_MODEL
+    directory = make(tmp_path) if pieces else with_words(tmp_path)
     file = make_gguf(directory, tmp_path / "model.gguf", pieces=pieces, adds_bos=adds_bos)
     tokenizer = Tokenizer.from_file(str(unfold(file) / "tokenizer.json"))
     expected = bool(pieces) if adds_bos is None else adds_bos
