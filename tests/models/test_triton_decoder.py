@@ -75,7 +75,7 @@ def small_model(tmp_path: Path) -> Directory:
     takes a second for each.
     """
     layers = {"llama": 1, "qwen3": 1, "mixtral": 1}
-    windows = {"gemma2": {"sliding_window": 8}}
+    windows: dict[str, dict[str, Any]] = {"gemma2": {"sliding_window": 8}}
     return lambda family: make_model(
         tmp_path / family,
         family,
