@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from model_maker import make_model, write_tokenizer
+from model_maker import make_model
 from models.driver import load
 from models.gguf_maker import HALVES, make_gguf, random_blocks
 from models.model_steps import cut_logits, own_logits
@@ -26,7 +26,7 @@ from models.quantized_maker import (
     scaled,
 )
 from safetensors.torch import load_file, save_file
-from support.budget import budget
+from support.budget import budget, in_soak
 
 from penstock_shard.checkpoint.codes.gguf_blocks import read_codes
 from penstock_shard.checkpoint.gguf_files import unfold
@@ -43,6 +43,9 @@ Directory = Callable[[str], Path]
 _BOUND = 0.2
 # Of each form of codes: whether the kernels' results depend on the batch is asked of some.
 _CHECK = ("short_check", "whole_check")[budget(0, 1)]
+# Types of a file: without and with minimums, in large blocks without and with them. The others
+# have codes of another width.
+_UNLIKE = {"Q4_0", "Q5_1", "Q6_K", "Q4_K"}
 FORMATS: dict[str, Format] = {
     "gptq": gptq(),
     "gptq of 8 bits": gptq(bits=8, group=32),
@@ -73,10 +76,14 @@ def error_of(directory: Path) -> tuple[ModelRunner, float]:
 
 def wide(tmp_path: Path, **changes: Any) -> Path:
     """A model whose rows are whole blocks of any type."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512} | changes
-    directory = make_model(tmp_path / "model", "llama", **sizes)
-    write_tokenizer(directory)
-    return directory
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2} | changes
+    return make_model(tmp_path / "model", "llama", **sizes)
+
+
+@pytest.fixture(scope="module")
+def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that no test changes."""
+    return wide(tmp_path_factory.mktemp("wide"))
 
 
 @pytest.mark.parametrize("kind", HALVES)
@@ -96,9 +103,9 @@ def test_what_is_no_codes_is_read_as_floats() -> None:
 
 
 @pytest.mark.usefixtures(_CHECK)
-@pytest.mark.parametrize("kind", HALVES)
-def test_a_gguf_file_is_multiplied_by_its_codes(kind: str, tmp_path: Path) -> None:
-    file = make_gguf(wide(tmp_path), tmp_path / "model.gguf", kind)
+@pytest.mark.parametrize("kind", [kind if kind in _UNLIKE else in_soak(kind) for kind in HALVES])
+def test_a_gguf_file_is_multiplied_by_its_codes(kind: str, wide_dir: Path, tmp_path: Path) -> None:
+    file = make_gguf(wide_dir, tmp_path / "model.gguf", kind)
     runner, error = error_of(unfold(file))
     assert 0 < error < _BOUND
     info = runner.info
@@ -106,9 +113,9 @@ def test_a_gguf_file_is_multiplied_by_its_codes(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("whole_check")
-def test_a_file_with_codes_of_two_kinds_in_one_product(tmp_path: Path) -> None:
+def test_a_file_with_codes_of_two_kinds_in_one_product(wide_dir: Path, tmp_path: Path) -> None:
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "attn_output": "F16"}
-    file = make_gguf(wide(tmp_path), tmp_path / "model.gguf", "Q4_K", kinds=kinds)
+    file = make_gguf(wide_dir, tmp_path / "model.gguf", "Q4_K", kinds=kinds)
     runner, error = error_of(unfold(file))
     assert 0 < error < _BOUND
     assert runner.info.batch_invariant
@@ -163,7 +170,7 @@ def with_mxfp4(directory: Path, plain: Path) -> Path:
     return directory
 
 
-@pytest.mark.usefixtures("whole_check")
+@pytest.mark.usefixtures(_CHECK)
 def test_experts_in_mxfp4_are_multiplied_by_their_codes(tmp_path: Path) -> None:
     plain = make_model(tmp_path / "plain", "gpt_oss", hidden_size=64, intermediate_size=96)
     stored = with_mxfp4(tmp_path / "stored", plain)
@@ -194,7 +201,7 @@ def test_blocks_in_mxfp4_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
         load(tmp_path / "other" / "model")
 
 
-@pytest.mark.usefixtures("whole_check")
+@pytest.mark.usefixtures(_CHECK)
 def test_groups_that_the_kernels_do_not_store_are_kept_in_float16(
     model_dir: Directory, tmp_path: Path
 ) -> None:

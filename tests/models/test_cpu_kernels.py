@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.driver import load
+from models.model_steps import cut_logits
 from support.budget import budget, in_soak, seeded
 from support.kernel_levels import levels_here, only_in_soak
 from torch import Tensor
@@ -778,3 +780,30 @@ def test_a_lack_of_memory_is_an_error_and_the_next_call_works(kernels: CpuKernel
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert kernels.linear(torch.ones(2, 1 << 17), weight).tolist() == [[1 << 17]] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        in_soak("llama", None),
+        in_soak("llama", "int8"),
+        in_soak("gemma3", None),
+        ("gemma3", "int8"),
+        ("gpt2", None),
+        in_soak("gpt2", "int8"),
+    ],
+)
+def test_every_level_of_the_kernels_gives_the_same_bits(
+    family: str,
+    quantization: str | None,
+    model_dir: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for level in levels_here():
+        monkeypatch.setenv("PENSTOCK_CPU_LEVEL", level)
+        runner = load(model_dir(family), dtype="auto", quantization=quantization)
+        found.append((cut_logits(runner)[1], runner.info.numerics_fingerprint))
+    logits, fingerprints = zip(*found, strict=True)
+    assert all(torch.equal(part, logits[0]) for part in logits)
+    assert len(set(fingerprints)) == 1

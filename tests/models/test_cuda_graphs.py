@@ -33,7 +33,7 @@ from models.recorded_graphs import (
     graphed,
 )
 from models.runners import make_runner
-from support.budget import seeded
+from support.budget import in_soak, seeded
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch, StateSpec
@@ -54,8 +54,10 @@ from penstock_shard.selfcheck.random_steps import RandomSteps
 Directory = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("max_steps_ahead", [0, 1])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "max_steps_ahead"),
+    [in_soak("llama", 0), ("llama", 1), ("gemma2", 0), in_soak("gemma2", 1)],
+)
 def test_replayed_decodes_give_what_the_model_gives(
     family: str, max_steps_ahead: int, model_dir: Directory
 ) -> None:

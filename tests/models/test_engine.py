@@ -19,8 +19,8 @@ from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 
 FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2")
-# Much like llama.
-ALIKE = ("qwen2", "qwen3")
+# Much like llama, and like gpt2.
+ALIKE = ("qwen2", "qwen3", "opt")
 
 
 @pytest.mark.parametrize(

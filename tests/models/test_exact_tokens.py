@@ -119,8 +119,8 @@ def _random_requests(rng: random.Random, count: int, vocabulary: int) -> list[_A
     asked = []
     for _ in range(count):
         start = shared[: rng.choice((0, 0, 16, 40, 64))]
-        own = [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, 50))]
-        max_tokens = rng.randint(1, 24)
+        own = [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, budget(30, 50)))]
+        max_tokens = rng.randint(1, budget(16, 24))
         asked.append(
             _Asked(
                 (*start, *own),
@@ -216,7 +216,7 @@ def _make(family: str, tmp_path: Path) -> Path:
         in_soak("gpt2", {}),
         # Latents, and experts in groups; chunks.
         ("deepseek_v3", {}),
-        ("llama4", {}),
+        in_soak("llama4", {}),
         # Keys of two sizes, in pools of their own; and some that other layers read.
         ("gemma4", {}),
         # Experts, and states in three of four layers; states alone.
@@ -245,7 +245,7 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(
     ahead = make_runner(
         loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=1), graphs=graphs
     )
-    asked = _random_requests(rng, budget(4, 500 if family == "llama" else 100), _VOCABULARY)
+    asked = _random_requests(rng, budget(3, 500 if family == "llama" else 100), _VOCABULARY)
     alone = [_serve(runner, [item], chunk=512, at_once=1)[0] for item in asked]
     torch.manual_seed(rng.randrange(2**32))
     for chunk, at_once in ((1, 2), (16, 7), (512, 64)):

@@ -1,6 +1,6 @@
-"""Which sources the numerics fingerprint covers: all that a result's bits come from.
+"""What the numerics fingerprint covers: all that a result's bits come from.
 
-What else is in it: `test_invariance.py`, `test_triton_decoder.py`.
+What torch computes here: `test_invariance.py`; what Triton does: `test_triton_decoder.py`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import pytest
-from contract.sources import PACKAGES, Module, Modules, imports, product_modules
+from contract.sources import PACKAGES, Module, imports, product_modules
+from models.driver import load
 
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.errors import ModelError
@@ -24,12 +25,12 @@ SHARD = PACKAGES["penstock_shard"]
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
-def importers(wanted: Collection[str], modules: Modules) -> set[str]:
+def importers(wanted: Collection[str], imported: Mapping[str, Collection[str]]) -> set[str]:
     """The modules that import one of these, wherever the import stands."""
     return {
-        module.name
-        for module in modules.values()
-        if any(name in wanted or name.startswith("triton.") for name in imports(module, modules))
+        module
+        for module, names in imported.items()
+        if any(name in wanted or name.startswith("triton.") for name in names)
     }
 
 
@@ -47,16 +48,19 @@ def name_of(path: Path) -> str:
 
 
 def test_every_triton_kernel_is_hashed_and_what_launches_it() -> None:
-    modules = product_modules()
+    modules = {
+        name: each for name, each in product_modules().items() if name.startswith(SHARD.name)
+    }
     kernels = {module.name for module in modules.values() if defines_kernels(module)}
-    using_triton = importers({"triton"}, modules)
-    launching = importers(kernels, modules)
+    imported = {module.name: list(imports(module, modules)) for module in modules.values()}
+    using_triton = importers({"triton"}, imported)
+    launching = importers(kernels, imported)
     hashed = {name_of(path) for path in fingerprint.triton_sources(fingerprint._PACKAGE)}
     assert kernels
     assert kernels <= using_triton
     assert using_triton | launching <= hashed
     # No module that has nothing to do with it: its changes would be other numerics.
-    assert hashed <= using_triton | importers(using_triton, modules)
+    assert hashed <= using_triton | importers(using_triton, imported)
 
 
 @pytest.mark.parametrize(
@@ -112,3 +116,36 @@ def test_another_llguidance_has_another_fingerprint(monkeypatch: pytest.MonkeyPa
     assert fingerprint.fingerprint("w", ops, torch.float32) == first
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"another {name}")
     assert fingerprint.fingerprint("w", ops, torch.float32) != first
+
+
+def test_the_fingerprint_names_all_that_decides_about_bits(
+    model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named(family: str = "llama", **settings: object) -> str:
+        settings = {"dtype": "auto", **settings}
+        return load(model_dir(family), **settings).info.numerics_fingerprint
+
+    first = named()
+    assert named(threads=2, kv_blocks=70) == first
+    others = [
+        named("qwen2"),
+        named(dtype="float32"),
+        named(dtype="bfloat16"),
+        named(kv_cache_dtype="float32"),
+        named(quantization="int8"),
+        named(quantization="int4"),
+    ]
+    monkeypatch.setattr("torch.__version__", "2.13.99")
+    others.append(named())
+    # Of what reads configurations and makes rotary tables, and of our own Python.
+    version = importlib.metadata.version
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "importlib.metadata.version",
+            lambda name: "5.99.0" if name == "transformers" else version(name),
+        )
+        others.append(named())
+    for name in ("MODEL_REVISION", "SAMPLER_REVISION"):
+        monkeypatch.setattr(f"penstock_shard.model_loader.fingerprint.{name}", "5.99.0")
+        others.append(named())
+    assert len({first, *others}) == 11

@@ -21,7 +21,7 @@ from models.no_looks import NoLooks
 from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, allocate, capture_all, graphed
 from models.runners import make_runner
 from support.adapters import make_adapter
-from support.budget import seeded
+from support.budget import budget, seeded
 from support.drafters import FickleOracle, named
 from support.plans import batch_of
 from torch import Tensor
@@ -49,6 +49,7 @@ from penstock_shard.worker.model_runner import ModelRunner
 from penstock_shard.worker.outputs.draft_verification import Drafts
 
 Directory = Callable[[str], Path]
+_REQUESTS = budget(16, 24)
 
 
 # ---- steps with drafts ----
@@ -81,7 +82,7 @@ def test_replayed_drafts_give_what_the_model_gives(
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
     plain, _ = serve(
         make_runner(loaded.model, info),
-        mixed_requests(3),
+        mixed_requests(3, _REQUESTS),
         num_blocks=NUM_BLOCKS,
     )
     tokens: dict[str, Any] = {str(number): found[0] for number, found in enumerate(plain)}
@@ -92,7 +93,7 @@ def test_replayed_drafts_give_what_the_model_gives(
 
     expected, _ = serve(
         make_runner(loaded.model, info),
-        mixed_requests(3),
+        mixed_requests(3, _REQUESTS),
         num_blocks=NUM_BLOCKS,
         drafter=drafter(),
     )
@@ -103,7 +104,7 @@ def test_replayed_drafts_give_what_the_model_gives(
     with _drafts_replayed(monkeypatch) as replayed:
         found, _ = serve(
             make_runner(graphs, info, graphs=graphs),
-            mixed_requests(3),
+            mixed_requests(3, _REQUESTS),
             num_blocks=NUM_BLOCKS,
             drafter=drafter(),
         )

@@ -819,7 +819,7 @@ def test_the_newer_name_of_the_activation_wins_for_gemma_alone(tmp_path: Path) -
 def test_heads_that_do_not_fit_are_refused_in_one_line(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    config = {**CONFIGS["SmolLM2-135M"], **changes}
+    config = {**CONFIGS["SmolLM2-135M"], "num_hidden_layers": 2, **changes}
     with pytest.raises(ModelError, match=reason) as caught:
         load(write(tmp_path, config), load_format="dummy")
     assert "\n" not in str(caught.value)
@@ -841,7 +841,7 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 def test_values_that_transformers_fails_on_are_refused_in_one_line(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    config = {**CONFIGS["SmolLM2-135M"], **changes}
+    config = {**CONFIGS["SmolLM2-135M"], "num_hidden_layers": 2, **changes}
     with pytest.raises(ModelError, match=reason) as caught:
         load(write(tmp_path, config), load_format="dummy")
     assert "\n" not in str(caught.value)

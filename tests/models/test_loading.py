@@ -400,7 +400,7 @@ def test_memory_of_the_process_that_started_this_one_is_not_its_own() -> None:
         "print(extra_host_bytes(lambda: None))"
     )
     # Written to, so that it is the test's own memory while it starts the other.
-    ballast = b"\1" * (512 * 2**20)
+    ballast = b"\1" * (128 * 2**20)
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

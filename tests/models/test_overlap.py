@@ -17,6 +17,7 @@ from models.mixed_requests import mixed_requests, serve
 from models.no_looks import NoLooks
 from models.runners import make_runner
 from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
+from support.budget import in_soak
 from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch
@@ -35,7 +36,7 @@ def _ahead(loaded: ModelRunner, model: Any = None) -> ModelRunner:
     return make_runner(model or loaded.model, info)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, in_soak(2)])
 def test_requests_of_every_kind_get_the_tokens_they_get_step_by_step(
     seed: int, model_dir: Directory
 ) -> None:

@@ -253,7 +253,7 @@ def _generate(
 @pytest.mark.parametrize(
     ("family", "max_steps_ahead"),
     [
-        ("llama", 0),
+        in_soak("llama", 0),
         ("llama", 1),
         in_soak("gemma2", 0),
         ("gemma2", 1),

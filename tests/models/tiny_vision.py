@@ -145,6 +145,7 @@ _FAMILIES: dict[str, _Family] = {
 }
 # Each is computed as another is; the soak has all.
 _LIKE_ANOTHER = {"pixtral", "qwen2_vl", "qwen3_5_moe", "glm46v", "glm4v_moe", "smolvlm"}
+NAMES = tuple(_FAMILIES)
 FAMILIES = [in_soak(name) if name in _LIKE_ANOTHER else name for name in _FAMILIES]
 
 
