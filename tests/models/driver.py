@@ -108,13 +108,21 @@ class Driver:
             self._num_slots += 1
         new_blocks: list[list[abc.Sequence[int]]] = [[] for _ in self.groups]
         for row in rows:
-            self._reserve(row.sequence, row.start + row.count)
+            self.reserve(row.sequence, row.start + row.count)
             told = self._num_told.get(row.sequence, 0)
             for column, own in zip(new_blocks, self.blocks[row.sequence], strict=True):
                 column.append(own[told:])
                 self._num_told[row.sequence] = len(own)
         batch = batch_of(*rows, new_blocks=new_blocks, admits=False)
         return dataclasses.replace(batch, admitted=[admission_of(each) for each in admitted])
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give it the blocks that so many tokens need."""
+        needed = -(-num_tokens // self.runner.info.block_size)
+        tables = self.blocks.setdefault(sequence, [[] for _ in self.groups])
+        for group, own in zip(self.groups, tables, strict=True):
+            while len(own) < needed:
+                own.append(self.free[group.pool].pop())
 
     def preempt(self, sequence: Sequence) -> None:
         """Take its blocks and its slot away: all its tokens are computed again, into others."""
@@ -150,13 +158,6 @@ class Driver:
         if sequence.request.prompt_logprobs is not None:
             scored = max(0, min(count, sequence.num_prompt_tokens - 1 - start))
         return Row(sequence, start, count, start + count == sequence.num_tokens, scored)
-
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        needed = -(-num_tokens // self.runner.info.block_size)
-        tables = self.blocks.setdefault(sequence, [[] for _ in self.groups])
-        for group, own in zip(self.groups, tables, strict=True):
-            while len(own) < needed:
-                own.append(self.free[group.pool].pop())
 
     @staticmethod
     def _decodes(sequence: Sequence, count: int) -> bool:

@@ -88,7 +88,7 @@ def test_a_sequence_goes_on_with_blocks_that_were_copied_to_another_cache(
     computed, copied = (make_sequence(PROMPTS[0], max_tokens=OUTPUT_TOKENS) for _ in range(2))
     one, other = Driver(first), Driver(second, seed=1)
     one.step([(computed, COPIED_TOKENS)])
-    other._reserve(copied, COPIED_TOKENS)
+    other.reserve(copied, COPIED_TOKENS)
     for group, num_bytes in enumerate(first.info.block_bytes):
         for source, target in zip(
             one.blocks[computed][group], other.blocks[copied][group], strict=True
