@@ -26,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PENSTOCK_CACHE", str(cache))
     # What imports numpy would start a thread for each core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Two threads of torch that wait for each other would do so at the processor's cost; engines
+    # are started with the same.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not hasattr(config, "workerinput"):
         shutil.rmtree(cache / "loads", ignore_errors=True)
 

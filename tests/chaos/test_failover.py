@@ -263,36 +263,35 @@ async def _until_all_arrived(fleet: Fleet) -> None:
 
 
 async def test_a_drained_shard_hands_its_requests_over_and_exits_at_once(
-    tmp_path: Path, rng: random.Random
+    pair: list[Shard], tmp_path: Path, rng: random.Random
 ) -> None:
-    shards = _shards(tmp_path, 2)
     # Would take half a minute, far longer than a process takes to end.
     long = [
         GenerationRequest([1], SamplingParams(seed=seed), max_tokens=8000, ignore_eos=True)
         for seed in range(8)
     ]
-    with running(*shards):
-        events: list[tuple[str, str]] = []
-        observe = lambda event, reason: events.append((event, reason))  # noqa: E731
-        # None is silent for so long, however busy the machine is.
-        async with _fleet(_addresses(shards), stall_timeout_s=30.0, observe=observe) as fleet:
-            requests = [mixed_request(rng, VOCAB, max_tokens=200) for _ in range(STREAMS)]
-            calm = await _run_all(fleet, requests)
-            lasting = [asyncio.create_task(run_whole(fleet, request)) for request in long]
-            await asyncio.sleep(0.1)
-            held = fleet.shards[0].in_flight
-            tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
-            # Those that reach it only after that are refused, and go on as after a failure.
-            await _until_all_arrived(fleet)
-            assert await asyncio.to_thread(shards[0].terminate) == 0
-            # It waited for none of them; each was taken elsewhere before it was dropped.
-            assert not any(task.done() for task in lasting)
-            assert events.count(("moved", "drain")) >= held > 0
-            assert "continued" not in {event for event, _ in events}
-            assert await asyncio.gather(*tasks) == calm
-            for task in lasting:
-                task.cancel()
-            await asyncio.gather(*lasting, return_exceptions=True)
+    events: list[tuple[str, str]] = []
+    observe = lambda event, reason: events.append((event, reason))  # noqa: E731
+    # None is silent for so long, however busy the machine is.
+    async with _fleet(_addresses(pair), stall_timeout_s=30.0, observe=observe) as fleet:
+        requests = [mixed_request(rng, VOCAB, max_tokens=200) for _ in range(STREAMS)]
+        calm = await _run_all(fleet, requests)
+        lasting = [asyncio.create_task(run_whole(fleet, request)) for request in long]
+        await asyncio.sleep(0.1)
+        held = fleet.shards[0].in_flight
+        tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
+        # Those that reach it only after that are refused, and go on as after a failure.
+        await _until_all_arrived(fleet)
+        assert await asyncio.to_thread(pair[0].terminate) == 0
+        # It waited for none of them; each was taken elsewhere before it was dropped.
+        assert not any(task.done() for task in lasting)
+        assert events.count(("moved", "drain")) >= held > 0
+        assert "continued" not in {event for event, _ in events}
+        assert await asyncio.gather(*tasks) == calm
+        for task in lasting:
+            task.cancel()
+        await asyncio.gather(*lasting, return_exceptions=True)
+    pair[0] = Shard(tmp_path / "again", *FAKE)
 
 
 @pytest.mark.soak
@@ -316,7 +315,8 @@ async def test_a_request_meant_for_an_engine_that_is_gone_is_not_served_by_the_n
 ) -> None:
     from penstock_client import Attempt, GenerationStream, ShardClient
 
-    async with ShardClient(pair[0].address) as client:
+    # The other may have been started just now.
+    async with ShardClient(pair[1].address) as client:
         stream = GenerationStream("mine", 0, 0, client.detach)
         request = GenerationRequest([1], max_tokens=3)
         client.attach(stream, request, Attempt(instance_id="another"))

@@ -147,7 +147,7 @@ def _look_at_log(site: Site, service: Service) -> None:
 
 async def test_random_bytes_to_every_port_change_nothing(unharmed: Site) -> None:
     rng = seeded("random bytes")
-    count = budget(125, 2500)
+    count = budget(50, 2500)
     targets = [
         (unharmed.router.address, False),
         (unharmed.shard.address, False),

@@ -148,10 +148,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield made
 
 
-# JSON that is no call dies over HTTP too: test_http_failover.py.
-@pytest.mark.parametrize(
-    "kind", ["calls", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("call", "json"))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
 async def test_an_engine_that_dies_within_json_changes_nothing_of_it(pair: Pair, kind: str) -> None:
     rng = seeded("deaths within JSON")
     for _ in range(budget(1, 20)):

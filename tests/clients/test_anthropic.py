@@ -11,18 +11,18 @@ from clients.environments import observe
 
 
 @pytest.fixture(scope="module")
-def seen(toy) -> Any:
-    return observe("anthropic", "with_anthropic", toy.url, toy.secured_url)
+def seen(fake) -> Any:
+    return observe("anthropic", "with_anthropic", fake.url, fake.secured_url)
 
 
 @pytest.fixture(scope="module")
-def chat(toy) -> Any:
+def chat(fake) -> Any:
     """The same chat by OpenAI's protocol; greedy, as messages know no seed."""
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Who are you?"},
     ]
-    url = f"{toy.url}/v1/chat/completions"
+    url = f"{fake.url}/v1/chat/completions"
     return post(url, messages=messages, max_tokens=MAX_TOKENS, temperature=0)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.budget import budget
 from support.image_site import SITE_FAMILIES, SeeingShards, seeing_shards
 
-SIDE = 900
+SIDE = budget(450, 900)
 IMAGE_BYTES = 3 * SIDE**2
 
 

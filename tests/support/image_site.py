@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -180,11 +180,12 @@ def seeing_shards(folder: Path, family: str, count: int, *flags: str) -> Iterato
     directory = folder / "model"
     whole = write_seeing_model(directory, family)
     flags = "--dtype", "float32", "--threads", "1", "--check-integrity", *flags
-    shards = [
-        Shard(folder / f"shard{number}", "--model", str(directory), *flags)
-        for number in range(count)
-    ]
-    with running(*shards):
+    shards: list[Shard] = []
+    with ExitStack() as stack:
+        # One after the other: the next takes what the first has kept of its load.
+        for number in range(count):
+            shards.append(Shard(folder / f"shard{number}", "--model", str(directory), *flags))
+            stack.enter_context(running(shards[-1]))
         yield SeeingShards(shards, family, directory, whole)
 
 

@@ -89,7 +89,6 @@ def errors(client: Client, secured_url: str) -> dict[str, Any]:
         "unknown model": error(client, model=NO_MODEL),
         "too long": error(client, messages=[{"role": "user", "content": TOO_LONG}]),
         "image": error(client, messages=image),
-        "no vectors": error_of(ollama.ResponseError, lambda: client.embed(MODEL, "Hello")),
         "wrong key": error(Client(host=secured_url)),
         "right key": error(with_key),
     }
