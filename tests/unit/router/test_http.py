@@ -1129,7 +1129,7 @@ async def test_tokens_that_come_while_a_client_is_being_written_to_go_out_togeth
 
 async def test_a_client_that_reads_again_hears_that_its_time_was_up(byte_level: Tokenizer) -> None:
     fleet = FakeFleet(model_files(byte_level), step_s=0.01)
-    async with memory_router(fleet, request_timeout_s=0.2) as router:
+    async with memory_router(fleet, request_timeout_s=1.0) as router:
         connection = begin(router, *LEAVERS["a stream"])
         _, headers = await connection.read_head()
         connection.stop_reading()
