@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
 from penstock_shard.device.gpu_memory import PeakMemory, free_bytes, used_bytes
+from penstock_shard.images.features import ImageFeatures
+from penstock_shard.images.image_encoder import ImageEncoder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -49,6 +53,33 @@ def test_what_torch_keeps_for_later_is_free_and_what_others_take_is_not(
     assert free_bytes(CUDA, 0.9) == 90 - 30
     Gpu(monkeypatch)
     assert used_bytes(CUDA) == 30
+
+
+class Eyes:
+    """A processor and an encoder, which needs memory for the size of an image."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def process(self, pixels: bytes, width: int, height: int) -> dict[str, torch.Tensor]:
+        assert len(pixels) == 3 * width * height
+        return {"size": torch.tensor([width, height])}
+
+    def encode(self, inputs: Mapping[str, torch.Tensor]) -> ImageFeatures:
+        self.gpu.peak = max(self.gpu.peak, self.gpu.taken + int(inputs["size"][0]) // 100)
+        return ImageFeatures(torch.zeros(1, 1), (), (0, 0))
+
+    def grid(self, inputs: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        return (0, 0)
+
+
+def test_what_a_large_image_takes_at_most_is_asked_of_a_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    eyes = Eyes(Gpu(monkeypatch))
+    images = ImageEncoder(eyes, eyes, token_id=3, cache_bytes=1)
+    assert images.peak_bytes(CPU) == 0
+    assert images.peak_bytes(CUDA) == 40
 
 
 def test_a_cpu_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

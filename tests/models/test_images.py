@@ -21,7 +21,9 @@ from support.budget import budget, in_soak
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_engine
+from penstock_shard.errors import ModelError
 from penstock_shard.images.features import ImageFeatures
+from penstock_shard.images.image_encoder import ImageEncoder
 from penstock_shard.images.image_processor import ImageProcessor
 from penstock_shard.images.tower import Tower
 from penstock_shard.ipc.codes import Code
@@ -282,6 +284,28 @@ def test_probabilities_do_not_depend_on_what_else_runs(
     for one, other in zip(alone, together, strict=True):
         pairs = [[o.logprobs.chosen for o in outputs if o.logprobs] for outputs in (one, other)]
         assert pairs[0] == pairs[1]
+
+
+def test_kv_blocks_do_not_get_the_memory_that_encoding_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_vision(tmp_path, "qwen3_vl")
+    monkeypatch.setattr(ImageEncoder, "peak_bytes", lambda self, device: 2**50)
+    with pytest.raises(ModelError, match="KV cache"):
+        load(tmp_path, kv_blocks=None)
+
+
+def test_an_encoder_that_cannot_encode_is_a_line_that_says_how_to_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_vision(tmp_path, "qwen3_vl")
+
+    def fail(self: ImageEncoder, device: torch.device) -> int:
+        raise IndexError("out of range")
+
+    monkeypatch.setattr(ImageEncoder, "peak_bytes", fail)
+    with pytest.raises(ModelError, match="out of range; --image-cache-bytes 0 serves text alone"):
+        load(tmp_path)
 
 
 def test_the_fingerprint_says_how_images_are_encoded(

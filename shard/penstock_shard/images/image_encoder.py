@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from penstock_shard.device.background import lower_priority
+from penstock_shard.device.gpu_memory import PeakMemory
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
 from penstock_shard.ipc.request import PlacedImage
@@ -20,6 +22,8 @@ from penstock_shard.ipc.request import PlacedImage
 _MOST_FACTS = 100_000
 # Pixels that are enlarged, and such as are shrunk in one direction.
 _FIXED_SIZES = ((67, 45), (40, 310))
+# Pixels of a side: processors shrink what is larger to less.
+_LARGEST = 4096
 # The salt of requests, and the digest of the pixels. Without a salt: its facts alone.
 _Key = tuple[str | None, bytes]
 # How many rows an image was encoded to, and the grid.
@@ -78,6 +82,17 @@ class ImageEncoder:
         """
         once, again = (self._pool.submit(self._features_of_fixed).result() for _ in range(2))
         return once if once == again else ""
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """Memory of a GPU that an image takes at most while it is encoded; 0 on cpu. Raises what
+        `fingerprint` does.
+        """
+        if device.type == "cpu":
+            return 0
+        inputs = self._processor.process(bytes(3 * _LARGEST**2), _LARGEST, _LARGEST)
+        peak = PeakMemory(device)
+        self._pool.submit(self._encoder.encode, inputs).result()
+        return peak.extra_bytes()
 
     def _features_of_fixed(self) -> str:
         total = hashlib.blake2b(digest_size=16)

@@ -1,13 +1,14 @@
 """A model directory -> a `ModelRunner` that is ready.
 
-In this order: load the model and check it, or take what an earlier start kept of that; allocate
-memory; describe it.
+In this order: load the model and check it, or take what an earlier start kept of that; load what
+encodes its images; allocate memory; describe it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock_shard.attention.backend_order import describe_backend
@@ -48,8 +49,10 @@ def load_model_runner(
     """
     load = load_checked(config, model_dir, progress)
     loaded = load.loaded
-    prepared = prepare_model(config, loaded, load.checks, progress)
     images = _image_encoder(config, model_dir, loaded, progress)
+    with _encoder_errors():
+        beside_bytes = 0 if images is None else images.peak_bytes(loaded.model.device)
+    prepared = prepare_model(config, loaded, load.checks, beside_bytes, progress)
     info = _info(config, model_dir, load, prepared, progress)
     if images is not None and info.numerics_fingerprint:
         info = dataclasses.replace(info, numerics_fingerprint=_with_images(load, config, images))
@@ -69,14 +72,21 @@ def _with_images(load: CheckedLoad, config: ShardConfig, images: ImageEncoder) -
     ModelError if none is encoded at all.
     """
     loaded = load.loaded
-    try:
+    with _encoder_errors():
         encoded = images.fingerprint()
+    ranks = config.tensor_parallel_size
+    return encoded and fingerprint(load.weights_hash, loaded.ops, loaded.kv_dtype, ranks, encoded)
+
+
+@contextmanager
+def _encoder_errors() -> Iterator[None]:
+    """Whatever the code of a processor or an encoder stumbles over is a ModelError."""
+    try:
+        yield
     except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
             f"its image encoder fails: {first_line(error)}; --image-cache-bytes 0 serves text alone"
         ) from error
-    ranks = config.tensor_parallel_size
-    return encoded and fingerprint(load.weights_hash, loaded.ops, loaded.kv_dtype, ranks, encoded)
 
 
 def _image_encoder(

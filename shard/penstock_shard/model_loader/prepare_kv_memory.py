@@ -49,16 +49,19 @@ class MemoryPreparation:
     loaded: LoadedModel
     block_size: int
 
-    def allocate(self, graph_bytes: int | None, progress: Callable[[str], None]) -> list[int]:
-        """Allocate what the largest step leaves, less `graph_bytes` and a padding block of each
-        pool if there are graphs. Returns the number of blocks of each pool, and `progress` gets a
-        line with their size.
+    def allocate(
+        self, graph_bytes: int | None, beside_bytes: int, progress: Callable[[str], None]
+    ) -> list[int]:
+        """Allocate what the largest step leaves, less `beside_bytes`, and less `graph_bytes` and a
+        padding block of each pool if there are graphs. Returns the number of blocks of each pool,
+        and `progress` gets a line with their size.
 
         Raises ModelError if there is too little memory.
         """
         model, shape = self.loaded.model, self.shape()
         num_spare = 0 if graph_bytes is None else 1
-        free = self._least_free_bytes() - (graph_bytes or 0) - num_spare * sum(shape.block_bytes)
+        free = self._least_free_bytes() - beside_bytes - (graph_bytes or 0)
+        free -= num_spare * sum(shape.block_bytes)
         pools = choose_pools(shape, self.config, free, self._on_cpu)
         with_spare = [num_blocks + num_spare for num_blocks in pools]
         try:

@@ -29,15 +29,18 @@ def prepare_model(
     config: ShardConfig,
     loaded: LoadedModel,
     checks: CheckResults,
+    beside_bytes: int,
     progress: Callable[[str], None],
 ) -> PreparedModel:
-    """Measure, allocate, record. Raises ModelError if the model does not fit."""
+    """Measure, allocate, record; `beside_bytes` of memory are for what runs beside steps. Raises
+    ModelError if the model does not fit.
+    """
     block_size = checks.block_size
     graphs = _graph_preparation(loaded, progress, is_exact=checks.batch_invariant)
     # Measured before KV blocks are allocated, so that memory for graphs is left.
     graph_bytes = graphs.measure(block_size) if graphs else None
     memory = MemoryPreparation(config, loaded, block_size)
-    pools = memory.allocate(graph_bytes, progress)
+    pools = memory.allocate(graph_bytes, beside_bytes, progress)
     has_graphs = False
     if graphs is not None and graph_bytes is not None:
         has_graphs = graphs.capture(block_size, pools)
