@@ -24,7 +24,13 @@ from penstock_shard.attention.backend_order import (
     describe_backend,
     make_backend,
 )
-from penstock_shard.attention.base import AttentionBackend, LayerSpec, NotHere, Unusable
+from penstock_shard.attention.base import (
+    AttentionBackend,
+    LayerSpec,
+    NotHere,
+    StateSpec,
+    Unusable,
+)
 from penstock_shard.attention.flash_attn import make_flash_attention_3
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.attention.torch_varlen import make_torch_varlen
@@ -77,6 +83,14 @@ def test_auto_is_sdpa_on_cpu() -> None:
 def test_auto_tries_libraries_then_our_kernels_then_plain_torch() -> None:
     names = [candidate.name for candidate in candidates("auto", CUDA)]
     assert names == ["flash_attn", "flash_attn", "torch_varlen", "triton", "sdpa"]
+
+
+def test_a_backend_is_not_tried_with_layers_that_keep_a_state() -> None:
+    pytest.importorskip("triton")
+    layer = LayerSpec(0, 0, 0, 0, 0, 0.0, state=StateSpec(8, 4))
+    lines: list[str] = []
+    backend = choose_backend(make_ops(), [layer], AttentionOptions("triton"), lines.append)
+    assert (backend.name, lines) == ("triton", [])
 
 
 def test_hopper_gets_flash_attn_3_where_it_is_installed(

@@ -95,10 +95,11 @@ def _backends(ops: Ops, wish: AttentionOptions, reasons: list[str]) -> Iterator[
 
 
 def _kinds(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """The first layer of each kind."""
+    """The first layer of each kind; those that keep a state do not attend."""
     kinds: dict[LayerSpec, LayerSpec] = {}
     for layer in layers:
-        kinds.setdefault(dataclasses.replace(layer, index=0), layer)
+        if layer.state is None:
+            kinds.setdefault(dataclasses.replace(layer, index=0), layer)
     return list(kinds.values())
 
 
