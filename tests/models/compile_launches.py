@@ -112,6 +112,7 @@ def _launches(
         ops = TritonOps(_HOST, dtype, kind, backend, exact=exact)
         how = f"{kind}{' exact' if exact else ''}"
         yield from _of_layers(ops, how)
+        yield from _of_states(ops, how, few=few)
         yield from _of_products(ops, how)
         fp8_too = has_fp8 and dtype is torch.bfloat16
         for cache_dtype in [dtype, torch.float8_e4m3fn] if fp8_too else [dtype]:
@@ -132,6 +133,27 @@ def _of_layers(ops: TritonOps, how: str) -> Iterator[Launch]:
     yield f"norm alone, {how}", lambda: ops.add_rms_norm(x, None, weight, 1e-6, 1.0)
     yield f"silu, {how}", lambda: ops.gated_activation(x, "silu")
     yield f"gelu, {how}", lambda: ops.gated_activation(x, "gelu_tanh")
+
+
+def _of_states(ops: TritonOps, how: str, *, few: bool) -> Iterator[Launch]:
+    """Of Qwen3-Next, and by channel as of Kimi Linear; of Mamba-2, and by column as of Mamba."""
+    for counts in ([1, 1, 1], [1, 50]):
+        batch, total = _batch(counts), sum(counts)
+        x, weight = torch.zeros(total, 8192, dtype=ops.dtype), torch.zeros(4, 8192)
+        kept = torch.zeros(1, 3, 8192)
+        conv = partial(ops.short_conv, x, weight, weight[0], kept, batch, silu=True)
+        yield f"convolution of {counts}, {how}", conv
+    state = torch.zeros(1, 32, 128, 128)
+    for sizes in ((total, 32), (total, 32, 128)):
+        rule = partial(ops.delta_rule, x, torch.zeros(*sizes), torch.zeros(total, 32), state, batch)
+        yield f"delta rule of {sizes}, {how}", rule
+    for heads, dim, width in ((80, 64, 128),) if few else ((80, 64, 128), (5120, 1, 16)):
+        state, dt = torch.zeros(1, heads, dim, width), torch.zeros(total, heads)
+        a = torch.zeros(heads, *(() if dim > 1 else (width,)))
+        x = torch.zeros(total, heads, dim, dtype=ops.dtype)
+        b = torch.zeros(total, 1, width, dtype=ops.dtype)
+        scan = partial(ops.selective_scan, x, dt, a, b, b, dt[0], state, batch)
+        yield f"scan of {heads} heads, {how}", scan
 
 
 def _of_products(ops: TritonOps, how: str) -> Iterator[Launch]:

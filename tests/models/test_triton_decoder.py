@@ -52,6 +52,7 @@ from penstock_shard.kernels import triton_layers, triton_quantize
 from penstock_shard.kernels.triton_draw import draw_by_id, draw_unsettled
 from penstock_shard.kernels.triton_layers import combine_rows
 from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear
+from penstock_shard.kernels.triton_recurrent import delta_rule, selective_scan, short_conv
 from penstock_shard.ops.triton_ops import FixedMatrix, TritonOps
 
 Directory = Callable[[str], Path]
@@ -278,6 +279,26 @@ def twice(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales * 2
 
 
+def forgetful(kernel: Any) -> Any:
+    """That begins each sequence anew."""
+
+    def begin(*args: Any, **named: Any) -> Tensor:
+        *rest, state, batch = args
+        return kernel(*rest, torch.zeros_like(state), batch, **named)
+
+    return begin
+
+
+def stateless(kernel: Any) -> Any:
+    """That does not keep what becomes of a state."""
+
+    def compute(*args: Any, **named: Any) -> Tensor:
+        *rest, state, batch = args
+        return kernel(*rest, state.clone(), batch, **named)
+
+    return compute
+
+
 @cache
 def _sound(*, exact: bool) -> bool:
     """Whether the check finds nothing in the kernels as they are, with what its caller patched."""
@@ -298,6 +319,10 @@ def _sound(*, exact: bool) -> bool:
         ),
         ("ops.triton_ops.grouped_linear", product_wrong_in(range(49, 999)), "of experts of 100"),
         ("kernels.triton_layers.combine_rows", best_first, "sum of experts"),
+        ("kernels.triton_recurrent.short_conv", forgetful(short_conv), "convolution"),
+        in_soak("kernels.triton_recurrent.delta_rule", forgetful(delta_rule), "delta rule"),
+        ("kernels.triton_recurrent.delta_rule", stateless(delta_rule), "state of the delta rule"),
+        ("kernels.triton_recurrent.selective_scan", forgetful(selective_scan), "selective scan"),
         ("kernels.triton_quantize.round_rows", twice, "rounding"),
         in_soak("kernels.triton_draw.draw_unsettled", settled_too, "drawing"),
         ("kernels.triton_draw.draw_unsettled", next_id, "drawing"),

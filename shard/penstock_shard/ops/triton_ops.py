@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from penstock_shard.attention.base import AttentionBackend, LayerCache, LayerSpec
-from penstock_shard.kernels import triton_layers
+from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.kernels import triton_layers, triton_recurrent
 from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear
 from penstock_shard.ops.base import (
     Activation,
@@ -120,3 +120,39 @@ class TritonOps(TorchOps):
         return triton_layers.rope_and_cache(
             qkv, layer.num_heads, cache, positions, slots, (rope.cos, rope.sin), norms, out
         )
+
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        *,
+        silu: bool,
+    ) -> Tensor:
+        return triton_recurrent.short_conv(x, weight, bias, state, _step(batch), silu=silu)
+
+    def delta_rule(
+        self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        return triton_recurrent.delta_rule(qkv, decay, beta, state, _step(batch))
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        return triton_recurrent.selective_scan(x, dt, a, b, c, d, state, _step(batch))
+
+
+def _step(batch: AttentionBatch) -> triton_recurrent.Step:
+    return triton_recurrent.Step(
+        batch.cu_queries, batch.seq_lens_tensor, batch.block_table, max(batch.query_lens)
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from penstock_shard.attention.base import LayerSpec, make_paged_pair
+from penstock_shard.attention.base import AttentionBatch, LayerSpec, make_paged_pair
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.errors import device_failures, first_line
 from penstock_shard.ops.base import Experts, HeadNorm, Ops, Rope, RoutingRule, WeightKind
@@ -24,6 +24,8 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _FP8_STEP = 2.0**-3
 _LAYER = LayerSpec(0, 4, 2, 16, 16, 0.25)
 _TOKENS = 3
+# Channels of a convolution, and tokens of a sequence that begins: more than a program computes.
+_CHANNELS, _BEGUN = 24, 34
 # N and K of products: neither is a multiple of a tile's size.
 _COLUMNS, _DEPTH = 40, 72
 # Rows of exact products: one for each of the two tile heights.
@@ -79,7 +81,10 @@ def _results(ops: Ops, *, exact: bool, in_torch: bool) -> Iterator[_Result]:
     noise = _Noise(ops.device, ops.dtype)
     tolerance = _TOLERANCE[ops.dtype]
     for name, tensor in itertools.chain(
-        _of_rows(ops, noise), _of_rotation(ops, noise), _of_products(ops, noise, exact)
+        _of_rows(ops, noise),
+        _of_rotation(ops, noise),
+        _of_states(ops, noise),
+        _of_products(ops, noise, exact),
     ):
         yield name, tensor, tolerance
     if multiplies_fp8(ops.device):
@@ -114,6 +119,43 @@ def _of_rotation(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
     yield "rotation", heads
     for name, part in zip(("keys", "values"), cache, strict=True):
         yield name, part
+
+
+def _of_states(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
+    """Of a sequence that goes on with a token, and of one that begins with several."""
+    total, batch = 1 + _BEGUN, _goes_on_and_begins(ops.device)
+    inputs, matrices = noise.wide(2, 3, _CHANNELS), noise.wide(2, 2, 8, 8)
+    x, weight, bias = noise.rows(total, _CHANNELS), noise.wide(4, _CHANNELS), noise.wide(_CHANNELS)
+    yield "convolution", ops.short_conv(x, weight, bias, inputs, batch, silu=True)
+    yield "state of the convolution", inputs
+    decay, beta = noise.wide(total, 2).sigmoid(), noise.wide(total, 2).sigmoid()
+    # Queries and keys of one head, values of two.
+    yield "delta rule", ops.delta_rule(noise.rows(total, 4 * 8), decay, beta, matrices, batch)
+    # A copy: what follows updates it once more.
+    yield "state of the delta rule", matrices.clone()
+    b, c = (noise.rows(total, 8).view(total, 1, 8) for _ in range(2))
+    x, rates = noise.rows(total, 2 * 8).view(total, 2, 8), -noise.wide(2, 8).abs()
+    scanned = ops.selective_scan(x, decay, rates, b, c, noise.wide(2), matrices, batch)
+    yield "selective scan", scanned
+    yield "state of the scan", matrices
+
+
+def _goes_on_and_begins(device: torch.device) -> AttentionBatch:
+    def on_device(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    cu_queries, counts, lengths = on_device(0, 1, 1 + _BEGUN), (1, _BEGUN), (9, _BEGUN)
+    return AttentionBatch(
+        query_lens=counts,
+        seq_lens=lengths,
+        num_decodes=1,
+        block_size=16,
+        slots=torch.zeros(1 + _BEGUN, dtype=torch.int64, device=device),
+        cu_queries=cu_queries,
+        cu_keys=on_device(0, 9, 9 + _BEGUN),
+        seq_lens_tensor=on_device(*lengths),
+        block_table=on_device(1, 0).view(2, 1),
+    )
 
 
 def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Tensor]]:

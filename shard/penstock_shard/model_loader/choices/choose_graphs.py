@@ -28,7 +28,7 @@ def choose_graphs(
         progress("CUDA graphs: none, experts are multiplied one after the other")
         return None
     if any(layer.state is not None for layer in part.layers):
-        progress("CUDA graphs: none, states are updated one sequence after the other")
+        progress("CUDA graphs: none, they were not tried with layers that keep a state")
         return None
     if ops.weights == "fp8" and not captures_fp8(part.device):
         progress("CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU")
