@@ -24,11 +24,11 @@ def choose_graphs(
         return None
     if isinstance(ops, CpuOps):
         return _cpu_graphs(config, part, ops, loaded.max_model_len)
-    if isinstance(part, Decoder) and not part.capturable:
-        progress("CUDA graphs: none, experts are multiplied one after the other")
-        return None
     if any(layer.state is not None for layer in part.layers):
         progress("CUDA graphs: none, they were not tried with layers that keep a state")
+        return None
+    if isinstance(part, Decoder) and not part.capturable:
+        progress("CUDA graphs: none, experts are multiplied one after the other")
         return None
     if ops.weights == "fp8" and not captures_fp8(part.device):
         progress("CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU")
