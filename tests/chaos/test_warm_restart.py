@@ -50,7 +50,8 @@ async def test_an_engine_that_is_killed_leaves_the_next_one_its_prefix_cache(
             assert warm > 0.9
             # Copies are made between steps, some at a time.
             await asyncio.sleep(1)
-            for _ in range(budget(1, 2)):
+            # Twice: all that a busy machine had not copied yet is computed and copied meanwhile.
+            for _ in range(2):
                 instance_id = (await client.info()).instance_id
                 shard.engine.kill()
                 await _another_engine(client, instance_id)
