@@ -155,7 +155,8 @@ class _Watched:
         self._launch(batch)
 
 
-def _traffic(rng: random.Random) -> None:
+def _traffic(rng: random.Random) -> int:
+    """Checks that no step computes a part of an image; how many begin with one."""
     under_test = make_engine(
         num_blocks=rng.choice([14, 40]),
         max_num_batched_tokens=rng.choice([34, 64]),
@@ -182,16 +183,17 @@ def _traffic(rng: random.Random) -> None:
         under_test.step()
         if not names and not under_test.engine.has_work:
             break
-    assert (watched.num_cut, watched.num_whole > 0) == (0, True)
+    assert watched.num_cut == 0
     for name, fields in asked.items():
         alone = make_engine(max_num_batched_tokens=512, max_model_len=200)
         alone.engine.submit(make_request(name, **fields))
         alone.run()
         assert under_test.tokens(name) == alone.tokens(name)
     assert under_test.blocks.num_referenced == 0
+    return watched.num_whole
 
 
 def test_no_traffic_has_a_step_compute_a_part_of_an_image() -> None:
     rng = seeded("whole images")
-    for _ in range(budget(15, 500)):
-        _traffic(rng)
+    # Of one in a hundred none does.
+    assert sum(_traffic(rng) for _ in range(budget(15, 500))) > 0
