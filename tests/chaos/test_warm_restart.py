@@ -120,6 +120,6 @@ async def test_a_shard_that_ends_leaves_the_next_one_also_what_was_used_once(
         assert "not all KV blocks" not in shard.log
     (calm, cold), (after, found) = answers
     assert (after, cold) == (calm, 0)
-    # All was saved. Of what a busy machine does not read at once some is computed instead.
+    # All was saved. What a busy machine reads no faster than it would be computed is computed.
     assert f"{_COUNT * 20} KV blocks are found on disk" in shard.log
     assert found > 0
