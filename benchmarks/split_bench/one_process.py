@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self, cast
 
@@ -51,7 +51,7 @@ from penstock_shard.cli import parse_config as parse_shard_config
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine import main as engine_main
 from penstock_shard.engine.adapter_slots import EngineAdapters
-from penstock_shard.engine.create_engine import create_engine
+from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import EngineLoop
 from penstock_shard.ipc import messages
 from penstock_shard.model_loader.load_runner import LoadedRunner, load_runner
@@ -66,8 +66,9 @@ _ADDRESS = "127.0.0.1:1"
 class EngineThread:
     """The engine's loop in a thread of this process. Usable once `ready`."""
 
-    def __init__(self, config: ShardConfig) -> None:
+    def __init__(self, config: ShardConfig, create_engine: Callable[..., Engine]) -> None:
         self.config = config
+        self._create_engine = create_engine
         self.inbox: queue.SimpleQueue[messages.Inbox] = queue.SimpleQueue()
         self.outputs_go_to: InProcessFleet | None = None
         self.loaded: LoadedRunner | None = None
@@ -78,7 +79,7 @@ class EngineThread:
         try:
             # In the thread that computes, as in an engine process: torch counts threads for each.
             self.loaded = load_runner(self.config, print)
-            engine = create_engine(self.loaded, self.config, lambda ids: None)
+            engine = self._create_engine(self.loaded, self.config, lambda ids: None)
             gc.collect()
             gc.freeze()
             self.ready.set()
@@ -262,8 +263,8 @@ def main() -> int:
     arguments = sys.argv[1:]
     at = arguments.index("--")
     router_config = parse_router_config(["--shards", _ADDRESS, *arguments[:at]])
-    measure_engine(os.environ[STEPS_VARIABLE])
-    engine = EngineThread(parse_shard_config(arguments[at + 1 :]))
+    create_engine = measure_engine(os.environ[STEPS_VARIABLE])
+    engine = EngineThread(parse_shard_config(arguments[at + 1 :]), create_engine)
     engine.ready.wait()
     if tokens_only := os.environ.get(TOKENS_ONLY_VARIABLE):
         num_streams, seed = map(int, tokens_only.split(","))

@@ -156,8 +156,10 @@ class _TimedRunner:
         self._runner.write_block(group, block_id, data)
 
 
-def measure_engine(path: str) -> None:
-    """Have the engine that is built in this process write its steps to a file."""
+def measure_engine(path: str) -> Callable[..., Engine]:
+    """Have the engine that is built in this process write its steps to a file. Returns what builds
+    it: `create_engine`, as the engine's own process calls it from now on.
+    """
     log = _Log(path)
     take_inbox = engine_main._take_inbox
 
@@ -178,6 +180,7 @@ def measure_engine(path: str) -> None:
 
     setattr(engine_main, "create_engine", build)  # noqa: B010 - a name that it only imports
     engine_main._take_inbox = take
+    return build
 
 
 # ---- in the benchmark's -------------------------------------------------------------------------

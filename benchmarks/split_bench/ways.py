@@ -65,6 +65,9 @@ class _OneProcess(Router):
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         }
 
+    def _listens(self) -> bool:
+        return bool(self._tokens_only) or super()._listens()
+
     def healthy(self) -> bool:
         if not self._tokens_only:
             return super().healthy()

@@ -151,7 +151,7 @@ def _model_flags(name: str, folder: Path) -> tuple[str, ...]:
         make_family(folder / "model", name)
         write_tokenizer(folder / "model")
     else:
-        make_model(folder / "model", name)
+        make_model(folder / "model", name, max_position_embeddings=512)
     return ("--model", str(folder / "model"), "--max-model-len", "512")
 
 
