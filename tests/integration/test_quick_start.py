@@ -29,7 +29,7 @@ PAGE = (ROOT / "docs/quick-start.md").read_text()
 BLOCKS = re.findall(r"^```(?:sh|python)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 TIMEOUT_S = 60.0
 SHOWN = next(iter(re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)))
-BREAK = "shard=$(pgrep -f 'penstock_shard --port 6000 ')"
+BREAK = "shard=$(pgrep -f 'penstock_shard --port 6000( |$)')"
 CHECK = "answers, {len"
 
 

@@ -402,6 +402,9 @@ ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
+    "audio": ({},),
+    "verbosity": ("medium",),
+    "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }

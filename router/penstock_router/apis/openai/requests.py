@@ -281,6 +281,7 @@ _COMMON = (
     not_served("use_beam_search", BOOLEAN, False),
     not_served("kv_transfer_params", OBJECT),
     not_served("vllm_xargs", OBJECT, {}),
+    not_served("logits_processors", ANYTHING, []),
 )
 
 OF_CHATS = "A field of chats, refused here."
@@ -351,6 +352,9 @@ CHAT_FIELDS = table(
         not_served("functions", ARRAY, [], help=OF_TOOLS),
         not_served("function_call", ANYTHING, "none", help=OF_TOOLS),
         not_served("modalities", ARRAY, ["text"]),
+        not_served("audio", ANYTHING, {}),
+        not_served("verbosity", ANYTHING, "medium"),
+        not_served("web_search_options", ANYTHING),
         not_served("mm_processor_kwargs", OBJECT, {}, help=OF_IMAGES),
         not_served("media_io_kwargs", OBJECT, {}, help=OF_IMAGES),
     ]
