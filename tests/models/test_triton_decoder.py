@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ from penstock_shard.models.decoder.from_config import decoder_spec
 from penstock_shard.models.decoder.rope_tables import rope_tables
 from penstock_shard.models.decoder.weights import read_weights
 from penstock_shard.models.latent_heads import LatentHeads
-from penstock_shard.ops.base import Ops, WeightKind
+from penstock_shard.ops.base import Activation, Ops, WeightKind
 from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.ops.quantized import round_in_torch
 from penstock_shard.ops.torch_ops import TorchOps
@@ -114,6 +114,21 @@ def test_tokens_are_those_of_plain_torch(family: str, prompt: int, small_model: 
     got, logits = generated(make_decoder(directory, triton_ops()), prompt)
     assert got == want
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", get_args(Activation))
+def test_each_activation_is_that_of_plain_torch(kind: Activation) -> None:
+    rows = 4 * torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    want = TorchOps(CPU, F32, "float32", SdpaBackend()).gated_activation(rows.clone(), kind)
+    torch.testing.assert_close(triton_ops().gated_activation(rows, kind), want)
+
+
+def test_exact_products_of_a_transposed_weight_are_those_of_it() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(32, 64, generator=generator).t()
+    x = torch.randn(3, 32, generator=generator)
+    got = triton_ops(exact=True).pack([weight], exact=True).linear(x)
+    torch.testing.assert_close(got, x @ weight.t(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "gemma2"][: budget(1, 3)])

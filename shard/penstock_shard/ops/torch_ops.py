@@ -123,7 +123,9 @@ class TorchOps:
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         if exact or self.keeps_tensors:
             if len(parts) == 1:
-                return DenseMatrix(parts[0].to(self.device, self.dtype, copy=True))
+                # Kernels read rows that lie one behind the other, which codes do not give.
+                rows = parts[0].to(self.device, self.dtype, copy=True)
+                return DenseMatrix(rows.contiguous())
             return DenseMatrix(torch.cat([part.to(self.device, self.dtype) for part in parts]))
         if self.weights in ("fp8", "int4"):
             return self._rounded(parts)

@@ -97,7 +97,7 @@ class TritonOps(TorchOps):
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
     ) -> Tensor:
-        if kind == "sigmoid":
+        if kind not in ("silu", "gelu_tanh"):
             return super().gated_activation(gate_up, kind, out)
         return triton_layers.gated_activation(gate_up, gelu=kind == "gelu_tanh", out=out)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +15,15 @@ from torch import Tensor
 from penstock_shard.attention.base import AttentionBatch, LayerSpec, make_paged_pair
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.errors import device_failures, first_line
-from penstock_shard.ops.base import Experts, HeadNorm, Ops, Rope, RoutingRule, WeightKind
+from penstock_shard.ops.base import (
+    Activation,
+    Experts,
+    HeadNorm,
+    Ops,
+    Rope,
+    RoutingRule,
+    WeightKind,
+)
 from penstock_shard.ops.quantized import multiplies_fp8, round_in_torch
 from penstock_shard.ops.torch_ops import TorchOps
 
@@ -98,8 +107,8 @@ def _of_rows(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
     stream = noise.rows(_TOKENS, 48)
     yield "norm", ops.add_rms_norm(noise.rows(_TOKENS, 48), stream, noise.wide(48), 1e-5, 1.0)
     yield "sum", stream
-    yield "silu", ops.gated_activation(noise.rows(_TOKENS, 96), "silu")
-    yield "gelu", ops.gated_activation(noise.rows(_TOKENS, 96), "gelu_tanh")
+    for kind in get_args(Activation):
+        yield kind, ops.gated_activation(noise.rows(_TOKENS, 96), kind)
 
 
 def _of_rotation(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
