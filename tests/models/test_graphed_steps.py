@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import msgspec
@@ -31,7 +32,7 @@ from penstock_shard.distributed import parallel_model
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.distributed.messages import ToRank
 from penstock_shard.distributed.parallel_model import MirroredModel
-from penstock_shard.ipc.request import SamplingParams
+from penstock_shard.ipc.request import PlacedImage, SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.lora.lora import LoraBank, LoraLimits
 from penstock_shard.models.cuda_graphs import (
@@ -44,6 +45,8 @@ from penstock_shard.models.step_inputs import InputLayout
 from penstock_shard.models.transformers.transformers_model import TransformersModel
 from penstock_shard.ops.torch_ops import TorchOps
 from penstock_shard.scheduler.rows import Row
+from penstock_shard.worker.base import Admission
+from penstock_shard.worker.image_rows import FeatureSource, ImageRows
 from penstock_shard.worker.input_batch import InputBuilder, Inputs
 from penstock_shard.worker.model_runner import ModelRunner
 from penstock_shard.worker.outputs.draft_verification import Drafts
@@ -194,6 +197,47 @@ def test_drafts_that_would_read_too_much_again_are_not_replayed(
     for most, is_replayed in ((107, True), (106, False)):
         monkeypatch.setattr("penstock_shard.worker.input_batch._MOST_KEYS_AGAIN", most)
         assert (_drafted_batch(graphs).attention[0].num_decodes == 8) is is_replayed
+
+
+# ---- steps with images ----
+
+
+class _Grids:
+    """A source whose images are arranged in one row; nothing is computed for them."""
+
+    axis_of_frequencies = (0, 1, 2, 2)
+    token_id = 7
+
+    def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
+        return 1, image.num_tokens
+
+
+def test_a_step_with_the_last_token_of_an_image_is_not_padded_for_a_graph(
+    model_dir: Directory,
+) -> None:
+    """Positions of images are as many as the step's tokens."""
+    loaded = load(model_dir("llama"), max_model_len=120)
+    graphs = graphed(loaded.model, Pool())
+    capture_all(graphs)
+    images = ImageRows(cast(FeatureSource, _Grids()), torch.device("cpu"))
+    builder = InputBuilder(16, torch.device("cpu"), (CacheGroup(),), graphs=graphs, images=images)
+    sequences = [make_sequence([1] * 20) for _ in range(3)]
+    ids = [1] * 10 + [7] * 10
+    seeing = make_sequence(ids)
+    seeing.request = msgspec.structs.replace(
+        seeing.request, images=[PlacedImage(b"", 1, 1, 10, 10)]
+    )
+    sequences[1] = seeing
+    for slot, sequence in enumerate(sequences):
+        sequence.slot = slot
+    images.admit(Admission(1, seeing.request, array("I", ids)))
+    with torch.inference_mode():
+        for start, is_replayed in ((19, False), (20, True)):
+            rows = [Row(sequence, start, 1, True) for sequence in sequences]
+            new_blocks = [[range(2 * slot, 2 * slot + 2) for slot in range(3)]]
+            inputs = builder.build(batch_of(*rows, new_blocks=new_blocks))
+            assert inputs.is_static is is_replayed
+            assert len(inputs.input_ids) == (4 if is_replayed else 3)
 
 
 # ---- steps with adapters ----

@@ -56,6 +56,11 @@ class _Seeing:
     positions: PromptPositions | None = None
     error: str = ""
 
+    @property
+    def end(self) -> int:
+        """Of the last image, in the sequence."""
+        return max(placed.image.offset + placed.image.num_tokens for placed in self.placed)
+
 
 @dataclass(slots=True)
 class _Found:
@@ -129,6 +134,11 @@ class ImageRows:
                         found.append((first - start + offset, end - start + offset))
             offset += count
         return found
+
+    def are_in(self, batch: Batch) -> bool:
+        """Whether `inputs` gives any for a batch; see `input_batch.ImagePlaces`."""
+        rows = zip(batch.slots, batch.starts, strict=True)
+        return any(start < seeing.end for slot, start in rows if (seeing := self._seeing.get(slot)))
 
     def inputs(self, batch: Batch) -> tuple[ImageInputs | None, dict[int, str]]:
         """What the model gets for a batch, None if nothing; and why rows of it are void."""

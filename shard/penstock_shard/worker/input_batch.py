@@ -139,6 +139,9 @@ class ImagePlaces(Protocol):
         before which. Images that are there in part are left out.
         """
 
+    def are_in(self, batch: Batch) -> bool:
+        """Whether a batch has tokens of images, or before one: the model gets more than ids."""
+
 
 class InputBuilder:
     """Turns batches into inputs."""
@@ -178,7 +181,9 @@ class InputBuilder:
         pending = _pending_tokens(columns, lengths, self._slots)
         adapters = _adapters(columns, tokens, self._slots)
         rows = _AttentionRows(columns.slots, columns.counts, tokens.offsets, lengths)
-        static = self._static(columns, tokens, wanted, lengths, bool(len(adapters)))
+        static = None
+        if self._images is None or not self._images.are_in(batch):
+            static = self._static(columns, tokens, wanted, lengths, bool(len(adapters)))
         if not tokens.is_decode:
             rows = self._cut(rows, batch) if static is None else rows.of_tokens(tokens)
         extra = [
