@@ -73,7 +73,7 @@ FAULTS = [
     Fault(
         "Who begins at a kept state goes on with whatever its own block held",
         "BlockManager._begin_state",
-        left_out("self._state_copies.append((blocks.ids[0], own))"),
+        left_out("self._copy_state(blocks.ids[0], own)"),
         caught_by="test_a_prompt_begins_at_the_state_of_an_earlier_ones_last_full_block",
     ),
     Fault(

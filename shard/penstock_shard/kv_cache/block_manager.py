@@ -60,6 +60,8 @@ class BlockManager:
         self._state_spacing = state_spacing
         # What `take_state_copies` returns next.
         self._state_copies: list[tuple[int, int]] = []
+        # `num_insertions` before the first of them.
+        self._num_before_copies = 0
         # Sequences that began at a kept state.
         self.state_hits_total = 0
         host_pools = [BlockPool(count) for count in host_slots]
@@ -112,8 +114,10 @@ class BlockManager:
 
     @property
     def num_insertions(self) -> int:
-        """How many times a block has been cached so far."""
-        return self.prefixes.num_insertions
+        """How many times a block has been cached so far, up to the first state whose copy the next
+        step begins with: if that step is lost, it was never made.
+        """
+        return self._num_before_copies if self._state_copies else self.prefixes.num_insertions
 
     @property
     def slides(self) -> bool:
@@ -533,7 +537,7 @@ class BlockManager:
         any.
         """
         if blocks.ids:
-            self._state_copies.append((blocks.ids[0], own))
+            self._copy_state(blocks.ids[0], own)
             self._pool_of[group].release(blocks.ids)
         blocks.ids = [own]
 
@@ -552,9 +556,14 @@ class BlockManager:
                 continue
             if prefix.block_ids[group] == NO_BLOCK and blocks.ids:
                 kept = self._take(pool)
-                self._state_copies.append((blocks.ids[0], kept))
+                self._copy_state(blocks.ids[0], kept)
                 self.prefixes.name(prefix, group, kept)
                 pool.release([kept])
+
+    def _copy_state(self, source: int, target: int) -> None:
+        if not self._state_copies:
+            self._num_before_copies = self.prefixes.num_insertions
+        self._state_copies.append((source, target))
 
     def check_integrity(self) -> None:
         """Recount everything from the block tables.

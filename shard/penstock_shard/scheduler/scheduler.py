@@ -156,8 +156,7 @@ class Scheduler:
         """Steps that are over have computed all blocks up to so many insertions."""
         if self._launched:
             return self._launched[0].num_insertions
-        # States that the next step begins with are not copied yet.
-        return 0 if self._blocks.has_state_copies else self._blocks.num_insertions
+        return self._blocks.num_insertions
 
     def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
         """Queue a sequence. The caller bounds the queue."""

@@ -323,14 +323,6 @@ def test_a_block_is_copied_only_once_the_step_that_fills_it_is_over() -> None:
     assert engine.moves.tier.saved_total > 0
 
 
-def test_nothing_counts_as_computed_while_states_are_to_be_copied() -> None:
-    engine = _engine(_memory(), (CacheGroup(has_state=True), CacheGroup(pool=1)))
-    _ask(engine, "first")
-    assert engine.scheduler.num_computed_insertions > 0
-    engine.blocks._state_copies.append((0, 1))
-    assert engine.scheduler.num_computed_insertions == 0
-
-
 def _wish() -> tuple[PrefixCache, BlockPool, Prefix]:
     """A cached block that is to be copied."""
     pool = BlockPool(4)

@@ -119,6 +119,24 @@ def test_the_last_free_state_is_taken_over_by_who_begins_at_it() -> None:
     under_test.run()
 
 
+def test_a_state_is_not_computed_before_a_step_has_copied_it_and_is_lost_with_that_step() -> None:
+    under_test = engine(max_steps_ahead=0)
+    under_test.engine.submit(make_request("a", tokens(random.Random(9), 75), max_tokens=2))
+    under_test.step()
+    (sequence,) = under_test.scheduler.sequences
+    blocks, prefixes = under_test.blocks, under_test.blocks.prefixes
+    # As a plan does that has no room for a row in the end: no step begins with the copy yet.
+    blocks.slide(sequence, sequence.num_computed)
+    assert blocks.num_kept_states == 1
+    computed = under_test.scheduler.num_computed_insertions
+    assert computed == blocks.num_insertions == prefixes.num_insertions - 1
+    # Planned by the step that does.
+    blocks.take_state_copies()
+    assert blocks.num_insertions == prefixes.num_insertions
+    prefixes.uncache_since(computed)
+    assert blocks.num_kept_states == 0
+
+
 def test_without_prefix_caching_steps_are_as_long_as_they_may_be() -> None:
     under_test = make_engine(cache_groups=HYBRID, prefix_caching=False, max_num_batched_tokens=256)
     under_test.engine.submit(make_request("a", range(200), max_tokens=1))
