@@ -137,6 +137,8 @@ class ImageRows:
 
     def are_in(self, batch: Batch) -> bool:
         """Whether `inputs` gives any for a batch; see `input_batch.ImagePlaces`."""
+        if not self._seeing:
+            return False
         rows = zip(batch.slots, batch.starts, strict=True)
         return any(start < seeing.end for slot, start in rows if (seeing := self._seeing.get(slot)))
 
