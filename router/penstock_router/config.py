@@ -26,8 +26,8 @@ from penstock_common.tls import Tls
 from penstock_router import flag_values as values
 from penstock_router.request import MAX_TIMEOUT_S
 from penstock_router.store.response_store import MIN_BYTES
+from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.reasoning import AUTO, STYLES
-from penstock_router.text.tool_calls.choose_format import FORMATS
 
 # Larger counts overflow somewhere.
 _count = functools.partial(flag, at_least=1, at_most=10**15)

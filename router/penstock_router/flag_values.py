@@ -11,8 +11,8 @@ from pathlib import Path
 from penstock_client.fleet.allowed_networks import Network, parse_network
 from penstock_common.flags import one_of, short
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
+from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.reasoning import AUTO, NONE, STYLES
-from penstock_router.text.tool_calls.choose_format import FORMATS
 
 # A name as DNS has it, also with a wildcard, or an IP address.
 _DOMAIN = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]*")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from penstock_client.types import Constraint
+from penstock_router.argument_kinds import outline
 
 # A message as chat templates expect it: no nulls, its text as one string. One with images has a
 # list of parts instead, as `text/contents.py` has them.
@@ -205,8 +206,8 @@ class ChatRequest(Options):
             self,
             messages=[],
             documents=None,
-            # Their names are needed to recognise calls.
-            tools=tuple(Tool(tool.name) for tool in self.tools),
+            # Their names, and the types of their arguments, are needed to read calls.
+            tools=tuple(Tool(tool.name, outline(tool.parameters)) for tool in self.tools),
             # Whether there is one is still known.
             chat_template=None if self.chat_template is None else "",
             template_kwargs={},

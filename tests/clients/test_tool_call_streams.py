@@ -29,7 +29,7 @@ import unit.router.router_doubles as doubles
 
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import FinishReason, GenerationRequest, Output
-from penstock_router.text.tool_calls.choose_format import FORMATS
+from penstock_router.text.formats.registry import FORMATS
 
 FAMILIES = sorted({each.name for each in FORMATS.values()})
 # Takes tools, and says nothing of them: the prompt is the user's text.
@@ -107,7 +107,7 @@ def ends_of(cut: str, length: int) -> Iterable[int]:
 def tokenizer_of(family: str) -> Tokenizer:
     """The family's marks are special tokens, as they are in its models."""
     tokenizer = doubles.byte_level_tokenizer()
-    marks = [AddedToken(mark, special=True) for mark in FORMATS[family].markers]
+    marks = [AddedToken(mark, special=True) for mark in FORMATS[family].marks]
     tokenizer.add_special_tokens(marks)
     return tokenizer
 

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.text.answer_constraint import answer_constraint
+from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.reasoning import STYLES
-from penstock_router.text.tool_calls.choose_format import FORMATS
 from penstock_shard.ipc.request import Constraint as ShardConstraint
 from penstock_shard.structured_output.compiler import Compiler
 

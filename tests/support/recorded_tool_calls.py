@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from penstock_router.request import Tool
+
 TOOLS: tuple[str, ...] = ("get_weather", "search", "now", "write_file", "add-up")
+OFFERED = tuple(map(Tool, TOOLS))
 
 
 class Recorded(NamedTuple):

@@ -16,8 +16,11 @@ from penstock_router.fleet import GenerationStream
 from penstock_router.generation.answer_parser import make_parser
 from penstock_router.generation.job import Job
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.text.detokenizer import REPLACEMENT
+from penstock_router.text.detokenizer import REPLACEMENT, Detokenizer
+from penstock_router.text.marks import MarkingDetokenizer
+from penstock_router.text.prompts import Prompt
 from penstock_router.text.stop_strings import StopMatcher
+from penstock_router.text.tokenizer import Tokenizer
 
 # With this many tokens in an output, a notification costs little beside processing them.
 _TOKENS_AT_ONCE = 64
@@ -113,12 +116,7 @@ class Choice:
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
         # None where the answer can only be text.
         self._reader = make_parser(job)
-        self._detokenizer = job.model.tokenizer.detokenizers.start(
-            prompt.token_ids,
-            skip_special_tokens=options.skip_special_tokens,
-            spaces_between_special_tokens=options.spaces_between_special_tokens,
-            shown_ids=frozenset() if self._reader is None else self._reader.shown_ids,
-        )
+        self._detokenizer = self._make_detokenizer(job.model.tokenizer, prompt)
         self._stop = StopMatcher(options.stop, include_stop=options.include_stop_str_in_output)
         # How many tokens are still to be read before stop strings count (`min_tokens`).
         self._unstoppable_tokens = options.min_tokens or 0
@@ -127,6 +125,17 @@ class Choice:
         self.tokens_at_once = 1 if options.stream or options.stop else _TOKENS_AT_ONCE
         self._echo = self._echoed(prompt.text) if options.echo and prompt.text else ""
         self._prompt_logprobs: Logprobs | None = None
+
+    def _make_detokenizer(self, tokenizer: Tokenizer, prompt: Prompt) -> Detokenizer:
+        detokenizer = tokenizer.detokenizers.start(
+            prompt.token_ids,
+            skip_special_tokens=self._options.skip_special_tokens,
+            spaces_between_special_tokens=self._options.spaces_between_special_tokens,
+            shown_ids=frozenset() if self._reader is None else self._reader.shown_ids,
+        )
+        if self._reader is None or not self._reader.marks.tokens:
+            return detokenizer
+        return MarkingDetokenizer(detokenizer, self._reader.marks)
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -166,8 +175,9 @@ class Choice:
             delta.text = echo + "".join(texts)
             return
         is_last = delta.finish_reason is not None
-        pieces = self._reader.read(texts, delta.token_ids, is_last=is_last)
-        if delta.finish_reason == "stop" and self._reader.ends_with_calls:
+        was_cut = self._stop.stopped_by is not None or delta.finish_reason == "length"
+        pieces = self._reader.read(texts, delta.token_ids, is_last=is_last, was_cut=was_cut)
+        if delta.finish_reason == "stop" and self._reader.ends_with_calls(was_cut=was_cut):
             delta.finish_reason = "tool_calls"
         if echo:
             pieces = [Piece(PieceKind.CONTENT, echo), *pieces]

@@ -300,7 +300,7 @@ class Body:
             info.max_model_len,
             info.vocab_size,
             model.text.trusts_templates,
-            *model.text.conventions.names,
+            *model.text.conventions.asked,
         )
         task = Work(number, self.kind.name, facts, image_sizes=image_sizes, max_s=max_s)
         parts = [self._incoming.pieces, [earlier]]

@@ -41,9 +41,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     trusts_templates: bool
-    # Names of formats; "": none.
-    tool_format: str
-    reasoning: str
+    # The names of formats that the operator asks for.
+    tool_call_parser: str
+    reasoning_parser: str
 
 
 class Read(msgspec.Struct, tag=True, frozen=True):

@@ -37,7 +37,7 @@ from penstock_router.offload.text_messages import (
 )
 from penstock_router.text.chat_template import load_chat_template
 from penstock_router.text.image_tokens.registry import load_image_tokens
-from penstock_router.text.model_conventions import conventions_named
+from penstock_router.text.model_conventions import conventions_of
 from penstock_router.text.prompts import TextModel
 from penstock_router.text.tokenizer import load_tokenizer
 
@@ -61,14 +61,17 @@ class TextWorker:
             facts = task.model
             tokenizer = load_tokenizer(files)
             image_tokens, images_unusable = load_image_tokens(files, tokenizer)
+            template = load_chat_template(files)
             self._models[facts] = TextModel(
                 name=facts.name,
                 max_model_len=facts.max_model_len,
                 vocab_size=facts.vocab_size,
                 tokenizer=tokenizer,
-                chat_template=load_chat_template(files),
+                chat_template=template,
                 trusts_templates=facts.trusts_templates,
-                conventions=conventions_named(facts.tool_format, facts.reasoning),
+                conventions=conventions_of(
+                    template, facts.tool_call_parser, facts.reasoning_parser
+                ),
                 image_tokens=image_tokens,
                 images_unusable=images_unusable,
             )

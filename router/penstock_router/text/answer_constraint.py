@@ -15,6 +15,7 @@ from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest, Options, Tool
+from penstock_router.text.formats.base import CallFormat
 from penstock_router.text.reasoning import ReasoningStyle
 from penstock_router.text.structural_tag_builder import (
     ANY_TEXT,
@@ -25,7 +26,6 @@ from penstock_router.text.structural_tag_builder import (
     sequence,
     tag,
 )
-from penstock_router.text.tool_calls.base import ToolFormat
 
 # The whitespace that models write after their reasoning; bounded, or a model might go on for ever.
 _SPACE = regex("[ \\n]{0,2}")
@@ -38,7 +38,7 @@ def tools_of(request: ChatRequest) -> tuple[Tool, ...]:
 
 def answer_constraint(
     request: Options,
-    tool_format: ToolFormat | None,
+    tool_format: CallFormat | None,
     style: ReasoningStyle | None,
     *,
     begun: bool = False,
@@ -64,7 +64,7 @@ def answer_constraint(
 # ---- Calls -------------------------------------------------------------------------------------
 
 
-def _with_calls(request: ChatRequest, tool_format: ToolFormat | None) -> JsonObject | None:
+def _with_calls(request: ChatRequest, tool_format: CallFormat | None) -> JsonObject | None:
     """The format of all that follows reasoning, if tools constrain it; else None."""
     tools, choice = tools_of(request), request.tool_choice
     parallel = request.parallel_tool_calls

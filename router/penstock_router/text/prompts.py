@@ -28,13 +28,13 @@ from penstock_router.request import (
 from penstock_router.text.answer_constraint import answer_constraint, tools_of
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.text.contents import as_parts, as_text, join_contents
+from penstock_router.text.formats.json_formats.plain_json import in_words, instructions
 from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
 from penstock_router.text.image_tokens.expand import encode_with_images
 from penstock_router.text.image_tokens.plain_text import cut_spelled
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.reasoning import reasoning_begun, reasoning_over
 from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_long
-from penstock_router.text.tool_calls.plain_json import in_words, instructions
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,12 @@
 
 A style has a mark at either end. Of an answer only what stands first counts: a begin mark, with
 nothing but whitespace before it, or reasoning that the prompt has begun already. From its end on
-all is content, also what looks like a mark. Whitespace right behind the begin mark, before the end
-mark and behind it belongs to neither and is dropped; of reasoning that does not come to its end,
-whitespace at the end is part. So an answer gives the same pieces however its text is cut.
+all is content, also what looks like a mark. A mark right behind the same mark means nothing more,
+nor does an end mark at the beginning of an answer. Whitespace right behind the begin mark, before
+the end mark and behind it belongs to neither and is dropped; of reasoning that does not come to its
+end, whitespace at the end is part. So an answer gives the same pieces however its text is cut.
+
+Some models put the answer behind their reasoning between two more marks, which are dropped too.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.marks import Marks
 from penstock_router.text.stop_strings import beginning
 
 
@@ -22,11 +26,23 @@ class ReasoningStyle:
     name: str
     begin: str
     end: str
+    # The marks around an answer; "" where there are none.
+    answer: tuple[str, str] = ("", "")
+
+    def spelled(self, marks: Marks) -> ReasoningStyle:
+        """The style of an answer's text, in which some marks are tokens."""
+        begin, end, opens, closes = map(marks.spelled, (self.begin, self.end, *self.answer))
+        return ReasoningStyle(self.name, begin, end, (opens, closes))
 
     @property
     def marks(self) -> tuple[str, str]:
         """The begin mark and the end mark."""
         return self.begin, self.end
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All marks."""
+        return tuple(filter(None, (*self.marks, *self.answer)))
 
 
 _THINK = ReasoningStyle("think", "<think>", "</think>")
@@ -94,15 +110,24 @@ def reasoning_over(prompt_text: str, style: ReasoningStyle) -> bool:
 class ReasoningSplitter:
     """Splits one answer into reasoning and content."""
 
-    __slots__ = ("_held", "_is_content", "_space", "_style", "has_reasoning", "in_reasoning")
+    __slots__ = (
+        "_answer_marks",
+        "_held",
+        "_is_content",
+        "_space",
+        "_style",
+        "has_reasoning",
+        "in_reasoning",
+    )
 
     def __init__(self, style: ReasoningStyle, begun: bool) -> None:
         """`begun`: the prompt ends within reasoning."""
         self._style = style
         # So far: whether it is text of reasoning that comes, and whether there was any.
         self.in_reasoning = self.has_reasoning = begun
-        # Nothing is looked for any more.
+        # Nothing is looked for any more, but perhaps marks around the answer.
         self._is_content = False
+        self._answer_marks = _AnswerMarks(*style.answer) if style.answer[0] else None
         # May be the beginning of a mark.
         self._held = ""
         # Whitespace that may stand before one; None: what comes next is dropped.
@@ -116,45 +141,67 @@ class ReasoningSplitter:
     def feed(self, text: str) -> list[Piece]:
         """What is certain by now."""
         if self._is_content:
-            return [Piece(PieceKind.CONTENT, text)] if text else []
+            return self._content(text)
         if self.in_reasoning:
             return self._reason(text)
         return self._answer(text) if self.has_reasoning else self._begin(text)
 
     def flush(self) -> list[Piece]:
         """The text is over: what was held back is what it looked like."""
-        if self._is_content or (self.has_reasoning and not self.in_reasoning):
-            return []
-        kind = PieceKind.REASONING if self.in_reasoning else PieceKind.CONTENT
         text = "".join(self._space or ()) + self._held
+        is_reasoning, over = self.in_reasoning, self.has_reasoning and not self.in_reasoning
         self._held, self._space = "", None
-        return [Piece(kind, text)] if text else []
+        if is_reasoning:
+            return [Piece(PieceKind.REASONING, text)] if text else []
+        return self._content("" if over and not text.strip() else text, is_last=True)
+
+    def _content(self, text: str, *, is_last: bool = False) -> list[Piece]:
+        if self._answer_marks is not None:
+            text = self._answer_marks.feed(text)
+            text += self._answer_marks.flush() if is_last else ""
+        return [Piece(PieceKind.CONTENT, text)] if text else []
 
     def _begin(self, text: str) -> list[Piece]:
         assert self._space is not None
-        seen, begin = self._held + text, self._style.begin
+        style = self._style
+        seen = self._held + text
         if not self._held:
             seen = text.lstrip()
             self._space.append(text[: len(text) - len(seen)])
-        if seen.startswith(begin):
+        if seen.startswith(style.begin):
             self._held, self._space = "", None
             self.in_reasoning = self.has_reasoning = True
-            return self._reason(seen[len(begin) :])
-        self._held = seen
-        if begin.startswith(seen):
+            return self._reason(seen[len(style.begin) :])
+        if seen.startswith(style.end):
+            self._held, self._space = "", None
+            self.has_reasoning = True
+            return self._answer(seen[len(style.end) :])
+        if style.begin.startswith(seen) or style.end.startswith(seen):
+            self._held = seen
             return []
-        content = self.flush()
         self._is_content = True
-        return content
+        seen = "".join(self._space) + seen
+        self._held, self._space = "", None
+        return self._content(seen)
 
     def _reason(self, text: str) -> list[Piece]:
         text, self._held = self._held + text, ""
-        body, end, rest = text.partition(self._style.end)
-        if end:
+        begin, end = self._style.marks
+        while self._space is None:
+            # Nothing of it has come: the begin mark once more means nothing more.
+            text = text.lstrip()
+            if not text.startswith(begin):
+                break
+            text = text[len(begin) :]
+        if self._space is None and begin.startswith(text):
+            self._held = text
+            return []
+        body, mark, rest = text.partition(end)
+        if mark:
             shown = self._reasoning(body)
             self.in_reasoning, self._space = False, None
             return shown + self._answer(rest)
-        sure = beginning(text, (self._style.end,))
+        sure = beginning(text, (end,))
         self._held = text[sure:]
         return self._reasoning(text[:sure])
 
@@ -174,6 +221,51 @@ class ReasoningSplitter:
         return [Piece(PieceKind.REASONING, shown)]
 
     def _answer(self, text: str) -> list[Piece]:
-        text = text.lstrip()
+        """Behind reasoning: drop whitespace, and the end mark once more."""
+        text, self._held = self._held + text, ""
+        end = self._style.end
+        while (text := text.lstrip()).startswith(end):
+            text = text[len(end) :]
+        if text and end.startswith(text):
+            self._held = text
+            return []
         self._is_content = bool(text)
-        return [Piece(PieceKind.CONTENT, text)] if text else []
+        return self._content(text) if text else []
+
+
+class _AnswerMarks:
+    """Drops the marks around an answer, and white space inside of them and behind the last."""
+
+    __slots__ = ("_begin", "_end", "_held", "_is_begun", "_is_inside")
+
+    def __init__(self, begin: str, end: str) -> None:
+        self._begin, self._end = begin, end
+        self._held = ""
+        # Whether any text was seen, and whether it stands between the marks.
+        self._is_begun = self._is_inside = False
+
+    def feed(self, text: str) -> str:
+        """What is certain by now."""
+        text, self._held = self._held + text, ""
+        if not self._is_begun:
+            stripped = text.lstrip()
+            if self._begin.startswith(stripped) and stripped != self._begin:
+                self._held = text
+                return ""
+            self._is_begun = True
+            self._is_inside = stripped.startswith(self._begin)
+            text = stripped[len(self._begin) :].lstrip() if self._is_inside else text
+        if not self._is_inside:
+            return text
+        body, mark, rest = text.partition(self._end)
+        if mark:
+            self._is_inside = False
+            return body.rstrip() + rest.lstrip()
+        sure = len(text[: beginning(text, (self._end,))].rstrip())
+        self._held = text[sure:]
+        return text[:sure]
+
+    def flush(self) -> str:
+        """The text is over: what was held back is ordinary text."""
+        held, self._held = self._held, ""
+        return held

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.text.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
+from penstock_router.text.marks import Marks
 
 # More than contexts have. The library takes some 80 bytes a character, even of text that is
 # truncated later.
@@ -86,6 +87,7 @@ class Tokenizer:
         self.detokenizers: DetokenizerFactory = make_detokenizers(self._fast, self._parts.decoder)
         self.special_ids = special_ids(self._fast)
         self._marks: dict[tuple[str, ...], frozenset[int]] = {}
+        self._marks_among: dict[tuple[str, ...], Marks] = {}
         self.token_bytes = self.detokenizers.token_bytes
         if self._length_bounds_tokens:
             self._max_token_bytes = self._longest_token()
@@ -199,6 +201,15 @@ class Tokenizer:
         if found is None:
             ids = {self._fast.token_to_id(text) for text in texts}
             found = self._marks[texts] = self.special_ids & ids
+        return found
+
+    def marks_among(self, texts: tuple[str, ...]) -> Marks:
+        """Which of these texts are each a token that was added to the vocabulary."""
+        found = self._marks_among.get(texts)
+        if found is None:
+            added = self._fast.get_added_tokens_decoder()
+            tokens = {id_: token.content for id_, token in added.items() if token.content in texts}
+            found = self._marks_among[texts] = Marks(tokens)
         return found
 
     def token_text(self, token_id: int) -> str:

@@ -12,8 +12,8 @@ from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.errors import BadRequest
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
 from penstock_router.text.answer_constraint import answer_constraint
+from penstock_router.text.formats.json_formats.hermes import HERMES
 from penstock_router.text.reasoning import STYLES
-from penstock_router.text.tool_calls.hermes import HermesFormat
 
 ADD = Tool("add", {"type": "object", "properties": {"a": {"type": "integer"}}})
 SUB = Tool("sub")
@@ -29,7 +29,7 @@ REASONING = {
 }
 
 
-HERMES, THINK = HermesFormat(), STYLES["think"]
+THINK = STYLES["think"]
 
 
 def chat(*tools: Tool, mode: Any = "auto", name: str = "", **fields: Any) -> ChatRequest:
@@ -47,7 +47,7 @@ def format_in(made: Constraint | None) -> Any:
 
 
 def calls(*tools: Tool, required: bool, parallel: bool = True) -> Any:
-    return HermesFormat().calls(tools, required=required, parallel=parallel)
+    return HERMES.calls(tools, required=required, parallel=parallel)
 
 
 def test_what_need_not_be_combined_goes_as_it_is() -> None:

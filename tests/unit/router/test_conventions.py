@@ -20,7 +20,7 @@ from penstock_router.offload.text_messages import decode_outcome, encode_outcome
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.served_models import ServedModel
 from penstock_router.text.chat_template import ChatTemplate
-from penstock_router.text.model_conventions import Conventions, conventions_named, conventions_of
+from penstock_router.text.model_conventions import conventions_of
 from penstock_router.text.prompts import (
     PreparedPrompts,
     TextModel,
@@ -95,11 +95,11 @@ def test_conventions_are_the_template_s_or_what_the_operator_says() -> None:
     assert conventions_of(None, "auto", "auto").names == ("plain_json", "")
 
 
-def test_a_text_process_has_them_by_name() -> None:
+def test_a_text_process_finds_the_same_by_what_was_asked_for() -> None:
     for source in (QWEN, CHATML):
-        found = conventions_of(template(source), "auto", "auto")
-        assert conventions_named(*found.names) == found
-    assert conventions_named("", "") == Conventions()
+        for asked in (("auto", "auto"), ("none", "none"), ("llama", "mistral")):
+            found = conventions_of(template(source), *asked)
+            assert conventions_of(template(source), *found.asked) == found
 
 
 def render(request: ChatRequest, model: TextModel) -> str:

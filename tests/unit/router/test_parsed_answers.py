@@ -37,11 +37,11 @@ from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolCh
 from penstock_router.routes.base import ROUTER
 from penstock_router.served_models import ServedModel
 from penstock_router.text.answer_pieces import PieceKind
+from penstock_router.text.formats.json_formats.hermes import HERMES
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.prompts import PreparedPrompts, Prompt, TextModel
 from penstock_router.text.reasoning import STYLES
 from penstock_router.text.tokenizer import load_tokenizer
-from penstock_router.text.tool_calls.hermes import HermesFormat
 
 EOS = INFO.eos_token_ids[0]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -69,7 +69,7 @@ def model(tokenizer: Tokenizer) -> ServedModel:
         load_tokenizer(model_files(tokenizer)),
         None,
         False,
-        Conventions(HermesFormat(), STYLES["think"]),
+        Conventions(HERMES, STYLES["think"]),
     )
     return ServedModel(INFO, text)
 

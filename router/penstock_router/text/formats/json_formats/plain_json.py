@@ -6,38 +6,48 @@ An object or a list of them, in a code fence or not. JSON later in the text is n
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Message, Tool
 from penstock_router.text.contents import join_contents
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.reading.json_calls import BareJsonParser, call_tag, calls_or_text
+from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import literal, one_or_more, sequence
-from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.text.tool_calls.json_calls import BareJsonParser, call_tag, calls_or_text
 
 _FENCE = "```"
 
 
-@dataclass(frozen=True, slots=True)
-class PlainJsonFormat:
+@dataclass(frozen=True)
+class PlainJsonFormat(CallFormat):
     """The answer is JSON."""
 
     name: str = "plain_json"
-    markers: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
 
     def is_of(self, template: str) -> bool:
         """The template does not use tools."""
         return "tools" not in template
 
-    def parser(self, names: Collection[str]) -> ToolParser:
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         """A parser for one answer."""
-        return _CallParser(names)
+        return _CallParser(tools, marks)
 
-    def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
         """One object; a list of them where there may be several."""
         tags = [
-            call_tag(tool, '{"name": ', ', "arguments": ', "}", required=required) for tool in tools
+            call_tag(tool, '{"name": ', ', "arguments": ', "}", required=required, writing=writing)
+            for tool in tools
         ]
         calls = one_or_more(tags, ", ", parallel=parallel)
         if parallel:
@@ -111,7 +121,7 @@ class _CallParser(BareJsonParser):
     def _read(self) -> Reading[None]:
         if not self._at_beginning:
             yield from self._rest()
-        self._at_beginning = False
+        self._at_beginning = self._is_marked = False
         yield from self._space()
         fenced = (yield from self._any_of(_FENCE)) is not None
         if fenced:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 
+from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import PieceKind, content_of
-from penstock_router.text.tool_calls.choose_format import FORMATS
+from penstock_router.text.formats.registry import FORMATS
 
 _TEXTS = ["", "a", "it's", 'say "x"', "\\", "\n\t\x00\x07\x7f", "é東🌧\u2028", "}])", "''", '"""']
 _LEAVES: list[Any] = [*_TEXTS, 0, -7, 10**30, 1.5, -2e-9, 1e22, True, False, None]
@@ -36,7 +37,7 @@ def value(rng: random.Random, depth: int = 0, *, tuples: bool = True) -> Any:
 
 def scan(text: str, num_characters: int = 1_000_000) -> tuple[str, str]:
     """The JSON of `text` as an argument that comes in parts, and what is no part of the call."""
-    parser = FORMATS["pythonic"].parser({"f"})
+    parser = FORMATS["pythonic"].parser([Tool("f")])
     whole = f"[f(a={text})]"
     parts = (whole[at : at + num_characters] for at in range(0, len(whole), num_characters))
     pieces = [piece for part in parts for piece in parser.feed(part)] + parser.flush()
@@ -139,7 +140,7 @@ def test_nesting_is_read_to_a_hundred_levels() -> None:
     ],
 )
 def test_a_value_that_is_cut_off_is_shown_as_far_as_it_came(text: str, said: str) -> None:
-    parser = FORMATS["pythonic"].parser({"f"})
+    parser = FORMATS["pythonic"].parser([Tool("f")])
     pieces = [*parser.feed(f"[f(a={text}"), *parser.flush()]
     assert content_of(pieces) == ""
     arguments = [piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS]

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 from support.budget import budget, seeded
-from support.recorded_tool_calls import RECORDED, TOOLS, Recorded
+from support.recorded_tool_calls import OFFERED, RECORDED, TOOLS, Recorded
 
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.text.tool_calls.choose_format import FORMATS
+from penstock_router.text.formats.registry import FORMATS
 
 each_record = pytest.mark.parametrize(
     "recorded", RECORDED, ids=[f"{one.family}-{at}" for at, one in enumerate(RECORDED)]
@@ -19,7 +19,7 @@ each_record = pytest.mark.parametrize(
 
 def pieces_of(family: str, parts: list[str]) -> list[Piece]:
     """What comes out where the text comes in these parts, the joined pieces."""
-    parser = FORMATS[family].parser(TOOLS)
+    parser = FORMATS[family].parser(OFFERED)
     pieces = []
     for part in parts:
         pieces += parser.feed(part)
@@ -83,7 +83,7 @@ def test_every_family_has_a_dozen_records() -> None:
 
 def shown_early(family: str, text: str) -> list[Piece]:
     """What is shown of a text while more may follow."""
-    return join_pieces(FORMATS[family].parser(TOOLS).feed(text))
+    return join_pieces(FORMATS[family].parser(OFFERED).feed(text))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_arguments_are_shown_while_they_come(family: str, text: str) -> None:
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
-    parser = FORMATS["hermes"].parser(TOOLS)
+    parser = FORMATS["hermes"].parser(OFFERED)
     assert content_of(parser.feed("a < b")) == "a < b"
     assert content_of(parser.feed(" <tool")) == ""
     assert content_of(parser.feed("s> <")) == " <tools>"
@@ -116,20 +116,19 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
 
 
 def test_arguments_before_the_name_wait_for_it() -> None:
-    parser = FORMATS["hermes"].parser(TOOLS)
+    parser = FORMATS["hermes"].parser(OFFERED)
     assert parser.feed('<tool_call>{"arguments": {"a": 1}, "name": "no') == []
     assert calls_of(parser.feed('w"')) == [("now", '{"a": 1}')]
 
 
-def test_a_name_that_no_tool_has_is_text_at_once() -> None:
-    text = '<tool_call>{"name": "launch"'
-    assert shown_early("hermes", text) == [Piece(PieceKind.CONTENT, text)]
+def test_a_name_that_no_tool_has_is_text_at_once_where_calls_have_no_mark() -> None:
+    text = '{"name": "launch"'
+    assert shown_early("llama_json", text) == [Piece(PieceKind.CONTENT, text)]
 
 
-def test_no_tools_make_no_calls() -> None:
-    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    parser = FORMATS["hermes"].parser(())
-    assert content_of([*parser.feed(text), *parser.flush()]) == text
+def test_behind_a_mark_a_call_may_have_any_name() -> None:
+    text = '<tool_call>{"name": "launch", "arguments": {}}</tool_call>'
+    assert calls_of(pieces_of("hermes", [text])) == [("launch", "{}")]
 
 
 def test_a_word_of_python_that_is_cut_off_is_shown_as_far_as_it_came() -> None:

@@ -7,44 +7,61 @@ whichever the model's template has; forced calls are written in the template's f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.reading.json_calls import (
+    JsonCallParser,
+    arguments_format,
+    call_tag,
+)
+from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import (
     among_text,
-    json_format,
     literal,
     one_or_more,
     sequence,
     tag,
 )
-from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.text.tool_calls.json_calls import JsonCallParser, arguments_schema, call_tag
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-@dataclass(frozen=True, slots=True)
-class MistralFormat:
+@dataclass(frozen=True)
+class MistralFormat(CallFormat):
     """A list of objects after one marker."""
 
     name: str = "mistral"
-    markers: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
+    marks: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
 
     def is_of(self, template: str) -> bool:
         """The template has the marker of calls and not that of arguments."""
         return _CALLS in template and _ARGUMENTS not in template
 
-    def parser(self, names: Collection[str]) -> ToolParser:
-        """A parser for one answer."""
-        return _CallParser(names)
+    def begins(self) -> tuple[str, ...]:
+        """The mark of calls."""
+        return (_CALLS,)
 
-    def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _CallParser(tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
         """One marker, and all calls in one list."""
         tags = [
-            call_tag(tool, '{"name": ', ', "arguments": ', "}", required=required) for tool in tools
+            call_tag(tool, '{"name": ', ', "arguments": ', "}", required=required, writing=writing)
+            for tool in tools
         ]
         calls = one_or_more(tags, ", ", parallel=parallel)
         if required:
@@ -53,27 +70,38 @@ class MistralFormat:
         return among_text([among], _CALLS, parallel=False)
 
 
-@dataclass(frozen=True, slots=True)
-class MistralNamedFormat:
+@dataclass(frozen=True)
+class MistralNamedFormat(CallFormat):
     """A marker, a name, a marker, arguments: for each call."""
 
     name: str = "mistral_named"
-    markers: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
+    marks: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
 
     def is_of(self, template: str) -> bool:
         """The template has both markers."""
         return _CALLS in template and _ARGUMENTS in template
 
-    def parser(self, names: Collection[str]) -> ToolParser:
-        """A parser for one answer."""
-        return _CallParser(names)
+    def begins(self) -> tuple[str, ...]:
+        """The mark of calls."""
+        return (_CALLS,)
 
-    def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _CallParser(tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
         """Calls without a separator."""
         tags = [
             tag(
                 f"{_CALLS}{tool.name}{_ARGUMENTS}",
-                json_format(arguments_schema(tool, required=required)),
+                arguments_format(tool, required=required, writing=writing),
                 "",
             )
             for tool in tools
@@ -85,11 +113,7 @@ class MistralNamedFormat:
 
 class _CallParser(JsonCallParser):
     def _read(self) -> Reading[None]:
-        yield from self._until(_CALLS)
-        while (yield from self._any_of(_CALLS)) is not None:
-            # A repeated marker means nothing more.
-            pass
-        if (yield from self._space()) in "[{":
+        if (yield from self._begin(_CALLS)) in "[{":
             was_call = yield from self._object_or_list()
         else:
             was_call = yield from self._named_call()
@@ -98,7 +122,7 @@ class _CallParser(JsonCallParser):
 
     def _named_call(self) -> Reading[bool]:
         name = yield from self._name()
-        if name not in self._names:
+        if not self._is_callable(name):
             raise Misfit
         yield from self._space()
         if (yield from self._any_of(_ID)) is not None:
@@ -109,5 +133,5 @@ class _CallParser(JsonCallParser):
         if (yield from self._space()) != "{":
             raise Misfit
         self._call(name)
-        yield from self._value(shown=True)
+        yield from self._shown_value()
         return True

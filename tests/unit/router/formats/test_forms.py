@@ -17,7 +17,7 @@ from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import PieceKind, content_of, join_pieces
-from penstock_router.text.tool_calls.choose_format import FORMATS
+from penstock_router.text.formats.registry import FORMATS
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.grammars import grammar_of
 
@@ -96,7 +96,7 @@ def drawn(rng: random.Random, text: str, limit: int) -> str | None:
 
 def calls_of(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The content, and the calls."""
-    parser = FORMATS[name].parser([tool.name for tool in TOOLS])
+    parser = FORMATS[name].parser(TOOLS)
     pieces = join_pieces([*parser.feed(text), *parser.flush()])
     names = [piece.text for piece in pieces if piece.kind is PieceKind.CALL]
     arguments = [piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS]

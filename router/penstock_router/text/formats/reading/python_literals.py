@@ -16,7 +16,13 @@ import functools
 import json
 import re
 
-from penstock_router.text.tool_calls.base import SPACE, CallParser, Misfit, Reading, TextOver
+from penstock_router.text.formats.reading.reader import (
+    SPACE,
+    CallParser,
+    Misfit,
+    Reading,
+    TextOver,
+)
 
 # ASCII: Python's int and float would take the digits of any script.
 _WORD = re.compile(r"[\w.+\-]*", re.ASCII)

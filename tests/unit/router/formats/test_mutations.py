@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from support.recorded_tool_calls import RECORDED, TOOLS
+from support.recorded_tool_calls import OFFERED, RECORDED, TOOLS
 
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.text.tool_calls.base import SPACE, CallParser
-from penstock_router.text.tool_calls.choose_format import FORMATS
-from penstock_router.text.tool_calls.json_scanner import JsonScanner
+from penstock_router.text.formats.reading.reader import SPACE, CallParser
+from penstock_router.text.formats.reading.json_mender import JsonMender
+from penstock_router.text.formats.registry import FORMATS
 
 FAMILIES = sorted({one.family for one in RECORDED})
 _SCRAPS = ['"', "\\", "{", "}", "[", "]", "(", ")", ",", ":", ";", "=", "'", "`", "\n", " ", "é"]
@@ -38,7 +38,7 @@ _FORM = re.compile(
 def mutated(rng: random.Random, family: str) -> str:
     """A recorded answer after a few accidents."""
     records = [one.text for one in RECORDED if one.family == family]
-    scraps = [*_SCRAPS, *FORMATS[family].markers]
+    scraps = [*_SCRAPS, *FORMATS[family].marks]
     text = rng.choice(records)
     for _ in range(rng.randint(1, 4)):
         start, end = sorted(rng.choices(range(len(text) + 1), k=2))
@@ -64,7 +64,7 @@ class Ledger:
 
     def __init__(self, family: str, text: str) -> None:
         self._text = text
-        self._reader: Any = FORMATS[family].parser(TOOLS)
+        self._reader: Any = FORMATS[family].parser(OFFERED)
         assert isinstance(self._reader, CallParser)
         reader: Any = self._reader
         self._drop, self._content = reader._drop, reader._content
@@ -111,11 +111,11 @@ def check(pieces: list[Piece], text: str) -> None:
         # A string of arguments may begin and end with white space.
         given = given.lstrip(SPACE)
         assert given.startswith("{")
-        assert not given[JsonScanner().feed(given) :].strip(SPACE), given
+        assert not given[JsonMender().feed(given) :].strip(SPACE), given
 
 
 def in_parts(family: str, parts: list[str]) -> list[Piece]:
-    parser = FORMATS[family].parser(TOOLS)
+    parser = FORMATS[family].parser(OFFERED)
     pieces = []
     for part in parts:
         pieces += parser.feed(part)
@@ -189,7 +189,7 @@ _GOING_ON = ["[", '{"a":', '"x', '"\\\\', " ", "1", "\\", "[[[],", '{"a": "', '"
 
 def work(family: str, text: str) -> int:
     """How many functions are called while a text comes, four characters at a time."""
-    parser: Any = FORMATS[family].parser(TOOLS)
+    parser: Any = FORMATS[family].parser(OFFERED)
     calls = 0
     longest = 0
 

@@ -1,9 +1,12 @@
-"""The interface of a tool-call format, and the base class of all readers.
+"""The base class of all readers of calls.
 
 A reader takes an answer's text in pieces. It is a generator that consumes one character after the
 other and yields when it needs more, so that cuts in the text cannot change the result. Text that it
 has consumed is either shown or held. Held text is dropped once it proves to be syntax of a call,
 and becomes content once it proves to be anything else: no text is lost, and nothing raises.
+
+Readers name marks as the family writes them; whether a mark counts only as a token of the model's
+tokenizer is the base class's business (`Marks`).
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from collections.abc import Generator, Sequence
+from typing import TypeAlias, TypeVar
 
-from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.marks import NO_MARKS, Marks, plain
 from penstock_router.text.stop_strings import beginning
 
 T = TypeVar("T")
@@ -26,42 +29,7 @@ Reading: TypeAlias = Generator[None, None, T]
 SPACE = " \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*")
 # The characters of tools' names, and of whatever else models write in place of a name.
-_NAME = re.compile(r"[\w.\-]*")
-
-
-class ToolParser(Protocol):
-    """Reads the calls out of one answer's text."""
-
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that can be shown now: content, calls, arguments."""
-
-    def flush(self) -> list[Piece]:
-        """The text has ended: the remaining pieces."""
-
-
-class ToolFormat(Protocol):
-    """One family's way to write calls."""
-
-    @property
-    def name(self) -> str:
-        """Its name in command-line flags."""
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that the detokenizer must not leave out even if they are special tokens."""
-
-    def is_of(self, template: str) -> bool:
-        """Whether a chat template makes its model write calls in this format."""
-
-    def parser(self, names: Collection[str]) -> ToolParser:
-        """A parser for one answer to a request whose tools have these names."""
-
-    def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
-        """The constraint on answers in this format, as the format of a structural tag.
-
-        Required: calls and nothing else, exactly one where not parallel. Otherwise free text and
-        calls; the arguments of a strict tool obey its schema.
-        """
+_NAME = re.compile(r"[\w.\-/:]*")
 
 
 class Misfit(Exception):
@@ -75,9 +43,15 @@ class TextOver(Exception):
 class CallParser(ABC):
     """Base of all readers. A family's reader has `_read`, which is started again when it ends."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = frozenset(names)
-        # Text from `_at` on is not consumed yet: never more than what may begin a marker.
+    def __init__(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._marks = marks
+        # Whether a mark of the format's own stands before what is read: then any name is a call's.
+        self._is_marked = True
+        # Whether the latest call has not come to its end, and whether the text was cut off.
+        self.is_open = False
+        self._was_cut = False
+        # Text from `_at` on is not consumed yet: never more than what may begin a mark.
         self._text = ""
         self._at = 0
         self._over = False
@@ -95,9 +69,10 @@ class CallParser(ABC):
         self._at = 0
         return self._go_on()
 
-    def flush(self) -> list[Piece]:
-        """The text has ended: the remaining pieces."""
+    def flush(self, *, was_cut: bool = False) -> list[Piece]:
+        """The text has ended, by the model or cut off: the remaining pieces."""
         self._over = True
+        self._was_cut = was_cut
         return self._go_on()
 
     def _go_on(self) -> list[Piece]:
@@ -126,12 +101,13 @@ class CallParser(ABC):
 
     def _content(self, text: str) -> None:
         if text:
-            self._pieces.append(Piece(PieceKind.CONTENT, text))
+            self._pieces.append(Piece(PieceKind.CONTENT, plain(text)))
 
     def _call(self, name: str, arguments: str = "") -> None:
         """Show a call's beginning, and its arguments if known; the held text was its syntax."""
         self._drop()
         self._fits = True
+        self.is_open = not arguments
         self._pieces.append(Piece(PieceKind.CALL, name, self._calls))
         if arguments:
             self._pieces.append(Piece(PieceKind.ARGUMENTS, arguments, self._calls))
@@ -140,7 +116,16 @@ class CallParser(ABC):
     def _arguments(self, text: str) -> None:
         """Show a piece of the latest call's arguments."""
         if text:
-            self._pieces.append(Piece(PieceKind.ARGUMENTS, text, self._calls - 1))
+            self._pieces.append(Piece(PieceKind.ARGUMENTS, plain(text), self._calls - 1))
+
+    def _end_call(self) -> None:
+        """The latest call has come to its end; the held text was its syntax."""
+        self._drop()
+        self.is_open = False
+
+    def _is_callable(self, name: object) -> bool:
+        """Whether a call may have this name: any behind a mark, else one of the request's tools."""
+        return name in self._tools or (self._is_marked and isinstance(name, str) and name != "")
 
     def _drop(self) -> None:
         """Drop the held text: it was syntax of a call."""
@@ -196,14 +181,21 @@ class CallParser(ABC):
         """Consume the literal that comes next, the first of those that may come; None, and nothing
         is consumed, if none does.
         """
+        found = yield from self._ahead(*literals)
+        if found is not None:
+            self._take(self._at + len(self._marks.spelled(found)))
+        return found
+
+    def _ahead(self, *literals: str) -> Reading[str | None]:
+        """The literal that comes next, the first of those that may come; nothing is consumed."""
         while True:
             possible = False
             for literal in literals:
-                there = self._text[self._at : self._at + len(literal)]
-                if there == literal and not possible:
-                    self._take(self._at + len(literal))
+                spelled = self._marks.spelled(literal)
+                there = self._text[self._at : self._at + len(spelled)]
+                if there == spelled and not possible:
                     return literal
-                possible = possible or literal.startswith(there)
+                possible = possible or spelled.startswith(there)
             if not possible:
                 return None
             yield from self._more()
@@ -213,21 +205,38 @@ class CallParser(ABC):
         if (yield from self._any_of(literal)) is None:
             raise Misfit
 
-    def _until(self, *markers: str) -> Reading[str]:
-        """Show content up to a marker, and hold the marker; returns which one it was.
+    def _until(self, *marks: str) -> Reading[str]:
+        """Show content up to a mark, and hold the mark; returns which one it was.
 
-        White space before a marker is held with it: it may only separate it from the text.
+        White space before a mark is held with it: it may only separate it from the text.
         """
         self._fits = False
-        pattern = _one_of(markers)
+        by_spelling = {self._marks.spelled(mark): mark for mark in marks}
+        spelled = tuple(by_spelling)
+        pattern = one_of(spelled)
         while True:
             found = pattern.search(self._text, self._at)
             if found is not None:
                 self._show(found.start())
                 self._take(found.end())
-                return found.group()
-            self._show(beginning(self._text, markers, self._at))
+                return by_spelling[found.group()]
+            self._show(beginning(self._text, spelled, self._at))
             yield from self._more()
+
+    def _begin(self, *marks: str) -> Reading[str]:
+        """Show content up to a mark that begins calls; the same mark again means nothing more.
+
+        Consumes white space behind it; returns the next character, not consumed.
+        """
+        yield from self._until(*marks)
+        return (yield from self._again(*marks))
+
+    def _again(self, *marks: str) -> Reading[str]:
+        """Consume white space and the marks once more; returns the next character, not consumed."""
+        while True:
+            first = yield from self._space()
+            if (yield from self._any_of(*marks)) is None:
+                return first
 
     def _show(self, end: int) -> None:
         """Show content up to `end`, but hold the white space at its end."""
@@ -250,5 +259,6 @@ class CallParser(ABC):
 
 
 @functools.lru_cache(64)
-def _one_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join([re.escape(marker) for marker in markers]))
+def one_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """A pattern of any of these texts."""
+    return re.compile("|".join([re.escape(mark) for mark in marks]))

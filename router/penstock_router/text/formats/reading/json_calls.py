@@ -1,11 +1,11 @@
 """Calls that are JSON objects: shared by the families that write them so.
 
-A call is `{"name": .., "arguments": {..}}`, or with `parameters`, its members in any order.
-Once the name is known, arguments are shown as they come, exactly as the model writes them. If they
-come before the name, or as a string that holds JSON, they are held until both are known. Other
-members, an "id" or a "type", are dropped unless they could have been meant as arguments: an object
-is not a call if such a member holds an object or a list, or if it has an unknown member and no
-arguments.
+A call is `{"name": .., "arguments": {..}}`, or with `parameters`, its members in any order, perhaps
+within a member "function". Once the name is known, arguments are shown as they come: valid JSON
+exactly as the model writes it, other JSON mended (`JsonMender`). If they come before the name, or
+as a string that holds JSON, they are held until both are known. Other members, an "id" or a "type",
+are dropped unless they could have been meant as arguments: an object is not a call if such a member
+holds an object or a list, or if it has an unknown member and no arguments.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, Writing
+from penstock_router.text.formats.reading.json_mender import JsonMender, mended_object
+from penstock_router.text.formats.reading.reader import SPACE, CallParser, Misfit, Reading
+from penstock_router.text.marks import plain
 from penstock_router.text.structural_tag_builder import either, json_format, regex, tag
-from penstock_router.text.tool_calls.base import SPACE, CallParser, Misfit, Reading
-from penstock_router.text.tool_calls.json_scanner import JsonScanner, is_object
 
+_BRACKETS = re.compile(r"[}\] \t\r\n]*")
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 # Half of a surrogate pair, which JSON may write as an escape: text cannot hold one alone.
 _HALF = re.compile("[\ud800-\udfff]")
@@ -43,26 +47,44 @@ class _Call:
 class JsonCallParser(CallParser):
     """Reads objects that are calls, and lists of them."""
 
-    def _value(self, *, shown: bool = False) -> Reading[str]:
-        """Consume a JSON value; returns its text, or nothing if it is shown as arguments."""
-        yield from self._space()
-        first = len(self._held)
-        yield from self._scan(JsonScanner(), shown=shown)
-        return "" if shown else "".join(self._held[first:])
+    # Marks with which the model ends a call, also one whose JSON is not complete.
+    _ends: tuple[str, ...] = ()
 
-    def _scan(self, scanner: JsonScanner, *, shown: bool) -> Reading[None]:
-        while True:
-            end = scanner.feed(self._text, self._at)
-            if shown:
-                self._arguments(self._text[self._at : end])
-                self._at = end
-            else:
-                self._take(end)
-            if scanner.complete:
-                return
-            if scanner.failed:
+    def _value(self) -> Reading[str]:
+        """Consume a JSON value and hold it; returns it, mended."""
+        yield from self._space()
+        mender = JsonMender()
+        while not mender.complete:
+            self._take(mender.feed(self._text, self._at))
+            if mender.failed:
                 raise Misfit
-            yield from self._more()
+            if not mender.complete:
+                yield from self._more()
+        return plain(mender.take())
+
+    def _shown_value(self) -> Reading[None]:
+        """Consume a JSON value and show it as arguments, mended; the call ends with it."""
+        yield from self._space()
+        self._drop()
+        mender = JsonMender()
+        while not mender.complete:
+            self._at = mender.feed(self._text, self._at)
+            self._arguments(mender.take())
+            if mender.failed:
+                yield from self._close(mender)
+            elif not mender.complete:
+                if self._over:
+                    self._arguments(mender.unsaid)
+                yield from self._more()
+        self._end_call()
+
+    def _close(self, mender: JsonMender) -> Reading[None]:
+        """Complete a value behind which the model wrote the call's end; else it is a misfit."""
+        if (yield from self._ahead(*self._ends)) is None:
+            self._held.append(mender.unsaid)
+            raise Misfit
+        mender.close()
+        self._arguments(mender.take())
 
     def _object_or_list(self) -> Reading[bool]:
         """An object or a list of them; returns whether it, or the last in the list, was a call."""
@@ -73,15 +95,19 @@ class JsonCallParser(CallParser):
     def _list(self) -> Reading[bool]:
         """Calls in brackets. An element that is not a call is content, and the list goes on."""
         yield from self._expect("[")
-        while True:
-            yield from self._space()
+        was_call = False
+        while (yield from self._space()) != "]" or not was_call:
             was_call = yield from self._object()
             after = yield from self._space()
-            if after not in ",]":
+            if after == ",":
+                self._take(self._at + 1)
+            elif after != "]":
+                if was_call and (yield from self._ahead(*self._ends)) is not None:
+                    return True
                 raise Misfit
-            self._take(self._at + 1)
-            if after == "]":
+            elif not was_call:
                 break
+        self._take(self._at + 1)
         # The end of the list is syntax or content, as its last element was.
         self._drop() if was_call else self._give_back()
         return was_call
@@ -91,33 +117,41 @@ class JsonCallParser(CallParser):
         self._fits = False
         yield from self._expect("{")
         call = _Call()
-        after = yield from self._space()
-        while after != "}":
+        if not (yield from self._members(call)):
+            if call.begun:
+                raise Misfit
+            return (yield from self._no_call())
+        if call.name is None or (call.has_strangers and not call.has_arguments):
+            return (yield from self._no_call())
+        if not call.begun:
+            self._show_call(call, "{}")
+        yield from self._any_of("}")
+        self._drop()
+        return True
+
+    def _members(self, call: _Call) -> Reading[bool]:
+        """Consume members up to the closing bracket, which is not consumed; returns whether the
+        object may still be a call.
+        """
+        while (after := (yield from self._space())) != "}":
             if not (yield from self._member(call)):
-                if call.begun:
-                    raise Misfit
-                return (yield from self._no_call())
+                return False
             after = yield from self._space()
             if after == ",":
                 self._take(self._at + 1)
-                after = yield from self._space()
-                if after == "}":
-                    raise Misfit
             elif after != "}":
+                # A call whose arguments have ended may lack its own end.
+                if call.begun and (yield from self._ahead(*self._ends)) is not None:
+                    return True
                 raise Misfit
-        if call.name is None or (call.has_strangers and not call.has_arguments):
-            return (yield from self._no_call())
-        self._take(self._at + 1)
-        if not call.begun:
-            self._begin(call, "{}")
-        self._drop()
         return True
 
     def _no_call(self) -> Reading[bool]:
         """Show the object as content, to its end."""
-        rest = JsonScanner(inside_object=True)
+        rest = JsonMender(inside_object=True)
         while not rest.complete:
             end = rest.feed(self._text, self._at)
+            rest.take()
             self._take(end)
             self._give_back()
             if rest.failed:
@@ -128,14 +162,17 @@ class JsonCallParser(CallParser):
 
     def _member(self, call: _Call) -> Reading[bool]:
         """Consume a member; returns whether the object may still be a call."""
-        if (yield from self._peek()) != '"':
+        if (yield from self._peek()) not in "\"'":
             raise Misfit
         key = json.loads((yield from self._value()))
         yield from self._space()
         yield from self._expect(":")
         first = yield from self._space()
-        if key == "name":
+        if key in _NAMES or (key == "function" and first in "\"'"):
             return (yield from self._named(call))
+        if key == "function" and first == "{" and call.name is None:
+            yield from self._expect("{")
+            return (yield from self._members(call)) and (yield from self._any_of("}")) is not None
         if key in _ARGUMENTS:
             return (yield from self._given(call, first))
         if first in "{[":
@@ -155,11 +192,11 @@ class JsonCallParser(CallParser):
             return (yield from self._unless_begun(call))
         text = yield from self._value()
         name = json.loads(text) if text.startswith('"') else None
-        if name not in self._names:
+        if not self._is_callable(name):
             return False
         call.name = name
         if call.early is not None:
-            self._begin(call, call.early)
+            self._show_call(call, call.early)
         return True
 
     def _given(self, call: _Call, first: str) -> Reading[bool]:
@@ -168,27 +205,36 @@ class JsonCallParser(CallParser):
             return (yield from self._unless_begun(call))
         call.has_arguments = True
         if first == "{" and call.name is not None:
-            self._begin(call, "")
-            yield from self._value(shown=True)
+            self._show_call(call, "")
+            yield from self._shown_value()
             return True
         text = yield from self._value()
         if text.startswith('"'):
             text = json.loads(text)
         if text == "null" or not text.strip(SPACE):
             text = "{}"
-        if not is_object(text):
+        mended = mended_object(text)
+        if mended is None:
             return False
         # The string had them as escapes, and the arguments can show them as escapes.
-        text = _HALF.sub(lambda half: f"\\u{ord(half.group()):04x}", text)
+        text = _HALF.sub(lambda half: f"\\u{ord(half.group()):04x}", mended)
         if call.name is None:
             call.early = text
         else:
-            self._begin(call, text)
+            self._show_call(call, text)
         return True
 
-    def _begin(self, call: _Call, arguments: str) -> None:
+    def _show_call(self, call: _Call, arguments: str) -> None:
         call.begun = True
         self._call(call.name or "", arguments)
+
+    def _ended(self) -> Reading[None]:
+        """Drop a mark of the end behind a call, and brackets too many before it."""
+        self._drop()
+        brackets = yield from self._run(_BRACKETS)
+        if (yield from self._any_of(*self._ends)) is None and brackets.strip(SPACE):
+            self._give_back()
+        yield from self._after_call()
 
 
 class BareJsonParser(JsonCallParser):
@@ -215,16 +261,34 @@ class BareJsonParser(JsonCallParser):
 # Constraints on answers.
 
 
-def arguments_schema(tool: Tool, *, required: bool) -> JsonObject:
-    """The schema that arguments obey: the tool's if required or strict, else any object."""
+def arguments_format(tool: Tool, *, required: bool, writing: Writing = FREE_WRITING) -> JsonObject:
+    """Arguments as JSON that obeys the tool's schema if required or strict, else any object."""
     schema = tool.parameters if required or tool.strict else None
-    return {"type": "object"} | (schema or {})
+    whole: JsonObject = {"type": "object"} | (schema or {})
+    return json_format(written_as(whole, writing))
 
 
-def call_tag(tool: Tool, before: str, between: str, end: str, *, required: bool) -> JsonObject:
+def written_as(schema: JsonObject, writing: Writing) -> JsonObject:
+    """The schema of the same JSON, written in one way only."""
+    if writing.separators is None:
+        return schema
+    item, key = writing.separators
+    rule = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    return {"x-guidance": rule} | schema
+
+
+def call_tag(
+    tool: Tool,
+    before: str,
+    between: str,
+    end: str,
+    *,
+    required: bool,
+    writing: Writing = FREE_WRITING,
+) -> JsonObject:
     """One call: its name in quotes after `before`, its arguments between `between` and `end`."""
     name = json.dumps(tool.name, ensure_ascii=False)
-    content = json_format(arguments_schema(tool, required=required))
+    content = arguments_format(tool, required=required, writing=writing)
     return tag(before + name + between, content, end)
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from penstock_router.request import Tool
-from penstock_router.text.tool_calls.choose_format import FORMATS, tool_format_of
-from penstock_router.text.tool_calls.plain_json import instructions
+from penstock_router.text.formats.json_formats.plain_json import instructions
+from penstock_router.text.formats.registry import FORMATS, tool_format_of
 
 _TEMPLATES = {
     "hermes": '{% if tools %}<tools>..</tools><tool_call>\n{"name": ..}\n</tool_call>{% endif %}',

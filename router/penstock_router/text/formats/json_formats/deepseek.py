@@ -6,32 +6,33 @@ V3.1 has the name, a marker and the arguments. Answers are read in either form.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
+from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
 from penstock_router.text.structural_tag_builder import (
     among_text,
-    json_format,
     literal,
     one_or_more,
     sequence,
     tag,
 )
-from penstock_router.text.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.text.tool_calls.json_calls import JsonCallParser, arguments_schema
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
-_MARKERS = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
+_MARKS = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
 _FENCE = "```"
 _KIND = "function"
 
 
-@dataclass(frozen=True, slots=True)
-class DeepSeekFormat:
+@dataclass(frozen=True)
+class DeepSeekFormat(CallFormat):
     """Calls as V3 and R1 write them, or as V3.1 does."""
 
     name: str
@@ -42,22 +43,33 @@ class DeepSeekFormat:
     # The separator of calls.
     _apart: str
     _fenced: bool
-    markers: tuple[str, ...] = _MARKERS
+    marks: tuple[str, ...] = _MARKS
 
     def is_of(self, template: str) -> bool:
         """The template has the markers, and a code block if and only if this form has one."""
         return _CALL in template and (f"{_FENCE}json" in template) == self._fenced
 
-    def parser(self, names: Collection[str]) -> ToolParser:
-        """A parser for one answer."""
-        return _CallParser(names)
+    def begins(self) -> tuple[str, ...]:
+        """The mark of all calls, and that of each."""
+        return _CALLS, _CALL
 
-    def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _CallParser(tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
         """All calls between one pair of markers."""
         tags = [
             tag(
                 f"{_CALL}{self._before}{tool.name}{self._between}",
-                json_format(arguments_schema(tool, required=required)),
+                arguments_format(tool, required=required, writing=writing),
                 f"{self._behind}{_CALL_END}",
             )
             for tool in tools
@@ -76,16 +88,16 @@ DEEPSEEK_V31 = DeepSeekFormat("deepseek_v31", "", _SEPARATOR, "", "", False)
 
 
 class _CallParser(JsonCallParser):
+    _ends = (f"\n{_FENCE}", _FENCE, _CALL_END)
+
     def _read(self) -> Reading[None]:
-        if (yield from self._until(_CALLS, _CALL)) == _CALLS:
-            yield from self._space()
-            yield from self._expect(_CALL)
+        yield from self._begin(_CALLS, _CALL)
         while True:
             yield from self._one_call()
             yield from self._after_call()
             # Whatever follows, this call has ended.
-            marker = yield from self._any_of(_CALL, _CALLS_END)
-            if marker != _CALL:
+            mark = yield from self._any_of(_CALL, _CALLS_END)
+            if mark != _CALL:
                 yield from self._after_call()
                 return
             self._fits = False
@@ -97,26 +109,28 @@ class _CallParser(JsonCallParser):
         yield from self._expect(_SEPARATOR)
         fenced = False
         first = yield from self._space()
-        if name == _KIND and first not in "{<":
+        if name == _KIND and first not in "{<" and first != TOKEN:
             name = yield from self._name()
             yield from self._space()
             fenced = (yield from self._any_of(_FENCE)) is not None
             if fenced:
                 yield from self._name()
             first = yield from self._space()
-        if name not in self._names:
+        if not self._is_callable(name):
             raise Misfit
         if first == "{":
             self._call(name)
-            yield from self._value(shown=True)
+            yield from self._shown_value()
         yield from self._end(name, begun=first == "{", fenced=fenced)
 
     def _end(self, name: str, *, begun: bool, fenced: bool) -> Reading[None]:
         """The end of a call. A call without arguments is shown only here."""
         yield from self._space()
-        if fenced and (yield from self._any_of(_FENCE)) is None:
-            raise Misfit
+        if fenced:
+            yield from self._any_of(_FENCE)
         yield from self._space()
-        yield from self._expect(_CALL_END)
         if not begun:
+            yield from self._expect(_CALL_END)
             self._call(name, "{}")
+        else:
+            yield from self._any_of(_CALL_END)

@@ -1,0 +1,1 @@
+"""How models write calls, a file a format: an answer's text in, pieces out."""

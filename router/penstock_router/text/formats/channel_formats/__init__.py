@@ -1,0 +1,1 @@
+"""Formats that divide the whole answer into channels: reasoning, text, calls."""

@@ -1,0 +1,1 @@
+"""Formats whose calls have JSON as arguments."""

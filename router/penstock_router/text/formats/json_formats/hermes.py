@@ -1,0 +1,14 @@
+"""Hermes, Qwen 2.5, Qwen 3 and many others: an object between two marks, for each call."""
+
+from __future__ import annotations
+
+from penstock_router.text.formats.reading.marked_json import MarkedJson
+
+HERMES = MarkedJson(
+    name="hermes",
+    begin="<tool_call>",
+    end="</tool_call>",
+    padding="\n",
+    # What other families write behind the same mark.
+    strange=("<function=", "<arg_key>"),
+)

@@ -1,0 +1,65 @@
+"""Llama 3: `{"name": .., "parameters": {..}}` as the answer, or after `<|python_tag|>`.
+
+Several are separated by `;`, a comma or white space. JSON later in the text is not a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.reading.json_calls import BareJsonParser, call_tag, calls_or_text
+from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import one_or_more
+
+_MARK = "<|python_tag|>"
+
+
+@dataclass(frozen=True)
+class LlamaJsonFormat(CallFormat):
+    """The answer is an object."""
+
+    name: str = "llama_json"
+    marks: tuple[str, ...] = (_MARK,)
+
+    def is_of(self, template: str) -> bool:
+        """The template has a role or the marker of Llama 3, and calls with parameters."""
+        has_role = "ipython" in template or _MARK in template
+        return has_role and '"parameters"' in template
+
+    def begins(self) -> tuple[str, ...]:
+        """The mark that may stand before a call."""
+        return (_MARK,)
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _CallParser(tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
+        """Objects in the order and spacing of the template; several as `{..}; {..}`."""
+        tags = [
+            call_tag(tool, '{"name": ', ', "parameters": ', "}", required=required, writing=writing)
+            for tool in tools
+        ]
+        calls = one_or_more(tags, "; ", parallel=parallel)
+        return calls if required else calls_or_text(calls, "[{")
+
+
+class _CallParser(BareJsonParser):
+    def _read(self) -> Reading[None]:
+        begins, self._at_beginning = self._at_beginning, False
+        self._is_marked = not (begins and (yield from self._space()) in "{[")
+        if self._is_marked and (yield from self._begin(_MARK)) not in "{[":
+            raise Misfit
+        yield from self._several()

@@ -1,0 +1,1 @@
+"""What readers of formats are made of: marks, JSON, Python's literals, tagged arguments."""

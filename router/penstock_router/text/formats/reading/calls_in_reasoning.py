@@ -1,0 +1,158 @@
+"""Calls that a model writes within reasoning that it does not end.
+
+Such a call counts if the reasoning never comes to its end, the call stands at a mark of the
+format's own that is not quoted, it is closed, names a function of the request, and has the
+arguments that the function requires. So from such a mark on text is held: up to the end of the
+reasoning, of which it then was part, or until it proves to be no call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from penstock_router.request import Tool
+from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.formats.base import CallFormat, ToolParser
+from penstock_router.text.formats.reading.reader import one_of
+from penstock_router.text.marks import Marks
+from penstock_router.text.stop_strings import beginning
+
+_QUOTES = "`'\"“‘«"
+_FENCE = "```"
+
+
+class CallsInReasoning:
+    """Goes over the reasoning of one answer as it comes."""
+
+    def __init__(self, tool_format: CallFormat, tools: Sequence[Tool], marks: Marks) -> None:
+        self._format, self._tools, self._marks = tool_format, tools, marks
+        self._begins = tuple(map(marks.spelled, tool_format.begins()))
+        self._required = {tool.name: _required(tool) for tool in tools}
+        # Not looked through yet: white space, and what may begin a mark.
+        self._rest = ""
+        # The line so far, and whether a code fence is open.
+        self._line = ""
+        self._is_fenced = False
+        # Held since a mark, what is read of it, and whether text stands before the mark in its
+        # line.
+        self._held: list[str] = []
+        self._trial: ToolParser | None = None
+        self._pieces: list[Piece] = []
+        self._is_within_line = False
+
+    def feed(self, text: str) -> str:
+        """What is reasoning for sure."""
+        if self._trial is None and not self._rest and not self._may_begin(text):
+            self._note(text)
+            return text
+        shown: list[str] = []
+        text, self._rest = self._rest + text, ""
+        while text:
+            text = self._look(text, shown) if self._trial is None else self._try(text, shown)
+        return "".join(shown)
+
+    def end(self) -> str:
+        """The reasoning comes to its end: all that was held is part of it."""
+        held = "".join(self._held) + self._rest
+        self._drop()
+        self._rest = ""
+        return held
+
+    def flush(self, *, was_cut: bool) -> tuple[str, list[Piece]]:
+        """The answer is over within reasoning: the rest of that, and the calls behind it."""
+        if self._trial is not None:
+            self._pieces += self._trial.flush(was_cut=was_cut)
+            if not self._trial.is_open and self._are_calls():
+                return "", self._pieces
+        return self.end(), []
+
+    def _may_begin(self, text: str) -> bool:
+        return any(begin[0] in text for begin in self._begins) or text != text.rstrip()
+
+    def _look(self, text: str, shown: list[str]) -> str:
+        """Show what stands before a mark; returns what stands behind it, or nothing."""
+        found = one_of(self._begins).search(text)
+        end = beginning(text, self._begins) if found is None else found.start()
+        sure = len(text[:end].rstrip())
+        self._note(text[:sure])
+        shown.append(text[:sure])
+        if found is None:
+            self._rest = text[sure:]
+            return ""
+        space, mark = text[sure:end], found.group()
+        self._note(space)
+        if self._is_quoted():
+            shown.append(space + mark)
+            self._note(mark)
+            return text[found.end() :]
+        self._is_within_line = bool(self._line.strip())
+        self._trial = self._format.parser(self._tools, self._marks)
+        self._held = [space, mark]
+        self._pieces = self._trial.feed(mark)
+        return text[found.end() :]
+
+    def _try(self, text: str, shown: list[str]) -> str:
+        """Read on, character by character, until it proves to be no call; returns what is left."""
+        assert self._trial is not None
+        for at, character in enumerate(text, 1):
+            self._held.append(character)
+            if pieces := self._trial.feed(character):
+                self._pieces += pieces
+                if self._is_no_call(pieces):
+                    held = self.end()
+                    self._note(held)
+                    shown.append(held)
+                    return text[at:]
+        return ""
+
+    def _is_no_call(self, pieces: Sequence[Piece]) -> bool:
+        for piece in pieces:
+            if piece.kind is PieceKind.CALL and piece.text not in self._required:
+                return True
+            if piece.kind is PieceKind.CONTENT and piece.text.strip():
+                # Behind a call at the beginning of a line text may follow.
+                has_call = any(other.kind is PieceKind.CALL for other in self._pieces)
+                return not has_call or self._is_within_line
+        return False
+
+    def _are_calls(self) -> bool:
+        """Whether all calls that were read have what their functions require."""
+        names = [piece.text for piece in self._pieces if piece.kind is PieceKind.CALL]
+        arguments = [""] * len(names)
+        for piece in self._pieces:
+            if piece.kind is PieceKind.ARGUMENTS:
+                arguments[piece.call] += piece.text
+        return bool(names) and all(map(self._is_whole, names, arguments))
+
+    def _is_whole(self, name: str, arguments: str) -> bool:
+        try:
+            given = json.loads(arguments)
+        except ValueError:
+            return False
+        return isinstance(given, dict) and self._required[name] <= given.keys()
+
+    def _is_quoted(self) -> bool:
+        return self._is_fenced or self._line.rstrip()[-1:] in set(_QUOTES)
+
+    def _note(self, text: str) -> None:
+        """Follow lines and code fences in what is shown."""
+        before, newline, line = text.rpartition("\n")
+        if not newline:
+            self._line += text
+            return
+        for each in (self._line + before).split("\n"):
+            self._is_fenced ^= each.lstrip().startswith(_FENCE)
+        self._line = line
+
+    def _drop(self) -> None:
+        self._held, self._trial, self._pieces = [], None, []
+
+
+def _required(tool: Tool) -> set[str]:
+    required = (tool.parameters or {}).get("required")
+    return (
+        {name for name in required if isinstance(name, str)}
+        if isinstance(required, list)
+        else set()
+    )

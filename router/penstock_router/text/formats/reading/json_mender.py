@@ -1,0 +1,301 @@
+"""Reads one JSON value in text that comes in pieces, and writes it as valid JSON while it comes.
+
+What is valid by RFC 8259 is written as it stands, to the character. Errors that models make are
+mended: control characters in strings, trailing and repeated commas, Python's words, numbers and
+quotes, escapes that JSON lacks, names without quotes. Anything else fails. It consumes exactly the
+characters of the value: up to its end, or up to the first that is beyond mending, so that where it
+stops does not depend on how the text was cut. Work is linear; what is held back is a word, a
+number, an escape or a comma.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Callable
+
+_SPACES = re.compile(r"[ \t\r\n]*")
+# Of a string, by the quote that ends it, what is written as it stands.
+_ORDINARY = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"[^'\"\\\x00-\x1f]*")}
+_WORD = re.compile(r"[\w.+\-]*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_$][\w$-]*")
+_NAME_REST = re.compile(r"[\w$-]*")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WORDS = {"None": "null", "True": "true", "False": "false"} | {
+    word: word for word in ("null", "true", "false")
+}
+_HEX = frozenset("0123456789abcdefABCDEF")
+_ESCAPED = frozenset('"\\/bfnrt')
+# A longer word or number is none that any reader would accept.
+_MAX_WORD = 400
+_NUMBER_READERS = (functools.partial(int, base=0), functools.partial(int, base=10), float)
+
+
+class JsonMender:
+    """Reads one value; `inside_object`: the rest of an object, after one of its members."""
+
+    __slots__ = ("_closers", "_in_key", "_quote", "_said", "_state", "complete", "failed", "unsaid")
+
+    def __init__(self, *, inside_object: bool = False) -> None:
+        # The closing brackets still to come, the next one last.
+        self._closers: list[str] = ["}"] if inside_object else []
+        self._state: Callable[[str, int], int] = self._after if inside_object else self._value
+        self._in_key = False
+        # The quote that ends the string; "" outside of one.
+        self._quote = ""
+        self._said: list[str] = []
+        # Consumed and not written yet: a word, a number, an escape, a comma.
+        self.unsaid = ""
+        # A bare word or number is complete only once another character follows it.
+        self.complete = False
+        self.failed = False
+
+    def feed(self, text: str, start: int = 0) -> int:
+        """Read from `start`; returns where it stopped: the end, unless complete or failed."""
+        at, end = start, len(text)
+        while at < end and not (self.complete or self.failed):
+            at = self._state(text, at)
+        return at
+
+    def take(self) -> str:
+        """What was written since this was last asked."""
+        said = "".join(self._said)
+        self._said.clear()
+        return said
+
+    def close(self) -> None:
+        """The value ends here, as its writer says: write what is missing of its end."""
+        missing = {
+            self._bare_key: f'"{self.unsaid}": null',
+            self._colon: ": null",
+            self._word: _meaning(self.unsaid) or json.dumps(self.unsaid),
+            self._member_value: "null",
+        }
+        if self._quote:
+            self._say('": null' if self._in_key else '"')
+        else:
+            self._say(missing.get(self._state, ""))
+        self._say("".join(reversed(self._closers)))
+        self._closers, self.unsaid, self._quote, self.complete = [], "", "", True
+
+    # States: each consumes what it can from `at` on, and returns where it stopped.
+
+    def _say(self, text: str) -> None:
+        self._said.append(text)
+
+    def _fail(self, at: int) -> int:
+        self.failed = True
+        return at
+
+    def _ended(self) -> None:
+        """A value has ended."""
+        self._state = self._after
+        self.complete = not self._closers
+
+    def _skip_spaces(self, text: str, at: int) -> int:
+        end = _end(_SPACES, text, at)
+        if end > at:
+            self._say(text[at:end])
+        return end
+
+    def _value(self, text: str, at: int) -> int:
+        at = self._skip_spaces(text, at)
+        if at == len(text):
+            return at
+        first = text[at]
+        if first in "\"'":
+            return self._open_string(first, at)
+        if first in "{[":
+            self._closers.append("}" if first == "{" else "]")
+            self._state = self._first_key if first == "{" else self._first_element
+            self._say(first)
+            return at + 1
+        if _end(_WORD, text, at) == at:
+            return self._fail(at)
+        self._state = self._word
+        return at
+
+    def _member_value(self, text: str, at: int) -> int:
+        return self._value(text, at)
+
+    def _open_string(self, quote: str, at: int) -> int:
+        self._quote = quote
+        self._say('"')
+        self._state = self._string
+        return at + 1
+
+    def _first_element(self, text: str, at: int) -> int:
+        return self._unless_closed(text, at, self._value)
+
+    def _first_key(self, text: str, at: int) -> int:
+        return self._unless_closed(text, at, self._key)
+
+    def _unless_closed(self, text: str, at: int, state: Callable[[str, int], int]) -> int:
+        """The closing bracket, or else what `state` reads. A comma before a bracket is dropped."""
+        end = _end(_SPACES, text, at)
+        if end == len(text):
+            # Whether a comma before it counts is not known yet.
+            self._hold(text[at:end])
+            return end
+        pending, self.unsaid = self.unsaid + text[at:end], ""
+        if text[end] == self._closers[-1]:
+            self._say(pending.replace(",", ""))
+            self._close(text[end])
+            return end + 1
+        if text[end] == "," and pending.startswith(","):
+            self.unsaid = pending
+            return end + 1
+        self._say(pending)
+        self._state = state
+        return end
+
+    def _hold(self, spaces: str) -> None:
+        """White space behind a comma, or at the beginning."""
+        if self.unsaid and len(self.unsaid) < _MAX_WORD:
+            self.unsaid += spaces
+        else:
+            self._say(self.unsaid + spaces)
+            self.unsaid = ""
+
+    def _close(self, bracket: str) -> None:
+        self._say(bracket)
+        self._closers.pop()
+        self._ended()
+
+    def _key(self, text: str, at: int) -> int:
+        if text[at] in "\"'":
+            self._in_key = True
+            return self._open_string(text[at], at)
+        if _NAME.match(text, at) is None:
+            return self._fail(at)
+        self._state = self._bare_key
+        return at
+
+    def _bare_key(self, text: str, at: int) -> int:
+        end = _end(_NAME_REST, text, at)
+        self.unsaid += text[at:end]
+        if len(self.unsaid) > _MAX_WORD:
+            return self._fail(end)
+        if end == len(text):
+            return end
+        if text[end] not in ": \t\r\n":
+            return self._fail(end)
+        self._say(f'"{self.unsaid}"')
+        self.unsaid = ""
+        self._state = self._colon
+        return end
+
+    def _colon(self, text: str, at: int) -> int:
+        at = self._skip_spaces(text, at)
+        if at == len(text):
+            return at
+        if text[at] != ":":
+            return self._fail(at)
+        self._say(":")
+        self._state = self._member_value
+        return at + 1
+
+    def _after(self, text: str, at: int) -> int:
+        at = self._skip_spaces(text, at)
+        if at == len(text):
+            return at
+        if text[at] == ",":
+            self.unsaid = ","
+            in_object = self._closers[-1] == "}"
+            self._state = self._first_key if in_object else self._first_element
+            return at + 1
+        if text[at] != self._closers[-1]:
+            return self._fail(at)
+        self._close(text[at])
+        return at + 1
+
+    def _string(self, text: str, at: int) -> int:
+        end = _end(_ORDINARY[self._quote], text, at)
+        self._say(text[at:end])
+        if end == len(text):
+            return end
+        character = text[end]
+        if character == "\\":
+            self.unsaid = character
+            self._state = self._escape
+        elif character != self._quote:
+            # A control character, or a double quote between single ones.
+            self._say(json.dumps(character)[1:-1])
+        else:
+            self._say('"')
+            self._quote = ""
+            if self._in_key:
+                self._in_key = False
+                self._state = self._colon
+            else:
+                self._ended()
+        return end + 1
+
+    def _escape(self, text: str, at: int) -> int:
+        if text[at] == "u":
+            self.unsaid = "\\u"
+            self._state = self._hex_digits
+            return at + 1
+        if text[at] in _ESCAPED:
+            self._say("\\" + text[at])
+        else:
+            # JSON has no such escape: a quote needs none, of another the backslash was meant.
+            self._say("'" if text[at] == "'" else "\\\\" + json.dumps(text[at])[1:-1])
+        self.unsaid = ""
+        self._state = self._string
+        return at + 1
+
+    def _hex_digits(self, text: str, at: int) -> int:
+        if text[at] in _HEX:
+            self.unsaid += text[at]
+            at += 1
+            if len(self.unsaid) < len("\\u0000"):
+                return at
+            self._say(self.unsaid)
+        else:
+            self._say("\\" + self.unsaid)
+        self.unsaid = ""
+        self._state = self._string
+        return at
+
+    def _word(self, text: str, at: int) -> int:
+        end = _end(_WORD, text, at)
+        self.unsaid += text[at:end]
+        if len(self.unsaid) > _MAX_WORD:
+            return self._fail(end)
+        if end == len(text):
+            return end
+        meant = _meaning(self.unsaid)
+        if meant is None:
+            return self._fail(end)
+        self._say(meant)
+        self.unsaid = ""
+        # The character belongs to what follows.
+        self._ended()
+        return end
+
+
+def _meaning(word: str) -> str | None:
+    """What a word or number is in JSON; None if it is nothing."""
+    if word in _WORDS or _NUMBER.fullmatch(word):
+        return _WORDS.get(word, word)
+    for read in _NUMBER_READERS:
+        with contextlib.suppress(ValueError):
+            return json.dumps(read(word), allow_nan=False)
+    return None
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """The end of the match at `at`, which may be empty."""
+    match = pattern.match(text, at)
+    return at if match is None else match.end()
+
+
+def mended_object(text: str) -> str | None:
+    """The text as one valid JSON object; None if it is none, or has more beside white space."""
+    text = text.strip(" \t\r\n")
+    mender = JsonMender()
+    is_one = text.startswith("{") and mender.feed(text) == len(text) and mender.complete
+    return mender.take() if is_one else None

@@ -1,0 +1,113 @@
+"""JSON between marks: `<tool_call>{"name": .., "arguments": {..}}</tool_call>` and its likes.
+
+A family says its marks, and whether each call has marks of its own or all calls are one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.reading.json_calls import JsonCallParser, call_tag
+from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import (
+    among_text,
+    literal,
+    one_or_more,
+    sequence,
+    tag,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkedJson(CallFormat):
+    """Objects, or a list of them, between two marks."""
+
+    name: str
+    # The marks; `end` is "" where the family writes none.
+    begin: str
+    end: str
+    # Begin marks that models of the family are known to write besides.
+    other_begins: tuple[str, ...] = ()
+    # The white space that the family writes inside of the marks, and what it writes between calls.
+    padding: str = ""
+    between: str = "\n"
+    # Whether all calls stand in one list, between one pair of marks.
+    is_list: bool = False
+    # The names of a call's members.
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    # Texts that a template of the family has, and texts that it has not.
+    signs: tuple[str, ...] = ()
+    strange: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The begin marks and the end mark."""
+        return tuple(filter(None, (*self.begins(), self.end)))
+
+    def begins(self) -> tuple[str, ...]:
+        """The begin marks."""
+        return self.begin, *self.other_begins
+
+    def is_of(self, template: str) -> bool:
+        """The template has all signs, which are the begin mark if none are given, and no strange
+        texts.
+        """
+        has_signs = all(sign in template for sign in self.signs or (self.begin,))
+        return has_signs and not any(text in template for text in self.strange)
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _MarkedJsonParser(self, tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
+        """Each call between marks of its own, or all in one list between marks."""
+        opens, closes = f"{self.begin}{self.padding}", f"{self.padding}{self.end}"
+        before, behind = ("", "") if self.is_list else (opens, closes)
+        tags = [
+            call_tag(
+                tool,
+                f'{before}{{"{self.name_key}": ',
+                f', "{self.arguments_key}": ',
+                f"}}{behind}",
+                required=required,
+                writing=writing,
+            )
+            for tool in tools
+        ]
+        if self.is_list:
+            listed = one_or_more(tags, ", ", parallel=parallel)
+            if required:
+                return sequence(literal(f"{opens}["), listed, literal(f"]{closes}"))
+            return among_text([tag(f"{opens}[", listed, f"]{closes}")], self.begin, parallel=False)
+        if required:
+            return one_or_more(tags, self.between, parallel=parallel)
+        return among_text(tags, self.begin, parallel=parallel)
+
+
+class _MarkedJsonParser(JsonCallParser):
+    def __init__(self, family: MarkedJson, tools: Sequence[Tool], marks: Marks) -> None:
+        super().__init__(tools, marks)
+        self._begins = family.begins()
+        self._ends = (family.end,) if family.end else ()
+
+    def _read(self) -> Reading[None]:
+        if (yield from self._begin(*self._begins)) not in "{[":
+            raise Misfit
+        # Some models write several objects between one pair of marks.
+        while (yield from self._object_or_list()):
+            if (yield from self._space()) not in "{[":
+                yield from self._ended()
+                return

@@ -1,0 +1,63 @@
+"""Marks in an answer's text that a model wrote as one token.
+
+If a tokenizer has a token of its own for a mark, only that token is the mark: the same characters
+spelled by other tokens are text. To tell them apart, the token's text begins with `TOKEN`, half of
+a surrogate pair, which no decoded text has. Whatever is shown of an answer goes through `plain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock_router.text.detokenizer import Detokenizer
+
+TOKEN = "\ud800"
+
+
+def plain(text: str) -> str:
+    """The text without what tells tokens apart."""
+    return text.replace(TOKEN, "") if TOKEN in text else text
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Which marks of a format are tokens of a tokenizer."""
+
+    # The text of each such token, by its id.
+    tokens: Mapping[int, str] = field(default_factory=dict)
+
+    def spelled(self, mark: str) -> str:
+        """The mark as it stands in an answer's text."""
+        return TOKEN + mark if mark in self.tokens.values() else mark
+
+
+NO_MARKS = Marks()
+
+
+class MarkingDetokenizer:
+    """A detokenizer that tells the tokens of marks apart."""
+
+    __slots__ = ("_detokenizer", "_tokens")
+
+    def __init__(self, detokenizer: Detokenizer, marks: Marks) -> None:
+        self._detokenizer = detokenizer
+        self._tokens = marks.tokens
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, as the detokenizer gives it, with `TOKEN` before each mark."""
+        if self._tokens.keys().isdisjoint(token_ids):
+            return self._detokenizer.feed(token_ids)
+        return "".join([self._one(token_id) for token_id in token_ids])
+
+    def _one(self, token_id: int) -> str:
+        text, mark = self._detokenizer.feed((token_id,)), self._tokens.get(token_id)
+        if mark is None:
+            return text
+        # A character that the tokens before left unfinished may stand before the mark.
+        before, found, behind = text.rpartition(mark)
+        return f"{before}{TOKEN}{mark}{behind}" if found else text
+
+    def reopen_prompt(self) -> int:
+        """See `Detokenizer`."""
+        return self._detokenizer.reopen_prompt()
