@@ -20,7 +20,7 @@ from penstock_router.offload.text_messages import decode_outcome, encode_outcome
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.served_models import ServedModel
 from penstock_router.text.chat_template import ChatTemplate
-from penstock_router.text.model_conventions import conventions_of
+from penstock_router.text.model_conventions import Conventions, conventions_of
 from penstock_router.text.prompts import (
     PreparedPrompts,
     TextModel,

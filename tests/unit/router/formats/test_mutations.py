@@ -18,8 +18,8 @@ from support.budget import budget, seeded
 from support.recorded_tool_calls import OFFERED, RECORDED, TOOLS
 
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.text.formats.reading.reader import SPACE, CallParser
 from penstock_router.text.formats.reading.json_mender import JsonMender
+from penstock_router.text.formats.reading.reader import SPACE, CallParser
 from penstock_router.text.formats.registry import FORMATS
 
 FAMILIES = sorted({one.family for one in RECORDED})

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from support.budget import budget, seeded
-from support.recorded_tool_calls import OFFERED, RECORDED, TOOLS, Recorded
+from support.recorded_tool_calls import OFFERED, RECORDED, Recorded
 
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
 from penstock_router.text.formats.registry import FORMATS
