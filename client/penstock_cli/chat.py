@@ -183,7 +183,8 @@ def _pieces(data: bytes) -> list[tuple[_Kind, str]]:
 
 
 def _said(delta: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
-    if reasoning := delta.get("reasoning_content"):
+    # Servers write it under one of these names, or the same under both.
+    if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
         yield "reasoning", reasoning
     if content := delta.get("content"):
         yield "content", content

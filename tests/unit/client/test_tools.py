@@ -233,8 +233,9 @@ def _called(index: int, **function: str) -> bytes:
 _WITH_CALLS = (
     *(
         _said(role="assistant", content=""),
-        _said(reasoning_content="Hm"),
+        _said(reasoning_content="H", reasoning="H"),
         _said(reasoning_content="m"),
+        _said(reasoning="m"),
     ),
     *(
         _said(content="I look."),
@@ -251,7 +252,7 @@ def test_chat_dims_reasoning_and_shows_each_call_on_a_line(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     assert _chat(monkeypatch, _HEAD + b"".join(_WITH_CALLS) + _END) == 0
-    thought = "\x1b[2mHm\x1b[0m\x1b[2mm\x1b[0m" if is_terminal else "Hmm"
+    thought = "\x1b[2mH\x1b[0m" + 2 * "\x1b[2mm\x1b[0m" if is_terminal else "Hmm"
     shown = f'{thought}\nI look.\n[calls look_up] {{"a": 1}}\n[calls add] {{}}\n'
     assert shown in capsys.readouterr().out
 
