@@ -411,7 +411,8 @@ def test_a_routers_port_instead_of_a_shards_is_told_so(tool, capsys) -> None:
 def _card(name: str, root: str, **more: object) -> dict[str, object]:
     """As a router's."""
     card: dict[str, object] = {"id": name, "root": root, "parent": None, "max_model_len": 4096}
-    read = {"tool_call_parser": None, "reasoning_parser": None, "chat_template_notes": []}
+    read: dict[str, object] = {"tool_call_parser": None, "reasoning_parser": None}
+    read["chat_template_notes"] = []
     return {**card, "input_modalities": ["text"], **read, **more}
 
 
