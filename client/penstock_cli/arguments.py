@@ -1,4 +1,4 @@
-"""What the small tools share: their command lines, and requests to a port of this machine."""
+"""What the small tools share: their command lines, and requests over HTTP."""
 
 from __future__ import annotations
 
@@ -89,6 +89,16 @@ def http_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def open_url(
+    url: str, key: str | None, body: bytes | None = None, timeout_s: float | None = None
+) -> Any:
+    """The answer to a GET, or to a POST of a JSON body; raises as `urllib.request.urlopen` does."""
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    return urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout_s)
+
+
 def open_directly(url: str, timeout_s: float, tls: ssl.SSLContext | None = None) -> Any:
     """The answer to a GET, as `urllib.request.urlopen` gives it and raises, but past the proxies of
     the environment: what they lead to is the internet, and not a port of this machine or pod.
@@ -97,6 +107,16 @@ def open_directly(url: str, timeout_s: float, tls: ssl.SSLContext | None = None)
     if tls is not None:
         handlers.append(urllib.request.HTTPSHandler(context=tls))
     return urllib.request.build_opener(*handlers).open(url, timeout=timeout_s)
+
+
+def is_router(target: str) -> bool:
+    """Whether a `shard_or_router` is the address of a router."""
+    return "://" in target
+
+
+def shard_or_router(text: str) -> str:
+    """HOST:PORT of a shard, or the address of a router, which has a scheme."""
+    return http_url(text) if is_router(text) else shard_address(text)
 
 
 def shard_address(text: str) -> str:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import http.client
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from penstock_cli.arguments import MODEL_HELP, add_url, parser_for, positive_int
-from penstock_cli.router_errors import CUT_OFF, no_answer, one_line, refusal
+from penstock_cli.arguments import MODEL_HELP, add_url, open_url, parser_for, positive_int
+from penstock_cli.router_errors import CUT_OFF, reason
 from penstock_common.flags import number
 
 _LIST_TIMEOUT_S = 10.0
@@ -52,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             answer = _print_answer(_deltas(args.url, args.api_key, body))
             messages.append({"role": "assistant", "content": answer})
     except (OSError, ValueError, http.client.HTTPException) as error:
-        print(f"penstock chat: {_reason(error, args.url)}", file=sys.stderr)
+        print(f"penstock chat: {reason(error, args.url)}", file=sys.stderr)
         return 1
     return 0
 
@@ -65,7 +63,7 @@ def _names(url: str, key: str | None) -> dict[str, str]:
     """Every name that is served, with the model it means, "" for an adapter. Raises as `_deltas`
     does.
     """
-    with _sent(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
+    with open_url(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
         try:
             listed = json.loads(response.read())["data"]
             # Without `root` each name is a model.
@@ -141,19 +139,9 @@ def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[tuple[_
         ValueError: the router reports an error in the stream, or sends something else.
         http.client.HTTPException: what answers does not speak HTTP.
     """
-    with _sent(url + "/v1/chat/completions", key, json.dumps(body).encode()) as response:
+    with open_url(url + "/v1/chat/completions", key, json.dumps(body).encode()) as response:
         for data in _events(response):
             yield from _pieces(data)
-
-
-def _sent(
-    url: str, key: str | None, body: bytes | None = None, timeout_s: float | None = None
-) -> Any:
-    """The answer to a GET, or to a POST of a JSON body."""
-    headers = {} if body is None else {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    return urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout_s)
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -183,7 +171,8 @@ def _pieces(data: bytes) -> list[tuple[_Kind, str]]:
 
 
 def _said(delta: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
-    if reasoning := delta.get("reasoning_content"):
+    # Servers write it under one of these names, or the same under both.
+    if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
         yield "reasoning", reasoning
     if content := delta.get("content"):
         yield "content", content
@@ -192,15 +181,3 @@ def _said(delta: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
             yield "call", name
         if arguments := call["function"].get("arguments"):
             yield "arguments", arguments
-
-
-def _reason(error: Exception, url: str) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        with error:
-            try:
-                return refusal(error.code, error.read())
-            except (OSError, http.client.HTTPException):
-                return refusal(error.code, b"")
-    if isinstance(error, ValueError) or str(error) == CUT_OFF:
-        return one_line(error)
-    return f"no answer from {url}: {no_answer(error, url)}"

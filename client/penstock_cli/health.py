@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from penstock_cli.arguments import (
     add_shard_tls,
-    http_url,
+    is_router,
     open_directly,
     parser_for,
     seconds,
-    shard_address,
+    shard_or_router,
     shard_tls,
 )
-from penstock_cli.router_errors import message_of, no_answer
+from penstock_cli.router_errors import ASK_AS_ROUTER, message_of, no_answer
 from penstock_common.tls import Tls
 
 # grpc.health.v1.Health/Check, by hand: an empty request asks for the whole server, and SERVING is
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         "target",
         nargs="?",
         default=f"http://127.0.0.1:{os.getenv('PORT', '8000')}",
-        type=_target,
+        type=shard_or_router,
         metavar="TARGET",
         help="HOST:PORT of a shard, or the http:// address of a router (default: a router on this "
         "machine, at the port that PORT names, or 8000)",
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_shard_tls(parser)
     args = parser.parse_args(arguments)
-    if args.target.startswith(("http://", "https://")):
+    if is_router(args.target):
         path = "/live" if args.live else "/health"
         problem = _router_problem(args.target + path, args.timeout)
     else:
@@ -61,10 +61,6 @@ def main(arguments: Sequence[str]) -> int:
         problem = shard_problem(args.target, args.timeout, tls, live=args.live)
     print(f"{args.target}: {problem or 'healthy'}")
     return 1 if problem else 0
-
-
-def _target(text: str) -> str:
-    return http_url(text) if "://" in text else shard_address(text)
 
 
 def _router_problem(url: str, timeout_s: float) -> str:
@@ -99,6 +95,6 @@ def shard_problem(
             details = error.details() or ""
             known = explain(details)
             if known == SPEAKS_HTTP:
-                known = f"an HTTP server answers there: ask a router as http://{address}"
+                known = ASK_AS_ROUTER + address
             return f"no answer ({error.code().name if known == details else known})"
     return "" if answer == _SERVING else "not serving"

@@ -1,43 +1,91 @@
-"""`penstock info`: what a shard serves and how busy it is."""
+"""`penstock info`: what a shard serves and how busy it is, or which models a router serves."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import sys
+import urllib.error
 from collections.abc import Sequence
+from typing import Any
 
-from penstock_cli.arguments import add_shard_tls, parser_for, shard_address, shard_tls
-from penstock_cli.router_errors import NEEDS_KEY
+from penstock_cli.arguments import (
+    add_shard_tls,
+    is_router,
+    open_url,
+    parser_for,
+    shard_or_router,
+    shard_tls,
+)
+from penstock_cli.router_errors import ASK_AS_ROUTER, NEEDS_KEY, reason, refusal
 from penstock_client.errors import PenstockError, Unauthenticated
 from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
 from penstock_common.shared_flags import SHARD_PORT, add_api_key
 from penstock_common.tls import Tls
+from penstock_proto.transport import SPEAKS_HTTP
+
+_TIMEOUT_S = 10.0
+# Lines about one thing, a name and a value each.
+_Rows = list[tuple[str, object]]
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = parser_for("info", "Show what a shard serves, and how busy it is.")
+    parser = parser_for(
+        "info", "Show what a shard serves, and how busy it is, or which models a router serves."
+    )
     parser.add_argument(
-        "address",
-        metavar="HOST:PORT",
+        "target",
+        metavar="TARGET",
         nargs="?",
         default=f"127.0.0.1:{SHARD_PORT}",
-        type=shard_address,
-        help="of the shard (default: %(default)s)",
+        type=shard_or_router,
+        help="HOST:PORT of a shard, or the http:// or https:// address of a router "
+        "(default: %(default)s)",
     )
     add_api_key(parser, "API key to send")
     add_shard_tls(parser)
     args = parser.parse_args(arguments)
-    tls = shard_tls(parser, args)
+    if is_router(args.target):
+        return _show_router(args.target, args.api_key)
+    return _show_shard(args.target, args.api_key, shard_tls(parser, args))
+
+
+def _show_shard(address: str, api_key: str | None, tls: Tls | None) -> int:
     try:
-        info, load = asyncio.run(_ask(args.address, args.api_key, tls))
+        info, load = asyncio.run(_ask(address, api_key, tls))
     except PenstockError as error:
         remedy = NEEDS_KEY if isinstance(error, Unauthenticated) else ""
-        print(f"penstock info: {error}{remedy}", file=sys.stderr)
-        return 1
-    for name, value in _rows(info, load):
-        print(f"{name:<20}{value}")
+        told = str(error).replace(SPEAKS_HTTP, ASK_AS_ROUTER + address)
+        return _failed(f"{told}{remedy}")
+    _print(_rows(info, load))
     return 0
+
+
+def _show_router(url: str, api_key: str | None) -> int:
+    try:
+        blocks = _router_blocks(url, api_key)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return _failed(reason(error, url))
+    for number, rows in enumerate(blocks):
+        if number:
+            print()
+        _print(rows)
+    return 0
+
+
+def _failed(line: str) -> int:
+    print(f"penstock info: {line}", file=sys.stderr)
+    return 1
+
+
+def _print(rows: _Rows) -> None:
+    for name, value in rows:
+        print(f"{name:<20}{value}")
+
+
+# ---- Of a shard --------------------------------------------------------------------------------
 
 
 async def _ask(address: str, api_key: str | None, tls: Tls | None) -> tuple[ShardInfo, LoadReport]:
@@ -50,7 +98,7 @@ async def _ask(address: str, api_key: str | None, tls: Tls | None) -> tuple[Shar
             await reports.aclose()
 
 
-def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
+def _rows(info: ShardInfo, load: LoadReport) -> _Rows:
     fingerprint = info.numerics_fingerprint or "none: results may differ between shards"
     return [
         ("model", ", ".join([info.model, *info.model_aliases])),
@@ -133,3 +181,56 @@ def _state(load: LoadReport) -> str:
     if load.draining:
         return "draining"
     return "serving" if load.serving else "not serving"
+
+
+# ---- Of a router -------------------------------------------------------------------------------
+
+
+def _router_blocks(url: str, key: str | None) -> list[_Rows]:
+    """The router's own rows, then those of each model. Raises as `open_url` does, and ValueError
+    where what answers is no router.
+    """
+    listed = _body(url + "/v1/models", key)
+    try:
+        cards = json.loads(listed)["data"]
+        roots = dict.fromkeys(card["root"] for card in cards)
+        models = [_model_rows([card for card in cards if card["root"] == root]) for root in roots]
+        version = json.loads(_body(url + "/version", key))["version"]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"what answers at {url} is no penstock router, or one of another version: correct the "
+            "address, or use the router's own `penstock info`"
+        ) from None
+    return [[("version", version), ("state", _router_state(url, key))], *models]
+
+
+def _body(url: str, key: str | None) -> bytes:
+    with open_url(url, key, timeout_s=_TIMEOUT_S) as response:
+        body: bytes = response.read()
+    return body
+
+
+def _router_state(url: str, key: str | None) -> str:
+    try:
+        with open_url(url + "/health", key, timeout_s=_TIMEOUT_S):
+            return "serving"
+    except urllib.error.HTTPError as error:
+        with error:
+            return refusal(error.code, error.read())
+
+
+def _model_rows(cards: Sequence[dict[str, Any]]) -> _Rows:
+    """A model's rows, of the cards of all its names and adapters: its own come first."""
+    card = cards[0]
+    names = [each["id"] for each in cards if each["parent"] is None]
+    adapters = [each["id"] for each in cards if each["parent"] is not None]
+    calls = card["tool_call_parser"] or "not known: calls stay text (--tool-call-parser)"
+    return [
+        ("model", ", ".join(names)),
+        ("adapters", ", ".join(adapters) or "none"),
+        ("context", f"{card['max_model_len']} tokens"),
+        ("input", ", ".join(card["input_modalities"])),
+        ("tool calls", calls),
+        ("reasoning", card["reasoning_parser"] or "none"),
+        *(("chat template", note) for note in card["chat_template_notes"]),
+    ]

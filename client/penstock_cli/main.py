@@ -24,7 +24,7 @@ run it
 
 use it
   chat            talk to a model in the terminal
-  info            what a shard serves, and how busy it is
+  info            what a shard serves, and how busy it is; of a router, its models
   health          for probes: exit status 0 when healthy
   bench           load on a router: throughput, time to first token, inter-token latency
   replay          generate again what an audit log recorded, and compare

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 CUT_OFF = "the answer was cut off"
 NOT_HTTP = "what answers there does not speak HTTP/1.1: is it the gRPC port of a shard?"
+# What stands in place of an address of a shard that a router has.
+ASK_AS_ROUTER = "an HTTP server answers there: ask a router as http://"
 # What a connection that the other side closes without a word raises here.
 _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 NEEDS_KEY = "; give the right one with --api-key or PENSTOCK_API_KEY"
@@ -37,6 +39,19 @@ def no_answer(error: Exception, url: str) -> str:
         netloc = urlsplit(url).netloc
         return f"it closes connections without an answer: if it speaks TLS, try https://{netloc}"
     return one_line(error)
+
+
+def reason(error: Exception, url: str) -> str:
+    """Why a request to the router at `url` failed that `open_url` has sent."""
+    if isinstance(error, urllib.error.HTTPError):
+        with error:
+            try:
+                return refusal(error.code, error.read())
+            except (OSError, http.client.HTTPException):
+                return refusal(error.code, b"")
+    if isinstance(error, ValueError) or str(error) == CUT_OFF:
+        return one_line(error)
+    return f"no answer from {url}: {no_answer(error, url)}"
 
 
 def refusal(status: int, body: bytes) -> str:

@@ -29,6 +29,7 @@ from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.registry import load_image_tokens
 from penstock_router.text.model_conventions import Conventions, conventions_of
 from penstock_router.text.prompts import TextModel
+from penstock_router.text.reasoning import AUTO
 from penstock_router.text.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
 from penstock_router.thread_pool import Threads
 
@@ -41,6 +42,11 @@ _DEFAULT = "default"
 
 # How long after a failure to load the files are fetched again.
 _RETRY_S = 1.0
+
+_UNKNOWN_CALLS = (
+    "the chat template shows tools in a format that is not known here: calls stay text, and "
+    "tool_choice required is refused (--tool-call-parser)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class _Text:
     image_tokens: ImageTokens | None
     images_unusable: str
     files: _Files
+    # What is lost of requests or answers by this chat template: a sentence each.
+    notes: tuple[str, ...] = ()
 
 
 _Loading = asyncio.Task[_Text]
@@ -198,10 +206,19 @@ class Models:
 
     def takes_images(self, info: ShardInfo) -> bool:
         """Whether requests for a model may have images; not before its files are loaded."""
+        text = self._loaded(info)
+        return text is not None and "images" in info.capabilities and text.image_tokens is not None
+
+    def formats(self, info: ShardInfo) -> tuple[Conventions, tuple[str, ...]]:
+        """How a model's calls and reasoning are read, and what its chat template loses, a sentence
+        each; nothing before its files are loaded.
+        """
+        text = self._loaded(info)
+        return (Conventions(), ()) if text is None else (text.conventions, text.notes)
+
+    def _loaded(self, info: ShardInfo) -> _Text | None:
         task = self._texts.get((info.model, info.tokenizer_hash))
-        if task is None or not task.done() or _failed(task):
-            return False
-        return "images" in info.capabilities and task.result().image_tokens is not None
+        return None if task is None or not task.done() or _failed(task) else task.result()
 
     def info(self, name: str) -> ShardInfo:
         """The info of the model that a request names, or whose adapter it names; raises `NotFound`
@@ -327,6 +344,8 @@ class Models:
             raise
         if text.images_unusable:
             logger.warning("model %s is served without images: %s", key[0], text.images_unusable)
+        for note in text.notes:
+            logger.warning("model %s: %s", key[0], note)
         return text
 
     def _read(self, files: _Files) -> _Text:
@@ -337,7 +356,10 @@ class Models:
         conventions = conventions_of(template, *self._parsers)
         tokenizer = load_tokenizer(files)
         images = load_image_tokens(files, tokenizer)
-        return _Text(tokenizer, template, conventions, *images, files)
+        # With "none" the operator wants it so, and a template without tools has a format.
+        is_unknown = conventions.tool_format is None and self._parsers[0] == AUTO
+        notes = (_UNKNOWN_CALLS,) if is_unknown else ()
+        return _Text(tokenizer, template, conventions, *images, files, notes)
 
     async def keep_loading(self) -> None:
         """Load the fleet's models ahead of requests; runs until cancelled."""

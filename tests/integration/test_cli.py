@@ -92,6 +92,24 @@ def test_info_and_health_of_a_shard(pair) -> None:
     assert _run("health", pair.url, "--live").returncode == 0
 
 
+def test_info_of_a_router_says_how_its_model_is_read(pair) -> None:
+    info = _run("info", pair.url)
+    assert (info.returncode, info.stderr) == (0, "")
+    rows = dict(line.split(maxsplit=1) for line in info.stdout.splitlines() if line)
+    assert (rows["state"], rows["model"], rows["input"]) == ("serving", "penstock-toy", "text")
+    assert rows["tool"] == "calls          plain_json"
+    assert rows["reasoning"] == "none"
+
+
+def test_info_of_no_router_is_one_line_and_status_1() -> None:
+    run = _run("info", "http://127.0.0.1:1")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == (
+        "penstock info: no answer from http://127.0.0.1:1: connection refused: start the router, "
+        "or correct its address\n"
+    )
+
+
 def test_health_of_a_router_without_a_shard_says_why_and_that_it_lives(tmp_path: Path) -> None:
     router = Router(tmp_path / "router", ["127.0.0.1:1"])
     with contextlib.closing(router):

@@ -30,7 +30,7 @@ _SHAREGPT_OUTPUT_SIGMA = 1.0
 _SHAREGPT_MIN, _SHAREGPT_MAX = 4, 1024
 _READ_TIMEOUT_S = 600.0
 # Fields of a chat's chunk that carry generated tokens.
-_SAID = ("content", "reasoning_content", "tool_calls")
+_SAID = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True)

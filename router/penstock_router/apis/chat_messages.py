@@ -39,6 +39,8 @@ MAX_ROLE_CHARS = 64
 MAX_PIECES = 16_384
 # Keys of one message; templates read a handful.
 MAX_KEYS = 64
+# Keys of a message with a string or null; what a model thought has either of two names.
+_TEXT_KEYS = ("tool_call_id", "reasoning_content", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _IMAGE_PARTS: Mapping[str, Callable[[str, JsonObject], Part]] = {
     "image_url": read_image_url,
@@ -87,7 +89,7 @@ def _message(name: str, value: Any) -> JsonObject:
         message["content"] = read_parts(f"{name}.content", content)
     elif content is not None and not isinstance(content, str):
         raise refusal(f"{name}.content", "a string, null or an array of parts", content)
-    for key in ("tool_call_id", "reasoning_content"):
+    for key in _TEXT_KEYS:
         if key in message:
             STRING.read(f"{name}.{key}", message[key])
     calls = _tool_calls(f"{name}.tool_calls", message.pop("tool_calls", []))
@@ -261,8 +263,7 @@ _CALLS_SCHEMA: JsonObject = {
 
 
 def _message_schema(*required: str, role: JsonObject, **more: JsonObject) -> JsonObject:
-    texts = {"tool_call_id": _TEXT_OR_NULL, "reasoning_content": _TEXT_OR_NULL}
-    properties = {"role": role, **texts, **more}
+    properties = {"role": role, **dict.fromkeys(_TEXT_KEYS, _TEXT_OR_NULL), **more}
     return {"type": "object", "properties": properties, "required": ["role", *required]}
 
 

@@ -28,6 +28,12 @@ class ModelCard(TypedDict):
     parent: str | None
     max_model_len: int
     input_modalities: list[Literal["text", "image"]]
+    # As the router's flags name them; None where none is known, or the model's files are not loaded
+    # yet.
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    # What is lost of requests or answers by the model's chat template: a sentence each.
+    chat_template_notes: list[str]
     permission: list[str]
 
 
@@ -95,6 +101,8 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 def _card(name: str, info: ShardInfo, adapter: str, models: Models) -> ModelCard:
+    conventions, notes = models.formats(info)
+    tool_call_parser, reasoning_parser = conventions.names
     return {
         "id": name,
         "object": "model",
@@ -104,6 +112,9 @@ def _card(name: str, info: ShardInfo, adapter: str, models: Models) -> ModelCard
         "parent": info.model if adapter else None,
         "max_model_len": info.max_model_len,
         "input_modalities": ["text", "image"] if models.takes_images(info) else ["text"],
+        "tool_call_parser": tool_call_parser or None,
+        "reasoning_parser": reasoning_parser or None,
+        "chat_template_notes": list(notes),
         "permission": [],
     }
 

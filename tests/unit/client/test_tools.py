@@ -13,6 +13,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -126,9 +127,10 @@ def test_a_url_that_cannot_be_is_one_line_and_status_2(tool, url, capsys) -> Non
     assert "--url: must be http:// or https:// and a host" in _complaint(capsys)
 
 
+@pytest.mark.parametrize("tool", [info, health])
 @pytest.mark.parametrize("target", ["http://h/a b", "http://h:99999", "ftp://h"])
-def test_health_of_a_url_that_cannot_be_is_one_line_and_status_2(target, capsys) -> None:
-    assert _status(health.main, target) == 2
+def test_a_target_that_cannot_be_is_one_line_and_status_2(tool, target, capsys) -> None:
+    assert _status(tool.main, target) == 2
     assert "TARGET: must be http:// or https:// and a host" in _complaint(capsys)
 
 
@@ -233,8 +235,9 @@ def _called(index: int, **function: str) -> bytes:
 _WITH_CALLS = (
     *(
         _said(role="assistant", content=""),
-        _said(reasoning_content="Hm"),
+        _said(reasoning_content="H", reasoning="H"),
         _said(reasoning_content="m"),
+        _said(reasoning="m"),
     ),
     *(
         _said(content="I look."),
@@ -251,7 +254,7 @@ def test_chat_dims_reasoning_and_shows_each_call_on_a_line(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     assert _chat(monkeypatch, _HEAD + b"".join(_WITH_CALLS) + _END) == 0
-    thought = "\x1b[2mHm\x1b[0m\x1b[2mm\x1b[0m" if is_terminal else "Hmm"
+    thought = "\x1b[2mH\x1b[0m" + 2 * "\x1b[2mm\x1b[0m" if is_terminal else "Hmm"
     shown = f'{thought}\nI look.\n[calls look_up] {{"a": 1}}\n[calls add] {{}}\n'
     assert shown in capsys.readouterr().out
 
@@ -330,7 +333,8 @@ def test_bench_with_nobody_is_one_line_and_status_1(capsys) -> None:
 def _said_by(tool: Any, url: str, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of a tool that cannot do its work."""
     flags = ["--requests", "1"] if tool is bench else []
-    assert _status(tool.main, *([url] if tool is health else ["--url", url, *flags])) == 1
+    where = [url] if tool in (info, health) else ["--url", url]
+    assert _status(tool.main, *where, *flags) == 1
     out, err = capsys.readouterr()
     line = str(out if tool is health else err)
     assert line.count("\n") == 1
@@ -338,7 +342,7 @@ def _said_by(tool: Any, url: str, capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-@pytest.mark.parametrize("tool", [chat, bench, health])
+@pytest.mark.parametrize("tool", [chat, bench, info, health])
 def test_a_certificate_that_is_not_trusted_is_told_with_what_to_do(tool, tmp_path, capsys) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     pair = Authority(tmp_path, "unknown").issue("127.0.0.1")
@@ -349,7 +353,7 @@ def test_a_certificate_that_is_not_trusted_is_told_with_what_to_do(tool, tmp_pat
     assert "name a file with its authority's in SSL_CERT_FILE" in line
 
 
-@pytest.mark.parametrize("tool", [chat, bench, health])
+@pytest.mark.parametrize("tool", [chat, bench, info, health])
 def test_a_trusted_certificate_of_another_name_is_told_so(
     tool, tmp_path, capsys, monkeypatch
 ) -> None:
@@ -366,7 +370,7 @@ def test_a_trusted_certificate_of_another_name_is_told_so(
     assert "use a name that its certificate has" in line
 
 
-@pytest.mark.parametrize("tool", [chat, bench, health])
+@pytest.mark.parametrize("tool", [chat, bench, info, health])
 def test_plain_http_to_a_port_that_speaks_tls_is_told_what_to_try(tool, tmp_path, capsys) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     pair = Authority(tmp_path, "unknown").issue("127.0.0.1")
@@ -376,14 +380,14 @@ def test_plain_http_to_a_port_that_speaks_tls_is_told_what_to_try(tool, tmp_path
     assert f"if it speaks TLS, try https://127.0.0.1:{port}" in line
 
 
-@pytest.mark.parametrize("tool", [chat, bench, health])
+@pytest.mark.parametrize("tool", [chat, bench, info, health])
 def test_tls_to_a_port_that_speaks_plain_http_is_told_what_to_try(tool, capsys) -> None:
     with http_stub(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n") as port:
         line = _said_by(tool, f"https://127.0.0.1:{port}", capsys)
     assert f"it speaks no TLS: try http://127.0.0.1:{port}" in line
 
 
-@pytest.mark.parametrize("tool", [chat, bench])
+@pytest.mark.parametrize("tool", [chat, bench, info])
 def test_a_router_that_wants_a_key_is_told_with_how_to_give_it(tool, capsys) -> None:
     with http_stub(_json(401, {"error": {"message": "missing or wrong API key"}})) as port:
         line = _said_by(tool, f"http://127.0.0.1:{port}", capsys)
@@ -391,18 +395,123 @@ def test_a_router_that_wants_a_key_is_told_with_how_to_give_it(tool, capsys) -> 
     assert "{" not in line
 
 
-@pytest.mark.parametrize(
-    ("tool", "remedy"),
-    [(info, "give the address of a shard"), (health, "ask a router as http://127.0.0.1:")],
-)
-def test_a_routers_port_instead_of_a_shards_is_told_so(tool, remedy, capsys) -> None:
+@pytest.mark.parametrize("tool", [info, health])
+def test_a_routers_port_instead_of_a_shards_is_told_so(tool, capsys) -> None:
     with http_stub(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n") as port:
         assert _status(tool.main, f"127.0.0.1:{port}") == 1
     said = capsys.readouterr()
     line = said.out + said.err
-    assert "an HTTP server answers there" in line
-    assert remedy in line
+    assert f"an HTTP server answers there: ask a router as http://127.0.0.1:{port}" in line
     assert line.count("\n") == 1
+
+
+# ---- Info of a router --------------------------------------------------------------------------
+
+
+def _card(name: str, root: str, **more: object) -> dict[str, object]:
+    """As a router's."""
+    card: dict[str, object] = {"id": name, "root": root, "parent": None, "max_model_len": 4096}
+    read: dict[str, object] = {"tool_call_parser": None, "reasoning_parser": None}
+    read["chat_template_notes"] = []
+    return {**card, "input_modalities": ["text"], **read, **more}
+
+
+_VERSION = _json(200, {"version": "1.2.3"})
+_NO_ROUTER = " is no penstock router, or one of another version: correct the address"
+_HEALTHY = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+def test_info_of_a_router_has_a_block_for_each_model(capsys) -> None:
+    read = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+    sees = {"input_modalities": ["text", "image"]}
+    cards = [
+        _card("toy", "toy", **read, **sees),
+        _card("other-toy", "toy", **read, **sees),
+        _card("big", "big", chat_template_notes=["It loses this.", "And that."]),
+        _card("sql", "toy", parent="toy"),
+        _card("math", "toy", parent="toy"),
+    ]
+    with http_stub(_models(*cards), _VERSION, _HEALTHY) as port:
+        assert _status(info.main, f"http://127.0.0.1:{port}/") == 0
+    assert capsys.readouterr() == (
+        """\
+version             1.2.3
+state               serving
+
+model               toy, other-toy
+adapters            sql, math
+context             4096 tokens
+input               text, image
+tool calls          hermes
+reasoning           think
+
+model               big
+adapters            none
+context             4096 tokens
+input               text
+tool calls          not known: calls stay text (--tool-call-parser)
+reasoning           none
+chat template       It loses this.
+chat template       And that.
+""",
+        "",
+    )
+
+
+def test_info_of_a_router_that_is_not_ready_says_why(capsys) -> None:
+    loading = _json(503, {"error": {"message": "not ready: the models are being loaded"}})
+    with http_stub(_models(_card("toy", "toy")), _VERSION, loading) as port:
+        assert _status(info.main, f"http://127.0.0.1:{port}") == 0
+    assert "state               not ready: the models are being loaded\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", [[], ["--api-key", "sesame"]])
+def test_info_sends_the_key_to_a_router(key, monkeypatch, capsys) -> None:
+    answers = {
+        "/v1/models": json.dumps({"data": [_card("toy", "toy")]}),
+        "/version": '{"version": "1"}',
+        "/health": "",
+    }
+    sent = []
+
+    def urlopen(request: urllib.request.Request, timeout: float) -> io.BytesIO:
+        assert timeout > 0
+        sent.append(request.get_header("Authorization"))
+        return io.BytesIO(answers[request.selector].encode())
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    assert _status(info.main, "https://router.example", *key) == 0
+    assert sent == 3 * ["Bearer sesame" if key else None]
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([_json(503, {"error": {"message": "no shard serves yet"}})], "no shard serves yet"),
+        ([_json(200, {"hello": "world"})], _NO_ROUTER),
+        ([_HEAD + _event(b"{oops") + _END], _NO_ROUTER),
+        (
+            [_models({"id": "toy", "root": "toy"})],
+            _NO_ROUTER,
+        ),
+        (
+            [_models(_card("toy", "toy")), _json(200, [])],
+            _NO_ROUTER,
+        ),
+        ([_models(_card("toy", "toy")), _json(404, {})], "the server answers 404"),
+        ([_GRPC], "is it the gRPC port of a shard?"),
+    ],
+)
+def test_info_of_what_is_no_router_that_serves_is_one_line_and_status_1(
+    answers, words, capsys
+) -> None:
+    with http_stub(*answers) as port:
+        assert _status(info.main, f"http://127.0.0.1:{port}") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("penstock info: ")
+    assert words in err
+    assert err.count("\n") == 1
 
 
 # ---- The first line of a chat ------------------------------------------------------------------

@@ -56,6 +56,7 @@ def test_a_message_has_reasoning_and_calls_under_keys_of_their_own() -> None:
         "content": "Hello",
         "refusal": None,
         "reasoning_content": "Well",
+        "reasoning": "Well",
         "tool_calls": [
             {
                 "id": call_id("chatcmpl-1", 0, 0),
@@ -134,6 +135,18 @@ def test_reasoning_has_the_usage_of_so_far_where_that_is_wanted() -> None:
     shape = ChatShape(job, envelope_of(reasoning_tokens=4))
     [chunk] = chunks_of([shape.chunk(delta_of([THOUGHT]))])
     assert chunk["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
+def test_reasoning_has_both_its_names_in_every_form_of_an_answer() -> None:
+    text = 'Well, "\u00e9\U0001f600\\\n'
+    both = {"reasoning_content": text, "reasoning": text}
+    thought = Piece(PieceKind.REASONING, text)
+    assert delta_shown(delta_of([thought])) == both
+    assert delta_shown(delta_of([thought]), include_usage=True, continuous_usage=True) == both
+    assert delta_shown(delta_of([thought, SAID])) == {**both, "content": "Hello"}
+    assert delta_shown(delta_of([thought]), return_token_ids=True) == both
+    message = message_of(delta_of([thought, SAID], "stop"))
+    assert {name: message[name] for name in both} == both
 
 
 def test_usage_tells_of_reasoning_only_where_it_is_told_from_content() -> None:
@@ -216,8 +229,10 @@ def _check_that_chunks_join(rng: random.Random) -> None:
             message.get("tool_calls", [])
         )
         wanted = {"role": "assistant", "content": message["content"] or ""}
-        if "reasoning_content" in message:
-            wanted["reasoning_content"] = message["reasoning_content"]
+        for name in ("reasoning_content", "reasoning"):
+            if name in message:
+                wanted[name] = message[name]
+        assert message.get("reasoning") == message.get("reasoning_content")
         assert shown == wanted
 
 

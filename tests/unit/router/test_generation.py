@@ -29,6 +29,7 @@ from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import RequestRecord
 from penstock_router.served_models import Models
 from penstock_router.text.detokenizer import ByteDetokenizer
+from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.prompts import prepare_prompts
 from penstock_router.thread_pool import Threads
 
@@ -231,6 +232,10 @@ async def test_one_bad_model_does_not_keep_the_others_from_being_ready(
     with pytest.raises(Unavailable, match="no list of names and templates"):
         await models.get("bad")
     assert (await models.get(INFO.model)).info is INFO
+    # What is known of their formats.
+    bad_info, good_info = models.infos()
+    assert models.formats(bad_info) == (Conventions(), ())
+    assert models.formats(good_info)[0].names == ("plain_json", "")
     assert len([record for record in caplog.records if "bad" in record.getMessage()]) == 1
 
 

@@ -784,6 +784,34 @@ async def test_a_model_says_whether_it_sees_images() -> None:
             assert ("vision" in shown) == ("image" in modalities)
 
 
+async def test_a_model_says_how_its_calls_and_reasoning_are_read_and_what_its_template_loses(
+    byte_level: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown = "{% if tools %}<functions>{{ tools }}</functions>{% endif %}{# </think> #}"
+    known = "{% if tools %}<tool_call>{% endif %}{# </think> #}"
+    named = {"tool_call_parser": "llama", "reasoning_parser": "kimi"}
+    unread = {"tool_call_parser": "none", "reasoning_parser": "none"}
+    cases: list[tuple[str, dict[str, str], tuple[str | None, str | None]]] = [
+        (known, {}, ("hermes", "think")),
+        (unknown, {}, (None, "think")),
+        (unknown, named, ("llama_json", "kimi")),
+        (unknown, unread, (None, None)),
+        ("{{ messages }}", {}, ("plain_json", None)),
+    ]
+    for template, parsers, names in cases:
+        caplog.clear()
+        async with memory_router(FakeFleet(model_files(byte_level, template)), **parsers) as router:
+            card, _ = (await router.get("/v1/models")).json()["data"]
+        assert (card["tool_call_parser"], card["reasoning_parser"]) == names
+        notes = card["chat_template_notes"]
+        assert [note for note in notes if "a format that is not known" in note] == notes
+        assert len(notes) == (template == unknown and not parsers)
+        warned = [record.getMessage() for record in caplog.records]
+        assert [line for line in warned if "chat template" in line] == [
+            f"model {INFO.model}: {note}" for note in notes
+        ]
+
+
 async def test_every_name_that_is_served_is_listed_and_looked_up_as_what_it_means(
     byte_level: Tokenizer,
 ) -> None:
@@ -795,6 +823,9 @@ async def test_every_name_that_is_served_is_listed_and_looked_up_as_what_it_mean
     aliases = (("query", "sql"), ("chat", "b"), ("gone", "nobody"), ("mine", "a"), ("tgi", "a"))
     fleet = FakeFleet(model_files(byte_level), shards=shards)
     async with memory_router(fleet, model_aliases=aliases, admin_key="operator") as router:
+        for name in ("a", "b"):
+            # A card says more of a model that is loaded.
+            await router.app[ROUTER].models.get(name)
         cards = (await router.get("/v1/models")).json()["data"]
         shown = [(card["id"], card["root"], card["parent"]) for card in cards]
         # A model goes before an adapter of its name, and so does an alias.

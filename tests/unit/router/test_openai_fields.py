@@ -196,6 +196,7 @@ def test_values_out_of_bounds_are_refused_by_field(field: str, value: object, wo
         ("messages", [{"role": "tool", "content": "x", "tool_call_id": 3}], "a string; given: 3"),
         ("messages", [{"role": "tool", "tool_call_id": "x"}], "needs content"),
         ("messages", [{"role": "assistant", "reasoning_content": ["x"]}], "a string; given: an"),
+        ("messages", [{"role": "assistant", "reasoning": {}}], ".reasoning: must be a string; giv"),
         ("messages", [{"role": "assistant", "tool_calls": [{"id": 3}]}], ".id: must be a string"),
         ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}], ".name: must be"),
         (
@@ -312,6 +313,15 @@ def test_tool_calls_arguments_become_an_object_where_they_are_one() -> None:
 
 def test_no_calls_at_all_are_not_shown_to_a_template() -> None:
     [message] = chat(messages=[{"role": "assistant", "content": "x", "tool_calls": []}]).messages
+    assert message == {"role": "assistant", "content": "x"}
+
+
+def test_reasoning_of_earlier_answers_has_either_name_or_both_or_is_null() -> None:
+    for said in ({"reasoning": "hm"}, {"reasoning": "hm", "reasoning_content": "hm"}):
+        [message] = chat(messages=[{"role": "assistant", "content": "x", **said}]).messages
+        assert message == {"role": "assistant", "content": "x", **said}
+    nothing = {"reasoning": None, "reasoning_content": None}
+    [message] = chat(messages=[{"role": "assistant", "content": "x", **nothing}]).messages
     assert message == {"role": "assistant", "content": "x"}
 
 

@@ -432,7 +432,7 @@ async def test_an_answer_has_reasoning_calls_and_what_they_took(
     answer = await served.chat("1 + 1?", tools=[FUNCTION], n=2, max_tokens=100)
     for choice in answer.json()["choices"]:
         message = choice["message"]
-        assert message["reasoning_content"] == "Hm."
+        assert message["reasoning_content"] == message["reasoning"] == "Hm."
         assert message["content"] == "So:"
         [call] = message["tool_calls"]
         assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
@@ -518,6 +518,7 @@ def _said(events: Sequence[Any]) -> tuple[str, str, list[tuple[str, str]]]:
     for event in events:
         for choice in event["choices"]:
             delta = choice["delta"]
+            assert delta.get("reasoning") == delta.get("reasoning_content")
             reasoning += delta.get("reasoning_content") or ""
             content += delta.get("content") or ""
             for call in delta.get("tool_calls") or ():

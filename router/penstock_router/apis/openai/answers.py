@@ -102,12 +102,15 @@ class ToolCall(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """The assistant's message. `content` is null if there are calls and no text."""
+    """The assistant's message. `content` is null if there are calls and no text. Reasoning has two
+    names, as clients read one or the other.
+    """
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -153,10 +156,11 @@ class ToolCallDelta(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    """What an event adds to a choice's message."""
+    """What an event adds to a choice's message; reasoning has two names here too."""
 
     role: NotRequired[Literal["assistant"]]
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
 
@@ -252,12 +256,16 @@ class _OpenAIShape(ABC):
         head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         return [b"%b%d%b" % (head, index, opens) for index in range(len(self._job.requests))]
 
-    def _text_chunk(self, head: bytes, text: str) -> bytes:
+    def _text_chunk(self, head: bytes, text: str, again: bytes = b"") -> bytes:
+        """The chunk with a piece of text; with `again`, a key, it has the text under that too."""
         tail = self._tail
         if self._options.continuous_usage:
             usage = _encode(usage_object(self._usage))
             tail = b"%b%b}\n\n" % (tail.removesuffix(b"null}\n\n"), usage)
-        return b"%b%b%b" % (head, _encode(text), tail)
+        shown = _encode(text)
+        if again:
+            return b"".join((head, shown, again, shown, tail))
+        return b"".join((head, shown, tail))
 
     def _full_chunk(self, choices: Sequence[Mapping[str, Any]], **more: object) -> bytes:
         body = {**self._head, "choices": choices, **more}
@@ -380,6 +388,7 @@ class ChatShape(_OpenAIShape):
     chunk_name = "chat.completion.chunk"
     _text_opens = b',"delta":{"content":'
     _reasoning_opens = b',"delta":{"reasoning_content":'
+    _reasoning_again = b',"reasoning":'
     _text_closes = b"}"
 
     def __init__(self, job: Job, envelope: Envelope) -> None:
@@ -419,7 +428,7 @@ class ChatShape(_OpenAIShape):
         if delta.pieces is None:
             return message
         if reasoning := _text_of(PieceKind.REASONING, delta.pieces):
-            message["reasoning_content"] = reasoning
+            message["reasoning_content"] = message["reasoning"] = reasoning
         if calls := self._calls(delta.index, delta.pieces):
             # A whole answer has each call from its beginning.
             message["tool_calls"] = cast(list[ToolCall], list(calls.values()))
@@ -445,7 +454,8 @@ class ChatShape(_OpenAIShape):
             if piece.kind is PieceKind.CONTENT:
                 return self._text_chunk(self._heads[delta.index], piece.text)
             if piece.kind is PieceKind.REASONING:
-                return self._text_chunk(self._reasoning_heads[delta.index], piece.text)
+                head = self._reasoning_heads[delta.index]
+                return self._text_chunk(head, piece.text, self._reasoning_again)
         has_text = any(piece.text for piece in pieces)
         return self._full_chunk([self._chunk_choice(delta)]) if has_text else None
 
@@ -455,7 +465,7 @@ class ChatShape(_OpenAIShape):
             return {"content": delta.text} if delta.text else {}
         gained: ChatDelta = {}
         if reasoning := _text_of(PieceKind.REASONING, delta.pieces):
-            gained["reasoning_content"] = reasoning
+            gained["reasoning_content"] = gained["reasoning"] = reasoning
         if content := content_of(delta.pieces):
             gained["content"] = content
         if calls := self._calls(delta.index, delta.pieces):
