@@ -67,7 +67,7 @@ class JsonMender:
 
     def close(self) -> None:
         """The value ends here, as its writer says: write what is missing of its end."""
-        missing = {
+        missing: dict[Callable[[str, int], int], str] = {
             self._bare_key: f'"{self.unsaid}": null',
             self._colon: ": null",
             self._word: _meaning(self.unsaid) or json.dumps(self.unsaid),
