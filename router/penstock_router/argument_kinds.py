@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from penstock_router.json_fields import JsonObject
-
+Schema = dict[str, Any]
 Kinds = frozenset[str]
 STRING: Kinds = frozenset({"string"})
 NO_STRING: Kinds = frozenset({"object", "array", "number", "integer", "boolean", "null"})
@@ -20,7 +19,7 @@ _COMBINING = ("anyOf", "oneOf", "allOf")
 _MAX_DEPTH = 16
 
 
-def kinds_of_argument(parameters: JsonObject | None, name: str) -> Kinds:
+def kinds_of_argument(parameters: Schema | None, name: str) -> Kinds:
     """JSON's types that the schema allows for an argument: a string, if it says nothing of it."""
     schema = parameters or {}
     properties = schema.get("properties")
@@ -30,7 +29,7 @@ def kinds_of_argument(parameters: JsonObject | None, name: str) -> Kinds:
     return kinds_of(found, schema) or STRING
 
 
-def kinds_of(schema: Any, root: JsonObject, depth: int = 0) -> Kinds:
+def kinds_of(schema: Any, root: Schema, depth: int = 0) -> Kinds:
     """JSON's types that a schema allows; none if it does not say."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return frozenset()
@@ -51,7 +50,7 @@ def _listed(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _referred(pointer: str, root: JsonObject) -> Any:
+def _referred(pointer: str, root: Schema) -> Any:
     found: Any = root
     for step in pointer.removeprefix("#").strip("/").split("/"):
         found = found.get(step) if isinstance(found, Mapping) else None
@@ -70,14 +69,14 @@ def _kind_of_value(value: Any) -> str:
     return next((kind for each, kind in kinds if isinstance(value, each)), "null")
 
 
-def outline(schema: Any, root: JsonObject | None = None, depth: int = 0) -> JsonObject:
+def outline(schema: Any, root: Schema | None = None, depth: int = 0) -> Schema:
     """A schema of nothing but the types of values by their names: what reading calls needs."""
     root = schema if root is None else root
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return {}
     if isinstance(schema.get("$ref"), str):
         return outline(_referred(schema["$ref"], root), root, depth + 1)
-    found: JsonObject = {}
+    found: Schema = {}
     if kinds := kinds_of(schema, root):
         found["type"] = sorted(kinds)
     for key in _COMBINING:

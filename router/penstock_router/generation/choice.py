@@ -175,7 +175,7 @@ class Choice:
             delta.text = echo + "".join(texts)
             return
         is_last = delta.finish_reason is not None
-        was_cut = self._stop.stopped_by is not None or delta.finish_reason == "length"
+        was_cut = delta.finish_reason == "length" or delta.stop_reason is not None
         pieces = self._reader.read(texts, delta.token_ids, is_last=is_last, was_cut=was_cut)
         if delta.finish_reason == "stop" and self._reader.ends_with_calls(was_cut=was_cut):
             delta.finish_reason = "tool_calls"
