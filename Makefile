@@ -31,12 +31,14 @@ into = $(if $(UV),$(UV) pip install --python $(1)/bin/python,\
 ANTHROPIC := .venv-clients/anthropic
 SCHEMA_SUITE := .venv-clients/json-schema-test-suite
 TESTED_WITH := $(ANTHROPIC)/.done $(SCHEMA_SUITE)/.done
-# `make soak` needs the others too: they take minutes. Without Node its client is not tested, which
+# `make soak` needs the others too, and the chat templates of real models that llama-cpp-python's source
+# holds: they take minutes. Without Node its client is not tested, which
 # the tests say.
 SDKS := .venv-clients/sdks
 HARNESSES := .venv-clients/harnesses
 NODE := .venv-clients/node
-SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(if $(shell command -v npm),$(NODE)/.done)
+CHAT_TEMPLATES := .venv-clients/chat-templates
+SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(CHAT_TEMPLATES)/.done $(if $(shell command -v npm),$(NODE)/.done)
 # What reads environments and writes down what is in them.
 AUDIT := .venv-clients/audit
 # Most of their modules are never imported: compiling them all takes a third of the time, which uv does
@@ -176,6 +178,15 @@ $(SCHEMA_SUITE)/.done: tests/conformance/suite.txt | $(BIN)/python
 	@$(PIP) download --quiet --no-deps --no-binary :all: --dest $(SCHEMA_SUITE) -r $<
 	@tar -xzf $(SCHEMA_SUITE)/jsonschema-*.tar.gz -C $(SCHEMA_SUITE) --strip-components 1
 	@rm $(SCHEMA_SUITE)/jsonschema-*.tar.gz
+	@touch $@
+
+$(CHAT_TEMPLATES)/.done: tests/clients/chat_templates.txt | $(BIN)/python
+	@echo "Unpacking chat templates of real models into $(CHAT_TEMPLATES): about 75 MB to download."
+	@rm -rf $(CHAT_TEMPLATES) && mkdir -p $(CHAT_TEMPLATES)
+	@$(PIP) download --quiet --no-deps --no-binary :all: --dest $(CHAT_TEMPLATES) -r $<
+	@tar -xzf $(CHAT_TEMPLATES)/llama_cpp_python-*.tar.gz -C $(CHAT_TEMPLATES) --strip-components 5 \
+		--wildcards '*/vendor/llama.cpp/models/templates/*.jinja'
+	@rm $(CHAT_TEMPLATES)/llama_cpp_python-*.tar.gz
 	@touch $@
 
 # What examples/node needs, and what is generated from the proto: the example itself is not copied.
