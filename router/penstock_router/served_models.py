@@ -20,10 +20,10 @@ from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, Unavailable, unavailable_model, unknown_model
 from penstock_router.fleet import Fleet, state_of
 from penstock_router.text.chat_template import (
-    CHAT_TEMPLATE_FILE,
     ChatTemplate,
     TemplateUnusable,
     load_chat_template,
+    with_template,
 )
 from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.registry import load_image_tokens
@@ -351,7 +351,7 @@ class Models:
     def _read(self, files: _Files) -> _Text:
         if self._chat_template is not None:
             # The operator's own takes precedence over the model's.
-            files = {**files, CHAT_TEMPLATE_FILE: self._chat_template.encode()}
+            files = with_template(files, self._chat_template)
         template = load_chat_template(files)
         conventions = conventions_of(template, *self._parsers)
         tokenizer = load_tokenizer(files)

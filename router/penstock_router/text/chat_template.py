@@ -55,6 +55,8 @@ _CALL: tuple[dict[str, Any], ...] = (
 _RESULT: dict[str, Any] = {"role": "tool", "name": "look", "tool_call_id": "call00001"}
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+# Where files of templates besides the default one are, each named after its template.
+_MORE_TEMPLATES = "additional_chat_templates/"
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -315,9 +317,15 @@ def _cut_at_mark(text: str) -> str:
 # ---- Where the template comes from -------------------------------------------------------------
 
 
+def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
+    """The files with this template in the place of all of the model's own."""
+    others = {name: data for name, data in files.items() if not name.startswith(_MORE_TEMPLATES)}
+    return {**others, CHAT_TEMPLATE_FILE: source.encode()}
+
+
 def load_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
     """The template to use, or None for a model without one: `CHAT_TEMPLATE_FILE`, or else what
-    tokenizer_config.json has, a string or a list of named ones.
+    tokenizer_config.json has, a string or a list of named ones; and the named ones in files.
     """
     config = _decoded(files, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
@@ -325,9 +333,13 @@ def load_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
         config |= _decoded(files, "special_tokens_map.json")
     special_tokens = _special_tokens(config)
     if CHAT_TEMPLATE_FILE in files:
-        source = files[CHAT_TEMPLATE_FILE].decode("utf-8", "replace")
-        return ChatTemplate({"default": source}, special_tokens)
-    sources = _configured_sources(config.get("chat_template"))
+        sources = {"default": files[CHAT_TEMPLATE_FILE].decode("utf-8", "replace")}
+    else:
+        sources = _configured_sources(config.get("chat_template"))
+    for name, data in files.items():
+        if name.startswith(_MORE_TEMPLATES):
+            named = name.removeprefix(_MORE_TEMPLATES).removesuffix(".jinja")
+            sources[named] = data.decode("utf-8", "replace")
     return ChatTemplate(sources, special_tokens) if sources else None
 
 

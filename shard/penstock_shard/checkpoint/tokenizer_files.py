@@ -17,13 +17,15 @@ _FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+# Templates besides the default one, such as `tool_use`, each in a file of its name.
+_MORE_TEMPLATES = "additional_chat_templates"
 # Of a model that sees images: they say how many tokens one takes. Not of others, whose hash of
 # these files would change with settings that no router reads.
 _IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 
 
 def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> dict[str, bytes]:
-    """The files that exist, by name. `chat_template` replaces the model's own.
+    """The files that exist, by name. `chat_template` replaces all templates of the model.
 
     Raises:
         OSError: a file exists and cannot be read.
@@ -33,7 +35,10 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
     files = {name: (model_dir / name).read_bytes() for name in names if (model_dir / name).exists()}
     if chat_template is not None:
         files["chat_template.jinja"] = chat_template.read_bytes()
-    elif source := _template_of_processor(model_dir, files):
+        return files
+    for path in sorted((model_dir / _MORE_TEMPLATES).glob("*.jinja")):
+        files[f"{_MORE_TEMPLATES}/{path.name}"] = path.read_bytes()
+    if source := _template_of_processor(model_dir, files):
         files["chat_template.jinja"] = source.encode()
     return files
 

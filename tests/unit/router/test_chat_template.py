@@ -13,7 +13,12 @@ from unit.router.chat_template_styles import STYLES
 
 from penstock_router.apis.openai.requests import parse_chat
 from penstock_router.errors import BadRequest
-from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
+from penstock_router.text.chat_template import (
+    ChatTemplate,
+    TemplateUnusable,
+    load_chat_template,
+    with_template,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -355,3 +360,19 @@ def test_a_malformed_list_of_templates_is_unusable(value: object) -> None:
 def test_strftime_now_gives_the_date() -> None:
     template = ChatTemplate({"default": "{{ strftime_now('%Y-%m-%d') }}"}, {})
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", template.render([]))
+
+
+def test_a_template_in_a_file_of_its_own_is_used_with_tools() -> None:
+    files = {
+        "chat_template.jinja": b"plain",
+        "additional_chat_templates/tool_use.jinja": b"{{ tools | length }} tools",
+    }
+    template = load_chat_template(files)
+    assert template is not None
+    assert template.names == ("default", "tool_use")
+    assert template.render([]) == "plain"
+    assert template.render([], tools=[{}]) == "1 tools"
+    assert template.takes_tools
+    given = load_chat_template(with_template(files, "given"))
+    assert given is not None
+    assert given.render([], tools=[{}]) == "given"

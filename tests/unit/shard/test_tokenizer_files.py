@@ -55,3 +55,14 @@ def test_a_broken_file_of_a_processors_template_is_named(tmp_path: Path) -> None
     (tmp_path / "chat_template.json").write_text("{")
     with pytest.raises(ModelError, match=r"chat_template\.json: is not valid JSON"):
         read_tokenizer_files(tmp_path)
+
+
+def test_further_templates_are_sent_with_the_models_own_only(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    write(tmp_path, tokenizer_config={"chat_template": "B"})
+    files = read_tokenizer_files(tmp_path)
+    assert files["additional_chat_templates/tool_use.jinja"] == b"T"
+    (tmp_path / "mine").write_text("D")
+    files = read_tokenizer_files(tmp_path, tmp_path / "mine")
+    assert set(files) == {"chat_template.jinja", "tokenizer_config.json"}
