@@ -19,6 +19,7 @@ from typing import cast
 from penstock_shard.checkpoint.adapter_files import CONFIG
 from penstock_shard.checkpoint.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from penstock_shard.checkpoint.gguf_files import is_gguf
+from penstock_shard.checkpoint.tokenizer_files import is_template
 from penstock_shard.checkpoint.weight_files import INDEX, WEIGHTS, why_no_weights
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
@@ -241,10 +242,12 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[str]:
-    """Files that serving needs: of the repository's top level, and how embeddings are pooled."""
+    """Files that serving needs: of the repository's top level, further chat templates, and how
+    embeddings are pooled.
+    """
     suffixes = (*_WANTED, ".py") if code else _WANTED
     wanted = [name for name in sizes if "/" not in name and name.endswith(suffixes)]
-    wanted += [name for name in sizes if _POOLING.fullmatch(name)]
+    wanted += [name for name in sizes if _POOLING.fullmatch(name) or is_template(name)]
     if needs_weights:
         # Some repositories hold the same weights twice, the second time as consolidated.*.
         weights = [name for name in sizes if re.fullmatch(r"model[\w.-]*\.safetensors", name)]

@@ -43,6 +43,11 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
     return files
 
 
+def is_template(name: str) -> bool:
+    """Whether a file of a model is one of its further templates."""
+    return name.startswith(f"{_MORE_TEMPLATES}/") and name.endswith(".jinja")
+
+
 def _sees_images(model_dir: Path) -> bool:
     config = model_dir / "config.json"
     return config.exists() and isinstance(read_object(config).get("vision_config"), dict)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock_shard.checkpoint import hub
 from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files
 from penstock_shard.errors import ModelError
 
@@ -66,3 +67,10 @@ def test_further_templates_are_sent_with_the_models_own_only(tmp_path: Path) -> 
     (tmp_path / "mine").write_text("D")
     files = read_tokenizer_files(tmp_path, tmp_path / "mine")
     assert set(files) == {"chat_template.jinja", "tokenizer_config.json"}
+
+
+def test_further_templates_of_a_hub_model_are_fetched() -> None:
+    more = ["additional_chat_templates/tool_use.jinja", "additional_chat_templates/notes.md"]
+    names = [*more, "config.json", "other/tool_use.jinja"]
+    wanted = hub._wanted(dict.fromkeys(names, 1), False, False)
+    assert set(wanted) == {"config.json", "additional_chat_templates/tool_use.jinja"}
