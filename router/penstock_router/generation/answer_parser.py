@@ -10,7 +10,7 @@ from penstock_router.request import ChatRequest
 from penstock_router.text.answer_constraint import tools_of
 from penstock_router.text.answer_pieces import Piece, PieceKind
 from penstock_router.text.answer_reader import make_reader
-from penstock_router.text.formats.channels import ChannelFormat
+from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
 from penstock_router.text.marks import TOKEN, plain
 from penstock_router.text.model_conventions import Conventions
 
@@ -50,13 +50,18 @@ class AnswerParser:
         self.marks = tokenizer.marks_among(texts)
         self.shown_ids = tokenizer.special_ids_of(texts)
         begun = job.prepared.reasoning_begun
-        self._reader = make_reader(conventions, tools_of(asked), self.marks, begun=begun)
+        tools = tools_of(asked)
+        # The reader where an answer is divided into channels: reasoning may come again.
+        self._channels: ChannelParser | None = None
+        if isinstance(tool_format, ChannelFormat):
+            self._channels = tool_format.channels(tools, self.marks, begun=begun)
+        self._reader = self._channels or make_reader(conventions, tools, self.marks, begun=begun)
         self._end_id = None if style is None else tokenizer.token_id(style.end)
-        self._has_channels = isinstance(tool_format, ChannelFormat)
         self._shows_reasoning = asked.include_reasoning
         # With a named function as tool_choice, the finish reason stays "stop", as in OpenAI's API.
         self._tells_of_calls = asked.tool_choice.mode != "named"
         self._has_calls = False
+        self._in_reasoning = False
         # Tokens counted as reasoning so far, if the answer has any; whether all are counted.
         self._num_reasoning, self._is_counted = 0, style is None
         # As reported so far; None where reasoning is not separated from content.
@@ -87,30 +92,33 @@ class AnswerParser:
         """
         pieces: list[Piece] = []
         for place, text in enumerate(texts):
-            was_reasoning = self.counts and self._reader.in_reasoning
             if text:
                 pieces += self._reader.feed(text)
-            if was_reasoning and place < len(token_ids):
+            if not self._is_counted and place < len(token_ids):
                 self._count(token_ids[place])
         if is_last:
             pieces += self._reader.flush(was_cut=was_cut)
-        self._has_calls = self._has_calls or any(piece.kind is PieceKind.CALL for piece in pieces)
+        for piece in pieces:
+            if TOKEN in piece.text:
+                piece.text = plain(piece.text)
+            if piece.kind is PieceKind.CALL:
+                self._has_calls = True
         if self.reasoning_tokens is None:
             return pieces
-        if self.counts and self._reader.in_reasoning:
+        if not self._is_counted and self._channels is None:
             # A stop token at the answer's end has no text.
             self._num_reasoning += max(0, len(token_ids) - len(texts))
         # 0 until reasoning's mark was read, which the search for stop strings may delay.
         self.reasoning_tokens = self._num_reasoning if self._reader.has_reasoning else 0
-        return [piece for piece in pieces if self._shown(piece)]
-
-    def _shown(self, piece: Piece) -> bool:
-        """Whether the piece is shown; what tells tokens apart within it is removed."""
-        if TOKEN in piece.text:
-            piece.text = plain(piece.text)
-        return self._shows_reasoning or piece.kind is not PieceKind.REASONING
+        if self._shows_reasoning:
+            return pieces
+        return [piece for piece in pieces if piece.kind is not PieceKind.REASONING]
 
     def _count(self, token_id: int) -> None:
-        self._num_reasoning += 1
-        if not self._has_channels:
-            self._is_counted = token_id == self._end_id or not self._reader.in_reasoning
+        if self._channels is None:
+            self._num_reasoning += 1
+            self._is_counted = token_id == self._end_id or self._reader.is_over
+            return
+        # The token with which a channel ends is one of it.
+        was_reasoning, self._in_reasoning = self._in_reasoning, self._channels.in_reasoning
+        self._num_reasoning += was_reasoning or self._in_reasoning

@@ -110,19 +110,23 @@ def reasoning_over(prompt_text: str, style: ReasoningStyle) -> bool:
 class ReasoningSplitter:
     """Splits one answer into reasoning and content."""
 
+    # It reads no calls.
+    is_open = False
+
     __slots__ = (
         "_answer_marks",
+        "_begin_mark",
+        "_end_mark",
         "_held",
         "_is_content",
         "_space",
-        "_style",
         "has_reasoning",
         "in_reasoning",
     )
 
     def __init__(self, style: ReasoningStyle, begun: bool) -> None:
         """`begun`: the prompt ends within reasoning."""
-        self._style = style
+        self._begin_mark, self._end_mark = style.marks
         # So far: whether it is text of reasoning that comes, and whether there was any.
         self.in_reasoning = self.has_reasoning = begun
         # Nothing is looked for any more, but perhaps marks around the answer.
@@ -146,8 +150,8 @@ class ReasoningSplitter:
             return self._reason(text)
         return self._answer(text) if self.has_reasoning else self._begin(text)
 
-    def flush(self) -> list[Piece]:
-        """The text is over: what was held back is what it looked like."""
+    def flush(self, *, was_cut: bool = False) -> list[Piece]:
+        """The text is over, whoever ended it: what was held back is what it looked like."""
         text = "".join(self._space or ()) + self._held
         is_reasoning, over = self.in_reasoning, self.has_reasoning and not self.in_reasoning
         self._held, self._space = "", None
@@ -163,20 +167,20 @@ class ReasoningSplitter:
 
     def _begin(self, text: str) -> list[Piece]:
         assert self._space is not None
-        style = self._style
+        begin, end = self._begin_mark, self._end_mark
         seen = self._held + text
         if not self._held:
             seen = text.lstrip()
             self._space.append(text[: len(text) - len(seen)])
-        if seen.startswith(style.begin):
+        if seen.startswith(begin):
             self._held, self._space = "", None
             self.in_reasoning = self.has_reasoning = True
-            return self._reason(seen[len(style.begin) :])
-        if seen.startswith(style.end):
+            return self._reason(seen[len(begin) :])
+        if seen.startswith(end):
             self._held, self._space = "", None
             self.has_reasoning = True
-            return self._answer(seen[len(style.end) :])
-        if style.begin.startswith(seen) or style.end.startswith(seen):
+            return self._answer(seen[len(end) :])
+        if begin.startswith(seen) or end.startswith(seen):
             self._held = seen
             return []
         self._is_content = True
@@ -186,16 +190,12 @@ class ReasoningSplitter:
 
     def _reason(self, text: str) -> list[Piece]:
         text, self._held = self._held + text, ""
-        begin, end = self._style.marks
-        while self._space is None:
-            # Nothing of it has come: the begin mark once more means nothing more.
-            text = text.lstrip()
-            if not text.startswith(begin):
-                break
-            text = text[len(begin) :]
-        if self._space is None and begin.startswith(text):
-            self._held = text
-            return []
+        end = self._end_mark
+        if self._space is None:
+            text = self._without_begin(text)
+            if self._begin_mark.startswith(text):
+                self._held = text
+                return []
         body, mark, rest = text.partition(end)
         if mark:
             shown = self._reasoning(body)
@@ -204,6 +204,12 @@ class ReasoningSplitter:
         sure = beginning(text, (end,))
         self._held = text[sure:]
         return self._reasoning(text[:sure])
+
+    def _without_begin(self, text: str) -> str:
+        """Where nothing of the reasoning has come: its begin mark once more means nothing more."""
+        while (text := text.lstrip()).startswith(self._begin_mark):
+            text = text[len(self._begin_mark) :]
+        return text
 
     def _reasoning(self, text: str) -> list[Piece]:
         """Show it but for whitespace at its end, which is kept until it is known what follows."""
@@ -223,7 +229,7 @@ class ReasoningSplitter:
     def _answer(self, text: str) -> list[Piece]:
         """Behind reasoning: drop whitespace, and the end mark once more."""
         text, self._held = self._held + text, ""
-        end = self._style.end
+        end = self._end_mark
         while (text := text.lstrip()).startswith(end):
             text = text[len(end) :]
         if text and end.startswith(text):

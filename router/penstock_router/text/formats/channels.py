@@ -25,6 +25,10 @@ class ChannelParser(Protocol):
         """Whether any reasoning came so far."""
 
     @property
+    def is_over(self) -> bool:
+        """Whether no reasoning follows, whatever comes."""
+
+    @property
     def in_reasoning(self) -> bool:
         """Whether it is reasoning that comes, or may be."""
 
