@@ -36,8 +36,10 @@ class MarkedJson(CallFormat):
     # The white space that the family writes inside of the marks, and what it writes between calls.
     padding: str = ""
     between: str = "\n"
-    # Whether all calls stand in one list, between one pair of marks.
+    # Whether all calls stand in one list, between one pair of marks; and what is written before,
+    # between and behind them there.
     is_list: bool = False
+    listed: tuple[str, str, str] = ("[", ", ", "]")
     # The names of a call's members.
     name_key: str = "name"
     arguments_key: str = "arguments"
@@ -77,24 +79,31 @@ class MarkedJson(CallFormat):
         opens, closes = f"{self.begin}{self.padding}", f"{self.padding}{self.end}"
         before, behind = ("", "") if self.is_list else (opens, closes)
         tags = [
-            call_tag(
-                tool,
-                f'{before}{{"{self.name_key}": ',
-                f', "{self.arguments_key}": ',
-                f"}}{behind}",
-                required=required,
-                writing=writing,
-            )
-            for tool in tools
+            self.call(tool, before, behind, required=required, writing=writing) for tool in tools
         ]
         if self.is_list:
-            listed = one_or_more(tags, ", ", parallel=parallel)
+            first, between, last = self.listed
+            opens, closes = f"{opens}{first}", f"{last}{closes}"
+            listed = one_or_more(tags, between, parallel=parallel)
             if required:
-                return sequence(literal(f"{opens}["), listed, literal(f"]{closes}"))
-            return among_text([tag(f"{opens}[", listed, f"]{closes}")], self.begin, parallel=False)
+                return sequence(literal(opens), listed, literal(closes))
+            return among_text([tag(opens, listed, closes)], self.begin, parallel=False)
         if required:
             return one_or_more(tags, self.between, parallel=parallel)
         return among_text(tags, self.begin, parallel=parallel)
+
+    def call(
+        self, tool: Tool, before: str, behind: str, *, required: bool, writing: Writing
+    ) -> JsonObject:
+        """One call, between two texts."""
+        return call_tag(
+            tool,
+            f'{before}{{"{self.name_key}": ',
+            f', "{self.arguments_key}": ',
+            f"}}{behind}",
+            required=required,
+            writing=writing,
+        )
 
 
 class _MarkedJsonParser(JsonCallParser):
