@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from penstock_router.text.formats.base import CallFormat
 from penstock_router.text.formats.json_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from penstock_router.text.formats.json_formats.hermes import HERMES
+from penstock_router.text.formats.json_formats.kimi_k2 import KIMI_K2
 from penstock_router.text.formats.json_formats.llama_json import LlamaJsonFormat
 from penstock_router.text.formats.json_formats.mistral import MistralFormat, MistralNamedFormat
 from penstock_router.text.formats.json_formats.plain_json import PlainJsonFormat
@@ -17,6 +18,7 @@ from penstock_router.text.reasoning import AUTO, NONE
 # A row a format, with the names that other servers use for it; in the order in which templates are
 # tested: formats with marks before those with words.
 _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
+    (KIMI_K2, ()),
     (DEEPSEEK_V3, ("deepseek",)),
     (DEEPSEEK_V31, ()),
     (MistralFormat(), ()),
