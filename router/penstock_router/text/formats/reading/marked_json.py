@@ -31,8 +31,9 @@ class MarkedJson(CallFormat):
     # The marks; `end` is "" where the family writes none.
     begin: str
     end: str
-    # Begin marks that models of the family are known to write besides.
+    # Marks that models of the family are known to write besides.
     other_begins: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
     # The white space that the family writes inside of the marks, and what it writes between calls.
     padding: str = ""
     between: str = "\n"
@@ -49,8 +50,13 @@ class MarkedJson(CallFormat):
 
     @property
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The begin marks and the end mark."""
-        return tuple(filter(None, (*self.begins(), self.end)))
+        """The begin marks and the end marks."""
+        return *self.begins(), *self.ends
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The end marks."""
+        return tuple(filter(None, (self.end, *self.other_ends)))
 
     def begins(self) -> tuple[str, ...]:
         """The begin marks."""
@@ -65,7 +71,7 @@ class MarkedJson(CallFormat):
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         """A parser for one answer."""
-        return _MarkedJsonParser(self, tools, marks)
+        return MarkedJsonParser(self, tools, marks)
 
     def calls(
         self,
@@ -106,11 +112,13 @@ class MarkedJson(CallFormat):
         )
 
 
-class _MarkedJsonParser(JsonCallParser):
+class MarkedJsonParser(JsonCallParser):
+    """Reads what stands between the marks."""
+
     def __init__(self, family: MarkedJson, tools: Sequence[Tool], marks: Marks) -> None:
         super().__init__(tools, marks)
         self._begins = family.begins()
-        self._ends = (family.end,) if family.end else ()
+        self._ends = family.ends
 
     def _read(self) -> Reading[None]:
         if (yield from self._begin(*self._begins)) not in "{[":
