@@ -138,7 +138,7 @@ def test_a_template_shows_its_format_and_renders_what_is_forced(name: str) -> No
     family = next(one for one in FAMILIES if one.format == name)
     calls = [DAYS, ("get_weather", {"city": "Oslo"})] if family.is_parallel else [DAYS]
     said = [_shown(call, number) for number, call in enumerate(calls)]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": "", "tool_calls": said},
     ]
