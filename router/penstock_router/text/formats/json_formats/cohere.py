@@ -40,7 +40,7 @@ class _CohereFormat(MarkedJson):
         """One action; its id is its number in the conversation."""
         name = json.dumps(tool.name, ensure_ascii=False)
         content = sequence(
-            regex("[0-9]{1,6}"),
+            regex("(0|[1-9][0-9]{0,5})"),
             literal(f'", "tool_name": {name}, "parameters": '),
             arguments_format(tool, required=required, writing=writing),
         )

@@ -60,7 +60,7 @@ class KimiK2Format(CallFormat):
         writing: Writing = FREE_WRITING,
     ) -> JsonObject:
         """All calls between one pair of markers."""
-        number = regex("[0-9]{1,6}")
+        number = regex("(0|[1-9][0-9]{0,5})")
         tags = [
             tag(
                 f"{_CALL}{_PREFIX}{tool.name}:",
