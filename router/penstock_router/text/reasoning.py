@@ -7,7 +7,8 @@ nor does an end mark at the beginning of an answer. Whitespace right behind the 
 the end mark and behind it belongs to neither and is dropped; of reasoning that does not come to its
 end, whitespace at the end is part. So an answer gives the same pieces however its text is cut.
 
-Some models put the answer behind their reasoning between two more marks, which are dropped too.
+Some models put the answer behind their reasoning between two more marks, which are dropped too;
+of some the mark that ends reasoning is the first of the two.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ class ReasoningStyle:
     end: str
     # The marks around an answer; "" where there are none.
     answer: tuple[str, str] = ("", "")
+    # Texts of which a template has one, where the end mark is that of other styles too.
+    signs: tuple[str, ...] = ("",)
 
     def spelled(self, marks: Marks) -> ReasoningStyle:
         """The style of an answer's text, in which some marks are tokens."""
         begin, end, opens, closes = map(marks.spelled, (self.begin, self.end, *self.answer))
-        return ReasoningStyle(self.name, begin, end, (opens, closes))
+        return ReasoningStyle(self.name, begin, end, (opens, closes), self.signs)
+
+    def is_of(self, template_source: str) -> bool:
+        """Whether a model with this chat template writes reasoning in this style."""
+        has_sign = any(sign in template_source for sign in self.signs)
+        return self.end in template_source and has_sign
 
     @property
     def marks(self) -> tuple[str, str]:
@@ -51,8 +59,50 @@ _MISTRAL = ReasoningStyle("mistral", "[THINK]", "[/THINK]")
 _SEED = ReasoningStyle("seed", "<seed:think>", "</seed:think>")
 _KIMI = ReasoningStyle("kimi", "◁think▷", "◁/think▷")
 
+# ERNIE 4.5 and Granite 3.3; Hunyuan A13B.
+_RESPONSE = ReasoningStyle(
+    "think_response",
+    "<think>",
+    "</think>",
+    ("<response>", "</response>"),
+    signs=("<response></response>", "</global_setting>"),
+)
+_ANSWER = ReasoningStyle(
+    "think_answer", "<think>", "</think>", ("<answer>", "</answer>"), signs=("<answer>",)
+)
+# Command R7B and Command A; later models of the family.
+_COHERE = ReasoningStyle(
+    "cohere",
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    signs=("<|START_RESPONSE|>",),
+)
+_COHERE_TEXT = ReasoningStyle(
+    "cohere_text",
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+)
+_APRIEL = ReasoningStyle(
+    "apriel",
+    "Here are my reasoning steps:",
+    "[BEGIN FINAL RESPONSE]",
+    ("", "[END FINAL RESPONSE]"),
+)
+_APERTUS = ReasoningStyle("apertus", "<|inner_prefix|>", "<|inner_suffix|>")
+
+_ALL = (
+    *(_RESPONSE, _ANSWER, _THINK, _GRANITE, _MISTRAL, _SEED, _KIMI),
+    *(_COHERE, _COHERE_TEXT, _APRIEL, _APERTUS),
+)
 # By their names, and by those that users of other servers know them by.
-STYLES = {style.name: style for style in (_THINK, _GRANITE, _MISTRAL, _SEED, _KIMI)} | {
+STYLES = {style.name: style for style in _ALL} | {
+    "ernie45": _RESPONSE,
+    "hunyuan_a13b": _ANSWER,
+    "hunyuan": _ANSWER,
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE_TEXT,
     "deepseek_r1": _THINK,
     "deepseek_v3": _THINK,
     "qwen3": _THINK,
@@ -66,7 +116,7 @@ AUTO, NONE = "auto", "none"
 
 
 def style_of(template_source: str, name: str = AUTO) -> ReasoningStyle | None:
-    """The style of this name; "auto": the one whose end mark stands in the chat template.
+    """The style of this name; "auto": the first whose end mark stands in the chat template.
 
     A template that only strips old reasoning still belongs to a model that writes reasoning, as
     DeepSeek R1's first one did. One that has the mark for another reason does no harm: an answer
@@ -78,7 +128,7 @@ def style_of(template_source: str, name: str = AUTO) -> ReasoningStyle | None:
     if name != AUTO:
         return STYLES[name]
     for style in STYLES.values():
-        if style.end in template_source:
+        if style.is_of(template_source):
             return style
     return None
 
@@ -131,7 +181,7 @@ class ReasoningSplitter:
         self.in_reasoning = self.has_reasoning = begun
         # Nothing is looked for any more, but perhaps marks around the answer.
         self._is_content = False
-        self._answer_marks = _AnswerMarks(*style.answer) if style.answer[0] else None
+        self._answer_marks = _AnswerMarks(*style.answer) if any(style.answer) else None
         # May be the beginning of a mark.
         self._held = ""
         # Whitespace that may stand before one; None: what comes next is dropped.
@@ -242,13 +292,15 @@ class ReasoningSplitter:
 class _AnswerMarks:
     """Drops the marks around an answer, and white space inside of them and behind the last."""
 
-    __slots__ = ("_begin", "_end", "_held", "_is_begun", "_is_inside")
+    __slots__ = ("_begin", "_end", "_held", "_is_begun", "_is_inside", "_skips_space")
 
     def __init__(self, begin: str, end: str) -> None:
         self._begin, self._end = begin, end
         self._held = ""
         # Whether any text was seen, and whether it stands between the marks.
         self._is_begun = self._is_inside = False
+        # Right behind a mark.
+        self._skips_space = False
 
     def feed(self, text: str) -> str:
         """What is certain by now."""
@@ -259,14 +311,19 @@ class _AnswerMarks:
                 self._held = text
                 return ""
             self._is_begun = True
-            self._is_inside = stripped.startswith(self._begin)
-            text = stripped[len(self._begin) :].lstrip() if self._is_inside else text
+            self._is_inside = self._skips_space = stripped.startswith(self._begin)
+            text = stripped[len(self._begin) :] if self._is_inside else text
+        if self._skips_space:
+            text = text.lstrip()
+            self._skips_space = not text
         if not self._is_inside:
             return text
         body, mark, rest = text.partition(self._end)
         if mark:
             self._is_inside = False
-            return body.rstrip() + rest.lstrip()
+            rest = rest.lstrip()
+            self._skips_space = not rest
+            return body.rstrip() + rest
         sure = len(text[: beginning(text, (self._end,))].rstrip())
         self._held = text[sure:]
         return text[:sure]

@@ -42,8 +42,9 @@ class ChannelParser(Protocol):
 class ChannelFormat(CallFormat):
     """One family's channels. They are read whether or not a request has tools."""
 
-    # The texts that open and close its channel of reasoning, where it comes first.
-    style: ReasoningStyle
+    # The texts that open and close its channel of reasoning, where it comes first; None: it has no
+    # such channel.
+    style: ReasoningStyle | None
 
     @abstractmethod
     def channels(

@@ -5,11 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock_router.text.formats.base import CallFormat
+from penstock_router.text.formats.json_formats.apertus import APERTUS
+from penstock_router.text.formats.json_formats.cohere import COHERE, CommandRFormat
 from penstock_router.text.formats.json_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from penstock_router.text.formats.json_formats.functionary import (
+    FunctionaryFormat,
+    FunctionaryTagFormat,
+)
+from penstock_router.text.formats.json_formats.gigachat import GIGACHAT
 from penstock_router.text.formats.json_formats.hermes import HERMES
+from penstock_router.text.formats.json_formats.kimi_k2 import KIMI_K2
 from penstock_router.text.formats.json_formats.llama_json import LlamaJsonFormat
+from penstock_router.text.formats.json_formats.marked_lists import (
+    FALCON,
+    FUNCTOOLS,
+    GRANITE,
+    NEMOTRON,
+    PHI4_MINI,
+    TOOL_CALLS,
+)
+from penstock_router.text.formats.json_formats.marked_objects import (
+    EXAONE,
+    GRANITE_20B,
+    INTERNLM,
+    K2_HORIZON,
+    LONGCAT,
+    MINIMAX_M1,
+    NEMOTRON_MINI,
+)
 from penstock_router.text.formats.json_formats.mistral import MistralFormat, MistralNamedFormat
 from penstock_router.text.formats.json_formats.plain_json import PlainJsonFormat
+from penstock_router.text.formats.json_formats.xlam import XLAM
 from penstock_router.text.formats.python_formats.pythonic import PythonicFormat
 from penstock_router.text.formats.tagged_formats.qwen_xml import QWEN_XML
 from penstock_router.text.reasoning import AUTO, NONE
@@ -17,12 +43,33 @@ from penstock_router.text.reasoning import AUTO, NONE
 # A row a format, with the names that other servers use for it; in the order in which templates are
 # tested: formats with marks before those with words.
 _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
-    (DEEPSEEK_V3, ("deepseek",)),
-    (DEEPSEEK_V31, ()),
+    (KIMI_K2, ()),
+    (DEEPSEEK_V3, ("deepseek", "deepseekv3")),
+    (DEEPSEEK_V31, ("deepseekv31",)),
     (MistralFormat(), ()),
     (MistralNamedFormat(), ()),
+    (COHERE, ("cohere_command3", "cohere_command4")),
+    (CommandRFormat(), ()),
+    (APERTUS, ("apertus2509",)),
+    (GIGACHAT, ()),
+    (K2_HORIZON, ()),
+    (LONGCAT, ()),
+    (NEMOTRON, ()),
+    (NEMOTRON_MINI, ()),
+    (INTERNLM, ()),
+    (MINIMAX_M1, ("minimax",)),
+    (TOOL_CALLS, ("jamba", "hunyuan", "hunyuan_a13b", "apriel")),
+    (PHI4_MINI, ("phi4_mini_json",)),
+    (FUNCTOOLS, ("firefunction_v2",)),
+    (GRANITE, ()),
+    (GRANITE_20B, ("granite-20b-fc",)),
+    (FunctionaryTagFormat(), ()),
+    (FunctionaryFormat(), ("functionary",)),
+    (XLAM, ()),
+    (FALCON, ()),
+    (EXAONE, ()),
     (QWEN_XML, ("qwen3_coder", "qwen3_xml", "step3p5")),
-    (HERMES, ("qwen", "qwen25", "qwen3")),
+    (HERMES, ("qwen", "qwen25", "qwen3", "qwen3_json", "granite4", "ernie45", "trinity")),
     (PythonicFormat(), ("gemma", "llama4_pythonic")),
     (LlamaJsonFormat(), ("llama", "llama3_json", "llama4_json")),
     (PlainJsonFormat(), ("json",)),

@@ -27,6 +27,8 @@ _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
 _MARKS = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
+# What distilled models write for the marker of all calls, which is no token of theirs.
+_OTHER_CALLS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")
 _FENCE = "```"
 _KIND = "function"
 
@@ -50,8 +52,8 @@ class DeepSeekFormat(CallFormat):
         return _CALL in template and (f"{_FENCE}json" in template) == self._fenced
 
     def begins(self) -> tuple[str, ...]:
-        """The mark of all calls, and that of each."""
-        return _CALLS, _CALL
+        """The marks of all calls, and that of each."""
+        return _CALLS, _CALL, *_OTHER_CALLS
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         """A parser for one answer."""
@@ -88,17 +90,19 @@ DEEPSEEK_V31 = DeepSeekFormat("deepseek_v31", "", _SEPARATOR, "", "", False)
 
 
 class _CallParser(JsonCallParser):
-    _ends = (f"\n{_FENCE}", _FENCE, _CALL_END)
+    _ends = (f"\n{_FENCE}", _FENCE, _CALL_END, _CALLS_END)
 
     def _read(self) -> Reading[None]:
-        yield from self._begin(_CALLS, _CALL)
+        yield from self._begin(_CALLS, _CALL, *_OTHER_CALLS)
         while True:
             yield from self._one_call()
             yield from self._after_call()
             # Whatever follows, this call has ended.
-            mark = yield from self._any_of(_CALL, _CALLS_END)
-            if mark != _CALL:
+            while (mark := (yield from self._any_of(_CALL, _CALL_END, _CALLS_END))) is not None:
+                if mark == _CALL:
+                    break
                 yield from self._after_call()
+            if mark is None:
                 return
             self._fits = False
 
@@ -130,7 +134,8 @@ class _CallParser(JsonCallParser):
             yield from self._any_of(_FENCE)
         yield from self._space()
         if not begun:
-            yield from self._expect(_CALL_END)
+            if (yield from self._any_of(_CALL_END, _CALLS_END)) is None:
+                raise Misfit
             self._call(name, "{}")
         else:
             yield from self._any_of(_CALL_END)

@@ -1,4 +1,6 @@
-"""Hermes, Qwen 2.5, Qwen 3 and many others: an object between two marks, for each call."""
+"""Hermes, Qwen 2.5 and 3, Granite 4, ERNIE 4.5 and many others: an object between two marks, for
+each call.
+"""
 
 from __future__ import annotations
 

@@ -1,34 +1,34 @@
 """Mistral: `[TOOL_CALLS]` and a list of objects, or a name and its arguments for each call.
 
 The newer form is `[TOOL_CALLS]name[ARGS]{..}`; some models write `[CALL_ID]` and an id before
-`[ARGS]`, others no marker between name and arguments. Answers are read in any of these forms,
-whichever the model's template has; forced calls are written in the template's form.
+`[ARGS]`, others no marker between name and arguments. In the older form an object may have an id
+too. Answers are read in any of these forms; forced calls are written as the template writes them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
-from penstock_router.text.formats.reading.json_calls import (
-    JsonCallParser,
-    arguments_format,
-    call_tag,
-)
+from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
 from penstock_router.text.formats.reading.reader import Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import (
     among_text,
     literal,
     one_or_more,
+    regex,
     sequence,
     tag,
 )
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+# The ids that templates take.
+_ID_TEXT = regex("[a-zA-Z0-9]{9}")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class MistralFormat(CallFormat):
 
     name: str = "mistral"
     marks: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
+    has_ids: bool = False
 
     def is_of(self, template: str) -> bool:
         """The template has the marker of calls and not that of arguments."""
@@ -59,15 +60,23 @@ class MistralFormat(CallFormat):
         writing: Writing = FREE_WRITING,
     ) -> JsonObject:
         """One marker, and all calls in one list."""
-        tags = [
-            call_tag(tool, '{"name": ', ', "arguments": ', "}", required=required, writing=writing)
-            for tool in tools
-        ]
+        tags = [self._call_tag(tool, required=required, writing=writing) for tool in tools]
         calls = one_or_more(tags, ", ", parallel=parallel)
         if required:
             return sequence(literal(f"{_CALLS}["), calls, literal("]"))
         among = tag(f"{_CALLS}[", calls, "]")
         return among_text([among], _CALLS, parallel=False)
+
+    def for_template(self, template: str) -> MistralFormat:
+        """With ids, if the template writes them behind a call's arguments."""
+        return replace(self, has_ids=', "id": "' in template)
+
+    def _call_tag(self, tool: Tool, *, required: bool, writing: Writing) -> JsonObject:
+        arguments = arguments_format(tool, required=required, writing=writing)
+        if self.has_ids:
+            arguments = sequence(arguments, literal(', "id": "'), _ID_TEXT, literal('"'))
+        name = json.dumps(tool.name, ensure_ascii=False)
+        return tag(f'{{"name": {name}, "arguments": ', arguments, "}")
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class MistralNamedFormat(CallFormat):
 
     name: str = "mistral_named"
     marks: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
+    has_ids: bool = False
 
     def is_of(self, template: str) -> bool:
         """The template has both markers."""
@@ -98,20 +108,27 @@ class MistralNamedFormat(CallFormat):
         writing: Writing = FREE_WRITING,
     ) -> JsonObject:
         """Calls without a separator."""
-        tags = [
-            tag(
-                f"{_CALLS}{tool.name}{_ARGUMENTS}",
-                arguments_format(tool, required=required, writing=writing),
-                "",
-            )
-            for tool in tools
-        ]
+        tags = [self._call_tag(tool, required=required, writing=writing) for tool in tools]
         if required:
             return one_or_more(tags, "", parallel=parallel)
         return among_text(tags, _CALLS, parallel=parallel)
 
+    def for_template(self, template: str) -> MistralNamedFormat:
+        """With ids, if the template writes them."""
+        return replace(self, has_ids=_ID in template)
+
+    def _call_tag(self, tool: Tool, *, required: bool, writing: Writing) -> JsonObject:
+        arguments = arguments_format(tool, required=required, writing=writing)
+        if not self.has_ids:
+            return tag(f"{_CALLS}{tool.name}{_ARGUMENTS}", arguments, "")
+        content = sequence(_ID_TEXT, literal(_ARGUMENTS), arguments)
+        return tag(f"{_CALLS}{tool.name}{_ID}", content, "")
+
 
 class _CallParser(JsonCallParser):
+    # A call ends at the latest where the next one begins.
+    _ends = (_CALLS,)
+
     def _read(self) -> Reading[None]:
         if (yield from self._begin(_CALLS)) in "[{":
             was_call = yield from self._object_or_list()

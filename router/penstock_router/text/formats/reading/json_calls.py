@@ -32,7 +32,7 @@ _BESIDES = frozenset({"id", "type", "index", "call_id", "tool_call_id"})
 
 
 @dataclass(slots=True)
-class _Call:
+class Call:
     """What is known so far of an object that may be a call."""
 
     name: str | None = None
@@ -116,7 +116,7 @@ class JsonCallParser(CallParser):
         """Consume an object; returns whether it was a call. If not, it is content."""
         self._fits = False
         yield from self._expect("{")
-        call = _Call()
+        call = Call()
         if not (yield from self._members(call)):
             if call.begun:
                 raise Misfit
@@ -129,7 +129,7 @@ class JsonCallParser(CallParser):
         self._drop()
         return True
 
-    def _members(self, call: _Call) -> Reading[bool]:
+    def _members(self, call: Call) -> Reading[bool]:
         """Consume members up to the closing bracket, which is not consumed; returns whether the
         object may still be a call.
         """
@@ -160,14 +160,17 @@ class JsonCallParser(CallParser):
                 yield from self._more()
         return False
 
-    def _member(self, call: _Call) -> Reading[bool]:
+    def _member(self, call: Call) -> Reading[bool]:
         """Consume a member; returns whether the object may still be a call."""
         if (yield from self._peek()) not in "\"'":
             raise Misfit
         key = json.loads((yield from self._value()))
         yield from self._space()
         yield from self._expect(":")
-        first = yield from self._space()
+        return (yield from self._keyed(call, key, (yield from self._space())))
+
+    def _keyed(self, call: Call, key: str, first: str) -> Reading[bool]:
+        """The value of a member, of which the first character is known; as `_member`."""
         if key in _NAMES or (key == "function" and first in "\"'"):
             return (yield from self._named(call))
         if key == "function" and first == "{" and call.name is None:
@@ -181,13 +184,13 @@ class JsonCallParser(CallParser):
         call.has_strangers = call.has_strangers or key not in _BESIDES
         return True
 
-    def _unless_begun(self, call: _Call) -> Reading[bool]:
+    def _unless_begun(self, call: Call) -> Reading[bool]:
         """A value that no call may have; not consumed if the call was shown already."""
         if not call.begun:
             yield from self._value()
         return False
 
-    def _named(self, call: _Call) -> Reading[bool]:
+    def _named(self, call: Call) -> Reading[bool]:
         if call.name is not None:
             return (yield from self._unless_begun(call))
         text = yield from self._value()
@@ -199,7 +202,7 @@ class JsonCallParser(CallParser):
             self._show_call(call, call.early)
         return True
 
-    def _given(self, call: _Call, first: str) -> Reading[bool]:
+    def _given(self, call: Call, first: str) -> Reading[bool]:
         """The arguments: an object, a string that holds one, or null."""
         if call.has_arguments:
             return (yield from self._unless_begun(call))
@@ -224,7 +227,7 @@ class JsonCallParser(CallParser):
             self._show_call(call, text)
         return True
 
-    def _show_call(self, call: _Call, arguments: str) -> None:
+    def _show_call(self, call: Call, arguments: str) -> None:
         call.begun = True
         self._call(call.name or "", arguments)
 
@@ -235,6 +238,9 @@ class JsonCallParser(CallParser):
         if (yield from self._any_of(*self._ends)) is None and brackets.strip(SPACE):
             self._give_back()
         yield from self._after_call()
+        # The mark once more means nothing more.
+        while (yield from self._any_of(*self._ends)) is not None:
+            yield from self._after_call()
 
 
 class BareJsonParser(JsonCallParser):

@@ -31,13 +31,16 @@ class MarkedJson(CallFormat):
     # The marks; `end` is "" where the family writes none.
     begin: str
     end: str
-    # Begin marks that models of the family are known to write besides.
+    # Marks that models of the family are known to write besides.
     other_begins: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
     # The white space that the family writes inside of the marks, and what it writes between calls.
     padding: str = ""
     between: str = "\n"
-    # Whether all calls stand in one list, between one pair of marks.
+    # Whether all calls stand in one list, between one pair of marks; and what is written before,
+    # between and behind them there.
     is_list: bool = False
+    listed: tuple[str, str, str] = ("[", ", ", "]")
     # The names of a call's members.
     name_key: str = "name"
     arguments_key: str = "arguments"
@@ -47,8 +50,13 @@ class MarkedJson(CallFormat):
 
     @property
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The begin marks and the end mark."""
-        return tuple(filter(None, (*self.begins(), self.end)))
+        """The begin marks and the end marks."""
+        return *self.begins(), *self.ends
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The end marks."""
+        return tuple(filter(None, (self.end, *self.other_ends)))
 
     def begins(self) -> tuple[str, ...]:
         """The begin marks."""
@@ -63,7 +71,7 @@ class MarkedJson(CallFormat):
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         """A parser for one answer."""
-        return _MarkedJsonParser(self, tools, marks)
+        return MarkedJsonParser(self, tools, marks)
 
     def calls(
         self,
@@ -77,31 +85,40 @@ class MarkedJson(CallFormat):
         opens, closes = f"{self.begin}{self.padding}", f"{self.padding}{self.end}"
         before, behind = ("", "") if self.is_list else (opens, closes)
         tags = [
-            call_tag(
-                tool,
-                f'{before}{{"{self.name_key}": ',
-                f', "{self.arguments_key}": ',
-                f"}}{behind}",
-                required=required,
-                writing=writing,
-            )
-            for tool in tools
+            self.call(tool, before, behind, required=required, writing=writing) for tool in tools
         ]
         if self.is_list:
-            listed = one_or_more(tags, ", ", parallel=parallel)
+            first, between, last = self.listed
+            opens, closes = f"{opens}{first}", f"{last}{closes}"
+            listed = one_or_more(tags, between, parallel=parallel)
             if required:
-                return sequence(literal(f"{opens}["), listed, literal(f"]{closes}"))
-            return among_text([tag(f"{opens}[", listed, f"]{closes}")], self.begin, parallel=False)
+                return sequence(literal(opens), listed, literal(closes))
+            return among_text([tag(opens, listed, closes)], self.begin, parallel=False)
         if required:
             return one_or_more(tags, self.between, parallel=parallel)
         return among_text(tags, self.begin, parallel=parallel)
 
+    def call(
+        self, tool: Tool, before: str, behind: str, *, required: bool, writing: Writing
+    ) -> JsonObject:
+        """One call, between two texts."""
+        return call_tag(
+            tool,
+            f'{before}{{"{self.name_key}": ',
+            f', "{self.arguments_key}": ',
+            f"}}{behind}",
+            required=required,
+            writing=writing,
+        )
 
-class _MarkedJsonParser(JsonCallParser):
+
+class MarkedJsonParser(JsonCallParser):
+    """Reads what stands between the marks."""
+
     def __init__(self, family: MarkedJson, tools: Sequence[Tool], marks: Marks) -> None:
         super().__init__(tools, marks)
         self._begins = family.begins()
-        self._ends = (family.end,) if family.end else ()
+        self._ends = family.ends
 
     def _read(self) -> Reading[None]:
         if (yield from self._begin(*self._begins)) not in "{[":

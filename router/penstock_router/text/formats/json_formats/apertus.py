@@ -1,0 +1,48 @@
+"""Apertus: a list between marks, of objects whose only key is the function's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import ToolParser, Writing
+from penstock_router.text.formats.reading.json_calls import Call, arguments_format
+from penstock_router.text.formats.reading.marked_json import MarkedJson, MarkedJsonParser
+from penstock_router.text.formats.reading.reader import Reading
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import tag
+
+# Keys of calls in other families' form, which are read too.
+_OTHERS = frozenset({"name", "arguments", "parameters", "function"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ApertusFormat(MarkedJson):
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _CallParser(self, tools, marks)
+
+    def call(
+        self, tool: Tool, before: str, behind: str, *, required: bool, writing: Writing
+    ) -> JsonObject:
+        """One entry of the list."""
+        name = json.dumps(tool.name, ensure_ascii=False)
+        content = arguments_format(tool, required=required, writing=writing)
+        return tag(f"{before}{{{name}: ", content, f"}}{behind}")
+
+
+class _CallParser(MarkedJsonParser):
+    def _keyed(self, call: Call, key: str, first: str) -> Reading[bool]:
+        is_name = key in self._tools or (first == "{" and key not in _OTHERS)
+        if call.name is None and call.early is None and is_name and self._is_callable(key):
+            call.name = key
+            return (yield from self._given(call, first))
+        return (yield from super()._keyed(call, key, first))
+
+
+APERTUS = _ApertusFormat(
+    name="apertus", begin="<|tools_prefix|>", end="<|tools_suffix|>", is_list=True
+)

@@ -1,0 +1,165 @@
+"""Functionary: arguments behind the function's name, in a tag (3.1) or on a line of its own (3.2).
+
+Of 3.2 the prompt ends with `>>>`, and the answer begins with the name of who is addressed: a
+function, or `all`, behind which text follows. So its answers are read whether or not there are
+tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
+from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
+from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import (
+    among_text,
+    either,
+    literal,
+    one_or_more,
+    sequence,
+    tag,
+)
+
+_TAG, _TAG_END = "<function=", "</function>"
+_TO, _ALL = ">>>", "all"
+
+
+@dataclass(frozen=True)
+class FunctionaryTagFormat(CallFormat):
+    """`<function=name>{..}</function>`, as Llama 3.1 can be asked to write too."""
+
+    name: str = "functionary_v3_1"
+    marks: tuple[str, ...] = (_TAG_END,)
+
+    def is_of(self, template: str) -> bool:
+        """The template has the tag, and none for an argument."""
+        return _TAG in template and _TAG_END in template and "<parameter=" not in template
+
+    def begins(self) -> tuple[str, ...]:
+        """The tag."""
+        return (_TAG,)
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _TagParser(tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
+        """Tags without anything between them."""
+        tags = [
+            tag(
+                f"{_TAG}{tool.name}>",
+                arguments_format(tool, required=required, writing=writing),
+                _TAG_END,
+            )
+            for tool in tools
+        ]
+        if required:
+            return one_or_more(tags, "", parallel=parallel)
+        return among_text(tags, _TAG, parallel=parallel)
+
+
+class _TagParser(JsonCallParser):
+    _ends = (_TAG_END,)
+
+    def _read(self) -> Reading[None]:
+        yield from self._until(_TAG)
+        name = yield from self._name()
+        if not self._is_callable(name):
+            raise Misfit
+        yield from self._expect(">")
+        if (yield from self._space()) == "{":
+            self._call(name)
+            yield from self._shown_value()
+        elif (yield from self._ahead(_TAG_END)) is None:
+            raise Misfit
+        else:
+            self._call(name, "{}")
+        yield from self._ended()
+
+
+@dataclass(frozen=True)
+class FunctionaryFormat(ChannelFormat):
+    """A line that says who is addressed, and text or arguments."""
+
+    name: str = "functionary_v3_2"
+    marks: tuple[str, ...] = ()
+    style: None = None
+
+    def is_of(self, template: str) -> bool:
+        """The template addresses all."""
+        return f"{_TO}{_ALL}" in template
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _ChannelParser(tools, marks)
+
+    def channels(
+        self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
+    ) -> ChannelParser:
+        """A parser for one answer."""
+        return _ChannelParser(tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
+        """Calls, the first of which the prompt has begun; or text and then calls."""
+        first, others = (
+            [
+                tag(
+                    f"{to}{tool.name}\n",
+                    arguments_format(tool, required=required, writing=writing),
+                    "",
+                )
+                for tool in tools
+            ]
+            for to in ("", _TO)
+        )
+        calls = one_or_more(first, _TO, parallel=parallel)
+        if required:
+            return calls
+        return either(
+            [calls, sequence(literal(f"{_ALL}\n"), among_text(others, _TO, parallel=parallel))]
+        )
+
+
+class _ChannelParser(JsonCallParser):
+    # No channel is reasoning.
+    has_reasoning = in_reasoning = False
+    _is_begun = False
+
+    def _read(self) -> Reading[None]:
+        # Other texts have that mark too, so functions must be known.
+        self._is_marked = False
+        if self._is_begun:
+            yield from self._until(_TO)
+        else:
+            self._is_begun = True
+            yield from self._any_of(_TO)
+        name = yield from self._name()
+        if name == _ALL:
+            yield from self._expect("\n")
+            self._drop()
+            return
+        if not self._is_callable(name) or (yield from self._space()) != "{":
+            raise Misfit
+        self._call(name)
+        yield from self._shown_value()
+        yield from self._after_call()

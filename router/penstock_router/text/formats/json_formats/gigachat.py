@@ -1,0 +1,84 @@
+"""GigaChat 3: an object behind a mark, or as a message of a role of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.reading.json_calls import JsonCallParser, call_tag
+from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import among_text, one_or_more
+
+_CALL, _ROLE_END, _MESSAGE_END = "<|function_call|>", "<|role_sep|>", "<|message_sep|>"
+_ROLE = "function call"
+
+
+@dataclass(frozen=True)
+class GigaChatFormat(CallFormat):
+    """One call at the end of an answer."""
+
+    name: str = "gigachat3"
+    marks: tuple[str, ...] = (_CALL, _ROLE_END, _MESSAGE_END)
+    # Whether a call is a message of a role, as in the first models of the family.
+    is_message: bool = False
+
+    def is_of(self, template: str) -> bool:
+        """The template has the family's mark of roles, and calls in either form."""
+        return _ROLE_END in template and (_CALL in template or f"'{_ROLE}'" in template)
+
+    def begins(self) -> tuple[str, ...]:
+        """The mark of a call."""
+        return (_CALL,)
+
+    def for_template(self, template: str) -> GigaChatFormat:
+        """In the form that the template has."""
+        return replace(self, is_message=_CALL not in template)
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _CallParser(tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
+        """One call, as the templates render no more."""
+        begin = f"{_MESSAGE_END}\n\n{_ROLE}{_ROLE_END}\n" if self.is_message else _CALL
+        before, between = f'{begin}{{"name": ', ', "arguments": '
+        tags = [
+            call_tag(tool, before, between, "}", required=required, writing=writing)
+            for tool in tools
+        ]
+        if required:
+            return one_or_more(tags, "", parallel=False)
+        return among_text(tags, begin, parallel=False)
+
+
+class _CallParser(JsonCallParser):
+    _ends = (_MESSAGE_END,)
+
+    def _read(self) -> Reading[None]:
+        mark = yield from self._until(_CALL, _MESSAGE_END, _ROLE)
+        if mark == _MESSAGE_END:
+            # It is syntax at the answer's end, too.
+            self._fits = True
+            yield from self._space()
+            yield from self._expect(_ROLE)
+            self._fits = False
+        if mark != _CALL:
+            yield from self._expect(_ROLE_END)
+        if (yield from self._again(_CALL)) != "{":
+            raise Misfit
+        if (yield from self._object()):
+            yield from self._ended()
+
+
+GIGACHAT = GigaChatFormat()
