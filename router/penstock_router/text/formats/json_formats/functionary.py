@@ -143,6 +143,7 @@ class FunctionaryFormat(ChannelFormat):
 class _ChannelParser(JsonCallParser):
     # No channel is reasoning.
     has_reasoning = in_reasoning = False
+    is_over = True
     _is_begun = False
 
     def _read(self) -> Reading[None]:
