@@ -13,12 +13,13 @@ from support.families.json_templates import TEMPLATES
 
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import PieceKind, content_of, join_pieces
-from penstock_router.text.answer_reader import AnswerReader
+from penstock_router.text.answer_reader import make_reader
 from penstock_router.text.chat_template import ChatTemplate
 from penstock_router.text.formats.base import CallFormat, Writing
 from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.formats.registry import FORMATS, tool_format_of
 from penstock_router.text.marks import NO_MARKS
+from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.reasoning import STYLES, style_of
 
 WEATHER = Tool(
@@ -73,9 +74,10 @@ def _value(arguments: str) -> Any:
 
 def answer(name: str, style: str, text: str, *, begun: bool = False) -> tuple[str, str, list[Call]]:
     """The reasoning, the content and the calls of a whole answer."""
-    reader = AnswerReader(STYLES[style], FORMATS[name], TOOLS, NO_MARKS, begun=begun)
+    formats = Conventions(FORMATS[name], STYLES[style])
+    reader = make_reader(formats, TOOLS, NO_MARKS, begun=begun)
     pieces = join_pieces([*reader.feed(text), *reader.flush()])
-    one_by_one = AnswerReader(STYLES[style], FORMATS[name], TOOLS, NO_MARKS, begun=begun)
+    one_by_one = make_reader(formats, TOOLS, NO_MARKS, begun=begun)
     parts = [piece for character in text for piece in one_by_one.feed(character)]
     assert join_pieces([*parts, *one_by_one.flush()]) == pieces
     reasoning = [piece.text for piece in pieces if piece.kind is PieceKind.REASONING]
