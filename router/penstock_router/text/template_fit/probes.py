@@ -1,0 +1,429 @@
+"""Finds out what a chat template takes, by rendering short conversations.
+
+Each question has answers to try, the one that changes least first: the messages of a scene are made
+to fit by it, as a request's would be, and rendered. What shows all texts in their places is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from penstock_router.errors import BadRequest
+from penstock_router.request import Message
+from penstock_router.text.contents import Content, text_part
+from penstock_router.text.template_fit import scenes
+from penstock_router.text.template_fit.fit import fit
+from penstock_router.text.template_fit.scenes import KEY, NAME, TOOL, Scene, scene
+from penstock_router.text.template_fit.traits import LINE, REASONING_NAMES, TemplateTraits
+
+# Variables by which requests ask for reasoning.
+_THINKING = {"enable_thinking": True, "thinking": True, "preserve_thinking": True}
+
+_Change = Mapping[str, Any]
+
+
+class Template(Protocol):
+    """What is probed: a template that renders messages, or raises `BadRequest`."""
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text."""
+        ...
+
+
+def probe(template: Template, source: str, tools: Sequence[bool]) -> TemplateTraits:
+    """What the template with this source takes; `tools`: whether requests for it may have none,
+    and whether they may have some.
+    """
+    return _Probe(template, source, tools).traits()
+
+
+class _Probe:
+    def __init__(self, template: Template, source: str, tools: Sequence[bool]) -> None:
+        self._template = template
+        self._source = source
+        self._found = TemplateTraits(names_results=True)
+        self._notes: list[str] = []
+        hello = scenes.user("zqhello")
+        asked = [
+            with_tools
+            for with_tools in tools
+            if any(
+                self._render([message], with_tools) is not None
+                for message in (hello, scenes.in_two_parts(hello, "zqhello", "zqagain"))
+            )
+        ]
+        # With tools, without, or both: where possible the answer holds for both.
+        self._ways = [tuple(asked), *([(True,), (False,)] if len(asked) > 1 else ())]
+
+    def traits(self) -> TemplateTraits:
+        """All that is found."""
+        if not self._ways[0]:
+            return TemplateTraits(notes=("the chat template refuses a message of the user",))
+        for ask in _QUESTIONS:
+            ask(self)
+        return replace(self._found, notes=tuple(self._notes))
+
+    # ---- Asking --------------------------------------------------------------------------------
+
+    def settle(
+        self,
+        asked: Sequence[Scene],
+        *changes: _Change,
+        accepts: Callable[[str], bool] = lambda text: True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Take the first change with which all scenes are shown; False if none does."""
+        for ways in self._ways:
+            for change in changes:
+                traits = replace(self._found, **change)
+                if all(
+                    self._shows(each, traits, with_tools, accepts, kwargs)
+                    for with_tools in ways
+                    for each in asked
+                ):
+                    self._found = traits
+                    return True
+        return False
+
+    def take(self, **change: Any) -> None:
+        """Take an answer that was found in another way."""
+        self._found = replace(self._found, **change)
+
+    def _shows(
+        self,
+        asked: Scene,
+        traits: TemplateTraits,
+        with_tools: bool,
+        accepts: Callable[[str], bool],
+        kwargs: Mapping[str, Any] | None,
+    ) -> bool:
+        text = self._render(fit(list(asked.messages), traits), with_tools, kwargs)
+        return text is not None and asked.is_shown_in(text) and accepts(text)
+
+    def texts(self, messages: Sequence[Message], **change: Any) -> list[str | None]:
+        """How messages made to fit are rendered, in each way that counts."""
+        fitted = fit(list(messages), replace(self._found, **change))
+        return [self._render(fitted, with_tools) for with_tools in self._ways[0]]
+
+    def _render(
+        self, messages: list[Message], with_tools: bool, kwargs: Mapping[str, Any] | None = None
+    ) -> str | None:
+        tools = [TOOL] if with_tools else None
+        try:
+            return self._template.render(messages, tools=tools, kwargs=kwargs)
+        except BadRequest:
+            return None
+
+    def lacks(self, what: str) -> None:
+        """Note what is lost."""
+        self._notes.append(f"the chat template {what}")
+
+    def names(self, word: str) -> bool:
+        """Whether the template knows the word: a role that it only repeats it does not know."""
+        return re.search(rf"""(["']){word}\1""", self._source) is not None
+
+    def reads(self, key: str) -> bool:
+        """Whether the template has a word for this key of a message."""
+        return self.names(key) or re.search(rf"\.{key}\b", self._source) is not None
+
+    def mentions(self, text: str) -> bool:
+        """Whether the text stands in the template."""
+        return text in self._source
+
+    def parts_of(self, role: str) -> _Change:
+        """The change to contents in parts for a role."""
+        return {"parts_only": self._found.parts_only | {role}}
+
+    def joint(self, role: str, messages: Sequence[Message]) -> str | None:
+        """What the template puts between two texts of a content; None where it takes no parts."""
+        [message] = [each for each in messages if each["role"] == role][:1]
+        fitted = fit(list(messages), self._found)
+        places = [at for at, each in enumerate(fitted) if each.get("content") == message["content"]]
+        if not places:
+            return None
+        joints = {self._joint(fitted, places[0], with_tools) for with_tools in self._ways[0]}
+        return joints.pop() if len(joints) == 1 else None
+
+    def _joint(self, fitted: list[Message], place: int, with_tools: bool) -> str | None:
+        def rendered(content: Content) -> str:
+            message = {**fitted[place], "content": content}
+            return self._render([*fitted[:place], message, *fitted[place + 1 :]], with_tools) or ""
+
+        first, second = "zqone", "zqtwo"
+        text = rendered([text_part(first), text_part(second)])
+        joint = text.partition(first)[2].partition(second)[0]
+        if second not in text or joint.strip() or rendered(first + joint + second) != text:
+            return None
+        return joint
+
+    def keeps_prefixes(self, messages: list[Message]) -> bool:
+        """Whether each turn's prompt begins like the one before it, to the end of its last text."""
+        asked = [at + 1 for at, each in enumerate(messages) if each["role"] in ("user", "tool")]
+        prompts = [self.texts(messages[:end]) for end in asked]
+        for end, before, after in zip(asked, prompts, prompts[1:], strict=False):
+            last = messages[end - 1]["content"]
+            for one, next_ in zip(before, after, strict=True):
+                if one is None or next_ is None:
+                    return False
+                if not next_.startswith(one[: one.rfind(last) + len(last)]):
+                    return False
+        return True
+
+    @property
+    def found(self) -> TemplateTraits:
+        """What is found so far."""
+        return self._found
+
+
+# ---- Turns -------------------------------------------------------------------------------------
+
+_U1, _U2, _U3 = (scenes.user(f"zquser{number}") for number in range(3))
+_A1, _A2 = (scenes.answer(f"zqanswer{number}") for number in range(2))
+_S1, _S2, _S3 = (scenes.system(f"zqsystem{number}") for number in range(3))
+_D1, _D2 = (scenes.developer(f"zqdeveloper{number}") for number in range(2))
+
+
+def _turns(of: _Probe) -> None:
+    of.settle([scene(_U1)], {}, of.parts_of("user"))
+    of.settle([scene(_U1, _A1, _U2)], {}, of.parts_of("assistant"))
+    of.settle([scene(_U1, _U2, _A1, _U3)], {}, {"merges_users": True})
+    of.settle([scene(_U1, _A1, _A2, _U2)], {}, {"merges_assistants": True})
+
+
+def _systems(of: _Probe) -> None:
+    if not of.settle([scene(_S1, _U1, _A1, _U2)], {}, of.parts_of("system"), _REFUSED):
+        of.lacks("loses system messages")
+    of.settle([scene(_S1, _S2, _U1)], {}, {"one_first_system": True})
+    later = [scene(_S1, _U1, _S2, _A1, _U2, _A2, _S3, _U3), scene(_U1, _A1, _S1, _U2, _S2)]
+    if not of.settle(later, {}, {"later_system_as_user": True}):
+        of.lacks("loses or moves system messages after the first")
+
+
+_REFUSED = {"refuses_system": True}
+
+
+def _developers(of: _Probe) -> None:
+    if not of.names("developer"):
+        return
+    first, second = scene(_D1, _U1, _A1, _U2), scene(_S1, _D1, _U1)
+    later = scene(_S1, _D1, _U1, _A1, _D2, _U2)
+    for place, asked in (
+        ("kept", [first, second, later]),
+        ("leading", [first, second]),
+        ("first", [first]),
+    ):
+        if of.settle(asked, {"developer": place}):
+            return
+
+
+# ---- Calls -------------------------------------------------------------------------------------
+
+_CALL, _RESULT = scenes.call("zqvalue1"), scenes.result("zqresult1")
+_CALLED = scenes.calling(_CALL)
+_LONG_IDS = "call_0123456789abcdef01234567", "call_76543210fedcba9876543210"
+
+
+def _calls(of: _Probe) -> None:
+    told: list[tuple[Message, ...]] = [
+        (_U1, _CALLED, _RESULT),
+        (_U1, {**_CALLED, "content": ""}, _RESULT),
+        (_U1, _CALLED, _RESULT, _A1, _U2),
+    ]
+    whole = [
+        Scene(each, (tuple(scenes.shown(*each)), ("zquser0", NAME, "zqresult1"))) for each in told
+    ]
+    # A template may show only what it knows of a function's arguments.
+    named = [Scene(_with_name("zqname", each), (("zquser0", "zqname", "zqresult1"),))
+             for each in told]  # fmt: skip
+    forms, in_words = _call_forms(of)
+    if not (
+        of.settle(whole, *forms, accepts=_is_clean)
+        or of.settle(whole, *forms, accepts=_has_no_none)
+        or (of.mentions("tool") and of.settle(named, *forms, accepts=_has_no_none))
+        or of.settle(whole, *in_words, accepts=_is_clean)
+    ):
+        of.lacks("loses tool calls or their results")
+    without, empty = (of.texts(each) for each in told[:2])
+    if without != empty:
+        of.settle(whole, {"empty_content": "empty"}, accepts=_has_no_none)
+
+
+def _with_name(name: str, messages: Sequence[Message]) -> list[Message]:
+    function = {"name": name, "arguments": _CALL["function"]["arguments"]}
+    return [
+        {**each, "tool_calls": [{**_CALL, "function": function}]} if "tool_calls" in each else each
+        for each in messages
+    ]
+
+
+def _call_forms(of: _Probe) -> tuple[list[_Change], list[_Change]]:
+    """In which forms calls and results may be given, the one that changes least first: as such, and
+    in words.
+    """
+    forms = [
+        {"arguments_as_text": as_text, "empty_content": empty, **parts}
+        for parts, as_text, empty in itertools.product(
+            ({}, of.parts_of("tool")), (False, True), ("as_given", "empty", "absent", "null")
+        )
+    ]
+    told, results_told = {"calls_in_words": True}, {"results_in_words": True}
+    # Where nothing speaks of tools, a result's role is only repeated, and the model never saw it.
+    with_results = [told, told | of.parts_of("tool")]
+    if not of.mentions("tool"):
+        return [form | results_told for form in forms], [told | results_told]
+    return forms, [
+        *with_results,
+        *(form | results_told for form in forms),
+        told | results_told,
+    ]
+
+
+def _has_no_none(text: str) -> bool:
+    """Whether no missing content became a word."""
+    begin, end = text.find("zquser0"), text.find("zqresult1")
+    return "None" not in text[begin:end]
+
+
+def _is_clean(text: str) -> bool:
+    """Whether the arguments are neither JSON in a string nor an object as Python writes it."""
+    before = text[: text.find("zqvalue1")].rpartition(KEY)[0]
+    return _has_no_none(text) and not before.endswith(('\\"', "{'", "'{\"", '"{"'))
+
+
+def _call_ids(of: _Probe) -> None:
+    if of.found.calls_in_words:
+        return
+    first, _ = _LONG_IDS
+    with_ids = scene(_U1, scenes.calling(scenes.call("zqvalue1", first)),
+                     scenes.result("zqresult1", first))  # fmt: skip
+    of.settle([with_ids], {}, {"call_ids": "nine"})
+    function = {key: value for key, value in _CALL.items() if key != "id"}
+    nameless = {key: value for key, value in _RESULT.items() if key != "tool_call_id"}
+    of.settle([scene(_U1, scenes.calling(function), nameless)], {}, {"fills_ids": True})
+
+
+def _several_calls(of: _Probe) -> None:
+    first, second = _LONG_IDS
+    both = scenes.calling(scenes.call("zqvalue1", first), scenes.call("zqvalue2", second))
+    messages = (_U1, both, scenes.result("zqresult1", first), scenes.result("zqresult2", second),
+                _A1, _U2)  # fmt: skip
+    chains = (
+        ("zquser0", "zqvalue1", "zqvalue2", "zqresult2", "zqanswer0", "zquser1"),
+        ("zqvalue1", "zqresult1", "zqresult2"),
+    )
+    if not of.settle([Scene(messages, chains)], {}, {"one_call": True}):
+        of.lacks("loses all but one of several tool calls in a message")
+
+
+def _text_beside_calls(of: _Probe) -> None:
+    messages = (_U1, {**_CALLED, "content": "zqtext"}, _RESULT)
+    if of.settle([scene(*messages)], {}, {"text_apart": True}):
+        return
+    if not of.settle([Scene(messages, (("zqtext",), ("zqvalue1", "zqresult1")))], {}):
+        of.lacks("loses the text of a message that calls tools")
+
+
+def _after_results(of: _Probe) -> None:
+    answered = scene(_U1, _CALLED, _RESULT, _U2, _A1, _U3)
+    if not of.settle([answered], {}, {"joins_user_to_result": True}):
+        of.lacks("loses what the user says right after a tool result")
+    messages = (_U1, _CALLED, _RESULT)
+    if of.texts(messages) == of.texts(messages, names_results=False):
+        of.take(names_results=False)
+
+
+# ---- Reasoning ---------------------------------------------------------------------------------
+
+
+def _reasoning(of: _Probe) -> None:
+    reason = {"reasoning_content": "zqreason"}
+    asked = [
+        Scene((_U1, _CALLED | reason, _RESULT), (("zquser0", "zqreason", "zqvalue1"),)),
+        Scene((_U1, _A1 | reason), (("zquser0", "zqreason", "zqanswer0"),)),
+        Scene((_U1, _A1 | reason, _U2), (("zquser0", "zqreason", "zqanswer0"),)),
+    ]
+    places: list[_Change] = [
+        *({"reasoning_names": (name,)} for name in REASONING_NAMES),
+        *([{"reasoning_as_part": True}] if of.names("thinking") else ()),
+    ]
+    for kwargs, each in itertools.product((None, _THINKING), asked):
+        if of.settle([each], *places, accepts=_is_no_repr, kwargs=kwargs):
+            of.take(shows_reasoning=True)
+            break
+    else:
+        # Read in a case that no scene has, or not at all.
+        names = tuple(filter(of.reads, REASONING_NAMES))
+        of.settle([Scene(each.messages, ()) for each in asked], {"reasoning_names": names}, {})
+    both = (_U1, {**_CALLED, "content": "zqtext"} | reason, _RESULT)
+    said = "zquser0", "zqtext", "zqresult1"
+    if of.found.shows_reasoning:
+        of.settle([Scene(both, (said,))], {}, {"text_into_reasoning": True})
+
+
+def _is_no_repr(text: str) -> bool:
+    return not text[: text.find("zqreason")].endswith(("'", '"'))
+
+
+# ---- Parts of text, and JSON -------------------------------------------------------------------
+
+
+def _joints(of: _Probe) -> None:
+    told = {
+        "user": (_U1, _A1, _U2),
+        "assistant": (_U1, _A1, _U2),
+        "system": (_S1, _U1),
+        "tool": (_U1, _CALLED, _RESULT),
+    }
+    joints = {role: of.joint(role, messages) for role, messages in told.items()}
+    found = {role: joint for role, joint in joints.items() if joint not in (None, LINE)}
+    of.take(joints=found)
+
+
+def _json(of: _Probe) -> None:
+    nested = scenes.call("")
+    nested["function"] = {"name": NAME, "arguments": {KEY: {"zqb": 1, "zqc": [1, 2], "zqd": "é"}}}
+    [text, *_] = of.texts((_U1, scenes.calling(nested), _RESULT))
+    if found := re.search(r'\{"zqb"(:\s*)1(,\s*)"zqc"', text or ""):
+        of.take(argument_separators=(found[2], found[1]), argument_ascii="\\u00e9" in (text or ""))
+
+
+# ---- What every turn leaves as it was ----------------------------------------------------------
+
+
+def _prefixes(of: _Probe) -> None:
+    result2 = scenes.result("zqresult2", "callzq002")
+    again = scenes.calling(scenes.call("zqvalue2", "callzq002"))
+    told: list[list[Message]] = [
+        [_S1, _U1, _A1, _U2, _A2, _U3],
+        [_S1, _U1, _A1, _S2, _U2, _A2, _U3],
+        [_S1, _U1, _CALLED, _RESULT, again, result2],
+    ]
+    if not all(map(of.keeps_prefixes, told)):
+        of.lacks("changes earlier turns when a turn is added")
+
+
+_QUESTIONS: tuple[Callable[[_Probe], None], ...] = (
+    _turns,
+    _systems,
+    _developers,
+    _calls,
+    _call_ids,
+    _several_calls,
+    _text_beside_calls,
+    _after_results,
+    _reasoning,
+    _joints,
+    _json,
+    _prefixes,
+)
