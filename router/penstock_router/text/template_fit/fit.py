@@ -51,7 +51,7 @@ _RULES: tuple[_Rule, ...] = (
         lambda given, of: contents.split_reasoning(given, keep_last=of.keep_last),
     ),
     (
-        lambda of: "developer" in of.roles and of.traits.developer != "kept",
+        lambda of: "developer" in of.roles,
         lambda given, of: turns.name_developers(given, of.traits),
     ),
     (

@@ -167,10 +167,10 @@ class _Probe:
             return None
         return joint
 
-    def keeps_prefixes(self, messages: list[Message]) -> bool:
+    def keeps_prefixes(self, messages: list[Message], **change: Any) -> bool:
         """Whether each turn's prompt begins like the one before it, to the end of its last text."""
         asked = [at + 1 for at, each in enumerate(messages) if each["role"] in ("user", "tool")]
-        prompts = [self.texts(messages[:end]) for end in asked]
+        prompts = [self.texts(messages[:end], **change) for end in asked]
         for end, before, after in zip(asked, prompts, prompts[1:], strict=False):
             last = messages[end - 1]["content"]
             for one, next_ in zip(before, after, strict=True):
@@ -206,8 +206,13 @@ def _systems(of: _Probe) -> None:
         of.lacks("loses system messages")
     of.settle([scene(_S1, _S2, _U1)], {}, {"one_first_system": True})
     later = [scene(_S1, _U1, _S2, _A1, _U2, _A2, _S3, _U3), scene(_U1, _A1, _S1, _U2, _S2)]
-    if not of.settle(later, {}, {"later_system_as_user": True}):
+    as_user = {"later_system_as_user": True}
+    if not of.settle(later, {}, as_user):
         of.lacks("loses or moves system messages after the first")
+    # Some have a text of their own at the front as long as there is no system message anywhere.
+    added = [_U1, _A1, _S1, _U2]
+    if not of.keeps_prefixes(added) and of.keeps_prefixes(added, **as_user):
+        of.take(**as_user)
 
 
 _REFUSED = {"refuses_system": True}
@@ -328,9 +333,14 @@ def _several_calls(of: _Probe) -> None:
 
 def _text_beside_calls(of: _Probe) -> None:
     messages = (_U1, {**_CALLED, "content": "zqtext"}, _RESULT)
-    if of.settle([scene(*messages)], {}, {"text_apart": True}):
-        return
-    if not of.settle([Scene(messages, (("zqtext",), ("zqvalue1", "zqresult1")))], {}):
+    later = (*messages, _A1, _U2)
+    if of.settle([scene(*messages)], {}):
+        if not of.settle([scene(*later)], {}):
+            of.lacks("loses the text of a message that calls tools when the next answer is there")
+    elif not (
+        of.settle([scene(*messages), scene(*later)], {"text_apart": True})
+        or of.settle([Scene(later, (("zqtext",), ("zqvalue1", "zqresult1")))], {})
+    ):
         of.lacks("loses the text of a message that calls tools")
 
 

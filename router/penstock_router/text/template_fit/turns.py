@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock_router.request import Message
 from penstock_router.text.template_fit.contents import reasoning_of, with_more
-from penstock_router.text.template_fit.traits import TemplateTraits
+from penstock_router.text.template_fit.traits import REASONING_NAMES, TemplateTraits
 
 _INSTRUCTIONS = ("system", "developer")
 
@@ -16,9 +16,17 @@ _INSTRUCTIONS = ("system", "developer")
 
 def name_developers(messages: list[Message], traits: TemplateTraits) -> list[Message]:
     """Make developers systems, but where the template has a place for them."""
-    end = {"leading": _num_leading(messages), "first": 1}.get(traits.developer, 0)
+    begin = _num_leading(messages)
+    roles = [message["role"] for message in messages[:begin]]
+    # Behind a developer the template looks for no system.
+    in_order = roles == sorted(roles, reverse=True)
+    places = {"kept": begin, "leading": begin, "first": 1}
+    end = places.get(traits.developer, 0) if in_order else 0
     return [
-        {**message, "role": "system"} if message["role"] == "developer" and at >= end else message
+        {**message, "role": "system"}
+        if message["role"] == "developer"
+        and (end <= at < begin or (at >= begin and traits.developer != "kept"))
+        else message
         for at, message in enumerate(messages)
     ]
 
@@ -63,15 +71,12 @@ def merge_users(messages: list[Message]) -> list[Message]:
 
 
 def merge_assistants(messages: list[Message]) -> list[Message]:
-    """Make the assistant's messages in a row one, but for those with calls."""
-    return _merged(messages, _are_answers)
+    """Make the assistant's messages in a row one, up to the first with calls."""
+    return _merged(messages, _are_one_answer)
 
 
-def _are_answers(one: Message, next_: Message) -> bool:
-    return all(
-        each["role"] == "assistant" and not each.get("tool_calls") and reasoning_of(each) is None
-        for each in (one, next_)
-    )
+def _are_one_answer(one: Message, next_: Message) -> bool:
+    return one["role"] == next_["role"] == "assistant" and not one.get("tool_calls")
 
 
 def join_users_to_results(messages: list[Message]) -> list[Message]:
@@ -83,7 +88,18 @@ def _merged(messages: list[Message], belongs: Callable[[Message, Message], bool]
     merged = messages[:1]
     for message in messages[1:]:
         if belongs(merged[-1], message):
-            merged[-1] = with_more(merged[-1], message.get("content"))
+            merged[-1] = _one_of_two(merged[-1], message)
         else:
             merged.append(message)
     return merged
+
+
+def _one_of_two(one: Message, next_: Message) -> Message:
+    both = with_more(one, next_.get("content"))
+    if next_.get("tool_calls"):
+        both = {**both, "tool_calls": next_["tool_calls"]}
+    if reasoning := reasoning_of(next_):
+        before = reasoning_of(one)
+        both = {key: value for key, value in both.items() if key not in REASONING_NAMES}
+        both[REASONING_NAMES[0]] = f"{before}\n\n{reasoning}" if before else reasoning
+    return both
