@@ -28,7 +28,13 @@ def as_text(content: Content, image: str) -> str:
 
 
 def join_contents(first: Content, second: Content, between: str) -> Content:
-    """One content after the other; a text if both are."""
+    """One content after the other; a text if both are. Texts that meet become one part."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}{between}{second}"
-    return [*as_parts(first), text_part(between), *as_parts(second)]
+    before, after = [*as_parts(first)], [*as_parts(second)]
+    met = between
+    if before and "text" in before[-1]:
+        met = before.pop()["text"] + met
+    if after and "text" in after[0]:
+        met += after.pop(0)["text"]
+    return [*before, text_part(met), *after]

@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 
 from penstock_client.types import Constraint
@@ -348,10 +349,17 @@ def _template_of_request(source: str, model: TextModel) -> ChatTemplate:
             param="chat_template",
         )
     known = model.chat_template
+    special_tokens = {} if known is None else known.special_tokens
     try:
-        return ChatTemplate({"default": source}, {} if known is None else known.special_tokens)
+        return _template(source, tuple(special_tokens.items()))
     except TemplateUnusable as error:
         raise BadRequest(f"chat_template: {error}", param="chat_template") from None
+
+
+@lru_cache(maxsize=4)
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    """One that a client brings with each request is compiled, and its traits are found, once."""
+    return ChatTemplate({"default": source}, dict(special_tokens))
 
 
 def _last_message(request: ChatRequest) -> str:

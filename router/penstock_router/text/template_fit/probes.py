@@ -63,6 +63,8 @@ class _Probe:
                 for message in (hello, scenes.in_two_parts(hello, "zqhello", "zqagain"))
             )
         ]
+        for with_tools in set(tools) - set(asked) if asked else ():
+            self.lacks(f"refuses chats {'with' if with_tools else 'without'} tools")
         # With tools, without, or both: where possible the answer holds for both.
         self._ways = [tuple(asked), *([(True,), (False,)] if len(asked) > 1 else ())]
 
