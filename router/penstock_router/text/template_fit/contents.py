@@ -41,12 +41,12 @@ def in_parts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
 
 def split_reasoning(messages: list[Message], *, keep_last: bool) -> list[Message]:
     """Take reasoning between marks at the beginning of an assistant's text out of it."""
-    whole = messages[-1] if keep_last else None
+    end = len(messages) - keep_last
     return [
         _split(message)
-        if message["role"] == "assistant" and message is not whole and reasoning_of(message) is None
+        if message["role"] == "assistant" and at < end and reasoning_of(message) is None
         else message
-        for message in messages
+        for at, message in enumerate(messages)
     ]
 
 

@@ -48,20 +48,26 @@ def probe(template: Template, source: str, tools: Sequence[bool]) -> TemplateTra
     return _Probe(template, source, tools).traits()
 
 
+# A template that renders none of these is not asked any further.
+_HELLO = scenes.user("zqhello")
+_CHATS: tuple[list[Message], ...] = (
+    [_HELLO],
+    [scenes.in_two_parts(_HELLO, "zqhello", "zqagain")],
+    [scenes.system("zqsystem"), _HELLO],
+    [_HELLO, scenes.answer("zqanswer"), _HELLO],
+)
+
+
 class _Probe:
     def __init__(self, template: Template, source: str, tools: Sequence[bool]) -> None:
         self._template = template
         self._source = source
         self._found = TemplateTraits(names_results=True)
         self._notes: list[str] = []
-        hello = scenes.user("zqhello")
         asked = [
             with_tools
             for with_tools in tools
-            if any(
-                self._render([message], with_tools) is not None
-                for message in (hello, scenes.in_two_parts(hello, "zqhello", "zqagain"))
-            )
+            if any(self._render(chat, with_tools) is not None for chat in _CHATS)
         ]
         for with_tools in set(tools) - set(asked) if asked else ():
             self.lacks(f"refuses chats {'with' if with_tools else 'without'} tools")
@@ -71,7 +77,7 @@ class _Probe:
     def traits(self) -> TemplateTraits:
         """All that is found."""
         if not self._ways[0]:
-            return TemplateTraits(notes=("the chat template refuses a message of the user",))
+            return TemplateTraits(notes=("the chat template refuses plain chats",))
         for ask in _QUESTIONS:
             ask(self)
         return replace(self._found, notes=tuple(self._notes))
