@@ -64,6 +64,7 @@ class _Probe:
         self._source = source
         self._found = TemplateTraits(names_results=True)
         self._notes: list[str] = []
+        self._texts: dict[tuple[str, bool, bool], str | None] = {}
         asked = [
             with_tools
             for with_tools in tools
@@ -127,11 +128,15 @@ class _Probe:
     def _render(
         self, messages: list[Message], with_tools: bool, kwargs: Mapping[str, Any] | None = None
     ) -> str | None:
-        tools = [TOOL] if with_tools else None
-        try:
-            return self._template.render(messages, tools=tools, kwargs=kwargs)
-        except BadRequest:
-            return None
+        # Different answers often make the same messages.
+        key = repr(messages), with_tools, kwargs is None
+        if key not in self._texts:
+            tools = [TOOL] if with_tools else None
+            try:
+                self._texts[key] = self._template.render(messages, tools=tools, kwargs=kwargs)
+            except BadRequest:
+                self._texts[key] = None
+        return self._texts[key]
 
     def lacks(self, what: str) -> None:
         """Note what is lost."""
