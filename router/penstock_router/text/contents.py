@@ -5,6 +5,7 @@ A part is `{"type": "text", "text": ...}` or `{"type": "image"}`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Part = dict[str, Any]
@@ -28,13 +29,32 @@ def as_text(content: Content, image: str) -> str:
 
 
 def join_contents(first: Content, second: Content, between: str) -> Content:
-    """One content after the other; a text if both are. Texts that meet become one part."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}{between}{second}"
-    before, after = [*as_parts(first)], [*as_parts(second)]
-    met = between
-    if before and "text" in before[-1]:
-        met = before.pop()["text"] + met
-    if after and "text" in after[0]:
-        met += after.pop(0)["text"]
-    return [*before, text_part(met), *after]
+    """One content after the other; a text if both are."""
+    return join_all((first, second), between)
+
+
+def join_all(contents: Sequence[Content], between: str) -> Content:
+    """All contents in a row, a text if all are. Texts that meet become one part."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return between.join(texts)
+    parts: list[Part] = []
+    # The part of text that what comes next belongs to.
+    open_text: list[str] = []
+
+    def end_text() -> None:
+        if open_text:
+            parts.append(text_part("".join(open_text)))
+            open_text.clear()
+
+    for number, content in enumerate(contents):
+        open_text += [between] if number else []
+        for place, part in enumerate(as_parts(content)):
+            if place or "text" not in part:
+                end_text()
+            if "text" in part:
+                open_text.append(part["text"])
+            else:
+                parts.append(part)
+    end_text()
+    return parts

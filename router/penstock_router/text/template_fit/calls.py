@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import string
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +14,13 @@ import msgspec
 
 from penstock_router.json_fields import JsonObject, decode_json
 from penstock_router.request import Message
-from penstock_router.text.contents import join_contents
-from penstock_router.text.template_fit.traits import REASONING_NAMES, EmptyContent, TemplateTraits
+from penstock_router.text.contents import Content, join_all, join_contents
+from penstock_router.text.template_fit.traits import (
+    BLANK_LINE,
+    REASONING_NAMES,
+    EmptyContent,
+    TemplateTraits,
+)
 
 # A function's name and its arguments as JSON -> the text with which the model calls it.
 CallInWords = Callable[[str, str], str]
@@ -113,15 +120,15 @@ def name_results(messages: list[Message]) -> list[Message]:
     """Add to results the names of the functions they are of."""
     names: dict[object, object] = {}
     # Of the last calls that have no ids, for results in their order.
-    nameless: list[object] = []
+    nameless: deque[object] = deque()
     named = []
     for message in messages:
         if calls := message.get("tool_calls"):
             names |= {call.get("id"): _function(call).get("name") for call in calls}
-            nameless = [_function(call).get("name") for call in calls if not call.get("id")]
+            nameless = deque(_function(call).get("name") for call in calls if not call.get("id"))
         if message["role"] == "tool":
             call_id = message.get("tool_call_id")
-            name = names.get(call_id) if call_id else nameless.pop(0) if nameless else None
+            name = names.get(call_id) if call_id else nameless.popleft() if nameless else None
             message = {"name": name, **message} if name else message
         named.append(message)
     return named
@@ -151,12 +158,12 @@ class _Ids:
         self._num_calls = 0
         # The new one of each old one, and calls without an old one whose results are to come.
         self._new: dict[object, str] = {}
-        self._nameless: list[str] = []
+        self._nameless: deque[str] = deque()
         self._taken: set[str] = set()
 
     def of_calls(self, message: Message) -> Message:
         if message.get("tool_calls"):
-            self._nameless = []
+            self._nameless = deque()
         return _with_calls(message, self._of_call)
 
     def _of_call(self, call: JsonObject) -> JsonObject:
@@ -179,7 +186,7 @@ class _Ids:
     def of_result(self, message: Message) -> Message:
         old = message.get("tool_call_id")
         if not old:
-            new = self._nameless.pop(0) if self._nameless else ""
+            new = self._nameless.popleft() if self._nameless else ""
         elif old not in self._new and self._nine:
             new = self._of_nine(str(old))
         else:
@@ -190,25 +197,18 @@ class _Ids:
         if old in self._new:
             return self._new[old]
         fits = len(old) == _NINE and old.isascii() and old.isalnum()
-        tries = [old] if fits else []
-        new = next(each for each in _chain(tries, _nines(old)) if each not in self._taken)
+        likely = itertools.chain([old] if fits else [], _nines(old))
+        new = next(each for each in likely if each not in self._taken)
         self._taken.add(new)
         self._new[old] = new
         return new
 
 
-def _chain(tries: list[str], more: Iterator[str]) -> Iterator[str]:
-    yield from tries
-    yield from more
-
-
 def _nines(text: str) -> Iterator[str]:
-    """Ids of nine letters and digits made of a text, the likeliest first."""
-    attempt = 0
-    while True:
+    """Ids of nine letters and digits made of a text."""
+    for attempt in itertools.count():
         digest = hashlib.blake2b(f"{attempt}:{text}".encode("utf-8", "replace")).digest()
         yield "".join(_CHARACTERS[byte % len(_CHARACTERS)] for byte in digest[:_NINE])
-        attempt += 1
 
 
 # ---- Messages with calls -----------------------------------------------------------------------
@@ -217,37 +217,40 @@ def _nines(text: str) -> Iterator[str]:
 def one_call_each(messages: list[Message]) -> list[Message]:
     """Make a message of each call, and put its result behind it."""
     single: list[Message] = []
-    at = 0
-    while at < len(messages):
-        message = messages[at]
-        at += 1
-        calls = message.get("tool_calls") or ()
-        if len(calls) < 2:
-            single.append(message)
+    results: list[Message] = []
+    several: Message | None = None
+    for message in messages:
+        if several is not None and message["role"] == "tool":
+            results.append(message)
             continue
-        results: list[Message] = []
-        while at < len(messages) and messages[at]["role"] == "tool":
-            results.append(messages[at])
-            at += 1
-        single += _pairs(message, results)
-    return single
+        if several is not None:
+            single += _pairs(several, results)
+        several, results = None, []
+        if len(message.get("tool_calls") or ()) > 1:
+            several = message
+        else:
+            single.append(message)
+    return single if several is None else [*single, *_pairs(several, results)]
 
 
 def _pairs(message: Message, results: list[Message]) -> Iterator[Message]:
-    left, calls = list(results), message["tool_calls"]
+    """Each call in a message of its own, and its results; those of no call at the end."""
+    calls = message["tool_calls"]
+    of_calls: dict[object, list[Message]] = {call["id"]: [] for call in calls if call.get("id")}
+    nameless: deque[Message] = deque()
+    others: list[Message] = []
+    for result in results:
+        call_id = result.get("tool_call_id")
+        (of_calls.get(call_id, others) if call_id else nameless).append(result)
     alone = {"role": message["role"]}
     for number, call in enumerate(calls):
         yield {**(alone if number else message), "tool_calls": [call]}
-        of_call = [each for each in left if _is_of(each, call)]
-        nameless = [each for each in left if not each.get("tool_call_id")]
-        for result in of_call or nameless[:1]:
-            left.remove(result)
-            yield result
-    yield from left
-
-
-def _is_of(result: Message, call: JsonObject) -> bool:
-    return bool(result.get("tool_call_id")) and result["tool_call_id"] == call.get("id")
+        if call.get("id"):
+            yield from of_calls.pop(call["id"], ())
+        elif nameless:
+            yield nameless.popleft()
+    yield from others
+    yield from nameless
 
 
 def text_before_calls(messages: list[Message]) -> list[Message]:
@@ -299,7 +302,7 @@ def _told(message: Message, in_words: CallInWords | None) -> Message:
         text = "\n".join([in_words(name, arguments) for name, arguments in calls])
     content = message.get("content")
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": join_contents(content, text, "\n\n") if content else text}
+    return {**rest, "content": join_contents(content, text, BLANK_LINE) if content else text}
 
 
 def results_in_words(messages: list[Message]) -> list[Message]:
@@ -308,18 +311,26 @@ def results_in_words(messages: list[Message]) -> list[Message]:
     Many templates require the user and the assistant to alternate.
     """
     told: list[Message] = []
-    follows_result = False
+    results: list[Content] = []
     for message in messages:
-        is_result = message["role"] == "tool"
-        if is_result:
-            name = message.get("name")
-            said = f"Result of {name}:" if name else "Result:"
-            content = join_contents(said, message.get("content", ""), "\n")
-            message = {"role": "user", "content": content}
-        if follows_result and message["role"] == "user":
-            content = join_contents(told[-1]["content"], message.get("content", ""), "\n\n")
-            told[-1] = {**told[-1], "content": content}
-        else:
-            told.append(message)
-        follows_result = is_result
-    return told
+        if message["role"] == "tool":
+            results.append(_result_in_words(message))
+            continue
+        if results and message["role"] == "user":
+            results.append(message.get("content", ""))
+            message = {**message, "content": join_all(results, BLANK_LINE)}
+        elif results:
+            told.append(_of_user(results))
+        results = []
+        told.append(message)
+    return [*told, _of_user(results)] if results else told
+
+
+def _of_user(results: list[Content]) -> Message:
+    return {"role": "user", "content": join_all(results, BLANK_LINE)}
+
+
+def _result_in_words(message: Message) -> Content:
+    name = message.get("name")
+    said = f"Result of {name}:" if name else "Result:"
+    return join_contents(said, message.get("content", ""), "\n")

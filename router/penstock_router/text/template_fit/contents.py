@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock_router.request import Message
-from penstock_router.text.contents import Content, as_parts, join_contents
+from penstock_router.text.contents import Content, as_parts
 from penstock_router.text.template_fit.traits import LINE, REASONING_NAMES, TemplateTraits
 
 _BEGIN, _END = "<think>", "</think>"
@@ -97,14 +97,3 @@ def _placed(message: Message, reasoning: str, traits: TemplateTraits) -> Message
 def _with_thinking(reasoning: str, content: Content | None) -> Content:
     thinking = {"type": "thinking", "thinking": reasoning}
     return [thinking, *(as_parts(content) if content else ())]
-
-
-# ---- One message of two ------------------------------------------------------------------------
-
-
-def with_more(message: Message, content: Content | None) -> Message:
-    """The message with more content behind a blank line."""
-    if not content:
-        return message
-    before = message.get("content")
-    return {**message, "content": join_contents(before, content, "\n\n") if before else content}

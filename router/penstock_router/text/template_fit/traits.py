@@ -8,6 +8,8 @@ from typing import Literal
 
 # How the text parts of a message are joined where its template takes no parts.
 LINE = "\n"
+# What stands between texts that become one.
+BLANK_LINE = "\n\n"
 
 # The names under which clients send reasoning, and templates read it.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock_router.request import Message
-from penstock_router.text.template_fit.contents import reasoning_of, with_more
-from penstock_router.text.template_fit.traits import REASONING_NAMES, TemplateTraits
+from penstock_router.text.contents import join_all
+from penstock_router.text.template_fit.contents import reasoning_of
+from penstock_router.text.template_fit.traits import BLANK_LINE, REASONING_NAMES, TemplateTraits
 
 _INSTRUCTIONS = ("system", "developer")
 
@@ -48,13 +49,10 @@ def place_systems(messages: list[Message], traits: TemplateTraits) -> list[Messa
     if traits.later_system_as_user:
         rest = [_as_user(each) if each["role"] == "system" else each for each in rest]
     if traits.one_first_system or traits.refuses_system:
-        first = _merged(first, lambda one, next_: next_["role"] in ("system", one["role"]))
-    if traits.refuses_system:
-        first = [_as_user(each) if each["role"] == "system" else each for each in first]
-        rest = rest or [{"role": "user", "content": ""}]
-        if first and rest[0]["role"] == "user":
-            return [*first[:-1], {**rest[0], **with_more(first[-1], rest[0].get("content"))},
-                    *rest[1:]]  # fmt: skip
+        first = _merged(first, lambda group, next_: next_["role"] in ("system", group[0]["role"]))
+    if traits.refuses_system and first:
+        told = [_as_user(each) if each["role"] == "system" else each for each in first]
+        return _merged(told + rest[:1], _are_of_user) + rest[1:]
     return first + rest
 
 
@@ -64,10 +62,13 @@ def _as_user(message: Message) -> Message:
 
 # ---- Neighbours --------------------------------------------------------------------------------
 
+# Messages that are to be one, and the next one: whether it is part of them.
+_Belongs = Callable[[list[Message], Message], bool]
+
 
 def merge_users(messages: list[Message]) -> list[Message]:
     """Make the user's messages in a row one."""
-    return _merged(messages, lambda one, next_: one["role"] == next_["role"] == "user")
+    return _merged(messages, _are_of_user)
 
 
 def merge_assistants(messages: list[Message]) -> list[Message]:
@@ -75,31 +76,40 @@ def merge_assistants(messages: list[Message]) -> list[Message]:
     return _merged(messages, _are_one_answer)
 
 
-def _are_one_answer(one: Message, next_: Message) -> bool:
-    return one["role"] == next_["role"] == "assistant" and not one.get("tool_calls")
-
-
 def join_users_to_results(messages: list[Message]) -> list[Message]:
     """Add to a result what the user says right after it."""
-    return _merged(messages, lambda one, next_: one["role"] == "tool" and next_["role"] == "user")
+    return _merged(messages, _follow_result)
 
 
-def _merged(messages: list[Message], belongs: Callable[[Message, Message], bool]) -> list[Message]:
-    merged = messages[:1]
-    for message in messages[1:]:
-        if belongs(merged[-1], message):
-            merged[-1] = _one_of_two(merged[-1], message)
+def _are_of_user(group: list[Message], next_: Message) -> bool:
+    return group[0]["role"] == next_["role"] == "user"
+
+
+def _are_one_answer(group: list[Message], next_: Message) -> bool:
+    return group[0]["role"] == next_["role"] == "assistant" and not group[-1].get("tool_calls")
+
+
+def _follow_result(group: list[Message], next_: Message) -> bool:
+    return group[0]["role"] == "tool" and next_["role"] == "user"
+
+
+def _merged(messages: list[Message], belongs: _Belongs) -> list[Message]:
+    groups: list[list[Message]] = []
+    for message in messages:
+        if groups and belongs(groups[-1], message):
+            groups[-1].append(message)
         else:
-            merged.append(message)
-    return merged
+            groups.append([message])
+    return [_as_one(group) if len(group) > 1 else group[0] for group in groups]
 
 
-def _one_of_two(one: Message, next_: Message) -> Message:
-    both = with_more(one, next_.get("content"))
-    if next_.get("tool_calls"):
-        both = {**both, "tool_calls": next_["tool_calls"]}
-    if reasoning := reasoning_of(next_):
-        before = reasoning_of(one)
-        both = {key: value for key, value in both.items() if key not in REASONING_NAMES}
-        both[REASONING_NAMES[0]] = f"{before}\n\n{reasoning}" if before else reasoning
-    return both
+def _as_one(group: list[Message]) -> Message:
+    contents = [content for each in group if (content := each.get("content"))]
+    one = {**group[0], "content": join_all(contents, BLANK_LINE)}
+    if calls := group[-1].get("tool_calls"):
+        one["tool_calls"] = calls
+    reasons = [str(reason) for each in group if (reason := reasoning_of(each))]
+    if reasons:
+        one = {key: value for key, value in one.items() if key not in REASONING_NAMES}
+        one[REASONING_NAMES[0]] = BLANK_LINE.join(reasons)
+    return one
