@@ -23,7 +23,7 @@ from penstock_router.text.template_fit.traits import LINE, REASONING_NAMES, Temp
 # Variables by which requests ask for reasoning.
 _THINKING = {"enable_thinking": True, "thinking": True, "preserve_thinking": True}
 
-_Change = Mapping[str, Any]
+_Change = dict[str, Any]
 
 
 class Template(Protocol):
@@ -289,13 +289,14 @@ def _call_forms(of: _Probe) -> tuple[list[_Change], list[_Change]]:
     """In which forms calls and results may be given, the one that changes least first: as such, and
     in words.
     """
-    forms = [
+    forms: list[_Change] = [
         {"arguments_as_text": as_text, "empty_content": empty, **parts}
         for parts, as_text, empty in itertools.product(
             ({}, of.parts_of("tool")), (False, True), ("as_given", "empty", "absent", "null")
         )
     ]
-    told, results_told = {"calls_in_words": True}, {"results_in_words": True}
+    told: _Change = {"calls_in_words": True}
+    results_told: _Change = {"results_in_words": True}
     # Where nothing speaks of tools, a result's role is only repeated, and the model never saw it.
     with_results = [told, told | of.parts_of("tool")]
     if not of.mentions("tool"):

@@ -82,15 +82,20 @@ def join_users_to_results(messages: list[Message]) -> list[Message]:
 
 
 def _are_of_user(group: list[Message], next_: Message) -> bool:
-    return group[0]["role"] == next_["role"] == "user"
+    return _roles(group, next_) == ("user", "user")
 
 
 def _are_one_answer(group: list[Message], next_: Message) -> bool:
-    return group[0]["role"] == next_["role"] == "assistant" and not group[-1].get("tool_calls")
+    has_calls = bool(group[-1].get("tool_calls"))
+    return _roles(group, next_) == ("assistant", "assistant") and not has_calls
 
 
 def _follow_result(group: list[Message], next_: Message) -> bool:
-    return group[0]["role"] == "tool" and next_["role"] == "user"
+    return _roles(group, next_) == ("tool", "user")
+
+
+def _roles(group: list[Message], next_: Message) -> tuple[str, str]:
+    return group[0]["role"], next_["role"]
 
 
 def _merged(messages: list[Message], belongs: _Belongs) -> list[Message]:
