@@ -215,10 +215,19 @@ def _turns(of: _Probe) -> None:
 
 
 def _systems(of: _Probe) -> None:
-    if not of.settle([scene(_S1, _U1, _A1, _U2)], {}, of.parts_of("system"), _REFUSED):
+    chat = (_S1, _U1, _A1, _U2)
+    if not (
+        of.settle([scene(*chat)], {}, of.parts_of("system"))
+        or _is_in_last_turn(of, chat)
+        or of.settle([scene(*chat)], {"first_system": "in_first_turn"})
+    ):
         of.lacks("loses system messages")
     of.settle([scene(_S1, _S2, _U1)], {}, {"one_first_system": True})
-    later = [scene(_S1, _U1, _S2, _A1, _U2, _A2, _S3, _U3), scene(_U1, _A1, _S1, _U2, _S2)]
+    first = () if of.found.first_system == "in_last_turn" else (_S1,)
+    later = [
+        scene(*first, _U1, _S2, _A1, _U2, _A2, _S3, _U3),
+        scene(_U1, _A1, _S1, _U2, _S2),
+    ]
     as_user = {"later_system_as_user": True}
     if not of.settle(later, {}, as_user):
         of.lacks("loses or moves system messages after the first")
@@ -228,7 +237,11 @@ def _systems(of: _Probe) -> None:
         of.take(**as_user)
 
 
-_REFUSED = {"refuses_system": True}
+def _is_in_last_turn(of: _Probe, chat: Sequence[Message]) -> bool:
+    """Whether the template itself puts the system there. It does so only while that is the end."""
+    told: _Change = {"first_system": "in_last_turn"}
+    moved = Scene(chat, (("zquser0", "zqanswer0", "zqsystem0", "zquser1"),))
+    return of.texts(chat) == of.texts(chat, **told) and of.settle([moved], told)
 
 
 def _developers(of: _Probe) -> None:

@@ -17,6 +17,9 @@ REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 # Where a developer's messages are rendered as such: everywhere, before the user's first, as the
 # first message only, or nowhere.
 Developer = Literal["kept", "leading", "first", "as_system"]
+# Where the template has the first system: as such, or as what the user's first turn begins with, or
+# the user's last.
+FirstSystem = Literal["kept", "in_first_turn", "in_last_turn"]
 # The content of a message that has calls and no text: as the client gave it, or made one of these.
 EmptyContent = Literal["as_given", "empty", "absent", "null"]
 # Ids of calls: any, or exactly nine letters and digits.
@@ -33,8 +36,8 @@ class TemplateTraits:
     parts_only: frozenset[str] = frozenset()
 
     developer: Developer = "as_system"
-    # Systems: the first is refused, only one may stand first, later ones are lost or moved.
-    refuses_system: bool = False
+    # Systems: only one may stand first, later ones are lost or moved.
+    first_system: FirstSystem = "kept"
     one_first_system: bool = False
     later_system_as_user: bool = False
     # Neighbours of one role that have to be one message.

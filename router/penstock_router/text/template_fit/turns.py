@@ -48,12 +48,25 @@ def place_systems(messages: list[Message], traits: TemplateTraits) -> list[Messa
     first, rest = messages[:begin], messages[begin:]
     if traits.later_system_as_user:
         rest = [_as_user(each) if each["role"] == "system" else each for each in rest]
-    if traits.one_first_system or traits.refuses_system:
+    if traits.one_first_system or traits.first_system != "kept":
         first = _merged(first, lambda group, next_: next_["role"] in ("system", group[0]["role"]))
-    if traits.refuses_system and first:
-        told = [_as_user(each) if each["role"] == "system" else each for each in first]
-        return _merged(told + rest[:1], _are_of_user) + rest[1:]
-    return first + rest
+    if traits.first_system == "kept" or not first:
+        return first + rest
+    at = _last_turn(rest, traits) if traits.first_system == "in_last_turn" else 0
+    told = [_as_user(each) if each["role"] == "system" else each for each in first]
+    return [*rest[:at], *_merged(told + rest[at : at + 1], _are_of_user), *rest[at + 1 :]]
+
+
+def _last_turn(messages: list[Message], traits: TemplateTraits) -> int:
+    """Where the user's last turn begins, which may be several messages."""
+    apart = ("user",) if traits.merges_users else ()
+    apart += ("tool",) if traits.joins_user_to_result else ()
+    begins = [
+        at
+        for at, message in enumerate(messages)
+        if message["role"] == "user" and (not at or messages[at - 1]["role"] not in apart)
+    ]
+    return begins[-1] if begins else 0
 
 
 def _as_user(message: Message) -> Message:

@@ -9,6 +9,7 @@ from typing import Any
 from unit.router.template_fit.fitted import call, calling, parts, result
 
 from penstock_router.request import Message
+from penstock_router.text.template_fit.traits import TemplateTraits
 
 
 @dataclass(slots=True)
@@ -19,6 +20,8 @@ class RandomChat:
     messages: list[Message] = field(default_factory=list)
     # Words that stand in the prompt in this order, each list by itself.
     chains: list[list[str]] = field(default_factory=lambda: [[]])
+    # Those of instructions before all else.
+    first: list[str] = field(default_factory=list)
     # Words of texts beside calls, which some templates cannot show.
     beside_calls: list[str] = field(default_factory=list)
     num_words: int = 0
@@ -66,11 +69,12 @@ class RandomChat:
             beside = {**beside, name: "I think."}
         return beside
 
-    def is_lost_in(self, text: str) -> str:
+    def is_lost_in(self, text: str, traits: TemplateTraits) -> str:
         """A word that is not in its place in the prompt; "" if all are."""
-        for chain in self.chains:
+        moved = self.first if traits.first_system == "in_last_turn" else []
+        for chain in [moved, *self.chains]:
             place = 0
-            for word in chain:
+            for word in [word for word in chain if chain is moved or word not in moved]:
                 place = text.find(word, place)
                 if place < 0:
                     return word
@@ -82,6 +86,7 @@ def random_chat(rng: random.Random) -> RandomChat:
     chat = RandomChat(rng)
     for _ in range(rng.choice([0, 1, 1, 2])):
         chat.say(rng.choice(["system", "system", "developer"]))
+    chat.first = chat.chains[0].copy()
     chat.say("user")
     for _ in range(rng.randint(0, 6)):
         role = rng.choice(["tools", "tools", "assistant", "user", "user", "system", "developer"])

@@ -58,7 +58,7 @@ def test_nothing_that_is_said_is_lost_moved_or_refused(name: str) -> None:
         given = copy.deepcopy(chat.messages)
         text = made.render(fit(chat.messages, traits))
         assert chat.messages == given
-        lost = chat.is_lost_in(text)
+        lost = chat.is_lost_in(text, traits)
         assert not lost, (lost, traits, given, text)
         assert all(word in text for word in chat.beside_calls), (traits, given, text)
 

@@ -144,6 +144,26 @@ def test_a_refused_system_is_the_beginning_of_the_first_thing_the_user_says() ->
     assert rendered(REFUSES_SYSTEMS, system("A")) == "[user A]"
 
 
+IN_LAST_TURN = template(
+    BEFORE="{%- if messages[0].role == 'system' -%}{%- set rules = messages[0].content -%}"
+    "{%- set messages = messages[1:] -%}{%- endif -%}",
+    HEAD=refusing("m.role == 'system'")
+    + "{%- if m.role == 'user' and loop.last and rules -%}[user {{ rules }}\n\n{{ m.content }}]"
+    "{%- continue -%}{%- endif -%}",
+)
+
+
+def test_a_system_that_a_template_puts_into_the_last_turn_is_there_while_tools_are_used() -> None:
+    made = IN_LAST_TURN
+    assert traits_of(made).first_system == "in_last_turn"
+    chat = [system("A"), system("B"), user("Hi"), answer("Yes"), user("Go"), calling(call("c1"))]
+    assert rendered(made, *chat[:5]) == "[user Hi][assistant Yes][user A B Go]"
+    assert rendered(made, *chat, result("C", "c1")) == (
+        '[user Hi][assistant Yes][user A B Go][assistant<look {"at": 1}>][tool C]'
+    )
+    assert rendered(made, *chat[:5], system("C")) == "[user Hi][assistant Yes][user Go][user A B C]"
+
+
 # ---- Neighbours --------------------------------------------------------------------------------
 
 ALTERNATES = template(
@@ -191,7 +211,6 @@ def test_a_template_that_takes_all_asks_for_nothing() -> None:
     assert traits.notes == ()
     assert not any(
         (
-            traits.refuses_system,
             traits.one_first_system,
             traits.later_system_as_user,
             traits.merges_users,
@@ -209,7 +228,11 @@ def test_a_template_that_takes_all_asks_for_nothing() -> None:
             traits.joints,
         )
     )
-    assert (traits.call_ids, traits.empty_content) == ("any", "as_given")
+    assert (traits.first_system, traits.call_ids, traits.empty_content) == (
+        "kept",
+        "any",
+        "as_given",
+    )
 
 
 def test_what_is_lost_all_the_same_is_noted() -> None:
