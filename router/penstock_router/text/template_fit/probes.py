@@ -8,195 +8,28 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
-from penstock_router.errors import BadRequest
 from penstock_router.request import Message
-from penstock_router.text.contents import Content, text_part
 from penstock_router.text.template_fit import scenes
-from penstock_router.text.template_fit.fit import fit
-from penstock_router.text.template_fit.scenes import KEY, NAME, TOOL, Scene, scene
+from penstock_router.text.template_fit.asking import Asker, Change, Template
+from penstock_router.text.template_fit.scenes import KEY, NAME, Scene, scene
 from penstock_router.text.template_fit.traits import LINE, REASONING_NAMES, TemplateTraits
 
 # Variables by which requests ask for reasoning.
 _THINKING = {"enable_thinking": True, "thinking": True, "preserve_thinking": True}
-
-_Change = dict[str, Any]
-
-
-class Template(Protocol):
-    """What is probed: a template that renders messages, or raises `BadRequest`."""
-
-    def render(
-        self,
-        messages: list[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt's text."""
-        ...
 
 
 def probe(template: Template, source: str, tools: Sequence[bool]) -> TemplateTraits:
     """What the template with this source takes; `tools`: whether requests for it may have none,
     and whether they may have some.
     """
-    return _Probe(template, source, tools).traits()
-
-
-# A template that renders none of these is not asked any further.
-_HELLO = scenes.user("zqhello")
-_CHATS: tuple[list[Message], ...] = (
-    [_HELLO],
-    [scenes.in_two_parts(_HELLO, "zqhello", "zqagain")],
-    [scenes.system("zqsystem"), _HELLO],
-    [_HELLO, scenes.answer("zqanswer"), _HELLO],
-)
-
-
-class _Probe:
-    def __init__(self, template: Template, source: str, tools: Sequence[bool]) -> None:
-        self._template = template
-        self._source = source
-        self._found = TemplateTraits(names_results=True)
-        self._notes: list[str] = []
-        self._texts: dict[tuple[str, bool, bool], str | None] = {}
-        asked = [
-            with_tools
-            for with_tools in tools
-            if any(self._render(chat, with_tools) is not None for chat in _CHATS)
-        ]
-        for with_tools in set(tools) - set(asked) if asked else ():
-            self.lacks(f"refuses chats {'with' if with_tools else 'without'} tools")
-        # With tools, without, or both: where possible the answer holds for both.
-        self._ways = [tuple(asked), *([(True,), (False,)] if len(asked) > 1 else ())]
-
-    def traits(self) -> TemplateTraits:
-        """All that is found."""
-        if not self._ways[0]:
-            return TemplateTraits(notes=("the chat template refuses plain chats",))
-        for ask in _QUESTIONS:
-            ask(self)
-        return replace(self._found, notes=tuple(self._notes))
-
-    # ---- Asking --------------------------------------------------------------------------------
-
-    def settle(
-        self,
-        asked: Sequence[Scene],
-        *changes: _Change,
-        accepts: Callable[[str], bool] = lambda text: True,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """Take the first change with which all scenes are shown; False if none does."""
-        for ways in self._ways:
-            for change in changes:
-                traits = replace(self._found, **change)
-                if all(
-                    self._shows(each, traits, with_tools, accepts, kwargs)
-                    for with_tools in ways
-                    for each in asked
-                ):
-                    self._found = traits
-                    return True
-        return False
-
-    def take(self, **change: Any) -> None:
-        """Take an answer that was found in another way."""
-        self._found = replace(self._found, **change)
-
-    def _shows(
-        self,
-        asked: Scene,
-        traits: TemplateTraits,
-        with_tools: bool,
-        accepts: Callable[[str], bool],
-        kwargs: Mapping[str, Any] | None,
-    ) -> bool:
-        text = self._render(fit(list(asked.messages), traits), with_tools, kwargs)
-        return text is not None and asked.is_shown_in(text) and accepts(text)
-
-    def texts(self, messages: Sequence[Message], **change: Any) -> list[str | None]:
-        """How messages made to fit are rendered, in each way that counts."""
-        fitted = fit(list(messages), replace(self._found, **change))
-        return [self._render(fitted, with_tools) for with_tools in self._ways[0]]
-
-    def _render(
-        self, messages: list[Message], with_tools: bool, kwargs: Mapping[str, Any] | None = None
-    ) -> str | None:
-        # Different answers often make the same messages.
-        key = repr(messages), with_tools, kwargs is None
-        if key not in self._texts:
-            tools = [TOOL] if with_tools else None
-            try:
-                self._texts[key] = self._template.render(messages, tools=tools, kwargs=kwargs)
-            except BadRequest:
-                self._texts[key] = None
-        return self._texts[key]
-
-    def lacks(self, what: str) -> None:
-        """Note what is lost."""
-        self._notes.append(f"the chat template {what}")
-
-    def names(self, word: str) -> bool:
-        """Whether the template knows the word: a role that it only repeats it does not know."""
-        return re.search(rf"""(["']){word}\1""", self._source) is not None
-
-    def reads(self, key: str) -> bool:
-        """Whether the template has a word for this key of a message."""
-        return self.names(key) or re.search(rf"\.{key}\b", self._source) is not None
-
-    def mentions(self, text: str) -> bool:
-        """Whether the text stands in the template."""
-        return text in self._source
-
-    def parts_of(self, role: str) -> _Change:
-        """The change to contents in parts for a role."""
-        return {"parts_only": self._found.parts_only | {role}}
-
-    def joint(self, role: str, messages: Sequence[Message]) -> str | None:
-        """What the template puts between two texts of a content; None where it takes no parts."""
-        [message] = [each for each in messages if each["role"] == role][:1]
-        fitted = fit(list(messages), self._found)
-        places = [at for at, each in enumerate(fitted) if each.get("content") == message["content"]]
-        if not places:
-            return None
-        joints = {self._joint(fitted, places[0], with_tools) for with_tools in self._ways[0]}
-        return joints.pop() if len(joints) == 1 else None
-
-    def _joint(self, fitted: list[Message], place: int, with_tools: bool) -> str | None:
-        def rendered(content: Content) -> str:
-            message = {**fitted[place], "content": content}
-            return self._render([*fitted[:place], message, *fitted[place + 1 :]], with_tools) or ""
-
-        first, second = "zqone", "zqtwo"
-        text = rendered([text_part(first), text_part(second)])
-        joint = text.partition(first)[2].partition(second)[0]
-        if second not in text or joint.strip() or rendered(first + joint + second) != text:
-            return None
-        return joint
-
-    def keeps_prefixes(self, messages: list[Message], **change: Any) -> bool:
-        """Whether each turn's prompt begins like the one before it, to the end of its last text."""
-        asked = [at + 1 for at, each in enumerate(messages) if each["role"] in ("user", "tool")]
-        prompts = [self.texts(messages[:end], **change) for end in asked]
-        for end, before, after in zip(asked, prompts, prompts[1:], strict=False):
-            last = messages[end - 1]["content"]
-            for one, next_ in zip(before, after, strict=True):
-                if one is None or next_ is None:
-                    return False
-                if not next_.startswith(one[: one.rfind(last) + len(last)]):
-                    return False
-        return True
-
-    @property
-    def found(self) -> TemplateTraits:
-        """What is found so far."""
-        return self._found
+    asker = Asker(template, source, tools)
+    if not asker.renders_any:
+        return TemplateTraits(notes=("the chat template refuses plain chats",))
+    for ask in _QUESTIONS:
+        ask(asker)
+    return asker.traits()
 
 
 # ---- Turns -------------------------------------------------------------------------------------
@@ -207,14 +40,14 @@ _S1, _S2, _S3 = (scenes.system(f"zqsystem{number}") for number in range(3))
 _D1, _D2 = (scenes.developer(f"zqdeveloper{number}") for number in range(2))
 
 
-def _turns(of: _Probe) -> None:
+def _turns(of: Asker) -> None:
     of.settle([scene(_U1)], {}, of.parts_of("user"))
     of.settle([scene(_U1, _A1, _U2)], {}, of.parts_of("assistant"))
     of.settle([scene(_U1, _U2, _A1, _U3)], {}, {"merges_users": True})
     of.settle([scene(_U1, _A1, _A2, _U2)], {}, {"merges_assistants": True})
 
 
-def _systems(of: _Probe) -> None:
+def _systems(of: Asker) -> None:
     chat = (_S1, _U1, _A1, _U2)
     if not (
         of.settle([scene(*chat)], {}, of.parts_of("system"))
@@ -237,14 +70,14 @@ def _systems(of: _Probe) -> None:
         of.take(**as_user)
 
 
-def _is_in_last_turn(of: _Probe, chat: Sequence[Message]) -> bool:
+def _is_in_last_turn(of: Asker, chat: Sequence[Message]) -> bool:
     """Whether the template itself puts the system there. It does so only while that is the end."""
-    told: _Change = {"first_system": "in_last_turn"}
+    told: Change = {"first_system": "in_last_turn"}
     moved = Scene(chat, (("zquser0", "zqanswer0", "zqsystem0", "zquser1"),))
     return of.texts(chat) == of.texts(chat, **told) and of.settle([moved], told)
 
 
-def _developers(of: _Probe) -> None:
+def _developers(of: Asker) -> None:
     if not of.names("developer"):
         return
     first, second = scene(_D1, _U1, _A1, _U2), scene(_S1, _D1, _U1)
@@ -265,7 +98,7 @@ _CALLED = scenes.calling(_CALL)
 _LONG_IDS = "call_0123456789abcdef01234567", "call_76543210fedcba9876543210"
 
 
-def _calls(of: _Probe) -> None:
+def _calls(of: Asker) -> None:
     told: list[tuple[Message, ...]] = [
         (_U1, _CALLED, _RESULT),
         (_U1, {**_CALLED, "content": ""}, _RESULT),
@@ -298,18 +131,18 @@ def _with_name(name: str, messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _call_forms(of: _Probe) -> tuple[list[_Change], list[_Change]]:
+def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
     """In which forms calls and results may be given, the one that changes least first: as such, and
     in words.
     """
-    forms: list[_Change] = [
+    forms: list[Change] = [
         {"arguments_as_text": as_text, "empty_content": empty, **parts}
         for parts, as_text, empty in itertools.product(
             ({}, of.parts_of("tool")), (False, True), ("as_given", "empty", "absent", "null")
         )
     ]
-    told: _Change = {"calls_in_words": True}
-    results_told: _Change = {"results_in_words": True}
+    told: Change = {"calls_in_words": True}
+    results_told: Change = {"results_in_words": True}
     # Where nothing speaks of tools, a result's role is only repeated, and the model never saw it.
     with_results = [told, told | of.parts_of("tool")]
     if not of.mentions("tool"):
@@ -333,7 +166,7 @@ def _is_clean(text: str) -> bool:
     return _has_no_none(text) and not before.endswith(('\\"', "{'", "'{\"", '"{"'))
 
 
-def _call_ids(of: _Probe) -> None:
+def _call_ids(of: Asker) -> None:
     if of.found.calls_in_words:
         return
     first, _ = _LONG_IDS
@@ -345,7 +178,7 @@ def _call_ids(of: _Probe) -> None:
     of.settle([scene(_U1, scenes.calling(function), nameless)], {}, {"fills_ids": True})
 
 
-def _several_calls(of: _Probe) -> None:
+def _several_calls(of: Asker) -> None:
     first, second = _LONG_IDS
     both = scenes.calling(scenes.call("zqvalue1", first), scenes.call("zqvalue2", second))
     messages = (_U1, both, scenes.result("zqresult1", first), scenes.result("zqresult2", second),
@@ -358,7 +191,7 @@ def _several_calls(of: _Probe) -> None:
         of.lacks("loses all but one of several tool calls in a message")
 
 
-def _text_beside_calls(of: _Probe) -> None:
+def _text_beside_calls(of: Asker) -> None:
     messages = (_U1, {**_CALLED, "content": "zqtext"}, _RESULT)
     later = (*messages, _A1, _U2)
     if of.settle([scene(*messages)], {}):
@@ -371,7 +204,7 @@ def _text_beside_calls(of: _Probe) -> None:
         of.lacks("loses the text of a message that calls tools")
 
 
-def _after_results(of: _Probe) -> None:
+def _after_results(of: Asker) -> None:
     answered = scene(_U1, _CALLED, _RESULT, _U2, _A1, _U3)
     if not of.settle([answered], {}, {"joins_user_to_result": True}):
         of.lacks("loses what the user says right after a tool result")
@@ -383,14 +216,14 @@ def _after_results(of: _Probe) -> None:
 # ---- Reasoning ---------------------------------------------------------------------------------
 
 
-def _reasoning(of: _Probe) -> None:
+def _reasoning(of: Asker) -> None:
     reason = {"reasoning_content": "zqreason"}
     asked = [
         Scene((_U1, _CALLED | reason, _RESULT), (("zquser0", "zqreason", "zqvalue1"),)),
         Scene((_U1, _A1 | reason), (("zquser0", "zqreason", "zqanswer0"),)),
         Scene((_U1, _A1 | reason, _U2), (("zquser0", "zqreason", "zqanswer0"),)),
     ]
-    places: list[_Change] = [
+    places: list[Change] = [
         *({"reasoning_names": (name,)} for name in REASONING_NAMES),
         *([{"reasoning_as_part": True}] if of.names("thinking") else ()),
     ]
@@ -415,7 +248,7 @@ def _is_no_repr(text: str) -> bool:
 # ---- Parts of text, and JSON -------------------------------------------------------------------
 
 
-def _joints(of: _Probe) -> None:
+def _joints(of: Asker) -> None:
     told = {
         "user": (_U1, _A1, _U2),
         "assistant": (_U1, _A1, _U2),
@@ -427,7 +260,7 @@ def _joints(of: _Probe) -> None:
     of.take(joints=found)
 
 
-def _json(of: _Probe) -> None:
+def _json(of: Asker) -> None:
     nested = scenes.call("")
     nested["function"] = {"name": NAME, "arguments": {KEY: {"zqb": 1, "zqc": [1, 2], "zqd": "é"}}}
     [text, *_] = of.texts((_U1, scenes.calling(nested), _RESULT))
@@ -438,7 +271,7 @@ def _json(of: _Probe) -> None:
 # ---- What every turn leaves as it was ----------------------------------------------------------
 
 
-def _prefixes(of: _Probe) -> None:
+def _prefixes(of: Asker) -> None:
     result2 = scenes.result("zqresult2", "callzq002")
     again = scenes.calling(scenes.call("zqvalue2", "callzq002"))
     told: list[list[Message]] = [
@@ -450,7 +283,7 @@ def _prefixes(of: _Probe) -> None:
         of.lacks("changes earlier turns when a turn is added")
 
 
-_QUESTIONS: tuple[Callable[[_Probe], None], ...] = (
+_QUESTIONS: tuple[Callable[[Asker], None], ...] = (
     _turns,
     _systems,
     _developers,

@@ -68,7 +68,7 @@ class TemplateTraits:
     # The template takes only one of the two beside calls: the text is added to the reasoning.
     text_into_reasoning: bool = False
 
-    # Between items, and after a key, where the template writes a call's arguments as JSON.
+    # Between items, and after a key, where the template writes arguments, or their values, as JSON.
     argument_separators: tuple[str, str] | None = None
     # That JSON writes characters beyond ASCII as escapes.
     argument_ascii: bool = False

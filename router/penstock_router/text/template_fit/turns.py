@@ -59,12 +59,11 @@ def place_systems(messages: list[Message], traits: TemplateTraits) -> list[Messa
 
 def _last_turn(messages: list[Message], traits: TemplateTraits) -> int:
     """Where the user's last turn begins, which may be several messages."""
-    apart = ("user",) if traits.merges_users else ()
-    apart += ("tool",) if traits.joins_user_to_result else ()
+    apart = {"user": traits.merges_users, "tool": traits.joins_user_to_result}
     begins = [
         at
         for at, message in enumerate(messages)
-        if message["role"] == "user" and (not at or messages[at - 1]["role"] not in apart)
+        if message["role"] == "user" and not (at and apart.get(messages[at - 1]["role"]))
     ]
     return begins[-1] if begins else 0
 

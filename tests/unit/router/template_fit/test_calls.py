@@ -361,3 +361,28 @@ def test_a_template_that_shows_only_what_it_knows_of_arguments_keeps_its_calls()
     assert rendered(made, ASKED, calling(call("c1")), result("B", "c1")) == (
         "[user Hi][assistant<look 1>][tool B]"
     )
+
+
+# ---- With tools and without --------------------------------------------------------------------
+
+
+def test_a_template_for_tools_is_asked_by_itself() -> None:
+    made = ChatTemplate({"default": NO_CALLS.source, "tool_use": TEXTS_ONLY.source}, {})
+    assert made.traits(with_tools=False).calls_in_words
+    with_tools = made.traits(with_tools=True)
+    assert (with_tools.calls_in_words, with_tools.arguments_as_text) == (False, True)
+
+
+def test_a_template_that_shows_calls_only_beside_tools_is_given_them() -> None:
+    shown = "{% if tools %}" + loop("<{{ c.function.name }} {{ c.function.arguments | tojson }}>")
+    made = template(CALLS=shown + "{% endif %}")
+    assert not traits_of(made).calls_in_words
+    assert SHOWN in rendered(made, ASKED, calling(call("c1")), result("B", "c1"))
+
+
+@pytest.mark.parametrize(("condition", "which"), [("tools", "with"), ("not tools", "without")])
+def test_a_template_that_refuses_tools_or_their_absence_is_noted(
+    condition: str, which: str
+) -> None:
+    made = template(BEFORE=refusing(condition))
+    assert traits_of(made).notes == (f"the chat template refuses chats {which} tools",)
