@@ -26,6 +26,16 @@ def joined(content: Content, joint: str) -> Content:
     return joint.join([str(part["text"]) for part in content])
 
 
+def fill_silence(messages: list[Message]) -> list[Message]:
+    """Give messages with neither content nor calls an empty text, which every template takes."""
+    return [
+        {**message, "content": ""}
+        if message.get("content") is None and "tool_calls" not in message
+        else message
+        for message in messages
+    ]
+
+
 def in_parts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
     """Make texts lists of one part, for roles that take only lists."""
     return [

@@ -22,6 +22,7 @@ class _Case:
     # What its messages have.
     roles: frozenset[str]
     has_parts: bool
+    has_silence: bool
     has_calls: bool
     has_reasoning: bool
 
@@ -40,6 +41,7 @@ _Rule = tuple[Callable[[_Case], bool], Callable[[list[Message], _Case], list[Mes
 # their places, and at last what stays into the form that this template reads.
 _RULES: tuple[_Rule, ...] = (
     (lambda of: of.has_parts, lambda given, of: contents.join_texts(given, of.traits)),
+    (lambda of: of.has_silence, lambda given, _: contents.fill_silence(given)),
     (lambda of: of.has_calls, lambda given, _: calls.read_arguments(given)),
     (lambda of: of.has_calls and of.has_results, lambda given, _: calls.order_results(given)),
     (
@@ -133,11 +135,12 @@ def _case(
     keep_last: bool,
 ) -> _Case:
     roles: set[str] = set()
-    has_parts = has_calls = has_reasoning = False
+    has_parts = has_silence = has_calls = has_reasoning = False
     for message in messages:
         roles.add(role := message["role"])
         content = message.get("content")
         has_parts = has_parts or type(content) is list
+        has_silence = has_silence or (content is None and "tool_calls" not in message)
         if role == "assistant":
             has_calls = has_calls or "tool_calls" in message
             has_reasoning = has_reasoning or contents.has_reasoning(message)
@@ -148,6 +151,7 @@ def _case(
         keep_last,
         frozenset(roles),
         has_parts,
+        has_silence,
         has_calls,
         has_reasoning,
     )

@@ -79,6 +79,12 @@ def test_texts_are_parts_where_a_template_takes_nothing_else() -> None:
     )
 
 
+def test_an_answer_without_content_is_an_empty_one() -> None:
+    made = template(TEXT="{{ '' + m.content }}")
+    silent = {"role": "assistant", "reasoning_content": "Hm."}
+    assert rendered(made, user("Hi"), silent, user("?")) == "[user Hi][assistant(Hm.)][user ?]"
+
+
 def test_images_stay_where_they_are() -> None:
     image: dict[str, Any] = {"type": "image"}
     content = [*parts("a", "b"), image]
