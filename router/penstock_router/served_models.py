@@ -353,6 +353,10 @@ class Models:
             # The operator's own takes precedence over the model's.
             files = with_template(files, self._chat_template)
         template = load_chat_template(files)
+        if template is not None:
+            # Found out here, in a thread: it takes some milliseconds.
+            for with_tools in (False, True):
+                template.traits(with_tools=with_tools)
         conventions = conventions_of(template, *self._parsers)
         tokenizer = load_tokenizer(files)
         images = load_image_tokens(files, tokenizer)

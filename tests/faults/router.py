@@ -155,4 +155,16 @@ FAULTS = [
         left_out("holding.add(num_bytes)"),
         caught_by="test_memory_is_the_clients_until_nobody_has_the_image_or_its_pixels",
     ),
+    Fault(
+        "A later system message goes to a template that moves it to the front",
+        "place_systems",
+        never("traits.later_system_as_user"),
+        caught_by="test_a_later_system_that_a_template_would_lose_or_move_is_the_users_in_its_place",
+    ),
+    Fault(
+        "Results stay in the order in which they came",
+        "_ordered",
+        becomes("places[each['tool_call_id']]", "0"),
+        caught_by="test_results_stand_in_the_order_of_their_calls",
+    ),
 ]

@@ -1,7 +1,7 @@
 """Messages of a chat, in OpenAI's form -> as chat templates expect them.
 
-Templates expect text content as one string, no nulls, arguments of tool calls as objects, and no
-empty list of calls.
+Without nulls and empty lists of calls, with arguments of calls as objects. What a model's own
+template asks for beyond that is for `text/template_fit`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock_router.json_fields import (
     shorten,
 )
 from penstock_router.request import Message
-from penstock_router.text.contents import Content, Part, text_part
+from penstock_router.text.contents import Content, Part, as_text, text_part
 
 MAX_ROLE_CHARS = 64
 # Messages, parts and tool calls of a body. Each takes a microsecond or more to read, while nothing
@@ -74,9 +74,7 @@ def _count_pieces(messages: Sequence[Any]) -> int:
 
 
 def _message(name: str, value: Any) -> JsonObject:
-    """A message as templates expect it: no nulls, text content as one string; parts where it has
-    images.
-    """
+    """A message as templates expect it: no nulls, a text as a string, several parts as a list."""
     if len(read_object(name, value)) > MAX_KEYS:
         raise BadRequest(f"{name}: at most {MAX_KEYS} keys; given: {len(value)}", param=name)
     # Templates recognize "no content" by the missing key, not by null.
@@ -105,7 +103,7 @@ def read_parts(
     parts: list[Any],
     image_parts: Mapping[str, Callable[[str, JsonObject], Part]] = _IMAGE_PARTS,
 ) -> Content:
-    """Parts of text and of images: one text where there are no images."""
+    """Parts of text and of images: a text where it is all there is."""
     read: list[Part] = []
     for index, part in enumerate(parts):
         at = f"{name}[{index}]"
@@ -124,10 +122,12 @@ def read_parts(
 
 
 def joined(parts: list[Part]) -> Content:
-    """The parts as one text, a line each, where none is an image."""
-    if any(part["type"] == "image" for part in parts):
+    """The parts as one text where there is no more than one; the model's chat template says what
+    joins several.
+    """
+    if len(parts) > 1 or any(part["type"] == "image" for part in parts):
         return parts
-    return "\n".join(part["text"] for part in parts)
+    return "".join(part["text"] for part in parts)
 
 
 def _tool_calls(name: str, value: Any) -> list[JsonObject]:
@@ -233,9 +233,7 @@ _PARTS_SCHEMA: JsonObject = {
 def _read_text(name: str, value: Any) -> str:
     if isinstance(value, list):
         check_size(name, value)
-        content = read_parts(name, value, image_parts={})
-        assert isinstance(content, str)
-        return content
+        return as_text(read_parts(name, value, image_parts={}), "")
     if not isinstance(value, str):
         raise refusal(name, "a string or an array of parts", value)
     return value

@@ -23,42 +23,17 @@ import jinja2.utils
 import msgspec
 
 from penstock_router.errors import BadRequest, TemplateFailed
+from penstock_router.text.template_fit.fit import fit
+from penstock_router.text.template_fit.probes import probe
+from penstock_router.text.template_fit.scenes import TOOL, with_image
+from penstock_router.text.template_fit.traits import TemplateTraits
 
 # Ends in a space, to find out whether the template strips trailing whitespace of a message.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
-# What is rendered to find out what a template takes.
-_PROBE = "a text to look for"
-_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Looks.",
-        "parameters": {"type": "object", "properties": {}, "required": []},
-    },
-}
-# Some templates want ids of just nine characters.
-_CALL: tuple[dict[str, Any], ...] = (
-    {"role": "user", "content": "Look!"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "id": "call00001",
-                "type": "function",
-                "function": {"name": "look", "arguments": {}},
-            }
-        ],
-    },
-)
-_RESULT: dict[str, Any] = {"role": "tool", "name": "look", "tool_call_id": "call00001"}
-
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 # Where files of templates besides the default one are, each named after its template.
 _MORE_TEMPLATES = "additional_chat_templates/"
-
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -179,7 +154,8 @@ class ChatTemplate:
         self.source = sources.get("default", "")
         self._sources = dict(sources)
         self._templates: dict[str, jinja2.Template] = {}
-        self._forms: dict[tuple[str, bool, bool], tuple[bool, bool]] = {}
+        self._traits: dict[bool, TemplateTraits] = {}
+        self._takes_images: dict[tuple[str, bool, bool], bool] = {}
         # Whether the template that is used with tools reads the `tools` variable.
         self.takes_tools = False
         for name, source in sources.items():
@@ -210,9 +186,8 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text. What the template raises becomes a `BadRequest`."""
-        messages = [_with_reasoning_names(message) for message in messages]
         if continue_final_message:
-            messages[-1] = _marked(messages[-1])
+            messages = [*messages[:-1], _marked(messages[-1])]
         variables = {
             **self.special_tokens,
             **(kwargs or {}),
@@ -224,26 +199,30 @@ class ChatTemplate:
         text = _rendered(self._pick(tools), variables)
         return _cut_at_mark(text) if continue_final_message else text
 
-    def forms_taken(self, role: str, anchor: str, *, with_tools: bool) -> tuple[bool, bool]:
-        """Whether messages of this role may have contents that are texts, and contents in parts,
-        for whose images it writes the `anchor`. Found out once, by rendering one of each.
+    def traits(self, *, with_tools: bool) -> TemplateTraits:
+        """What messages have to be like for it, found out once."""
+        named = "tool_use" in self._templates
+        with_tools = with_tools and named
+        if with_tools not in self._traits:
+            source = self.tools_source if with_tools else self.source
+            ways = (with_tools,) if named or not self.takes_tools else (False, True)
+            self._traits[with_tools] = probe(self, source, ways)
+        return self._traits[with_tools]
+
+    def takes_images(self, role: str, anchor: str, *, with_tools: bool) -> bool:
+        """Whether messages of this role may have images, for each of which it writes the `anchor`.
+        Found out once.
         """
         is_result, with_tools = role == "tool", with_tools and "tool_use" in self._templates
         key = anchor, is_result, with_tools
-        if key not in self._forms:
-            parts = [{"type": "image"}, {"type": "text", "text": _PROBE}]
-            takes_texts = self._shows(_PROBE, _PROBE, is_result, with_tools)
-            self._forms[key] = takes_texts, self._shows(parts, anchor, is_result, with_tools)
-        return self._forms[key]
-
-    def _shows(self, content: Any, wanted: str, is_result: bool, with_tools: bool) -> bool:
-        """Whether a message with this content becomes a text that has what is wanted."""
-        message = {"role": "user", "content": content}
-        messages = [*_CALL, {**_RESULT, "content": content}] if is_result else [message]
-        try:
-            return wanted in self.render(messages, tools=[_TOOL] if with_tools else None)
-        except BadRequest:
-            return False
+        if key not in self._takes_images:
+            messages = fit(with_image(is_result=is_result), self.traits(with_tools=with_tools))
+            try:
+                text = self.render(messages, tools=[TOOL] if with_tools else None)
+            except BadRequest:
+                text = ""
+            self._takes_images[key] = anchor in text
+        return self._takes_images[key]
 
     def _pick(self, tools: list[dict[str, Any]] | None) -> jinja2.Template:
         if tools is not None and "tool_use" in self._templates:
@@ -279,15 +258,6 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
             param="chat_template",
         ) from None
     return text
-
-
-def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates read a message's reasoning under one of three names; give all they may want."""
-    values = (message[name] for name in _REASONING_NAMES if message.get(name) is not None)
-    reasoning = next(values, None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A part is `{"type": "text", "text": ...}` or `{"type": "image"}`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Part = dict[str, Any]
@@ -29,6 +30,31 @@ def as_text(content: Content, image: str) -> str:
 
 def join_contents(first: Content, second: Content, between: str) -> Content:
     """One content after the other; a text if both are."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}{between}{second}"
-    return [*as_parts(first), text_part(between), *as_parts(second)]
+    return join_all((first, second), between)
+
+
+def join_all(contents: Sequence[Content], between: str) -> Content:
+    """All contents in a row, a text if all are. Texts that meet become one part."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return between.join(texts)
+    parts: list[Part] = []
+    # The part of text that what comes next belongs to.
+    open_text: list[str] = []
+
+    def end_text() -> None:
+        if open_text:
+            parts.append(text_part("".join(open_text)))
+            open_text.clear()
+
+    for number, content in enumerate(contents):
+        open_text += [between] if number else []
+        for place, part in enumerate(as_parts(content)):
+            if place or "text" not in part:
+                end_text()
+            if "text" in part:
+                open_text.append(part["text"])
+            else:
+                parts.append(part)
+    end_text()
+    return parts

@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 
 from penstock_client.types import Constraint
@@ -27,13 +28,14 @@ from penstock_router.request import (
 )
 from penstock_router.text.answer_constraint import answer_constraint, tools_of
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
-from penstock_router.text.contents import as_parts, as_text, join_contents
-from penstock_router.text.formats.json_formats.plain_json import in_words, instructions
+from penstock_router.text.contents import as_text, join_contents
+from penstock_router.text.formats.json_formats.plain_json import instructions
 from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
 from penstock_router.text.image_tokens.expand import encode_with_images
 from penstock_router.text.image_tokens.plain_text import cut_spelled
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.reasoning import reasoning_begun, reasoning_over
+from penstock_router.text.template_fit.fit import fit
 from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_long
 
 
@@ -285,9 +287,6 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
             param="messages",
         )
     messages, tools = request.messages, tools_of(request)
-    if not (template.takes_tools or "tool" in template.source):
-        # The template would silently drop calls and their results, or fail on them.
-        messages = in_words(messages)
     if tools and not template.takes_tools:
         messages = _add_system_text(messages, instructions(tools))
     shown, documents, kwargs = (
@@ -295,11 +294,16 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
         request.documents,
         request.template_kwargs,
     )
+    messages = fit(
+        messages,
+        template.traits(with_tools=shown is not None),
+        keep_last=request.continue_final_message,
+    )
     mark = ""
     if (images := model.image_tokens) is not None:
         of_users = messages, shown, documents, kwargs
         (messages, shown, documents, kwargs), mark = cut_spelled(of_users, images.reserved)
-        messages = _in_form(messages, template, images, with_tools=shown is not None)
+        messages = _with_images_in_form(messages, template, images, with_tools=shown is not None)
     text = template.render(
         messages,
         tools=shown,
@@ -311,22 +315,22 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
     return _split(text, mark)
 
 
-def _in_form(
+def _with_images_in_form(
     messages: list[Message], template: ChatTemplate, images: ImageTokens, *, with_tools: bool
 ) -> list[Message]:
-    """Contents in a form that the template takes."""
-    changed = []
-    for message in messages:
-        content = message.get("content")
-        takes_texts, takes_parts = template.forms_taken(
-            message["role"], images.anchor, with_tools=with_tools
-        )
-        if isinstance(content, list) and not takes_parts:
-            message = {**message, "content": as_text(content, images.written)}
-        elif isinstance(content, str) and takes_parts and not takes_texts:
-            message = {**message, "content": as_parts(content)}
-        changed.append(message)
-    return changed
+    """Contents with images in a form that the template takes."""
+    return [
+        {**message, "content": as_text(message["content"], images.written)}
+        if _has_images(message)
+        and not template.takes_images(message["role"], images.anchor, with_tools=with_tools)
+        else message
+        for message in messages
+    ]
+
+
+def _has_images(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(part["type"] == "image" for part in content)
 
 
 def _add_system_text(messages: list[Message], text: str) -> list[Message]:
@@ -345,10 +349,17 @@ def _template_of_request(source: str, model: TextModel) -> ChatTemplate:
             param="chat_template",
         )
     known = model.chat_template
+    special_tokens = {} if known is None else known.special_tokens
     try:
-        return ChatTemplate({"default": source}, {} if known is None else known.special_tokens)
+        return _template(source, tuple(special_tokens.items()))
     except TemplateUnusable as error:
         raise BadRequest(f"chat_template: {error}", param="chat_template") from None
+
+
+@lru_cache(maxsize=4)
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    """One that a client brings with each request is compiled, and its traits are found, once."""
+    return ChatTemplate({"default": source}, dict(special_tokens))
 
 
 def _last_message(request: ChatRequest) -> str:

@@ -119,7 +119,7 @@ def test_fifteen_styles_render_as_transformers_renders_them(
                 refused_there = error
             try:
                 got = template.render(
-                    [dict(message) for message in messages],
+                    [dict(message) for message in known_there],
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
                     kwargs={"enable_thinking": False},

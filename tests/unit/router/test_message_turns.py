@@ -76,7 +76,7 @@ def test_results_are_messages_of_their_own_before_the_text_that_follows_them() -
     assert shown == [
         ("tool", "look_up", "A letter."),
         ("tool", "add", "A letter."),
-        ("user", None, "So?\nWell?"),
+        ("user", None, [{**TEXT, "text": "So?"}, {**TEXT, "text": "Well?"}]),
     ]
 
 
@@ -88,13 +88,15 @@ def test_text_before_a_result_stays_before_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "content"),
     [
-        ({"content": [TEXT, {**TEXT, "text": "Twice."}]}, "I look.\nTwice."),
+        ({"content": [TEXT]}, "I look."),
+        ({"content": [TEXT, TEXT]}, [TEXT, TEXT]),
+        ({"content": [TEXT, TEXT], "is_error": True}, [{**TEXT, "text": "Error: I look."}, TEXT]),
         ({"content": None}, ""),
         ({"content": [], "is_error": False}, ""),
         ({"content": "no such word", "is_error": True}, "Error: no such word"),
     ],
 )
-def test_a_result_is_text_and_an_error_says_so(fields: dict[str, Any], content: str) -> None:
+def test_a_result_is_text_and_an_error_says_so(fields: dict[str, Any], content: Any) -> None:
     assert messages_of(said(CALL), asked({**RESULT, **fields}))[1]["content"] == content
 
 

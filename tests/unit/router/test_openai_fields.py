@@ -288,17 +288,18 @@ def test_a_continued_message_needs_no_generation_prompt() -> None:
 
 
 def test_messages_come_as_templates_expect_them() -> None:
-    [first, second] = chat(
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    first, second, third = chat(
         messages=[
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            },
+            {"role": "user", "content": parts},
+            {"role": "user", "content": parts[:1]},
             {"role": "assistant", "content": None, "name": None, "extra": {"x": 1}},
         ]
     ).messages
-    assert first == {"role": "user", "content": "a\nb"}
-    assert second == {"role": "assistant", "extra": {"x": 1}}
+    # What joins them is the template's to say.
+    assert first == {"role": "user", "content": parts}
+    assert second == {"role": "user", "content": "a"}
+    assert third == {"role": "assistant", "extra": {"x": 1}}
 
 
 def test_tool_calls_arguments_become_an_object_where_they_are_one() -> None:

@@ -234,7 +234,8 @@ async def test_items_become_the_chats_messages(
     await answered(router, CHAT_ITEMS, instructions="stop there")
     assert prompt_of(fleet, byte_level) == chatml(
         ("system", "stop there"),
-        ("developer", "be brief"),
+        # The template would only repeat the role developer.
+        ("system", "be brief"),
         ("user", "Hello"),
         ("assistant", "the fox\nno"),
         ("user", "a\nb"),

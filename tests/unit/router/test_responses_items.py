@@ -49,7 +49,7 @@ def called(call_id: str = "call_1", arguments: Any = None) -> Any:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def told(text: str, call_id: str = "call_1") -> Any:
+def told(text: Any, call_id: str = "call_1") -> Any:
     return {"role": "tool", "tool_call_id": call_id, "name": "warmth", "content": text}
 
 
@@ -113,9 +113,10 @@ def test_reasoning_that_nobody_can_read_is_left_out() -> None:
     assert messages(USER, THOUGHT, USER) == [USER, nothing, USER]
 
 
-def test_parts_of_an_output_are_joined_as_a_chats() -> None:
+def test_parts_of_an_output_are_those_of_a_chat() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    assert messages(USER, call(), output(given=parts))[-1] == told("a\nb")
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert messages(USER, call(), output(given=parts))[-1] == told(content)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
-from penstock_router.request import Message, Tool
-from penstock_router.text.contents import join_contents
+from penstock_router.request import Tool
 from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
 from penstock_router.text.formats.reading.json_calls import BareJsonParser, call_tag, calls_or_text
 from penstock_router.text.formats.reading.reader import Misfit, Reading
@@ -65,48 +64,6 @@ def instructions(tools: Iterable[Tool]) -> str:
         "and nothing else. To call several, answer with a JSON list of such objects. "
         "Where no call helps, answer in plain words."
     )
-
-
-def in_words(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with calls in the form that `instructions` ask for, and results as the user's.
-
-    Results in a row, and a user's message right after them, become one message: many templates
-    require the user and the assistant to alternate.
-    """
-    told: list[Message] = []
-    names: dict[object, str] = {}
-    follows_result = False
-    for message in messages:
-        is_result = message["role"] == "tool"
-        if is_result:
-            message = _result_in_words(message, names)
-        elif message.get("tool_calls"):
-            message = _calls_in_words(message, names)
-        if follows_result and message["role"] == "user":
-            content = join_contents(told[-1]["content"], message.get("content", ""), "\n\n")
-            told[-1] = {**told[-1], "content": content}
-        else:
-            told.append(message)
-        follows_result = is_result
-    return told
-
-
-def _calls_in_words(message: Message, names: dict[object, str]) -> Message:
-    functions = []
-    for call in message["tool_calls"]:
-        function = call.get("function", {})
-        names[call.get("id")] = function.get("name", "")
-        functions.append(function)
-    said = functions[0] if len(functions) == 1 else functions
-    texts = [message.get("content"), json.dumps(said, ensure_ascii=False)]
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n\n".join([text for text in texts if text])}
-
-
-def _result_in_words(message: Message, names: dict[object, str]) -> Message:
-    name = message.get("name") or names.get(message.get("tool_call_id"))
-    said = f"Result of {name}:" if name else "Result:"
-    return {"role": "user", "content": join_contents(said, message.get("content", ""), "\n")}
 
 
 def _described(tool: Tool) -> JsonObject:

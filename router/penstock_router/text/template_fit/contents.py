@@ -1,0 +1,109 @@
+"""Contents and reasoning of messages, in the form and the place that a template reads."""
+
+from __future__ import annotations
+
+from penstock_router.request import Message
+from penstock_router.text.contents import Content, as_parts
+from penstock_router.text.template_fit.traits import LINE, REASONING_NAMES, TemplateTraits
+
+_BEGIN, _END = "<think>", "</think>"
+
+
+def join_texts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
+    """Make each list of texts one text, joined as the template would."""
+    return [
+        {**message, "content": joined(message["content"], traits.joints.get(message["role"], LINE))}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def joined(content: Content, joint: str) -> Content:
+    """The content as one text where it has no images."""
+    if isinstance(content, str) or any("text" not in part for part in content):
+        return content
+    return joint.join([str(part["text"]) for part in content])
+
+
+def fill_silence(messages: list[Message]) -> list[Message]:
+    """Give messages with neither content nor calls an empty text, which every template takes."""
+    return [
+        {**message, "content": ""}
+        if message.get("content") is None and "tool_calls" not in message
+        else message
+        for message in messages
+    ]
+
+
+def in_parts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
+    """Make texts lists of one part, for roles that take only lists."""
+    return [
+        {**message, "content": as_parts(message["content"])}
+        if message["role"] in traits.parts_only and isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+# ---- Reasoning ---------------------------------------------------------------------------------
+
+
+def split_reasoning(messages: list[Message], *, keep_last: bool) -> list[Message]:
+    """Take reasoning between marks at the beginning of an assistant's text out of it."""
+    end = len(messages) - keep_last
+    return [
+        _split(message)
+        if message["role"] == "assistant" and at < end and reasoning_of(message) is None
+        else message
+        for at, message in enumerate(messages)
+    ]
+
+
+def _split(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str) or not (text := content.lstrip()).startswith(_BEGIN):
+        return message
+    reasoning, end, rest = text.removeprefix(_BEGIN).partition(_END)
+    if not end:
+        return message
+    split = {**message, "content": rest.lstrip()}
+    return {**split, "reasoning_content": reasoning.strip()} if reasoning.strip() else split
+
+
+def has_reasoning(message: Message) -> bool:
+    """Whether it has reasoning, under a name or between marks."""
+    content = message.get("content")
+    if isinstance(content, str) and content.lstrip().startswith(_BEGIN):
+        return True
+    return len(message) > 2 and reasoning_of(message) is not None
+
+
+def reasoning_of(message: Message) -> str | None:
+    """The reasoning, under whichever name it was given."""
+    values = (message[name] for name in REASONING_NAMES if message.get(name) is not None)
+    return next(values, None)
+
+
+def place_reasoning(messages: list[Message], traits: TemplateTraits) -> list[Message]:
+    """Give reasoning where the template reads it, and nowhere else."""
+    return [
+        message
+        if message["role"] != "assistant" or (reasoning := reasoning_of(message)) is None
+        else _placed(message, reasoning, traits)
+        for message in messages
+    ]
+
+
+def _placed(message: Message, reasoning: str, traits: TemplateTraits) -> Message:
+    rest = {key: value for key, value in message.items() if key not in REASONING_NAMES}
+    if traits.text_into_reasoning and rest.get("tool_calls") and rest.get("content"):
+        reasoning = f"{reasoning}\n\n{rest.pop('content')}"
+    if traits.reasoning_as_part:
+        return {**rest, "content": _with_thinking(reasoning, rest.get("content"))}
+    return rest | dict.fromkeys(traits.reasoning_names, reasoning)
+
+
+def _with_thinking(reasoning: str, content: Content | None) -> Content:
+    thinking = {"type": "thinking", "thinking": reasoning}
+    return [thinking, *(as_parts(content) if content else ())]
