@@ -294,9 +294,12 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
         request.documents,
         request.template_kwargs,
     )
+    tool_format = model.conventions.tool_format
     messages = fit(
         messages,
         template.traits(with_tools=shown is not None),
+        native_call_id=None if tool_format is None else tool_format.call_id,
+        call_in_words=None if tool_format is None else tool_format.call_in_words,
         keep_last=request.continue_final_message,
     )
     mark = ""

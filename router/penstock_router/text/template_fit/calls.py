@@ -22,10 +22,12 @@ from penstock_router.text.template_fit.traits import (
     TemplateTraits,
 )
 
-# A function's name and its arguments as JSON -> the text with which the model calls it.
-CallInWords = Callable[[str, str], str]
-# A function's name and the call's number in the conversation, from 0 -> the id the model gives it.
-NativeCallId = Callable[[str, int], str]
+# A function's name and its arguments as JSON -> the text with which the model calls it; None: it has
+# none of its own.
+CallInWords = Callable[[str, str], str | None]
+# A function's name and the call's number in the conversation, from 0 -> the id the model gives it;
+# None: it gives none.
+NativeCallId = Callable[[str, int], str | None]
 
 _CHARACTERS = string.ascii_letters + string.digits
 _NINE = 9
@@ -177,8 +179,8 @@ class _Ids:
         return call if new == (old or "") else {**call, "id": new}
 
     def _next(self, old: object, name: str) -> str:
-        if self._native is not None:
-            return self._native(name, self._num_calls)
+        if self._native is not None and (own := self._native(name, self._num_calls)) is not None:
+            return own
         if self._nine:
             return self._of_nine(str(old or f"call_{self._num_calls}"))
         return str(old) if old or not self._fills else f"call_{self._num_calls}"
@@ -292,17 +294,18 @@ def calls_in_words(messages: list[Message], in_words: CallInWords | None) -> lis
 
 
 def _told(message: Message, in_words: CallInWords | None) -> Message:
+    texts = [_in_words(call, in_words) for call in message["tool_calls"]]
     functions = [_function(call) for call in message["tool_calls"]]
-    if in_words is None:
-        said: Any = functions[0] if len(functions) == 1 else functions
-        text = json.dumps(said, ensure_ascii=False)
-    else:
-        calls = ((str(_function(call).get("name", "")), _json_of(call)) for call in
-                 message["tool_calls"])  # fmt: skip
-        text = "\n".join([in_words(name, arguments) for name, arguments in calls])
+    said: Any = functions[0] if len(functions) == 1 else functions
+    text = "\n".join(filter(None, texts)) if all(texts) else json.dumps(said, ensure_ascii=False)
     content = message.get("content")
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": join_contents(content, text, BLANK_LINE) if content else text}
+
+
+def _in_words(call: JsonObject, in_words: CallInWords | None) -> str | None:
+    name = str(_function(call).get("name", ""))
+    return None if in_words is None else in_words(name, _json_of(call))
 
 
 def results_in_words(messages: list[Message]) -> list[Message]:
