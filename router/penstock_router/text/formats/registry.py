@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock_router.text.formats.base import CallFormat
+from penstock_router.text.formats.channel_formats.harmony import HARMONY
+from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.formats.json_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from penstock_router.text.formats.json_formats.hermes import HERMES
 from penstock_router.text.formats.json_formats.llama_json import LlamaJsonFormat
@@ -17,6 +19,7 @@ from penstock_router.text.reasoning import AUTO, NONE
 # A row a format, with the names that other servers use for it; in the order in which templates are
 # tested: formats with marks before those with words.
 _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
+    (HARMONY, ("openai", "gpt_oss", "openai_gptoss")),
     (DEEPSEEK_V3, ("deepseek",)),
     (DEEPSEEK_V31, ()),
     (MistralFormat(), ()),
@@ -29,6 +32,10 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
 )
 FORMATS: Mapping[str, CallFormat] = {
     name: each for each, others in _ROWS for name in (each.name, *others)
+}
+# Those that read reasoning too, by the same names.
+CHANNELS: Mapping[str, ChannelFormat] = {
+    name: each for name, each in FORMATS.items() if isinstance(each, ChannelFormat)
 }
 
 

@@ -1,0 +1,161 @@
+"""Answers in channels: the text, and what is meant by it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from penstock_router.request import Tool
+
+TOOLS = (
+    Tool(
+        "get_weather",
+        {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    ),
+    Tool("now"),
+    Tool("python", {"type": "object", "properties": {"code": {"type": "string"}}}),
+)
+_OSLO: tuple[str, Any] = ("get_weather", {"city": "Oslo"})
+_NOW: tuple[str, Any] = ("now", {})
+
+
+class Case(NamedTuple):
+    """One answer of a model of a family."""
+
+    format: str
+    text: str
+    reasoning: str = ""
+    content: str = ""
+    # Each call's name, and its arguments: a text where they are not whole.
+    calls: list[tuple[str, Any]] = []
+    # None: those above.
+    tools: tuple[Tool, ...] | None = None
+    begun: bool = False
+    was_cut: bool = False
+    # Whether marks stand in it that are none: as tokens they would be.
+    has_mentions: bool = False
+
+
+def _harmony(text: str, *read: Any, **options: Any) -> Case:
+    """Written with `[a]` and the like for marks."""
+    marks = {
+        "[s]": "<|start|>assistant",
+        "[a]": "<|channel|>analysis<|message|>",
+        "[c]": "<|channel|>commentary",
+        "[f]": "<|channel|>final<|message|>",
+        "[j]": " <|constrain|>json<|message|>",
+        "[m]": "<|message|>",
+        "[e]": "<|end|>",
+        "[call]": "<|call|>",
+    }
+    for short, mark in marks.items():
+        text = text.replace(short, mark)
+    return Case("harmony", text, *read, **options)
+
+
+_GET = " to=functions.get_weather"
+_CITY = '{"city": "Oslo"}'
+
+HARMONY = [
+    _harmony("[a]Hm. Simple.[e][s][f]It is 4.", "Hm. Simple.", "It is 4."),
+    _harmony("[a]Hm.[e][s][f]It is 4.<|return|>", "Hm.", "It is 4."),
+    _harmony("[f] It is 4. \n", "", " It is 4. \n"),
+    _harmony(f"[a]Hm.[e][s][c]{_GET}[j]{_CITY}[call]", "Hm.", "", [_OSLO]),
+    _harmony(f"[a]Hm.[e][s][c]{_GET}[j]{_CITY}", "Hm.", "", [_OSLO]),
+    # The recipient behind the role, no <|constrain|>, in the channel of reasoning.
+    _harmony(f"[a]Hm.[e][s]{_GET}[c] json[m]{_CITY}[call]", "Hm.", "", [_OSLO]),
+    _harmony(f"{_GET}[c] json[m]{_CITY}[call]", "", "", [_OSLO]),
+    _harmony(f"<|channel|>analysis{_GET} code[m]{_CITY}[call]", "", "", [_OSLO]),
+    _harmony(f"[c]{_GET}[m]{_CITY}[call]", "", "", [_OSLO]),
+    # A preamble; several messages of each kind; several calls.
+    _harmony(f"[c][m]I look.[e][s][c]{_GET}[j]{_CITY}[call]", "", "I look.", [_OSLO]),
+    _harmony("[a]a[e][s][a]b[e][s][c][m]c[e][s][f]d[e]", "a\nb", "c\nd"),
+    _harmony(
+        f"[c]{_GET}[j]{_CITY}[call][s][a]Hm.[e][s][c] to=functions.now[j]{{}}[call]",
+        "Hm.",
+        "",
+        [_OSLO, _NOW],
+    ),
+    # No marks at all.
+    _harmony("It is 4, a < b.", "", "It is 4, a < b."),
+    _harmony("  assistant to=functions.now is it", "", "  assistant to=functions.now is it"),
+    # Headers that are malformed.
+    _harmony(f"<|start|>assistant<|channel|>final{_GET}[j]{_CITY}[call]", "", "", [_OSLO]),
+    _harmony(f"[c]{_GET}<|constrain|>response[m]{_CITY}[call]", "", "", [_OSLO]),
+    _harmony(f"[c]{_GET} commentary <|constrain|>json[m]{_CITY}[call]", "", "", [_OSLO]),
+    _harmony(f"[c][c]{_GET}[j]{_CITY}[call]", "", "", [_OSLO]),
+    _harmony(f"[c]to=functions.get_weather[c]json[m]{_CITY}[call]", "", "", [_OSLO]),
+    _harmony(f"[c]{_GET} <|constrain|>json{_CITY}[call]", "", "", [_OSLO]),
+    _harmony(f"[c] to=get_weather[j]{_CITY}[call]", "", "", [_OSLO]),
+    _harmony("[a]a[e]assistant[f]b", "a", "b"),
+    _harmony("[a]a[e][f]b", "a", "b"),
+    _harmony("[a]a[s][f]b", "a", "b"),
+    _harmony("[a]a[f]b", "a", "b"),
+    _harmony("[s][f]b", "", "b"),
+    _harmony("[m]b[e]", "", "b"),
+    _harmony("[s][m]b[e]", "", "b"),
+    _harmony("<|channel|>analysis We[e][s]<|channel|>finalThe end", " We", "The end"),
+    _harmony("<|channel|>thoughts[m]a[e][s][f]b", "", "a\nb"),
+    _harmony("[a]a[e][e]\n[s][f][m]b[e][e]\n", "a", "b"),
+    _harmony(f"[c]{_GET}[j]{_CITY}[call][call]\n", "", "", [_OSLO]),
+    # Arguments that are nearly right, in quotes, or none.
+    _harmony(
+        f'[c]{_GET}[j]{{"city": "a\nb", "days": None,}}}}[call]',
+        "",
+        "",
+        [("get_weather", {"city": "a\nb", "days": None})],
+    ),
+    _harmony(f'[c]{_GET}[j]{{"city": "Oslo"[call]', "", "", [_OSLO]),
+    _harmony(f'[c]{_GET}[j]{{"city": "Oslo"', "", "", [_OSLO]),
+    _harmony(f'[c]{_GET}[j]"{{\\"city\\": \\"Oslo\\"}}"[call]', "", "", [_OSLO]),
+    _harmony("[c] to=functions.now[j]null[call]", "", "", [_NOW]),
+    _harmony("[c] to=functions.now[j][call]", "", "", [_NOW]),
+    _harmony("[c] to=functions.now[j]", "", "", [_NOW]),
+    _harmony(f"[c]{_GET}[j]in Oslo[call][s][f]b", "", "in Oslo\nb"),
+    # Functions that the request has not, and OpenAI's own tools.
+    _harmony("[c] to=functions.launch[j]{}[call]", "", "", [("launch", {})]),
+    _harmony(f"[c]{_GET}[j]{_CITY}[call]", "", _CITY, tools=()),
+    _harmony(f"<|channel|>analysis{_GET}[j]{_CITY}[call]", "", _CITY, tools=()),
+    _harmony("[c] to=python code[m]a = '\n'[call]", "", "", [("python", {"code": "a = '\n'"})]),
+    _harmony("[c] to=python code[m]{1: 2}", "", "", [("python", {"code": "{1: 2}"})]),
+    _harmony('[c] to=python[m]{"code": "1"}[call]', "", "", [("python", {"code": "1"})]),
+    _harmony("[c] to=python code[m]print(1)[call]", "", "print(1)", tools=TOOLS[:2]),
+    _harmony('<|channel|>analysis to=browser.search code[m]{"q": 1}[call]', '{"q": 1}'),
+    _harmony(
+        '[c] to=container.exec code[m]{"cmd": "ls"}[call]',
+        "",
+        "",
+        [("container.exec", {"cmd": "ls"})],
+        tools=(Tool("container.exec"),),
+    ),
+    # Answers that are cut off.
+    _harmony("[a]We ne", "We ne", was_cut=True),
+    _harmony("<|channel|>analy", was_cut=True),
+    _harmony("[a]a[e]<|start|>assis", "a", was_cut=True),
+    _harmony("[c] to=functions.get_wea", was_cut=True),
+    _harmony(f"[c]{_GET}[j]", was_cut=True),
+    _harmony(f'[c]{_GET}[j]{{"city": "Os', "", "", [("get_weather", '{"city": "Os')]),
+    _harmony(
+        f'[c]{_GET}[j]{{"city": "Os"',
+        "",
+        "",
+        [("get_weather", '{"city": "Os"')],
+        was_cut=True,
+    ),
+    _harmony("[c] to=python code[m]print(", "", "", [("python", '{"code": "print(')], was_cut=True),
+    # Marks that are spoken of.
+    _harmony(
+        "[f]The <|end|> of <|channel|>analysis is <|start|>assistant, [m] or [call].",
+        "",
+        "The <|end|> of <|channel|>analysis is <|start|>assistant, <|message|> or <|call|>.",
+        has_mentions=True,
+    ),
+    _harmony("A <|channel|> is one.", "", "A <|channel|> is one.", has_mentions=True),
+    # The prompt ends within reasoning, or within an answer that goes on.
+    _harmony("Hm.[e][s][f]b", "Hm.", "b", begun=True),
+    _harmony("and so on.[e]", "", "and so on."),
+]
+
+CASES = [*HARMONY]
