@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock_router.request import Tool
@@ -29,7 +30,7 @@ class Case(NamedTuple):
     reasoning: str = ""
     content: str = ""
     # Each call's name, and its arguments: a text where they are not whole.
-    calls: list[tuple[str, Any]] = []
+    calls: Sequence[tuple[str, Any]] = ()
     # None: those above.
     tools: tuple[Tool, ...] | None = None
     begun: bool = False

@@ -52,6 +52,7 @@ _WORD = re.compile(r"[\w./:-]*")
 # Text that ends before any other message.
 _TEXT: JsonObject = {"type": "any_text", "excludes": [_START, _CHANNEL]}
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
+_STYLE = ReasoningStyle("harmony", f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class HarmonyFormat(ChannelFormat):
 
     name: str = "harmony"
     marks: tuple[str, ...] = _MARKS
-    style: ReasoningStyle = ReasoningStyle("harmony", f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END)
+    style: ReasoningStyle = _STYLE
 
     def is_of(self, template: str) -> bool:
         """The template writes channels, with the marks of this family."""
@@ -292,10 +293,12 @@ class _HarmonyReader(ChannelReader, JsonCallParser):
 
     def _is_end(self) -> Reading[bool]:
         """Whether another message, or nothing, follows a mark of the end that is plain text."""
+        was_reasoning, self.in_reasoning = self.in_reasoning, False
         self._fits = True
         yield from self._space()
         begins = (_START, _CHANNEL, f"assistant{_CHANNEL}", "assistant to=")
         self._fits = (yield from self._ahead(*_ENDS, *begins)) is not None
+        self.in_reasoning = was_reasoning
         return self._fits
 
     # Calls.
