@@ -19,7 +19,7 @@ from penstock_shard.structured_output.compiler import Compiler
 BY_NAME: dict[str, Family] = {family.format: family for family in FAMILIES}
 NAMES = sorted({each.name for each in CHANNELS.values()})
 # Tokens that end an answer, by the format; the first ends every one.
-ENDS = {"harmony": ("<|return|>", "<|call|>")}
+ENDS = {"harmony": ("<|return|>", "<|call|>"), "kimi_k3": ("<|end_of_msg|>",)}
 
 
 class Model:

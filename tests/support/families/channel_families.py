@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from support.families.family import Call, Family
+from support.families.tagged_families import value_text
 
 
 def _json(value: object) -> str:
@@ -20,6 +21,28 @@ def _harmony(calls: Sequence[Call]) -> str:
     )
 
 
+def _attribute(value: str) -> str:
+    return value.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def _kimi_k3(calls: Sequence[Call]) -> str:
+    written = []
+    for number, (name, arguments) in enumerate(calls, 1):
+        inner = "".join(
+            f'<|open|>argument key="{_attribute(key)}" type="{_type(value)}"<|sep|>'
+            f"{value_text(value)}<|close|>argument<|sep|>"
+            for key, value in arguments.items()
+        )
+        opens = f'<|open|>call tool="{_attribute(name)}" index="{number}"<|sep|>'
+        written.append(f"{opens}{inner}<|close|>call<|sep|>")
+    return f"<|open|>tools<|sep|>{''.join(written)}<|close|>tools<|sep|><|close|>message<|sep|>"
+
+
+def _type(value: object) -> str:
+    names = {bool: "boolean", str: "string", dict: "object", list: "array", type(None): "null"}
+    return names.get(type(value), "number")
+
+
 FAMILIES = (
     Family(
         "harmony",
@@ -30,5 +53,17 @@ FAMILIES = (
         is_parallel=False,
         begin="<|channel|>commentary",
         end="<|call|>",
+    ),
+    Family(
+        "kimi_k3",
+        _kimi_k3,
+        says_before=lambda text: f"<|open|>response<|sep|>{text}<|close|>response<|sep|>",
+        says_alone=lambda text: (
+            f"<|open|>response<|sep|>{text}<|close|>response<|sep|><|close|>message<|sep|>"
+        ),
+        reasons=lambda text: f"<|open|>think<|sep|>{text}<|close|>think<|sep|>",
+        has_quotes=False,
+        begin="<|open|>tools<|sep|>",
+        end="<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
     ),
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from penstock_router.text.formats.base import CallFormat
 from penstock_router.text.formats.channel_formats.harmony import HARMONY
+from penstock_router.text.formats.channel_formats.kimi_k3 import KIMI_K3
 from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.formats.json_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from penstock_router.text.formats.json_formats.hermes import HERMES
@@ -20,6 +21,7 @@ from penstock_router.text.reasoning import AUTO, NONE
 # tested: formats with marks before those with words.
 _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (HARMONY, ("openai", "gpt_oss", "openai_gptoss")),
+    (KIMI_K3, ()),
     (DEEPSEEK_V3, ("deepseek",)),
     (DEEPSEEK_V31, ()),
     (MistralFormat(), ()),

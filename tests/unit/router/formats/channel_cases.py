@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -159,4 +160,111 @@ HARMONY = [
     _harmony("and so on.[e]", "", "and so on."),
 ]
 
-CASES = [*HARMONY]
+
+def _kimi(text: str, *read: Any, **options: Any) -> Case:
+    """Written with `[think]`, `[/think]` and the like for marks."""
+    text = re.sub(r"\[/(\w+)\]", r"<|close|>\1<|sep|>", text)
+    return Case("kimi_k3", re.sub(r"\[(\w[^]]*)\]", r"<|open|>\1<|sep|>", text), *read, **options)
+
+
+_CITY_K3 = '[argument key="city" type="string"]Oslo[/argument]'
+_GET_K3 = f'[call tool="get_weather" index="1"]{_CITY_K3}[/call]'
+_ENDS_K3 = "[/message]<|end_of_msg|>"
+
+KIMI_K3 = [
+    _kimi(f"Hm.[/think][response]It is 4.[/response]{_ENDS_K3}", "Hm.", "It is 4.", begun=True),
+    _kimi("Hm.[/think][response]It is 4.", "Hm.", "It is 4.", begun=True),
+    _kimi(f"It is 4. \n[/response]{_ENDS_K3}", "", "It is 4. \n"),
+    _kimi("[think]Hm.[/think][response]4[/response]", "Hm.", "4"),
+    _kimi("[think][think]Hm.[/think][/think]\n[response][response]4[/response]", "Hm.", "4"),
+    _kimi('[message role="assistant"][think]Hm.[/think][response]4', "Hm.", "4"),
+    _kimi("Hm.[/think]4", "Hm.", "4", begun=True),
+    _kimi("Hm.[response]4[/response]", "Hm.", "4", begun=True),
+    _kimi("[think]a[/think][think]b[/think][response]c", "a\nb", "c"),
+    _kimi(
+        f"Hm.[/think][response]I look.[/response][tools]{_GET_K3}[/tools]{_ENDS_K3}",
+        "Hm.",
+        "I look.",
+        [_OSLO],
+        begun=True,
+    ),
+    _kimi(
+        f'[response][/response][tools]{_GET_K3}[call tool="now" index="2"][/call][/tools]',
+        "",
+        "",
+        [_OSLO, _NOW],
+    ),
+    # A call in reasoning that was not ended, without its block, with white space around tags.
+    _kimi(f"Hm.[tools]{_GET_K3}[/tools]", "Hm.", "", [_OSLO], begun=True),
+    _kimi(f"{_GET_K3}{_ENDS_K3}", "", "", [_OSLO]),
+    _kimi(f"[tools]\n{_GET_K3}\n[/tools]\n{_ENDS_K3}\n", "", "", [_OSLO]),
+    _kimi(f"[tools][tools]{_GET_K3}[/tools][/tools]", "", "", [_OSLO]),
+    _kimi(f"[tools]{_GET_K3}", "", "", [_OSLO]),
+    _kimi(f"[tools]{_GET_K3.removesuffix('[/call]')}[/tools]", "", "", [_OSLO]),
+    _kimi(f"[tools]{_GET_K3.removesuffix('[/call]')}", "", "", [_OSLO]),
+    _kimi(f"[tools]{_GET_K3}[/tools]more", "", "more", [_OSLO]),
+    # Values of each type, and names with quotes.
+    _kimi(
+        '[tools][call tool="now" index="1"][argument key="a" type="number"]1.5[/argument]'
+        '[argument key="b" type="boolean"]True[/argument][argument key="c" type="null"]null'
+        '[/argument][argument key="d" type="object"]{"x": {},}[/argument][argument key="e" '
+        'type="array"]["x]"][/argument][argument key="f" type="string"] 1\n"2"[/argument]'
+        '[argument key="g &quot;&amp;quot;" type="string"][/argument][/call][/tools]',
+        "",
+        "",
+        [
+            (
+                "now",
+                {"a": 1.5, "b": True, "c": None, "d": {"x": {}}, "e": ["x]"], "f": ' 1\n"2"'}
+                | {'g "&quot;': ""},
+            )
+        ],
+    ),
+    _kimi(
+        "[call tool='get_weather' index='1'][argument key='days']3[/argument][/call]",
+        "",
+        "",
+        [("get_weather", {"days": 3})],
+    ),
+    # All arguments as one object.
+    _kimi(
+        '[tools][call tool="get_weather" index="1"][json type="object"]{"city": "Oslo"}[/json]'
+        "[/call][/tools]",
+        "",
+        "",
+        [_OSLO],
+    ),
+    _kimi(
+        '[tools][call tool="now" index="1"][json type="object"]{"a": "x\ny",}[/json][/call]'
+        f"{_GET_K3}[/tools]",
+        "",
+        "",
+        [("now", {"a": "x\ny"}), _OSLO],
+    ),
+    _kimi('[tools][call tool="launch" index="1"][/call][/tools]', "", "", [("launch", {})]),
+    # Answers that are cut off.
+    _kimi("Hm, so", "Hm, so", begun=True, was_cut=True),
+    _kimi(
+        "[tools]" + _GET_K3[: _GET_K3.index("lo[/")],
+        "",
+        "",
+        [("get_weather", '{"city": "Os')],
+        was_cut=True,
+    ),
+    # Marks that are spoken of.
+    _kimi(
+        "The <|open|> and <|close|>x of [tools] and <|sep|>.",
+        "",
+        "The <|open|> and <|close|>x of <|open|>tools<|sep|> and <|sep|>.",
+        has_mentions=True,
+    ),
+    _kimi(
+        f"[tools]{_GET_K3}[/tools]",
+        "",
+        _kimi(f"[tools]{_GET_K3}").text,
+        tools=(),
+        has_mentions=True,
+    ),
+]
+
+CASES = [*HARMONY, *KIMI_K3]

@@ -20,7 +20,7 @@ from penstock_router.text.stop_strings import beginning
 class ChannelReader(CallParser):
     """Reads reasoning, content and calls, each in channels of its own."""
 
-    def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool) -> None:
+    def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool = False) -> None:
         super().__init__(tools, marks)
         # Whether it is reasoning that comes, and whether any came so far.
         self.in_reasoning = self.has_reasoning = begun
