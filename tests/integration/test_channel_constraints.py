@@ -19,7 +19,12 @@ from penstock_shard.structured_output.compiler import Compiler
 BY_NAME: dict[str, Family] = {family.format: family for family in FAMILIES}
 NAMES = sorted({each.name for each in CHANNELS.values()})
 # Tokens that end an answer, by the format; the first ends every one.
-ENDS = {"harmony": ("<|return|>", "<|call|>"), "kimi_k3": ("<|end_of_msg|>",)}
+ENDS = {
+    "harmony": ("<|return|>", "<|call|>"),
+    "kimi_k3": ("<|end_of_msg|>",),
+    "muse_glimmer": ("<|eot|>",),
+    "solar_open": ("<|eos|>",),
+}
 
 
 class Model:
@@ -32,7 +37,7 @@ class Model:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         ends = ENDS[name]
-        marks = [mark for mark in CHANNELS[name].marks if re.fullmatch(r"<[^>]*>", mark)]
+        marks = [mark for mark in CHANNELS[name].marks if re.fullmatch(r"<\|.*\|>", mark)]
         added = dict.fromkeys([*ends, *marks])
         tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in added])
         self.tokenizer = tokenizer

@@ -43,6 +43,29 @@ def _type(value: object) -> str:
     return names.get(type(value), "number")
 
 
+def _muse_glimmer(calls: Sequence[Call]) -> str:
+    written = []
+    for name, arguments in calls:
+        inner = "".join(
+            f'<atem:parameter name="{key}">{value_text(value)}</atem:parameter>\n'
+            for key, value in arguments.items()
+        )
+        written.append(
+            f' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n{inner}'
+            "</atem:invoke>\n</atem:function_calls>"
+        )
+    return "<|eom|><|start|>assistant".join(written)
+
+
+def _solar_open(calls: Sequence[Call]) -> str:
+    written = "".join(
+        f"<|tool_call:begin|>a1b2c3d{number:03}<|tool_call:name|>{name}<|tool_call:args|>"
+        f"{_json(arguments)}<|tool_call:end|>"
+        for number, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls|>{written}<|calls|>"
+
+
 FAMILIES = (
     Family(
         "harmony",
@@ -65,5 +88,24 @@ FAMILIES = (
         has_quotes=False,
         begin="<|open|>tools<|sep|>",
         end="<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+    ),
+    Family(
+        "muse_glimmer",
+        _muse_glimmer,
+        says_before=lambda text: f" to=user<|message|>{text}<|eom|><|start|>assistant",
+        says_alone=lambda text: f" to=user<|message|>{text}",
+        reasons=lambda text: f" to=self<|message|>{text}<|eom|><|start|>assistant",
+        has_quotes=False,
+        begin="<atem:function_calls>\n",
+        end="\n</atem:function_calls>",
+    ),
+    Family(
+        "solar_open",
+        _solar_open,
+        says_before=lambda text: f"<|content|>{text}<|end|><|begin|>assistant",
+        says_alone=lambda text: f"<|content|>{text}<|end|>",
+        reasons=lambda text: f"<|think|>{text}<|end|><|begin|>assistant",
+        begin="<|tool_calls|>",
+        end="<|tool_call:end|><|calls|>",
     ),
 )

@@ -83,4 +83,79 @@ _KIMI_K3 = """\
 {%- endif %}
 """
 
-TEMPLATES: dict[str, str] = {"harmony": _HARMONY, "kimi_k3": _KIMI_K3}
+_MUSE_GLIMMER = """\
+{{- "<|start|>system<|message|>You are a model.\\n\\n" }}
+{%- if tools %}
+    {{- 'Call functions by "<atem:function_calls>":\\n' }}
+    {%- for tool in tools %}{{- (tool.function | tojson) + "\\n" }}{%- endfor %}
+{%- endif %}
+{{- '# Valid recipients: "self", "user".<|eot|>' }}
+{%- for message in messages %}
+    {%- if message.role == "tool" %}
+        {{- "<|start|>tool<|message|><tool_output>\\n" + message.content + "\\n</tool_output>" }}
+        {{- "<|eot|>" }}
+    {%- elif message.role == "assistant" %}
+        {%- if message.reasoning_content %}
+            {{- "<|start|>assistant to=self<|message|>" + message.reasoning_content + "<|eom|>" }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- "<|start|>assistant to=" + call.function.name + "<|message|>" }}
+            {{- '<atem:function_calls>\\n<atem:invoke name="' + call.function.name + '">\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<atem:parameter name="' + key + '">' }}
+                {{- (value if value is string else value | tojson) + "</atem:parameter>\\n" }}
+            {%- endfor %}
+            {{- "</atem:invoke>\\n</atem:function_calls>" }}
+            {{- "<|eot|>" if loop.last else "<|eom|>" }}
+        {%- else %}
+            {{- "<|start|>assistant to=user<|message|>" + message.content + "<|eot|>" }}
+        {%- endfor %}
+    {%- else %}
+        {{- "<|start|>" + message.role + "<|message|>" + message.content + "<|eot|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|start|>assistant" }}{%- endif %}
+"""
+
+_SOLAR_OPEN = """\
+{%- if tools %}
+    {{- "<|begin|>system<|content|>Call by <|tool_call:begin|>id<|tool_call:name|>..\\n" }}
+    {{- (tools | tojson) + "<|end|>" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "tool" %}
+        {{- "<|begin|>tool<|tool_response|><|tool_response:begin|>" + message.tool_call_id }}
+        {{- "<|tool_response:result|>" + message.content + "<|tool_response:end|><|end|>" }}
+    {%- elif message.role == "assistant" %}
+        {%- if message.reasoning %}
+            {{- "<|begin|>assistant<|think|>" + message.reasoning + "<|end|>" }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {{- "<|begin|>assistant<|tool_calls|>" }}
+            {%- for call in message.tool_calls %}
+                {{- "<|tool_call:begin|>" + call.id + "<|tool_call:name|>" + call.function.name }}
+                {{- "<|tool_call:args|>" + (call.function.arguments | tojson) }}
+                {{- "<|tool_call:end|>" }}
+            {%- endfor %}
+            {{- "<|calls|>" }}
+        {%- else %}
+            {{- "<|begin|>assistant<|content|>" + message.content + "<|end|>" }}
+        {%- endif %}
+    {%- else %}
+        {{- "<|begin|>" + message.role + "<|content|>" + message.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {%- if reasoning_effort is defined and reasoning_effort == "low" %}
+        {{- "<|begin|>assistant<|think|><|end|>" }}
+    {%- endif %}
+    {{- "<|begin|>assistant" }}
+{%- endif %}
+"""
+
+TEMPLATES: dict[str, str] = {
+    "harmony": _HARMONY,
+    "kimi_k3": _KIMI_K3,
+    "muse_glimmer": _MUSE_GLIMMER,
+    "solar_open": _SOLAR_OPEN,
+}

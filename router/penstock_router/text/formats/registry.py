@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from penstock_router.text.formats.base import CallFormat
 from penstock_router.text.formats.channel_formats.harmony import HARMONY
 from penstock_router.text.formats.channel_formats.kimi_k3 import KIMI_K3
+from penstock_router.text.formats.channel_formats.muse_glimmer import MUSE_GLIMMER
+from penstock_router.text.formats.channel_formats.solar_open import SOLAR_OPEN
 from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.formats.json_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from penstock_router.text.formats.json_formats.hermes import HERMES
@@ -22,6 +24,8 @@ from penstock_router.text.reasoning import AUTO, NONE
 _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (HARMONY, ("openai", "gpt_oss", "openai_gptoss")),
     (KIMI_K3, ()),
+    (MUSE_GLIMMER, ("muse",)),
+    (SOLAR_OPEN, ()),
     (DEEPSEEK_V3, ("deepseek",)),
     (DEEPSEEK_V31, ()),
     (MistralFormat(), ()),

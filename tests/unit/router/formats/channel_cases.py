@@ -267,4 +267,142 @@ KIMI_K3 = [
     ),
 ]
 
-CASES = [*HARMONY, *KIMI_K3]
+
+def _muse(text: str, *read: Any, **options: Any) -> Case:
+    """Written with `[self]` and the like for what begins a message."""
+    text = text.replace("[m]", "<|message|>").replace("[s]", "<|start|>assistant")
+    text = text.replace("[eom]", "<|eom|>").replace("[eot]", "<|eot|>")
+    for name in ("self", "user", "get_weather", "now"):
+        text = text.replace(f"[{name}]", f" to={name}<|message|>")
+    return Case("muse_glimmer", text, *read, **options)
+
+
+_INVOKE = '<atem:invoke name="get_weather">\n<atem:parameter name="city">Oslo</atem:parameter>\n'
+_GET_ATEM = f"<atem:function_calls>\n{_INVOKE}</atem:invoke>\n</atem:function_calls>"
+_NOW_ATEM = (
+    '<atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>'
+)
+
+MUSE_GLIMMER = [
+    _muse("[self]Hm. Simple.[eom][s][user]It is 4.[eot]", "Hm. Simple.", "It is 4."),
+    _muse("[self]Hm.[eom][s][user]It is 4.", "Hm.", "It is 4."),
+    _muse("[user] It is 4. \n", "", " It is 4. \n"),
+    _muse(f"[self]Hm.[eom][s][get_weather]{_GET_ATEM}[eot]", "Hm.", "", [_OSLO]),
+    _muse(
+        f"[self]a[eom][s][user]I look.[eom][s][get_weather]{_GET_ATEM}[eom][s][self]b[eom]"
+        f"[s][now]{_NOW_ATEM}",
+        "ab",
+        "I look.",
+        [_OSLO, _NOW],
+    ),
+    # Several in one message, in one to the user, without the mark, with white space.
+    _muse(f"[get_weather]{_GET_ATEM}\n{_NOW_ATEM}[eot]", "", "", [_OSLO, _NOW]),
+    _muse(f"[user]Well {_GET_ATEM}[eot]", "", "Well ", [_OSLO]),
+    _muse(f"[self]a[eom][s] to=get_weather\n\n{_GET_ATEM}[eot]", "a", "", [_OSLO]),
+    _muse(f"[get_weather]\n{_GET_ATEM}\n[eot]\n", "", "", [_OSLO]),
+    _muse(f"[get_weather][m]{_GET_ATEM}[eot][eot]", "", "", [_OSLO]),
+    _muse(f"[get_weather]<atem:function_calls>\n{_INVOKE}[eot]", "", "", [_OSLO]),
+    _muse(f"[get_weather]<atem:function_calls>\n{_INVOKE}", "", "", [_OSLO]),
+    # No marks, headers that are malformed.
+    _muse("It is 4, a < b.", "", "It is 4, a < b."),
+    _muse("to=self is it", "", "to=self is it"),
+    _muse("[s][self]a[s][user]b", "a", "b"),
+    _muse("[self]a[eom]assistant to=user[m]b", "a", "b"),
+    _muse("[self]a[eom][eom]\n[s][m]b[eot]", "a", "b"),
+    # Values by the function's schema.
+    _muse(
+        '[get_weather]<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter '
+        'name="days">3</atem:parameter>\n<atem:parameter name="city"> 4\n</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>[eot]",
+        "",
+        "",
+        [("get_weather", {"days": 3, "city": " 4\n"})],
+    ),
+    _muse(f"[get_weather]{_GET_ATEM}[eot]", "", _GET_ATEM, tools=(), has_mentions=True),
+    _muse("[get_weather]I cannot.[eot]", "", "I cannot."),
+    # Answers that are cut off.
+    _muse("[self]We ne", "We ne", was_cut=True),
+    _muse(
+        f"[get_weather]<atem:function_calls>\n{_INVOKE[: _INVOKE.index('lo</')]}",
+        "",
+        "",
+        [("get_weather", '{"city": "Os')],
+        was_cut=True,
+    ),
+    _muse("Hm.[eom][s][user]b", "Hm.", "b", begun=True),
+    # Marks that are spoken of.
+    _muse(
+        "[user]The <|eom|> and [s] of <atem:function_calls> and <|message|>.",
+        "",
+        "The <|eom|> and <|start|>assistant of <atem:function_calls> and <|message|>.",
+        has_mentions=True,
+    ),
+]
+
+
+def _solar(text: str, *read: Any, **options: Any) -> Case:
+    """Written with `[a]` for what begins another message, and `[think]` and the like."""
+    text = text.replace("[a]", "<|begin|>assistant")
+    return Case("solar_open", re.sub(r"\[([a-z_:]+)\]", r"<|\1|>", text), *read, **options)
+
+
+def _solar_call(name: str, arguments: str) -> str:
+    begin = f"[tool_call:begin]a1b2c3d4e5[tool_call:name]{name}"
+    return f"{begin}[tool_call:args]{arguments}[tool_call:end]"
+
+
+_GET_SOLAR = _solar_call("get_weather", _CITY)
+
+SOLAR_OPEN = [
+    _solar("[think]Hm. Simple.[end][a][content]It is 4.[end]", "Hm. Simple.", "It is 4."),
+    _solar("[think]Hm.[end][a][content]It is 4.", "Hm.", "It is 4."),
+    _solar("[content] It is 4. \n", "", " It is 4. \n"),
+    _solar(f"[think]Hm.[end][a][tool_calls]{_GET_SOLAR}[calls]", "Hm.", "", [_OSLO]),
+    _solar(
+        f"[content]I look.[end][a][tool_calls]{_GET_SOLAR}{_solar_call('now', '{}')}[calls]",
+        "",
+        "I look.",
+        [_OSLO, _NOW],
+    ),
+    _solar(f"[tool_calls]\n{_GET_SOLAR}\n{_GET_SOLAR}\n[calls]\n", "", "", [_OSLO, _OSLO]),
+    _solar(f"[tool_calls][tool_calls]{_GET_SOLAR}[calls][calls]", "", "", [_OSLO]),
+    _solar(f"[tool_calls]{_GET_SOLAR}", "", "", [_OSLO]),
+    _solar(f"{_GET_SOLAR}[calls]", "", "", [_OSLO]),
+    _solar(f"[think]a[tool_calls]{_GET_SOLAR}[calls]", "a", "", [_OSLO]),
+    _solar(f"[tool_calls]{_solar_call('now', '')}[calls]", "", "", [_NOW]),
+    _solar(
+        f"[tool_calls]{_GET_SOLAR.removesuffix('}[tool_call:end]')}[tool_call:end][calls]",
+        "",
+        "",
+        [_OSLO],
+    ),
+    _solar(f"[tool_calls]{_GET_SOLAR.removesuffix('}[tool_call:end]')}", "", "", [_OSLO]),
+    _solar(f"[tool_calls]{_solar_call('launch', '{}')}[calls]", "", "", [("launch", {})]),
+    _solar(f"[tool_calls]{_GET_SOLAR.replace('a1b2c3d4e5', '')}[calls]", "", "", [_OSLO]),
+    # No marks, headers that are malformed.
+    _solar("It is 4, a < b.", "", "It is 4, a < b."),
+    _solar("[a][think]a[a][content]b", "a", "b"),
+    _solar("[think]a[end]assistant[content]b", "a", "b"),
+    _solar("[think]a[end][content]b", "a", "b"),
+    _solar("[think][think]a[end][end]\n[a][content]b[end]\n", "a", "b"),
+    _solar("[think]a[end][a][think]b[end][a][content]c", "a\nb", "c"),
+    # Answers that are cut off.
+    _solar("[think]We ne", "We ne", was_cut=True),
+    _solar(
+        "[tool_calls]" + _GET_SOLAR[: _GET_SOLAR.index('lo"')],
+        "",
+        "",
+        [("get_weather", '{"city": "Os')],
+        was_cut=True,
+    ),
+    _solar("Hm.[end][a][content]b", "Hm.", "b", begun=True),
+    # Marks that are spoken of.
+    _solar(
+        "[content]The [think] and [end] and [a] of [tool_calls].",
+        "",
+        "The <|think|> and <|end|> and <|begin|>assistant of <|tool_calls|>.",
+        has_mentions=True,
+    ),
+]
+
+CASES = [*HARMONY, *KIMI_K3, *MUSE_GLIMMER, *SOLAR_OPEN]

@@ -79,7 +79,7 @@ def parsed(text: str) -> Any:
 
 def tokens_of(case: Case) -> tuple[list[str], Marks]:
     """The answer where every mark is a token: the text of each token."""
-    texts = [mark for mark in CHANNELS[case.format].marks if re.fullmatch(r"<[^>]*>", mark)]
+    texts = [mark for mark in CHANNELS[case.format].marks if re.fullmatch(r"<\|.*\|>", mark)]
     marks = Marks(dict(enumerate(texts)))
     cut = re.split(f"({'|'.join(map(re.escape, texts))})", case.text)
     parts = [[TOKEN + part] if part in texts else list(part) for part in cut]
@@ -116,8 +116,9 @@ def test_marks_that_are_tokens_are_read_too_and_never_shown(case: Case) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_characters_as_a_mark_that_is_a_token_are_text(name: str) -> None:
     family = BY_NAME[name]
+    assert family.reasons is not None
     _, marks = tokens_of(Case(name, ""))
-    for text in (family.says_alone("hello"), family.write([("now", {"a": 1})])):
+    for text in (family.says_alone("hello"), family.reasons("hm") + family.says_alone("hello")):
         reader = CHANNELS[name].channels(TOOLS, marks)
         pieces = join_pieces([*reader.feed(text), *reader.flush()])
         assert pieces == [Piece(PieceKind.CONTENT, text)]

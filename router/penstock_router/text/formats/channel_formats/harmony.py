@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_router.argument_kinds import STRING, kinds_of_argument
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import FREE_WRITING, ToolParser, Writing
-from penstock_router.text.formats.channel_formats.channel_reader import ChannelReader
+from penstock_router.text.formats.channel_formats.message_reader import Header, MessageReader
 from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
 from penstock_router.text.formats.reading.json_mender import mended_object
@@ -118,41 +118,27 @@ def _message(channel: str, text: JsonObject, end: str) -> JsonObject:
     return tag(f"{_CHANNEL}{channel}{_MESSAGE}", text, end)
 
 
-@dataclass(slots=True)
-class _Header:
-    """What is known of a message."""
-
-    channel: str = ""
-    recipient: str = ""
-    # What follows it, as it says: "json", "code".
-    kind: str = ""
-    # Whether a mark of a header was read.
-    is_marked: bool = False
-    num_words: int = 0
-
-
-class _HarmonyReader(ChannelReader, JsonCallParser):
+class _HarmonyReader(MessageReader, JsonCallParser):
     """Reads one message after the other.
 
     Tolerates headers without `<|start|>`, `<|message|>` or `<|constrain|>`, with parts twice or in
-    another order, and ends that are missing before the next message. Where marks are plain text,
-    one within a text counts only if the rest of a message stands behind it.
+    another order, and ends that are missing before the next message.
     """
 
+    _openers = (_START, _CHANNEL)
+    _closers = _ENDS
+    _others = (_MESSAGE, _CONSTRAIN)
+    _unmarked = (f"assistant{_CHANNEL}", "assistant to=")
     _ends = (*_ENDS, _START)
     _ends_with_answer = True
 
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool) -> None:
-        super().__init__(tools, marks, begun=begun)
-        # The header of the next message, if it was read already.
-        self._next = _Header(channel=_ANALYSIS) if begun else None
-        # Whether a message has come to its end.
-        self._has_ended = False
+        super().__init__(tools, marks)
+        if begun:
+            self._next = Header(channel=_ANALYSIS)
+            self._open(is_reasoning=True)
 
-    def _read(self) -> Reading[None]:
-        header, self._next = self._next, None
-        if header is None:
-            header = yield from self._first_header()
+    def _message(self, header: Header) -> Reading[None]:
         name = self._function_of(header)
         if name is not None:
             yield from self._called(name, header)
@@ -163,7 +149,7 @@ class _HarmonyReader(ChannelReader, JsonCallParser):
         yield from self._body(self._content)
         self._drop()
 
-    def _function_of(self, header: _Header) -> str | None:
+    def _function_of(self, header: Header) -> str | None:
         """The function that the message is to; None: it is text."""
         recipient = header.recipient
         name = recipient.removeprefix(_NAMESPACE)
@@ -176,36 +162,18 @@ class _HarmonyReader(ChannelReader, JsonCallParser):
 
     # Headers.
 
-    def _first_header(self) -> Reading[_Header]:
-        """Read the header at the beginning of an answer or behind a message. Where there is none,
-        what follows is text, and what was read of it is held.
-        """
-        # White space behind a message is no text.
-        self._fits = self._has_ended
-        self.in_reasoning = False
-        header = _Header()
-        try:
-            yield from self._space()
-            while self._has_ended and (yield from self._any_of(*_ENDS)) is not None:
-                self._drop()
-                yield from self._space()
-            header.is_marked = (yield from self._any_of(_START)) is not None
-            self._fits = self._fits or header.is_marked
-            yield from self._role(header)
-            yield from self._rest(header, is_strict=False)
-        except Misfit:
-            return _Header()
-        return header
-
-    def _role(self, header: _Header) -> Reading[None]:
-        """The word behind `<|start|>`, which may be missing with it."""
+    def _header(self, header: Header, *, is_strict: bool) -> Reading[None]:
+        header.is_marked = (yield from self._any_of(_START)) is not None
+        self._fits = self._fits or (header.is_marked and not is_strict)
         yield from self._space()
-        if (yield from self._any_of("assistant")) is not None or not header.is_marked:
-            return
-        if (yield from self._ahead("to=")) is None:
-            yield from self._name()
+        if (yield from self._any_of("assistant")) is None and header.is_marked:
+            if is_strict:
+                raise Misfit
+            if (yield from self._ahead("to=")) is None:
+                yield from self._name()
+        yield from self._rest(header, is_strict=is_strict)
 
-    def _rest(self, header: _Header, *, is_strict: bool) -> Reading[None]:
+    def _rest(self, header: Header, *, is_strict: bool) -> Reading[None]:
         """Read a header up to its mark or, if not strict, to what cannot be part of it any more,
         which is held. Raises `Misfit` if it is none.
         """
@@ -218,7 +186,9 @@ class _HarmonyReader(ChannelReader, JsonCallParser):
             if mark == _MESSAGE:
                 self._drop()
                 return
-            if mark is None and not (yield from self._named(header, is_strict=is_strict)):
+            if mark is None and not (
+                yield from self._recipient_or_word(header, is_strict=is_strict)
+            ):
                 break
             if mark == _CHANNEL:
                 yield from self._channel(header)
@@ -230,12 +200,12 @@ class _HarmonyReader(ChannelReader, JsonCallParser):
         if is_strict or not _is_sure(header):
             raise Misfit
 
-    def _channel(self, header: _Header) -> Reading[None]:
+    def _channel(self, header: Header) -> Reading[None]:
         yield from self._space()
         known = yield from self._any_of(*_CHANNELS)
         header.channel = known or (yield from self._name())
 
-    def _named(self, header: _Header, *, is_strict: bool) -> Reading[bool]:
+    def _recipient_or_word(self, header: Header, *, is_strict: bool) -> Reading[bool]:
         """Read the recipient, or a word that is nothing known: without a mark behind it, that is
         text. Returns whether there was either.
         """
@@ -257,53 +227,9 @@ class _HarmonyReader(ChannelReader, JsonCallParser):
         while (yield from self._any_of(_MESSAGE)) is not None:
             self._drop()
 
-    # Texts.
-
-    def _body(self, show: Callable[[str], None]) -> Reading[None]:
-        """Pass a message's text on up to its end."""
-        while True:
-            mark = yield from self._text_until(*_MARKS, show=show)
-            if self._is_token(mark) and mark in (_START, _CHANNEL):
-                # It is left to the next message.
-                self._at -= len(self._held.pop())
-                break
-            if (yield from self._is_over(mark)):
-                break
-            text, self._held = "".join(self._held), []
-            show(text)
-        self._has_ended = True
-
-    def _is_over(self, mark: str) -> Reading[bool]:
-        """Whether a message ends with this mark, which is held."""
-        if mark in (_MESSAGE, _CONSTRAIN):
-            return False
-        if mark in _ENDS:
-            return self._is_token(mark) or (yield from self._is_end())
-        header = _Header(is_marked=True)
-        try:
-            if mark == _START:
-                yield from self._expect("assistant")
-            else:
-                yield from self._channel(header)
-            yield from self._rest(header, is_strict=True)
-        except Misfit:
-            return False
-        self._next = header
-        return True
-
-    def _is_end(self) -> Reading[bool]:
-        """Whether another message, or nothing, follows a mark of the end that is plain text."""
-        was_reasoning, self.in_reasoning = self.in_reasoning, False
-        self._fits = True
-        yield from self._space()
-        begins = (_START, _CHANNEL, f"assistant{_CHANNEL}", "assistant to=")
-        self._fits = (yield from self._ahead(*_ENDS, *begins)) is not None
-        self.in_reasoning = was_reasoning
-        return self._fits
-
     # Calls.
 
-    def _called(self, name: str, header: _Header) -> Reading[None]:
+    def _called(self, name: str, header: Header) -> Reading[None]:
         """A call, from behind its header to its end."""
         self._has_ended = True
         try:
@@ -353,17 +279,14 @@ class _HarmonyReader(ChannelReader, JsonCallParser):
             self._call(name, mended)
             yield from self._ended()
             return
-        self._open(is_reasoning=False)
-        self._give_back()
-        yield from self._body(self._content)
-        self._drop()
+        yield from self._text_message(is_reasoning=False)
 
 
-def _is_reasoning(header: _Header) -> bool:
+def _is_reasoning(header: Header) -> bool:
     return header.channel == _ANALYSIS and not header.recipient.startswith(_NAMESPACE)
 
 
-def _is_sure(header: _Header) -> bool:
+def _is_sure(header: Header) -> bool:
     """Whether it is a header, also without the mark at its end."""
     return header.is_marked and (header.channel in _CHANNELS or header.recipient != "")
 
