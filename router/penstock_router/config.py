@@ -26,7 +26,7 @@ from penstock_common.tls import Tls
 from penstock_router import flag_values as values
 from penstock_router.request import MAX_TIMEOUT_S
 from penstock_router.store.response_store import MIN_BYTES
-from penstock_router.text.formats.registry import FORMATS
+from penstock_router.text.formats.registry import CHANNELS, FORMATS
 from penstock_router.text.reasoning import AUTO, STYLES
 
 # Larger counts overflow somewhere.
@@ -105,7 +105,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     reasoning_parser: str = flag(
         AUTO,
         "how they mark reasoning: auto goes by the chat template, none leaves it in the text; "
-        f"{', '.join(STYLES)}",
+        f"{', '.join((*STYLES, *CHANNELS))}",
         metavar="NAME",
         read=values.reasoning_parser,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock_client.fleet.allowed_networks import Network, parse_network
 from penstock_common.flags import one_of, short
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
-from penstock_router.text.formats.registry import FORMATS
+from penstock_router.text.formats.registry import CHANNELS, FORMATS
 from penstock_router.text.reasoning import AUTO, NONE, STYLES
 
 # A name as DNS has it, also with a wildcard, or an IP address.
@@ -60,7 +60,7 @@ def tool_call_parser(text: str) -> str:
 
 
 def reasoning_parser(text: str) -> str:
-    return one_of((AUTO, NONE, *STYLES))(text.replace("-", "_"))
+    return one_of((AUTO, NONE, *STYLES, *CHANNELS))(text.replace("-", "_"))
 
 
 def chat_template(path: str) -> str:

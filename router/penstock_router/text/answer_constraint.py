@@ -16,6 +16,7 @@ from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest, Options, Tool
 from penstock_router.text.formats.base import CallFormat
+from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.reasoning import ReasoningStyle
 from penstock_router.text.structural_tag_builder import (
     ANY_TEXT,
@@ -50,12 +51,14 @@ def answer_constraint(
     """
     if not isinstance(request, ChatRequest):
         return request.constraint
-    answer = _with_calls(request, tool_format)
+    answer, has_channels = _with_calls(request, tool_format), isinstance(tool_format, ChannelFormat)
     if answer is None:
-        if request.constraint is None or style is None:
+        if request.constraint is None or (style is None and not has_channels):
             return request.constraint
-        answer = format_of(request.constraint)
-    if style is not None:
+        answer = _text_of(request.constraint, tool_format)
+    if style is not None and isinstance(tool_format, ChannelFormat):
+        answer = tool_format.reasoned(answer, begun=begun)
+    elif style is not None:
         answer = sequence(*_reasoning(style, begun), answer)
     value = msgspec.json.encode({"type": "structural_tag", "format": answer})
     return Constraint(ConstraintKind.STRUCTURAL_TAG, value.decode())
@@ -85,10 +88,16 @@ def _with_calls(request: ChatRequest, tool_format: CallFormat | None) -> JsonObj
         return tool_format.calls(tools, required=True, parallel=parallel)
     if request.constraint is not None:
         calls = tool_format.calls(tools, required=True, parallel=parallel)
-        return either([calls, format_of(request.constraint)])
+        return either([calls, _text_of(request.constraint, tool_format)])
     if parallel and not any(tool.strict for tool in tools):
         return None
     return tool_format.calls(tools, required=False, parallel=parallel)
+
+
+def _text_of(constraint: Constraint, tool_format: CallFormat | None) -> Any:
+    """The format of an answer that is text of this constraint."""
+    text = format_of(constraint)
+    return tool_format.said(text) if isinstance(tool_format, ChannelFormat) else text
 
 
 # ---- Reasoning ---------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ a surrogate pair, which no decoded text has. Whatever is shown of an answer goes
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,8 +30,17 @@ class Marks:
     tokens: Mapping[int, str] = field(default_factory=dict)
 
     def spelled(self, mark: str) -> str:
-        """The mark as it stands in an answer's text."""
-        return TOKEN + mark if mark in self.tokens.values() else mark
+        """The mark as it stands in an answer's text; tokens may be only parts of it."""
+        texts = tuple(self.tokens.values())
+        if not texts or mark in texts:
+            return TOKEN + mark if texts else mark
+        return _in_parts(mark, texts)
+
+
+@functools.lru_cache(1024)
+def _in_parts(mark: str, texts: tuple[str, ...]) -> str:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest_first)), f"{TOKEN}\\g<0>", mark)
 
 
 NO_MARKS = Marks()

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from penstock_router.text.chat_template import ChatTemplate
 from penstock_router.text.formats.base import CallFormat
 from penstock_router.text.formats.channels import ChannelFormat
-from penstock_router.text.formats.registry import tool_format_of
-from penstock_router.text.reasoning import AUTO, ReasoningStyle, style_of
+from penstock_router.text.formats.registry import CHANNELS, tool_format_of
+from penstock_router.text.reasoning import AUTO, NONE, ReasoningStyle, style_of
 
 # The format of calls for models whose templates take no tools.
 _WITHOUT_TEMPLATE = "plain_json"
@@ -38,11 +38,14 @@ def conventions_of(
 ) -> Conventions:
     """What goes for a model with this chat template; the names are known ones, "auto" or "none"."""
     asked = tool_call_parser, reasoning_parser
-    if tool_call_parser == AUTO and (template is None or not template.takes_tools):
-        tool_call_parser = _WITHOUT_TEMPLATE
     source = "" if template is None else template.source
     tools_source = "" if template is None else template.tools_source
+    if reasoning_parser in CHANNELS:
+        tool_call_parser, reasoning_parser = reasoning_parser, NONE
     tool_format = tool_format_of(tools_source, tool_call_parser)
+    takes_tools = template is not None and template.takes_tools
+    if tool_call_parser == AUTO and not (takes_tools or isinstance(tool_format, ChannelFormat)):
+        tool_format = tool_format_of(tools_source, _WITHOUT_TEMPLATE)
     style = style_of(source, reasoning_parser)
     if isinstance(tool_format, ChannelFormat):
         style = tool_format.style

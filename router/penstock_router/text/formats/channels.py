@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece
 from penstock_router.text.formats.base import CallFormat
@@ -51,3 +52,13 @@ class ChannelFormat(CallFormat):
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
         """A parser for one answer; `begun`: the prompt ends within the channel of reasoning."""
+
+    @abstractmethod
+    def said(self, text: JsonObject) -> JsonObject:
+        """The format of an answer that is nothing but text: its channel, with `text` as that."""
+
+    @abstractmethod
+    def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
+        """The format of an answer behind the channel of reasoning, which may come before it or, if
+        `begun`, is open already.
+        """

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock_router.text.formats.base import CallFormat
+from penstock_router.text.formats.channel_formats.harmony import HARMONY
+from penstock_router.text.formats.channel_formats.kimi_k3 import KIMI_K3
+from penstock_router.text.formats.channel_formats.muse_glimmer import MUSE_GLIMMER
+from penstock_router.text.formats.channel_formats.solar_open import SOLAR_OPEN
+from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.formats.json_formats.apertus import APERTUS
 from penstock_router.text.formats.json_formats.cohere import COHERE, CommandRFormat
 from penstock_router.text.formats.json_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
@@ -43,6 +48,10 @@ from penstock_router.text.reasoning import AUTO, NONE
 # A row a format, with the names that other servers use for it; in the order in which templates are
 # tested: formats with marks before those with words.
 _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
+    (HARMONY, ("openai", "gpt_oss", "openai_gptoss")),
+    (KIMI_K3, ()),
+    (MUSE_GLIMMER, ("muse",)),
+    (SOLAR_OPEN, ()),
     (KIMI_K2, ()),
     (DEEPSEEK_V3, ("deepseek", "deepseekv3")),
     (DEEPSEEK_V31, ("deepseekv31",)),
@@ -76,6 +85,10 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
 )
 FORMATS: Mapping[str, CallFormat] = {
     name: each for each, others in _ROWS for name in (each.name, *others)
+}
+# Those that read reasoning too, by the same names.
+CHANNELS: Mapping[str, ChannelFormat] = {
+    name: each for name, each in FORMATS.items() if isinstance(each, ChannelFormat)
 }
 
 

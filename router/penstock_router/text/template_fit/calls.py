@@ -22,8 +22,8 @@ from penstock_router.text.template_fit.traits import (
     TemplateTraits,
 )
 
-# A function's name and its arguments as JSON -> the text with which the model calls it; None: it has
-# none of its own.
+# A function's name and its arguments as JSON -> the text with which the model calls it; None: it
+# has none of its own.
 CallInWords = Callable[[str, str], str | None]
 # A function's name and the call's number in the conversation, from 0 -> the id the model gives it;
 # None: it gives none.

@@ -112,6 +112,14 @@ class FunctionaryFormat(ChannelFormat):
         """A parser for one answer."""
         return _ChannelParser(tools, marks)
 
+    def said(self, text: JsonObject) -> JsonObject:
+        """Text that is addressed to all."""
+        return sequence(literal(f"{_ALL}\n"), text)
+
+    def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
+        """The answer: the family writes no reasoning."""
+        return answer
+
     def calls(
         self,
         tools: Sequence[Tool],

@@ -49,6 +49,8 @@ class JsonCallParser(CallParser):
 
     # Marks with which the model ends a call, also one whose JSON is not complete.
     _ends: tuple[str, ...] = ()
+    # Whether the end of an answer that the model ended itself is the end of a call.
+    _ends_with_answer = False
 
     def _value(self) -> Reading[str]:
         """Consume a JSON value and hold it; returns it, mended."""
@@ -73,10 +75,19 @@ class JsonCallParser(CallParser):
             if mender.failed:
                 yield from self._close(mender)
             elif not mender.complete:
-                if self._over:
-                    self._arguments(mender.unsaid)
+                if self._over and self._closes(mender):
+                    break
                 yield from self._more()
         self._end_call()
+
+    def _closes(self, mender: JsonMender) -> bool:
+        """Whether the answer's end is the value's, of which the rest is shown."""
+        if self._was_cut or not (self._ends_with_answer and mender.is_between):
+            self._arguments(mender.unsaid)
+            return False
+        mender.close()
+        self._arguments(mender.take())
+        return True
 
     def _close(self, mender: JsonMender) -> Reading[None]:
         """Complete a value behind which the model wrote the call's end; else it is a misfit."""

@@ -65,6 +65,11 @@ class JsonMender:
         self._said.clear()
         return said
 
+    @property
+    def is_between(self) -> bool:
+        """Whether nothing is missing at its end but brackets."""
+        return self._state in (self._after, self._first_key, self._first_element)
+
     def close(self) -> None:
         """The value ends here, as its writer says: write what is missing of its end."""
         missing: dict[Callable[[str, int], int], str] = {

@@ -191,8 +191,12 @@ class TaggedCallParser(CallParser):
         wraps = tuple(filter(None, (self._tags.wrap[0],)))
         mark = yield from self._until(*wraps, self._function_begin)
         self._is_marked = not wraps or mark in wraps
-        if mark in wraps:
-            yield from self._again(*wraps)
+        yield from self._calls_behind(mark)
+
+    def _calls_behind(self, mark: str) -> Reading[None]:
+        """Calls, of which this first mark is read."""
+        if mark != self._function_begin:
+            yield from self._again(mark)
             yield from self._expect(self._function_begin)
         self._is_block_over = False
         while True:

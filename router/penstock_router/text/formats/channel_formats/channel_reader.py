@@ -1,0 +1,83 @@
+"""The base class of readers of answers that are channels all over.
+
+Text is shown as what its channel is: reasoning or content. A family's reader reads one message, or
+one channel, after the other. Marks that are tokens of the tokenizer are never shown: whatever they
+were meant for, they are no text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from penstock_router.request import Tool
+from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.formats.reading.reader import CallParser, Reading, one_of
+from penstock_router.text.marks import TOKEN, Marks, plain
+from penstock_router.text.stop_strings import beginning
+
+
+class ChannelReader(CallParser):
+    """Reads reasoning, content and calls, each in channels of its own."""
+
+    # A channel of reasoning may follow any other.
+    is_over = False
+
+    def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool = False) -> None:
+        super().__init__(tools, marks)
+        # Whether it is reasoning that comes, and whether any came so far.
+        self.in_reasoning = self.has_reasoning = begun
+        # What was shown last, and whether a channel was opened since.
+        self._shown_last: PieceKind | None = None
+        self._is_new = False
+        texts = sorted(marks.tokens.values(), key=len, reverse=True)
+        self._tokens = re.compile(f"{TOKEN}(?:{'|'.join(map(re.escape, texts))})")
+
+    # Output.
+
+    def _open(self, *, is_reasoning: bool) -> None:
+        """A channel of text begins."""
+        self.in_reasoning = is_reasoning
+        self.has_reasoning = self.has_reasoning or is_reasoning
+        self._is_new = True
+
+    def _content(self, text: str) -> None:
+        """Show text of the open channel; a line break parts it from the channel before it."""
+        if TOKEN in text:
+            text = plain(self._tokens.sub("", text))
+        if not text:
+            return
+        kind = PieceKind.REASONING if self.in_reasoning else PieceKind.CONTENT
+        if self._is_new and self._shown_last is kind:
+            text = "\n" + text
+        self._is_new, self._shown_last = False, kind
+        self._pieces.append(Piece(kind, text))
+
+    def _call(self, name: str, arguments: str = "") -> None:
+        self.in_reasoning, self._shown_last = False, PieceKind.CALL
+        super()._call(name, arguments)
+
+    # Input.
+
+    def _is_token(self, mark: str) -> bool:
+        """Whether the mark is a token: then it is a mark wherever it stands."""
+        return self._marks.spelled(mark) != mark
+
+    def _text_until(self, *marks: str, show: Callable[[str], None]) -> Reading[str]:
+        """Pass text on up to a mark, and hold the mark; returns which one it was."""
+        self._fits = False
+        by_spelling = {self._marks.spelled(mark): mark for mark in marks}
+        spelled = tuple(by_spelling)
+        pattern = one_of(spelled)
+        while True:
+            found = pattern.search(self._text, self._at)
+            end = beginning(self._text, spelled, self._at) if found is None else found.start()
+            text, self._at = self._text[self._at : end], end
+            show(text)
+            if found is not None:
+                self._take(found.end())
+                return by_spelling[found.group()]
+            if self._over:
+                text, self._at = self._text[self._at :], len(self._text)
+                show(text)
+            yield from self._more()

@@ -1,0 +1,165 @@
+"""The messages of Muse Glimmer, each to somebody: ` to=self<|message|>..<|eom|>` is reasoning.
+
+One to the user is content, one to a function a call, whose arguments stand between tags:
+` to=f<|message|><atem:function_calls>\\n<atem:invoke name="f">\\n<atem:parameter name="a">..`.
+A call without tools in the request is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, ToolParser, Writing
+from penstock_router.text.formats.channel_formats.message_reader import Header, MessageReader
+from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
+from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.formats.reading.tagged_calls import (
+    TaggedCallParser,
+    TaggedFormat,
+    Tags,
+)
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.reasoning import ReasoningStyle
+from penstock_router.text.structural_tag_builder import (
+    either,
+    literal,
+    one_or_more,
+    sequence,
+    tag,
+)
+
+_START, _MESSAGE, _EOM, _EOT = "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"
+_AGAIN = f"{_EOM}{_START}assistant"
+_STYLE = ReasoningStyle("muse_glimmer", f" to=self{_MESSAGE}", _EOM)
+_TO_USER = f" to=user{_MESSAGE}"
+_TAGS = Tags(
+    wrap=("<atem:function_calls>", "</atem:function_calls>"),
+    function=('<atem:invoke name="', '">', "</atem:invoke>"),
+    argument=('<atem:parameter name="', '">', "</atem:parameter>"),
+    between=_AGAIN,
+)
+# Text that ends before any other message, and where one follows.
+_LAST: JsonObject = {"type": "any_text", "excludes": [_START, _MESSAGE]}
+_TEXT: JsonObject = {"type": "any_text", "excludes": [_MESSAGE]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
+    """The messages of Muse Glimmer."""
+
+    name: str = "muse_glimmer"
+    tags: Tags = _TAGS
+    signs: tuple[str, ...] = field(default=("to=self", _EOM, _START))
+    style: ReasoningStyle = _STYLE
+
+    @property
+    def marks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The marks of messages, and the tags of calls."""
+        return (_START, _MESSAGE, _EOM, _EOT, *self.tags.all)
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return self.channels(tools, marks)
+
+    def channels(
+        self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
+    ) -> ChannelParser:
+        """A parser for one answer; `begun`: the prompt ends within a message to itself."""
+        return _MuseGlimmerReader(tools, marks, begun=begun)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
+        """A message for each call; if not required, messages to the user before them or alone."""
+        opens, closes = f"{self.tags.wrap[0]}{self.tags.line}", self.tags.wrap[1]
+        functions = [
+            self._function_tag(
+                tool,
+                f" to={tool.name}{_MESSAGE}{opens}",
+                closes,
+                required=required,
+                writing=writing,
+            )
+            for tool in tools
+        ]
+        calls = one_or_more(functions, _AGAIN, parallel=parallel)
+        if required:
+            return calls
+        said = either([tag(_TO_USER, _TEXT, _AGAIN), literal("")])
+        return sequence(said, either([calls, self.said(_LAST), _LAST]))
+
+    def said(self, text: JsonObject) -> JsonObject:
+        """A message to the user."""
+        return sequence(literal(_TO_USER), text)
+
+    def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
+        """The answer behind a message to itself."""
+        reasoning = tag("" if begun else _STYLE.begin, _TEXT, _AGAIN)
+        return sequence(reasoning if begun else either([reasoning, literal("")]), answer)
+
+
+class _MuseGlimmerReader(TaggedCallParser, MessageReader):
+    """Reads one message after the other; a call counts in each but those to itself."""
+
+    _openers = (_START,)
+    _closers = (_EOM, _EOT)
+    _others = (_MESSAGE,)
+    _unmarked = ("assistant to=", " to=")
+
+    def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool) -> None:
+        super().__init__(_TAGS, tools, marks)
+        self._block_ends += self._closers
+        if begun:
+            self._next = Header(recipient="self")
+            self._open(is_reasoning=True)
+
+    def _read(self) -> Reading[None]:
+        yield from MessageReader._read(self)
+
+    def _header(self, header: Header, *, is_strict: bool) -> Reading[None]:
+        header.is_marked = (yield from self._any_of(_START)) is not None
+        self._fits = self._fits or (header.is_marked and not is_strict)
+        yield from self._space()
+        if (yield from self._any_of("assistant")) is None and is_strict:
+            raise Misfit
+        yield from self._space()
+        if (yield from self._any_of("to=")) is not None:
+            header.recipient = yield from self._name()
+            yield from self._space()
+        if (yield from self._any_of(_MESSAGE)) is None:
+            # A call may lack the mark before it.
+            begins = (_TAGS.wrap[0], self._function_begin)
+            if is_strict or not header.recipient or (yield from self._ahead(*begins)) is None:
+                raise Misfit
+        self._drop()
+
+    def _message(self, header: Header) -> Reading[None]:
+        is_reasoning = header.recipient == "self"
+        self._open(is_reasoning=is_reasoning)
+        self._give_back()
+        while (yield from self._any_of(_MESSAGE)) is not None:
+            self._drop()
+        begins = () if is_reasoning or not self._tools else (_TAGS.wrap[0], self._function_begin)
+        if begins and header.recipient not in ("", "user"):
+            yield from self._space()
+            if (yield from self._ahead(*begins)) is not None:
+                self._drop()
+            self._give_back()
+        while mark := (yield from self._body(self._content, *begins)):
+            self._fits = self._is_token(mark)
+            try:
+                yield from self._calls_behind(mark)
+            except Misfit:
+                self._give_back()
+        self._drop()
+
+
+MUSE_GLIMMER = MuseGlimmerFormat()
