@@ -28,8 +28,13 @@ class Marks:
     tokens: Mapping[int, str] = field(default_factory=dict)
 
     def spelled(self, mark: str) -> str:
-        """The mark as it stands in an answer's text."""
-        return TOKEN + mark if mark in self.tokens.values() else mark
+        """The mark as it stands in an answer's text, also where only parts of it are tokens."""
+        tokens = self.tokens.values()
+        if mark in tokens:
+            return TOKEN + mark
+        for token in tokens:
+            mark = mark.replace(token, TOKEN + token)
+        return mark
 
 
 NO_MARKS = Marks()
