@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock_router.text.formats.reading.tagged_calls import TaggedFormat, Tags
+from penstock_router.text.formats.reading.tagged_calls import TaggedFormat
+from penstock_router.text.formats.reading.tags import Tags
 
 QWEN_XML = TaggedFormat(
     name="qwen_xml",
