@@ -11,7 +11,15 @@ from penstock_router.text.formats.json_formats.llama_json import LlamaJsonFormat
 from penstock_router.text.formats.json_formats.mistral import MistralFormat, MistralNamedFormat
 from penstock_router.text.formats.json_formats.plain_json import PlainJsonFormat
 from penstock_router.text.formats.python_formats.pythonic import PythonicFormat
-from penstock_router.text.formats.tagged_formats.qwen_xml import QWEN_XML
+from penstock_router.text.formats.tagged_formats.deepseek_dsml import DEEPSEEK_DSML
+from penstock_router.text.formats.tagged_formats.dots import DOTS
+from penstock_router.text.formats.tagged_formats.glm import GLM
+from penstock_router.text.formats.tagged_formats.hunyuan import HUNYUAN
+from penstock_router.text.formats.tagged_formats.minicpm5 import MINICPM5
+from penstock_router.text.formats.tagged_formats.minimax_m2 import MINIMAX_M2
+from penstock_router.text.formats.tagged_formats.qwen_xml import MIMO, QWEN_XML
+from penstock_router.text.formats.tagged_formats.seed_oss import SEED_OSS
+from penstock_router.text.formats.tagged_formats.step3 import STEP3
 from penstock_router.text.reasoning import AUTO, NONE
 
 # A row a format, with the names that other servers use for it; in the order in which templates are
@@ -21,7 +29,19 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (DEEPSEEK_V31, ()),
     (MistralFormat(), ()),
     (MistralNamedFormat(), ()),
+    (
+        DEEPSEEK_DSML,
+        ("deepseek_v32", "deepseekv32", "deepseek_v4", "deepseekv4", "deepseek_v41"),
+    ),
+    (MINIMAX_M2, ("minimax-m2",)),
+    (SEED_OSS, ()),
+    (STEP3, ()),
+    (DOTS, ()),
+    (HUNYUAN, ("hy_v4", "hunyuan")),
+    (GLM, ("glm45", "glm47", "laguna", "poolside_v1", "spark25", "ling3")),
+    (MIMO, ()),
     (QWEN_XML, ("qwen3_coder", "qwen3_xml", "step3p5")),
+    (MINICPM5, ()),
     (HERMES, ("qwen", "qwen25", "qwen3")),
     (PythonicFormat(), ("gemma", "llama4_pythonic")),
     (LlamaJsonFormat(), ("llama", "llama3_json", "llama4_json")),

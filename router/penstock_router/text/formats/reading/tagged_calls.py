@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock_router.argument_kinds import STRING, Kinds, kinds_of_argument, member_names
@@ -139,12 +139,16 @@ class TaggedFormat(CallFormat):
         before, _, end = self.tags.argument
         padding = self.tags.padding
         if argument.may_be_text:
-            value = text_format(tool, argument)
+            value = self._text_format(tool, argument)
         else:
             value = json_format(written_as(argument.schema, writing))
         begin = f"{before}{argument.name}{self._behind_key(argument)}{self.spaces.key}"
         begin += f"{self.tags.value}{padding}"
         return tag(begin, value, f"{padding}{end}{self.spaces.argument}")
+
+    def _text_format(self, tool: Tool, argument: Argument) -> JsonObject:
+        """A value that may be a string."""
+        return text_format(tool, argument)
 
     def _behind_key(self, argument: Argument) -> str:
         """What stands behind an argument's name."""
@@ -187,16 +191,22 @@ class TaggedCallParser(CallParser):
         padding = self._tags.padding
         self._by_spelling = {marks.spelled(end): end for end in self._value_ends}
         padded = {padding + spelled: end for spelled, end in self._by_spelling.items()}
-        self._by_padded = padded | self._by_spelling if padding else self._by_spelling
-        self._end_pattern = one_of(tuple(self._by_padded))
+        self._look_for(padded | self._by_spelling if padding else self._by_spelling)
         # Of the call that is read: its tool's arguments that have not come yet.
         self._awaited: set[str] = set()
         # Whether the value that is read may be a string, in which tags may stand.
         self._may_be_text = True
 
+    def _look_for(self, ends: Mapping[str, str]) -> None:
+        """Values end with one of these texts, each of which stands for a tag."""
+        self._by_padded = ends
+        self._padded_ends = tuple(ends)
+        self._end_pattern = one_of(self._padded_ends)
+
     def _read(self) -> Reading[None]:
         mark = yield from self._until(*self._wraps, *self._function_begins)
-        self._is_marked = not self._wraps or mark in self._wraps
+        is_token = self._marks.spelled(mark) != mark
+        self._is_marked = not self._wraps or mark in self._wraps or is_token
         if mark in self._wraps:
             yield from self._again(*self._wraps)
             if (yield from self._any_of(*self._function_begins)) is None:
@@ -245,14 +255,11 @@ class TaggedCallParser(CallParser):
         try:
             while (argument := (yield from self._argument())) is not None:
                 key, kinds = argument
-                if not begun:
-                    self._call(name)
-                self._drop()
-                self._arguments(f"{', ' if begun else '{'}{_ENCODE(key)}: ")
-                begun = True
                 self._awaited.discard(key)
-                yield from self._value(kinds or kinds_of_argument(parameters, key))
-                self._fits = True
+                yield from self._show_argument(
+                    name, key, kinds or self._kinds(parameters, key), is_first=not begun
+                )
+                begun = self._fits = True
         except TextOver:
             self._end_by_answer(name, begun=begun)
             raise
@@ -261,6 +268,20 @@ class TaggedCallParser(CallParser):
             self._end_call()
         else:
             self._call(name, "{}")
+
+    def _show_argument(
+        self, function: str, key: str, kinds: Kinds, *, is_first: bool
+    ) -> Reading[None]:
+        """Show an argument, whose name is read; before the first one, the call."""
+        if is_first:
+            self._call(function)
+        self._drop()
+        self._arguments(f"{'{' if is_first else ', '}{_ENCODE(key)}: ")
+        yield from self._argument_value(kinds)
+
+    def _kinds(self, parameters: JsonObject | None, key: str) -> Kinds:
+        """The types that an argument may have of which the answer says nothing."""
+        return kinds_of_argument(parameters, key)
 
     def _end_by_answer(self, name: str, *, begun: bool) -> None:
         """The answer is over. If the model ended it behind a whole argument, or behind the name of
@@ -286,8 +307,8 @@ class TaggedCallParser(CallParser):
             if found not in self._argument_ends:
                 break
         if found in self._argument_begins:
-            behind = (self._tags.value,) if self._tags.value else ()
-            return self._described((yield from self._name_in_tag(self._tags.argument[1], behind)))
+            instead = _each([self._tags.value])
+            return self._described((yield from self._name_in_tag(self._tags.argument[1], instead)))
         if found is None and (yield from self._ahead(*self._wraps, *self._function_begins)) is None:
             raise Misfit
         return None
@@ -310,7 +331,7 @@ class TaggedCallParser(CallParser):
 
     # Values.
 
-    def _value(self, kinds: Kinds) -> Reading[None]:
+    def _argument_value(self, kinds: Kinds) -> Reading[None]:
         self._fits = False
         self._may_be_text = bool(kinds & STRING)
         if self._tags.padding:
@@ -326,9 +347,9 @@ class TaggedCallParser(CallParser):
 
     def _text_value(self, begun: str) -> Reading[None]:
         """A string, of which some may be read already."""
-        self._arguments('"' + _escaped(begun))
+        self._arguments('"' + escaped(begun))
         while (part := (yield from self._part())) is not None:
-            self._arguments(_escaped(part))
+            self._arguments(escaped(part))
         self._arguments('"')
 
     def _held_value(self, kinds: Kinds) -> Reading[None]:
@@ -345,7 +366,7 @@ class TaggedCallParser(CallParser):
         except TextOver:
             if size <= _MAX_SCALAR or (is_bracketed and kinds & _LONG):
                 quote = '"' if kinds & STRING and not is_bracketed else ""
-                self._arguments(quote + (_escaped if quote else str)("".join(held)))
+                self._arguments(quote + (escaped if quote else str)("".join(held)))
             raise
         self._arguments(json_of("".join(held), kinds))
 
@@ -385,7 +406,7 @@ class TaggedCallParser(CallParser):
 
     def _part(self) -> Reading[str | None]:
         """The next part of a value that is text; None at its end, which is consumed."""
-        ends = tuple(self._by_padded)
+        ends = self._padded_ends
         while True:
             found = self._end_pattern.search(self._text, self._at)
             end = beginning(self._text, ends, self._at) if found is None else found.start()
@@ -418,16 +439,25 @@ class TaggedCallParser(CallParser):
             return True
         begins = (*self._wraps, *self._function_begins)
         if end in self._argument_begins:
-            behind = self._tags.argument[1].lstrip('"')
-            names = [f"{quote}{key}{quote}{behind}" for key in self._awaited for quote in _QUOTES]
+            names = self._names_that_may_follow()
             return bool(names) and (yield from self._follows(size, names, or_nothing=False))
         if end in self._argument_ends:
-            wanted = (*self._argument_begins, *self._ends, *begins)
+            wanted = self._behind_argument()
         elif end in self._function_ends:
             wanted = (*self._block_ends, *begins)
         else:
             wanted = begins
         return (yield from self._follows(size, wanted))
+
+    def _names_that_may_follow(self) -> list[str]:
+        """Names of the arguments that have not come, as they stand behind a begin mark."""
+        behind = self._tags.argument[1].lstrip('"')
+        return [f"{quote}{key}{quote}{behind}" for key in self._awaited for quote in _QUOTES]
+
+    def _behind_argument(self) -> tuple[str, ...]:
+        """What may follow an argument's end."""
+        begins = (*self._wraps, *self._function_begins)
+        return (*self._argument_begins, *self._ends, *begins)
 
     def _follows(
         self, offset: int, wanted: Sequence[str], *, or_nothing: bool = True
@@ -454,5 +484,6 @@ def _is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """The text as it stands within a JSON string."""
     return _ENCODE(text)[1:-1]

@@ -61,7 +61,7 @@ _QUESTION = "a probing question"
 
 def rendered_spaces(template: str, tags: Tags, spaces: Spaces) -> Spaces:
     """The white space that the template writes between these tags; `spaces` if it writes none."""
-    found = _pattern(tags).search(_rendered(template))
+    found = _pattern(tags).search(rendered_calls(template))
     if found is None:
         return spaces
     parts = {name: text for name, text in found.groupdict().items() if text is not None}
@@ -72,6 +72,11 @@ def rendered_spaces(template: str, tags: Tags, spaces: Spaces) -> Spaces:
     if parts["nothing"] == parts["name"] + end:
         return replace(spaces, **parts | {"nothing": None}, end=end)
     return replace(spaces, **parts, end=end)
+
+
+def are_rendered(template: str, tags: Tags) -> bool:
+    """Whether the template writes calls with these tags."""
+    return _pattern(tags).search(rendered_calls(template)) is not None
 
 
 def _pattern(tags: Tags) -> re.Pattern[str]:
@@ -102,8 +107,8 @@ def _argument(tags: Tags, key: str, value: str) -> str:
     return rf"{before}{key}{behind}{space}{re.escape(tags.value)}{padding}{value}{padding}{end}"
 
 
-def _rendered(template: str) -> str:
-    """A conversation with calls, from the user's message on; "" if the template refuses it."""
+def rendered_calls(template: str) -> str:
+    """Two calls and what follows, as the template writes them; "" if it refuses them."""
     properties = {key: {"type": "string", "description": "text"} for key in _VALUES}
     arguments: tuple[dict[str, Any], ...] = (dict(_VALUES), {})
     functions = [
