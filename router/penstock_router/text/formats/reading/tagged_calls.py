@@ -34,7 +34,7 @@ from penstock_router.text.formats.reading.reader import (
     TextOver,
     one_of,
 )
-from penstock_router.text.formats.reading.tags import Spaces, Tags, rendered_spaces
+from penstock_router.text.formats.reading.tags import Spaces, Tags, bare, rendered_spaces
 from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
 from penstock_router.text.stop_strings import beginning
 from penstock_router.text.structural_tag_builder import (
@@ -87,7 +87,7 @@ class TaggedFormat(CallFormat):
 
     def begins(self) -> tuple[str, ...]:
         """What begins a call, or all of them."""
-        begins = (tags.wrap[0] or _bare(tags.function[0]) for tags in (self.tags, *self.others))
+        begins = (tags.wrap[0] or bare(tags.function[0]) for tags in (self.tags, *self.others))
         return tuple(dict.fromkeys(begins))
 
     def for_template(self, template: str) -> CallFormat:
@@ -159,11 +159,6 @@ def _is_key(name: str) -> bool:
     return name != "" and _KEY.fullmatch(name) is not None
 
 
-def _bare(begin: str) -> str:
-    """What is before a name, without the quote: models forget quotes, or take others."""
-    return begin.rstrip('"')
-
-
 def _each(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, texts)))
 
@@ -181,9 +176,9 @@ class TaggedCallParser(CallParser):
         self._tags = tags[0]
         self._wraps = _each(each.wrap[0] for each in tags)
         self._block_ends = _each(each.wrap[1] for each in tags)
-        self._function_begins = _each(_bare(each.function[0]) for each in tags)
+        self._function_begins = _each(bare(each.function[0]) for each in tags)
         self._function_ends = _each(each.function[2] for each in tags)
-        self._argument_begins = _each(_bare(each.argument[0]) for each in tags)
+        self._argument_begins = _each(bare(each.argument[0]) for each in tags)
         self._argument_ends = _each(each.argument[2] for each in tags)
         self._ends = (*self._function_ends, *self._block_ends)
         # Texts that may end a value: the first ones are consumed with it, the others are not.

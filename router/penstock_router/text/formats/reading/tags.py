@@ -51,7 +51,12 @@ class Tags:
     def all(self) -> tuple[str, ...]:
         """All texts that may be tokens."""
         parts = (*self.wrap, *self.function, *self.argument, self.value)
-        return tuple(dict.fromkeys(part for part in parts if len(part) > 1))
+        return tuple(dict.fromkeys(bare(part) for part in parts if part.startswith("<")))
+
+
+def bare(begin: str) -> str:
+    """What is before a name, without the quote: models forget quotes, or take others."""
+    return begin.rstrip('"')
 
 
 _VALUES = {"probe_left": "some text", "probe_right": "more text"}
