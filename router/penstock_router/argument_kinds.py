@@ -45,6 +45,11 @@ def schema_of_member(schema: Any, name: str, root: JsonObject) -> Any:
     return beyond
 
 
+def schema_of_items(schema: Any, root: JsonObject) -> Any:
+    """What a schema of lists says of their items; None if nothing."""
+    return next((part["items"] for part in _parts(schema, root) if "items" in part), None)
+
+
 def member_names(schema: Any, root: JsonObject) -> set[str]:
     """The names of all members that a schema of objects describes."""
     found = (part.get("properties") for part in _parts(schema, root))

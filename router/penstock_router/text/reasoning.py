@@ -12,7 +12,8 @@ Some models put the answer behind their reasoning between two more marks, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from penstock_router.text.answer_pieces import Piece, PieceKind
 from penstock_router.text.marks import Marks
@@ -28,11 +29,15 @@ class ReasoningStyle:
     end: str
     # The marks around an answer; "" where there are none.
     answer: tuple[str, str] = ("", "")
+    # Whether answers begin within reasoning although no prompt or answer says so.
+    is_silent: bool = False
+    # The text by which a chat template shows the style; "": the end mark.
+    sign: str = ""
 
     def spelled(self, marks: Marks) -> ReasoningStyle:
         """The style of an answer's text, in which some marks are tokens."""
         begin, end, opens, closes = map(marks.spelled, (self.begin, self.end, *self.answer))
-        return ReasoningStyle(self.name, begin, end, (opens, closes))
+        return replace(self, begin=begin, end=end, answer=(opens, closes))
 
     @property
     def marks(self) -> tuple[str, str]:
@@ -50,9 +55,16 @@ _GRANITE = ReasoningStyle("granite", "Here is my thought process:", "Here is my 
 _MISTRAL = ReasoningStyle("mistral", "[THINK]", "[/THINK]")
 _SEED = ReasoningStyle("seed", "<seed:think>", "</seed:think>")
 _KIMI = ReasoningStyle("kimi", "◁think▷", "◁/think▷")
+_MINIMAX_M3 = ReasoningStyle("minimax_m3", "<mm:think>", "</mm:think>")
+_STEP3 = ReasoningStyle("step3", "<think>", "</think>", is_silent=True, sign="<steptml:")
+# Its marks have a suffix that differs from checkpoint to checkpoint.
+_HUNYUAN = ReasoningStyle("hy_v3", "<think>", "</think>", sign="</think{}>")
+_SUFFIXED = re.compile(r"</think(:[\w.-]+)>")
+_SUFFIX = re.compile(r"""['"](:[\w.-]+)['"]""")
 
 # By their names, and by those that users of other servers know them by.
-STYLES = {style.name: style for style in (_THINK, _GRANITE, _MISTRAL, _SEED, _KIMI)} | {
+_ROWS = (_STEP3, _HUNYUAN, _THINK, _GRANITE, _MISTRAL, _SEED, _KIMI, _MINIMAX_M3)
+STYLES = {style.name: style for style in _ROWS} | {
     "deepseek_r1": _THINK,
     "deepseek_v3": _THINK,
     "qwen3": _THINK,
@@ -61,6 +73,8 @@ STYLES = {style.name: style for style in (_THINK, _GRANITE, _MISTRAL, _SEED, _KI
     "olmo3": _THINK,
     "magistral": _MISTRAL,
     "seed_oss": _SEED,
+    "hy_v4": _HUNYUAN,
+    "minimax-m3": _MINIMAX_M3,
 }
 AUTO, NONE = "auto", "none"
 
@@ -76,11 +90,27 @@ def style_of(template_source: str, name: str = AUTO) -> ReasoningStyle | None:
     if name == NONE:
         return None
     if name != AUTO:
-        return STYLES[name]
+        return _as_written(STYLES[name], template_source)
     for style in STYLES.values():
-        if style.end in template_source:
-            return style
-    return None
+        if (style.sign or style.end) in template_source:
+            return _as_written(style, template_source)
+    found = _SUFFIXED.search(template_source)
+    return None if found is None else _with_suffix(_HUNYUAN, found.group(1))
+
+
+def _as_written(style: ReasoningStyle, template_source: str) -> ReasoningStyle:
+    """The style with the suffix that the template gives to its marks."""
+    if style is not _HUNYUAN:
+        return style
+    found = _SUFFIXED.search(template_source)
+    if found is None and style.sign in template_source:
+        found = _SUFFIX.search(template_source)
+    return style if found is None else _with_suffix(style, found.group(1))
+
+
+def _with_suffix(style: ReasoningStyle, suffix: str) -> ReasoningStyle:
+    begin, end = (f"{mark[:-1]}{suffix}>" for mark in style.marks)
+    return replace(style, begin=begin, end=end)
 
 
 # ---- What a prompt says of it ------------------------------------------------------------------
@@ -93,6 +123,8 @@ def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = ""
     goes on with (`continued`); one that a user has written somewhere begins nothing.
     """
     _, mark, since = prompt_text.rpartition(style.begin)
+    if style.is_silent and not continued:
+        return not reasoning_over(prompt_text, style)
     if not mark or style.end in since:
         return False
     since = since.strip()

@@ -115,6 +115,27 @@ def _minicpm5(calls: Sequence[Call]) -> str:
     return "\n".join(written)
 
 
+_NS = "]<]minimax[>["
+
+
+def _minimax_m3(calls: Sequence[Call]) -> str:
+    written = []
+    for name, arguments in calls:
+        written.append(f'{_NS}<invoke name="{name}">{_elements(arguments)}{_NS}</invoke>\n')
+    return f"{_NS}<tool_call>\n{''.join(written)}{_NS}</tool_call>"
+
+
+def _elements(value: Any) -> str:
+    """A value as elements within each other; members that are None are left out."""
+    if isinstance(value, dict):
+        members = [(key, each) for key, each in value.items() if each is not None]
+    elif isinstance(value, list):
+        members = [("item", each) for each in value]
+    else:
+        return "" if value is None else value_text(value)
+    return "".join(f"{_NS}<{key}>{_elements(each)}{_NS}</{key}>" for key, each in members)
+
+
 FAMILIES = (
     Family(
         "qwen_xml",
@@ -153,6 +174,14 @@ FAMILIES = (
         has_quotes=False,
         begin="<minimax:tool_call>\n",
         end="</minimax:tool_call>",
+    ),
+    Family(
+        "minimax_m3",
+        _minimax_m3,
+        reasons=lambda text: f"<mm:think>{text}</mm:think>",
+        has_quotes=False,
+        begin="]<]minimax[>[<tool_call>\n",
+        end="]<]minimax[>[</tool_call>",
     ),
     Family(
         "dots",

@@ -85,6 +85,19 @@ def content(pieces: Sequence[Piece]) -> str:
     return content_of(pieces)
 
 
+def meant(family: Family, call: Call) -> Call:
+    """The call that is read: of what the family cannot write nothing is left."""
+    return call if family.format != "minimax_m3" else (call[0], _without_none(call[1]))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return ["" if each is None else _without_none(each) for each in value]
+    return value
+
+
 def random_call(rng: random.Random, tags: Sequence[str] = (), *, is_safe: bool = True) -> Call:
     """A call of one of the tools; `tags` may stand in its strings, if safe only where ordinary text
     follows them.
@@ -97,7 +110,7 @@ def random_call(rng: random.Random, tags: Sequence[str] = (), *, is_safe: bool =
 
 def _value(rng: random.Random, name: str, tags: Sequence[str], is_safe: bool) -> Any:
     string = _string(rng, tags, is_safe)
-    plain = _string(rng, (), True)
+    plain = "w" + _string(rng, (), True)
     return {
         "text": string,
         "code": string,

@@ -17,6 +17,7 @@ from penstock_router.text.formats.tagged_formats.glm import GLM
 from penstock_router.text.formats.tagged_formats.hunyuan import HUNYUAN
 from penstock_router.text.formats.tagged_formats.minicpm5 import MINICPM5
 from penstock_router.text.formats.tagged_formats.minimax_m2 import MINIMAX_M2
+from penstock_router.text.formats.tagged_formats.minimax_m3 import MINIMAX_M3
 from penstock_router.text.formats.tagged_formats.qwen_xml import MIMO, QWEN_XML
 from penstock_router.text.formats.tagged_formats.seed_oss import SEED_OSS
 from penstock_router.text.formats.tagged_formats.step3 import STEP3
@@ -34,6 +35,7 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
         ("deepseek_v32", "deepseekv32", "deepseek_v4", "deepseekv4", "deepseek_v41"),
     ),
     (MINIMAX_M2, ("minimax-m2",)),
+    (MINIMAX_M3, ("minimax-m3",)),
     (SEED_OSS, ()),
     (STEP3, ()),
     (DOTS, ()),

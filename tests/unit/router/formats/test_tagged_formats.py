@@ -17,6 +17,7 @@ from support.families.tagged_reading import (
     calls_of,
     content,
     marks_of,
+    meant,
     random_call,
     read,
     written_in_tokens,
@@ -45,7 +46,7 @@ def test_calls_are_read_as_they_were_meant_however_they_are_cut(family: Family) 
     rng, form = seeded(family.format), FORMATS[family.format]
     tags = [mark for mark in form.marks if mark not in family.begin and mark.count("<") == 1]
     for _ in range(budget(25, 3_000)):
-        calls = [random_call(rng, tags) for _ in range(rng.randint(1, 3))]
+        calls = [meant(family, random_call(rng, tags)) for _ in range(rng.randint(1, 3))]
         before, behind = rng.choice(["", "Let me see: a < b."]), rng.choice(["", "\nDone <now>."])
         text = before + ("\n\n" if before else "") + family.write(calls) + behind
         pieces = read_anyhow(rng, form, text)
@@ -58,7 +59,10 @@ def test_where_marks_are_tokens_strings_may_hold_any_of_them_as_text(family: Fam
     rng, form = seeded(family.format), FORMATS[family.format]
     marks = marks_of(form)
     for _ in range(budget(25, 3_000)):
-        calls = [random_call(rng, form.marks, is_safe=False) for _ in range(rng.randint(1, 3))]
+        tags = tuple(marks.tokens.values())
+        calls = [
+            meant(family, random_call(rng, tags, is_safe=False)) for _ in range(rng.randint(1, 3))
+        ]
         text = written_in_tokens(family, form, calls)
         assert calls_of(read_anyhow(rng, form, text, marks)) == calls, text
 
@@ -67,7 +71,7 @@ def test_where_marks_are_tokens_strings_may_hold_any_of_them_as_text(family: Fam
 def test_a_call_that_was_cut_stays_as_far_as_it_came(family: Family) -> None:
     rng, form = seeded(family.format), FORMATS[family.format]
     for _ in range(budget(1, 200)):
-        calls = [random_call(rng) for _ in range(2)]
+        calls = [meant(family, random_call(rng)) for _ in range(2)]
         text = family.write(calls)
         for end in rng.sample(range(len(text)), min(len(text), budget(60, 1_000))):
             cut = text[:end]
@@ -99,7 +103,7 @@ def test_a_mention_of_marks_in_prose_is_content(family: Family) -> None:
 def test_the_end_of_the_last_call_may_be_missing_or_stand_there_twice(family: Family) -> None:
     rng, form = seeded(family.format), FORMATS[family.format]
     for _ in range(budget(10, 1_000)):
-        calls = [random_call(rng) for _ in range(rng.randint(1, 2))]
+        calls = [meant(family, random_call(rng)) for _ in range(rng.randint(1, 2))]
         text = family.write(calls)
         assert text.endswith(family.end)
         assert calls_of(read_anyhow(rng, form, text.removesuffix(family.end))) == calls, text

@@ -136,7 +136,7 @@ class TaggedFormat(CallFormat):
         return tag(begin, one_after_another(arguments), close)
 
     def _argument_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
-        before, _, end = self.tags.argument
+        before, end = self.tags.argument[0], self._argument_end(argument)
         padding = self.tags.padding
         if argument.may_be_text:
             value = self._text_format(tool, argument)
@@ -153,6 +153,10 @@ class TaggedFormat(CallFormat):
     def _behind_key(self, argument: Argument) -> str:
         """What stands behind an argument's name."""
         return self.tags.argument[1]
+
+    def _argument_end(self, argument: Argument) -> str:
+        """What stands behind an argument's value."""
+        return self.tags.argument[2]
 
 
 def _is_key(name: str) -> bool:
