@@ -250,7 +250,7 @@ class TaggedCallParser(CallParser):
         tool = self._tools.get(name)
         parameters = None if tool is None else tool.parameters
         self._awaited = member_names(parameters, parameters or {})
-        begun = False
+        calls, begun = self._calls, False
         try:
             while (argument := (yield from self._argument())) is not None:
                 key, kinds = argument
@@ -260,7 +260,7 @@ class TaggedCallParser(CallParser):
                 )
                 begun = self._fits = True
         except TextOver:
-            self._end_by_answer(name, begun=begun)
+            self._end_by_answer(name, begun=self._calls > calls)
             raise
         if begun:
             self._arguments("}")
@@ -385,9 +385,11 @@ class TaggedCallParser(CallParser):
                 if self._over:
                     self._arguments(mender.unsaid)
                 yield from self._more()
-        yield from self._run(_BRACKETS)
+        yield from self._space()
         if (yield from self._ahead(*self._value_ends)) is None:
-            raise Misfit
+            yield from self._run(_BRACKETS)
+            if (yield from self._ahead(*self._value_ends)) is None:
+                raise Misfit
         yield from self._any_of(*self._argument_ends)
         self._drop()
 

@@ -18,8 +18,7 @@ class _HunyuanFormat(KeyedFormat):
         """The format with the suffix and the white space that the template writes."""
         found = _SUFFIX.search(rendered_calls(template))
         suffix = (found and found.group(1)) or ""
-        tags = _tags(suffix)
-        return replace(self, tags=tags, others=(_tags(""),) if suffix else ())._spaced(template)
+        return replace(self, tags=_tags(suffix))._spaced(template)
 
     def _spaced(self, template: str) -> CallFormat:
         return super().for_template(template)
