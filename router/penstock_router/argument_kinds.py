@@ -5,7 +5,7 @@ There `3` may be a number or a string: only the tool's schema says which.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 Schema = dict[str, Any]
@@ -15,35 +15,89 @@ NO_STRING: Kinds = frozenset({"object", "array", "number", "integer", "boolean",
 ANY: Kinds = NO_STRING | STRING
 
 _COMBINING = ("anyOf", "oneOf", "allOf")
-# Deeper than schemas of arguments nest what they refer to.
+# Names of types that are not JSON Schema's, and keywords that go with one type only.
+_OTHER_NAMES = {
+    **{"str": "string", "int": "integer", "float": "number", "bool": "boolean"},
+    **{"dict": "object", "list": "array", "none": "null"},
+}
+_IMPLIED = {"properties": "object", "items": "array"}
+# Deeper, and more, than schemas of arguments have.
 _MAX_DEPTH = 16
+_MAX_PARTS = 2_000
 
 
 def kinds_of_argument(parameters: Schema | None, name: str) -> Kinds:
     """JSON's types that the schema allows for an argument: a string, if it says nothing of it."""
     schema = parameters or {}
-    properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, dict) else None
-    if found is None:
-        found = schema.get("additionalProperties")
-    return kinds_of(found, schema) or STRING
+    return kinds_of(schema_of_member(schema, name, schema), schema) or STRING
 
 
-def kinds_of(schema: Any, root: Schema, depth: int = 0) -> Kinds:
+def schema_of_member(schema: Any, name: str, root: Schema) -> Any:
+    """What a schema of objects says of the member of this name; None if nothing."""
+    beyond = None
+    for part in _parts(schema, root):
+        properties = part.get("properties")
+        if isinstance(properties, dict) and name in properties:
+            return properties[name]
+        if beyond is None and isinstance(part.get("additionalProperties"), dict):
+            beyond = part["additionalProperties"]
+    return beyond
+
+
+def schema_of_items(schema: Any, root: Schema) -> Any:
+    """What a schema of lists says of their items; None if nothing."""
+    return next((part["items"] for part in _parts(schema, root) if "items" in part), None)
+
+
+def member_names(schema: Any, root: Schema) -> set[str]:
+    """The names of all members that a schema of objects describes."""
+    found = (part.get("properties") for part in _parts(schema, root))
+    return {name for each in found if isinstance(each, dict) for name in each}
+
+
+def kinds_of(schema: Any, root: Schema) -> Kinds:
     """JSON's types that a schema allows; none if it does not say."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return frozenset()
-    if isinstance(schema.get("$ref"), str):
-        return kinds_of(_referred(schema["$ref"], root), root, depth + 1)
+    parts = _parts(schema, root, is_whole=_says_kinds)
+    return frozenset().union(*map(_own_kinds, parts))
+
+
+def _says_kinds(schema: Schema) -> bool:
+    return "type" in schema or "const" in schema or isinstance(schema.get("enum"), list)
+
+
+def _own_kinds(schema: Schema) -> Kinds:
+    """The types that a schema allows by itself."""
+    may_be_null = frozenset({"null"} if schema.get("nullable") is True else ())
     if "type" in schema:
         given = schema["type"]
         named = given if isinstance(given, list) else [given]
-        return frozenset(name for name in named if isinstance(name, str)) & ANY
+        known = (_OTHER_NAMES.get(name, name) for name in named if isinstance(name, str))
+        return (frozenset(known) & ANY) | may_be_null
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if isinstance(values, list) and values:
-        return frozenset(_kind_of_value(value) for value in values)
-    parts = (part for key in _COMBINING for part in _listed(schema.get(key)))
-    return frozenset().union(*(kinds_of(part, root, depth + 1) for part in parts))
+        return frozenset(map(_kind_of_value, values)) | may_be_null
+    implied = (kind for key, kind in _IMPLIED.items() if key in schema)
+    return frozenset(implied) | may_be_null
+
+
+def _parts(
+    schema: Any, root: Schema, *, is_whole: Callable[[Schema], bool] = lambda _: False
+) -> Iterator[Schema]:
+    """A schema and all that it refers to or combines, each once; of one that is whole by itself
+    nothing more.
+    """
+    # References may lead in circles, and to the same place many times.
+    waiting, seen = [schema], set()
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if isinstance(part.get("$ref"), str):
+            waiting.append(_referred(part["$ref"], root))
+        if not is_whole(part):
+            waiting += [other for key in _COMBINING for other in _listed(part.get(key))]
 
 
 def _listed(value: Any) -> Iterable[Any]:
@@ -69,31 +123,39 @@ def _kind_of_value(value: Any) -> str:
     return next((kind for each, kind in kinds if isinstance(value, each)), "null")
 
 
-def outline(schema: Any, root: Schema | None = None, depth: int = 0) -> Schema:
+def outline(schema: Any) -> Schema:
     """A schema of nothing but the types of values by their names: what reading calls needs."""
-    root = schema if root is None else root
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return {}
-    if isinstance(schema.get("$ref"), str):
-        return outline(_referred(schema["$ref"], root), root, depth + 1)
-    found: Schema = {}
-    if kinds := kinds_of(schema, root):
-        found["type"] = sorted(kinds)
-    for key in _COMBINING:
-        for part in _listed(schema.get(key)):
-            found |= {
-                name: value
-                for name, value in outline(part, root, depth + 1).items()
-                if name != "type"
+    return _Outliner(schema).outline(schema, 0)
+
+
+class _Outliner:
+    def __init__(self, root: Any) -> None:
+        self._root: Schema = root if isinstance(root, dict) else {}
+        # References may repeat a part any number of times.
+        self._left = _MAX_PARTS
+
+    def outline(self, schema: Any, depth: int) -> Schema:
+        self._left -= 1
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left < 0:
+            return {}
+        found: Schema = {}
+        if kinds := kinds_of(schema, self._root):
+            found["type"] = sorted(kinds)
+        for part in _parts(schema, self._root):
+            self._add(part, found, depth + 1)
+        return found
+
+    def _add(self, schema: Schema, found: Schema, depth: int) -> None:
+        properties = schema.get("properties")
+        if isinstance(properties, dict):
+            known = found.setdefault("properties", {})
+            known |= {
+                name: self.outline(each, depth)
+                for name, each in properties.items()
+                if name not in known
             }
-    properties = schema.get("properties")
-    if isinstance(properties, dict):
-        found["properties"] = {
-            name: outline(each, root, depth + 1) for name, each in properties.items()
-        }
-    for key in ("items", "additionalProperties"):
-        if isinstance(schema.get(key), dict):
-            found[key] = outline(schema[key], root, depth + 1)
-    if isinstance(schema.get("required"), list):
-        found["required"] = schema["required"]
-    return found
+        for key in ("items", "additionalProperties"):
+            if isinstance(schema.get(key), dict) and key not in found:
+                found[key] = self.outline(schema[key], depth)
+        if isinstance(schema.get("required"), list) and "required" not in found:
+            found["required"] = schema["required"]

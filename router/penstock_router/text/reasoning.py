@@ -13,7 +13,8 @@ of some the mark that ends reasoning is the first of the two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from penstock_router.text.answer_pieces import Piece, PieceKind
 from penstock_router.text.marks import Marks
@@ -31,16 +32,20 @@ class ReasoningStyle:
     answer: tuple[str, str] = ("", "")
     # Texts of which a template has one, where the end mark is that of other styles too.
     signs: tuple[str, ...] = ("",)
+    # Whether a template shows those, and not the end mark.
+    hides_end: bool = False
+    # Whether answers begin within reasoning although no prompt or answer says so.
+    is_silent: bool = False
 
     def spelled(self, marks: Marks) -> ReasoningStyle:
         """The style of an answer's text, in which some marks are tokens."""
         begin, end, opens, closes = map(marks.spelled, (self.begin, self.end, *self.answer))
-        return ReasoningStyle(self.name, begin, end, (opens, closes), self.signs)
+        return replace(self, begin=begin, end=end, answer=(opens, closes))
 
     def is_of(self, template_source: str) -> bool:
         """Whether a model with this chat template writes reasoning in this style."""
         has_sign = any(sign in template_source for sign in self.signs)
-        return self.end in template_source and has_sign
+        return has_sign and (self.hides_end or self.end in template_source)
 
     @property
     def marks(self) -> tuple[str, str]:
@@ -58,6 +63,14 @@ _GRANITE = ReasoningStyle("granite", "Here is my thought process:", "Here is my 
 _MISTRAL = ReasoningStyle("mistral", "[THINK]", "[/THINK]")
 _SEED = ReasoningStyle("seed", "<seed:think>", "</seed:think>")
 _KIMI = ReasoningStyle("kimi", "◁think▷", "◁/think▷")
+_MINIMAX_M3 = ReasoningStyle("minimax_m3", "<mm:think>", "</mm:think>")
+_STEP3 = ReasoningStyle(
+    "step3", "<think>", "</think>", signs=("<steptml:",), hides_end=True, is_silent=True
+)
+# Its marks have a suffix that differs from checkpoint to checkpoint.
+_HUNYUAN = ReasoningStyle("hy_v3", "<think>", "</think>", signs=("</think{}>",), hides_end=True)
+_SUFFIXED = re.compile(r"</think(:[\w.-]+)>")
+_SUFFIX = re.compile(r"""['"](:[\w.-]+)['"]""")
 
 # ERNIE 4.5 and Granite 3.3; Hunyuan A13B.
 _RESPONSE = ReasoningStyle(
@@ -93,6 +106,7 @@ _APRIEL = ReasoningStyle(
 _APERTUS = ReasoningStyle("apertus", "<|inner_prefix|>", "<|inner_suffix|>")
 
 _ALL = (
+    *(_STEP3, _HUNYUAN, _MINIMAX_M3),
     *(_RESPONSE, _ANSWER, _THINK, _GRANITE, _MISTRAL, _SEED, _KIMI),
     *(_COHERE, _COHERE_TEXT, _APRIEL, _APERTUS),
 )
@@ -100,7 +114,7 @@ _ALL = (
 STYLES = {style.name: style for style in _ALL} | {
     "ernie45": _RESPONSE,
     "hunyuan_a13b": _ANSWER,
-    "hunyuan": _ANSWER,
+    "hunyuan": _HUNYUAN,
     "cohere_command3": _COHERE,
     "cohere_command4": _COHERE_TEXT,
     "deepseek_r1": _THINK,
@@ -111,6 +125,8 @@ STYLES = {style.name: style for style in _ALL} | {
     "olmo3": _THINK,
     "magistral": _MISTRAL,
     "seed_oss": _SEED,
+    "hy_v4": _HUNYUAN,
+    "minimax-m3": _MINIMAX_M3,
 }
 AUTO, NONE = "auto", "none"
 
@@ -126,11 +142,27 @@ def style_of(template_source: str, name: str = AUTO) -> ReasoningStyle | None:
     if name == NONE:
         return None
     if name != AUTO:
-        return STYLES[name]
+        return _as_written(STYLES[name], template_source)
     for style in STYLES.values():
         if style.is_of(template_source):
-            return style
-    return None
+            return _as_written(style, template_source)
+    found = _SUFFIXED.search(template_source)
+    return None if found is None else _with_suffix(_HUNYUAN, found.group(1))
+
+
+def _as_written(style: ReasoningStyle, template_source: str) -> ReasoningStyle:
+    """The style with the suffix that the template gives to its marks."""
+    if style is not _HUNYUAN:
+        return style
+    found = _SUFFIXED.search(template_source)
+    if found is None and style.is_of(template_source):
+        found = _SUFFIX.search(template_source)
+    return style if found is None else _with_suffix(style, found.group(1))
+
+
+def _with_suffix(style: ReasoningStyle, suffix: str) -> ReasoningStyle:
+    begin, end = (f"{mark[:-1]}{suffix}>" for mark in style.marks)
+    return replace(style, begin=begin, end=end)
 
 
 # ---- What a prompt says of it ------------------------------------------------------------------
@@ -143,6 +175,8 @@ def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = ""
     goes on with (`continued`); one that a user has written somewhere begins nothing.
     """
     _, mark, since = prompt_text.rpartition(style.begin)
+    if style.is_silent and not continued:
+        return not reasoning_over(prompt_text, style)
     if not mark or style.end in since:
         return False
     since = since.strip()

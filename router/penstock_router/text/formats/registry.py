@@ -42,7 +42,16 @@ from penstock_router.text.formats.json_formats.mistral import MistralFormat, Mis
 from penstock_router.text.formats.json_formats.plain_json import PlainJsonFormat
 from penstock_router.text.formats.json_formats.xlam import XLAM
 from penstock_router.text.formats.python_formats.pythonic import PythonicFormat
-from penstock_router.text.formats.tagged_formats.qwen_xml import QWEN_XML
+from penstock_router.text.formats.tagged_formats.deepseek_dsml import DEEPSEEK_DSML
+from penstock_router.text.formats.tagged_formats.dots import DOTS
+from penstock_router.text.formats.tagged_formats.glm import GLM
+from penstock_router.text.formats.tagged_formats.hunyuan import HUNYUAN
+from penstock_router.text.formats.tagged_formats.minicpm5 import MINICPM5
+from penstock_router.text.formats.tagged_formats.minimax_m2 import MINIMAX_M2
+from penstock_router.text.formats.tagged_formats.minimax_m3 import MINIMAX_M3
+from penstock_router.text.formats.tagged_formats.qwen_xml import MIMO, QWEN_XML
+from penstock_router.text.formats.tagged_formats.seed_oss import SEED_OSS
+from penstock_router.text.formats.tagged_formats.step3 import STEP3
 from penstock_router.text.reasoning import AUTO, NONE
 
 # A row a format, with the names that other servers use for it; in the order in which templates are
@@ -57,6 +66,19 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (DEEPSEEK_V31, ("deepseekv31",)),
     (MistralFormat(), ()),
     (MistralNamedFormat(), ()),
+    (
+        DEEPSEEK_DSML,
+        ("deepseek_v32", "deepseekv32", "deepseek_v4", "deepseekv4", "deepseek_v41"),
+    ),
+    (MINIMAX_M2, ("minimax-m2",)),
+    (MINIMAX_M3, ("minimax-m3",)),
+    (SEED_OSS, ()),
+    (STEP3, ()),
+    (DOTS, ()),
+    (HUNYUAN, ("hy_v4", "hunyuan")),
+    (GLM, ("glm45", "glm47", "laguna", "poolside_v1", "spark25", "ling3")),
+    (MIMO, ()),
+    (MINICPM5, ()),
     (COHERE, ("cohere_command3", "cohere_command4")),
     (CommandRFormat(), ()),
     (APERTUS, ("apertus2509",)),
@@ -67,7 +89,7 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (NEMOTRON_MINI, ()),
     (INTERNLM, ()),
     (MINIMAX_M1, ("minimax",)),
-    (TOOL_CALLS, ("jamba", "hunyuan", "hunyuan_a13b", "apriel")),
+    (TOOL_CALLS, ("jamba", "hunyuan_a13b", "apriel")),
     (PHI4_MINI, ("phi4_mini_json",)),
     (FUNCTOOLS, ("firefunction_v2",)),
     (GRANITE, ()),

@@ -7,21 +7,40 @@ import json
 from penstock_router.argument_kinds import STRING, Kinds
 from penstock_router.text.formats.reading.json_mender import JsonMender
 
+_NUMBERS: Kinds = frozenset({"integer", "number"})
+# Larger numbers are not all whole ones in the form in which most readers keep them.
+_MAX_WHOLE = 2**53
+# Words that stand for values where no string may.
+_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null", "": "null"}
+
 
 def json_of(text: str, kinds: Kinds) -> str:
-    """The JSON value that a text is meant as."""
+    """The JSON value that a text is meant as; a string if it fits no other type."""
+    value = _value_of(text.strip())
+    kind = "string" if value is None else kind_of(value)
+    if kinds & STRING:
+        fits = kind in kinds - STRING or (kind == "integer" and "number" in kinds)
+        return value if value and fits else json.dumps(text, ensure_ascii=False)
+    word = _WORDS.get(text.strip().lower())
+    if word is not None and kind_of(word) in kinds:
+        return word
+    if value is None:
+        return json.dumps(text, ensure_ascii=False)
+    return _whole(value) if kind == "number" and kinds & _NUMBERS == {"integer"} else value
+
+
+def _value_of(text: str) -> str | None:
+    """The text as one JSON value, mended; None if it is none."""
     mender = JsonMender()
-    stripped = text.strip()
     # A word or number ends only where something else comes.
-    is_value = mender.feed(f"{stripped} ") >= len(stripped) and mender.complete
-    value = mender.take() if is_value else ""
-    if not value or (kind := kind_of(value)) == "string":
-        return value if value and not kinds & STRING else json.dumps(text, ensure_ascii=False)
-    if kind == "number" and "number" not in kinds and "integer" in kinds:
-        number = float(value)
-        return str(int(number)) if number.is_integer() else value
-    fits = kind in kinds or (kind == "integer" and "number" in kinds)
-    return value if fits or not kinds & STRING else json.dumps(text, ensure_ascii=False)
+    is_value = mender.feed(f"{text} ") >= len(text) and mender.complete
+    return (mender.take() or None) if is_value else None
+
+
+def _whole(value: str) -> str:
+    """A number that is meant as an integer, as one if it is."""
+    number = float(value)
+    return str(int(number)) if abs(number) <= _MAX_WHOLE and number.is_integer() else value
 
 
 def kind_of(value: str) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from penstock_router.argument_kinds import STRING, Kinds, kinds_of_argument
+from penstock_router.argument_kinds import STRING, Kinds, kinds_of_argument, member_names
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
@@ -34,7 +34,8 @@ from penstock_router.text.formats.reading.reader import (
     TextOver,
     one_of,
 )
-from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.formats.reading.tags import Spaces, Tags, bare, rendered_spaces
+from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
 from penstock_router.text.stop_strings import beginning
 from penstock_router.text.structural_tag_builder import (
     among_text,
@@ -46,38 +47,16 @@ from penstock_router.text.structural_tag_builder import (
 )
 
 _KEY = re.compile(r"[^<>\n\ud800]*")
+# A name that may be a function's though no tool has it.
+_NAME = re.compile(r"[\w.\-/:]*\w[\w.\-/:]*")
+_BRACKETS = re.compile(r"[}\] \t\r\n]*")
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 # White space behind a tag that is looked through for what follows it.
 _MAX_SPACE = 64
-_MAX_AHEAD = 512
 # Longer than any word or number that is no string.
 _MAX_SCALAR = 400
 _LONG: Kinds = frozenset({"object", "array"})
 _QUOTES = ("", '"', "'")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tags:
-    """How a family writes a call: the text around names and values."""
-
-    # Around each call or, with `is_one_block`, around all of them; "" if there is nothing.
-    wrap: tuple[str, str]
-    is_one_block: bool = False
-    # Before a function's name, behind it, and at the function's end.
-    function: tuple[str, str, str]
-    # Before an argument's name, behind it, and at the argument's end.
-    argument: tuple[str, str, str]
-    # The white space around values that is not part of them, and that between tags.
-    padding: str = ""
-    line: str = "\n"
-    # What is written between two calls.
-    between: str = "\n"
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """All texts that may be tokens."""
-        parts = (*self.wrap, *self.function, *self.argument)
-        return tuple(dict.fromkeys(part for part in parts if len(part) > 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +65,11 @@ class TaggedFormat(CallFormat):
 
     name: str
     tags: Tags
+    spaces: Spaces = field(default=Spaces())
+    # Tags that are read besides.
+    others: tuple[Tags, ...] = ()
+    # Texts of which one or more are a token within tags.
+    token_parts: tuple[str, ...] = ()
     # Texts that a template of the family has, and texts that it has not.
     signs: tuple[str, ...]
     strange: tuple[str, ...] = field(default=())
@@ -93,7 +77,8 @@ class TaggedFormat(CallFormat):
     @property
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
         """The tags."""
-        return self.tags.all
+        tags = (mark for tags in (self.tags, *self.others) for mark in tags.all)
+        return tuple(dict.fromkeys([*tags, *self.token_parts]))
 
     def is_of(self, template: str) -> bool:
         """The template has all signs and no strange texts."""
@@ -102,11 +87,16 @@ class TaggedFormat(CallFormat):
 
     def begins(self) -> tuple[str, ...]:
         """What begins a call, or all of them."""
-        return (self.tags.wrap[0] or self.tags.function[0],)
+        begins = (tags.wrap[0] or bare(tags.function[0]) for tags in (self.tags, *self.others))
+        return tuple(dict.fromkeys(begins))
+
+    def for_template(self, template: str) -> CallFormat:
+        """The format with the white space that the template writes."""
+        return replace(self, spaces=rendered_spaces(template, self.tags, self.spaces))
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         """A parser for one answer."""
-        return TaggedCallParser(self.tags, tools, marks)
+        return TaggedCallParser((self.tags, *self.others), tools, marks)
 
     def calls(
         self,
@@ -117,100 +107,145 @@ class TaggedFormat(CallFormat):
         writing: Writing = FREE_WRITING,
     ) -> JsonObject:
         """Calls as the family writes them, each argument in the order of the schema."""
-        tags = self.tags
-        opens, closes = (f"{tags.wrap[0]}{tags.line}", tags.wrap[1]) if tags.wrap[0] else ("", "")
+        wrap, spaces = self.tags.wrap, self.spaces
+        opens, closes = f"{wrap[0]}{spaces.inside}", f"{spaces.inside}{wrap[1]}"
+        if not wrap[0]:
+            opens = closes = ""
+        around = ("", "") if self.tags.is_one_block else (opens, closes)
         functions = [
-            self._function_tag(tool, opens, closes, required=required, writing=writing)
-            for tool in tools
+            self._function_tag(tool, around, required=required, writing=writing) for tool in tools
         ]
-        calls = one_or_more(functions, tags.between, parallel=parallel)
+        calls = one_or_more(functions, spaces.between, parallel=parallel)
         trigger = self.begins()[0]
-        if not tags.is_one_block:
+        if not self.tags.is_one_block:
             return calls if required else among_text(functions, trigger, parallel=parallel)
-        closes = f"{tags.line}{closes}"
         if required:
             return sequence(literal(opens), calls, literal(closes))
         return among_text([tag(opens, calls, closes)], trigger, parallel=False)
 
     def _function_tag(
-        self, tool: Tool, opens: str, closes: str, *, required: bool, writing: Writing
+        self, tool: Tool, around: tuple[str, str], *, required: bool, writing: Writing
     ) -> JsonObject:
         before, behind, end = self.tags.function
-        begin = f"{before}{tool.name}{behind}"
-        if not self.tags.is_one_block:
-            begin, end = opens + begin, f"{end}{self.tags.line if end else ''}{closes}"
-        arguments = [
-            (each.is_needed, self._argument_format(tool, each, writing))
-            for each in arguments_of(tool, required=required, is_name=_is_key)
-        ]
-        return tag(begin + self.tags.line, one_after_another(arguments), end)
+        begin, close = f"{around[0]}{before}{tool.name}{behind}", f"{end}{around[1]}"
+        known = arguments_of(tool, required=required, is_name=_is_key)
+        if not known and self.spaces.nothing is not None:
+            return tag(begin + self.spaces.nothing, literal(""), close)
+        arguments = [(each.is_needed, self._argument_format(tool, each, writing)) for each in known]
+        begin, close = begin + self.spaces.name, self.spaces.end + close
+        return tag(begin, one_after_another(arguments), close)
 
     def _argument_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
-        before, behind, end = self.tags.argument
+        before, end = self.tags.argument[0], self._argument_end(argument)
         padding = self.tags.padding
         if argument.may_be_text:
-            value = text_format(tool, argument)
+            value = self._text_format(tool, argument)
         else:
             value = json_format(written_as(argument.schema, writing))
-        begin = f"{before}{argument.name}{behind}{padding}"
-        return tag(begin, value, f"{padding}{end}{self.tags.line}")
+        begin = f"{before}{argument.name}{self._behind_key(argument)}{self.spaces.key}"
+        begin += f"{self.tags.value}{padding}"
+        return tag(begin, value, f"{padding}{end}{self.spaces.argument}")
+
+    def _text_format(self, tool: Tool, argument: Argument) -> JsonObject:
+        """A value that may be a string."""
+        return text_format(tool, argument)
+
+    def _behind_key(self, argument: Argument) -> str:
+        """What stands behind an argument's name."""
+        return self.tags.argument[1]
+
+    def _argument_end(self, argument: Argument) -> str:
+        """What stands behind an argument's value."""
+        return self.tags.argument[2]
 
 
 def _is_key(name: str) -> bool:
     return name != "" and _KEY.fullmatch(name) is not None
 
 
+def _each(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(filter(None, texts)))
+
+
 class TaggedCallParser(CallParser):
     """Reads calls whose arguments have tags of their own.
 
-    Tolerates: no tag around a call or at its end, quotes of either kind or none around names, a
-    missing `>` before a line break, a missing end of an argument before the next one that the tool
-    has.
+    Tolerates: no tag around a call or at its end, an end that stands there twice, quotes of either
+    kind or none around names, a missing `>` before what follows, a missing end of an argument
+    before the next one that the tool has.
     """
 
-    def __init__(self, tags: Tags, tools: Sequence[Tool], marks: Marks) -> None:
+    def __init__(self, tags: Sequence[Tags], tools: Sequence[Tool], marks: Marks) -> None:
         super().__init__(tools, marks)
-        self._tags = tags
-        self._function_begin = tags.function[0].rstrip('"')
-        self._argument_begin = tags.argument[0].rstrip('"')
-        self._block_ends = tuple(filter(None, (tags.wrap[1],)))
-        self._function_ends = tuple(filter(None, (tags.function[2],)))
-        # Texts that may end a value: the first is consumed with it, the others are not.
-        self._value_ends = (
-            tags.argument[2],
-            *self._function_ends,
-            *self._block_ends,
-            self._argument_begin,
-        )
+        self._tags = tags[0]
+        self._wraps = _each(each.wrap[0] for each in tags)
+        self._block_ends = _each(each.wrap[1] for each in tags)
+        self._function_begins = _each(bare(each.function[0]) for each in tags)
+        self._function_ends = _each(each.function[2] for each in tags)
+        self._argument_begins = _each(bare(each.argument[0]) for each in tags)
+        self._argument_ends = _each(each.argument[2] for each in tags)
+        self._ends = (*self._function_ends, *self._block_ends)
+        # Texts that may end a value: the first ones are consumed with it, the others are not.
+        self._value_ends = (*self._argument_ends, *self._ends, *self._argument_begins)
+        padding = self._tags.padding
+        self._by_spelling = {marks.spelled(end): end for end in self._value_ends}
+        padded = {padding + spelled: end for spelled, end in self._by_spelling.items()}
+        self._look_for(padded | self._by_spelling if padding else self._by_spelling)
         # Of the call that is read: its tool's arguments that have not come yet.
         self._awaited: set[str] = set()
-        # Whether the end of all calls was read.
-        self._is_block_over = False
+        # Whether the value that is read may be a string, in which tags may stand.
+        self._may_be_text = True
+
+    def _look_for(self, ends: Mapping[str, str]) -> None:
+        """Values end with one of these texts, each of which stands for a tag."""
+        self._by_padded = ends
+        self._padded_ends = tuple(ends)
+        self._end_pattern = one_of(self._padded_ends)
 
     def _read(self) -> Reading[None]:
-        wraps = tuple(filter(None, (self._tags.wrap[0],)))
-        mark = yield from self._until(*wraps, self._function_begin)
-        self._is_marked = not wraps or mark in wraps
+        mark = yield from self._until(*self._wraps, *self._function_begins)
+        is_token = self._marks.spelled(mark) != mark
+        self._is_marked = not self._wraps or mark in self._wraps or is_token
         yield from self._calls_behind(mark)
 
     def _calls_behind(self, mark: str) -> Reading[None]:
         """Calls, of which this first mark is read."""
-        if mark != self._function_begin:
-            yield from self._again(mark)
-            yield from self._expect(self._function_begin)
-        self._is_block_over = False
+        if mark in self._wraps:
+            yield from self._again(*self._wraps)
+            if (yield from self._any_of(*self._function_begins)) is None:
+                yield from self._block_without_tags()
+                return
         while True:
-            yield from self._one_call((yield from self._name_in_tag(self._tags.function[1])))
-            if self._is_block_over:
-                break
-            yield from self._after_call()
-            found = yield from self._any_of(*self._block_ends, self._function_begin)
-            if found != self._function_begin:
-                break
+            yield from self._function()
+            if not (yield from self._goes_on()):
+                return
             self._fits = False
-        yield from self._after_call()
+
+    def _block_without_tags(self) -> Reading[None]:
+        """What stands behind the begin mark of calls is not a function's tag."""
+        yield from ()
+        raise Misfit
+
+    def _goes_on(self) -> Reading[bool]:
+        """Consume the ends behind a call; whether another call follows in the same block."""
+        while True:
+            yield from self._after_call()
+            found = yield from self._any_of(*self._function_begins, *self._ends)
+            if found is None or found in self._function_begins:
+                return found is not None
+
+    def _is_callable(self, name: object) -> bool:
+        known = name in self._tools
+        return known or (self._is_marked and isinstance(name, str) and _is_name(name))
 
     # Calls.
+
+    def _function(self) -> Reading[None]:
+        """A call, of which the text before its name is read."""
+        name = yield from self._name_in_tag(
+            self._tags.function[1], (*self._argument_begins, *self._ends)
+        )
+        yield from self._one_call(name)
 
     def _one_call(self, name: str) -> Reading[None]:
         """The arguments of a call, whose name is read, and its end."""
@@ -218,24 +253,18 @@ class TaggedCallParser(CallParser):
             raise Misfit
         tool = self._tools.get(name)
         parameters = None if tool is None else tool.parameters
-        self._awaited = set((parameters or {}).get("properties") or ())
-        begun = False
+        self._awaited = member_names(parameters, parameters or {})
+        calls, begun = self._calls, False
         try:
             while (argument := (yield from self._argument())) is not None:
                 key, kinds = argument
-                if not begun:
-                    self._call(name)
-                self._drop()
-                self._arguments(f"{', ' if begun else '{'}{_ENCODE(key)}: ")
-                begun = True
                 self._awaited.discard(key)
-                yield from self._value(kinds or kinds_of_argument(parameters, key))
-                self._fits = True
+                yield from self._show_argument(
+                    name, key, kinds or self._kinds(parameters, key), is_first=not begun
+                )
+                begun = self._fits = True
         except TextOver:
-            # The model ended its answer behind a whole argument.
-            if begun and self._fits and not self._was_cut:
-                self._arguments("}")
-                self._end_call()
+            self._end_by_answer(name, begun=self._calls > calls)
             raise
         if begun:
             self._arguments("}")
@@ -243,50 +272,87 @@ class TaggedCallParser(CallParser):
         else:
             self._call(name, "{}")
 
+    def _show_argument(
+        self, function: str, key: str, kinds: Kinds, *, is_first: bool
+    ) -> Reading[None]:
+        """Show an argument, whose name is read; before the first one, the call."""
+        if is_first:
+            self._call(function)
+        self._drop()
+        self._arguments(f"{'{' if is_first else ', '}{_ENCODE(key)}: ")
+        yield from self._argument_value(kinds)
+
+    def _kinds(self, parameters: JsonObject | None, key: str) -> Kinds:
+        """The types that an argument may have of which the answer says nothing."""
+        return kinds_of_argument(parameters, key)
+
+    def _end_by_answer(self, name: str, *, begun: bool) -> None:
+        """The answer is over. If the model ended it behind a whole argument, or behind the name of
+        a function that it knows, the call has ended too.
+        """
+        if self._was_cut or (begun and not self._fits):
+            return
+        if begun:
+            self._arguments("}")
+            self._end_call()
+        elif name in self._tools and self._is_marked:
+            self._call(name, "{}")
+
     def _argument(self) -> Reading[tuple[str, Kinds | None] | None]:
         """Consume all up to an argument's value: its name and, if the answer says them, its kinds.
-        None: the call has ended, and its end is consumed.
+        None: the call has ended. Its end is consumed, unless that is the beginning of another.
         """
-        yield from self._space()
-        ends = (*self._function_ends, *self._block_ends)
-        found = yield from self._any_of(self._argument_begin, *ends)
-        if found is None:
+        while True:
+            yield from self._space()
+            found = yield from self._any_of(
+                *self._argument_begins, *self._ends, *self._argument_ends
+            )
+            if found not in self._argument_ends:
+                break
+        if found in self._argument_begins:
+            instead = _each([self._tags.value])
+            return self._described((yield from self._name_in_tag(self._tags.argument[1], instead)))
+        if found is None and (yield from self._ahead(*self._wraps, *self._function_begins)) is None:
             raise Misfit
-        if found != self._argument_begin:
-            self._is_block_over = found in self._block_ends
-            return None
-        return self._described((yield from self._name_in_tag(self._tags.argument[1])))
+        return None
 
     def _described(self, name: str) -> tuple[str, Kinds | None]:
         """An argument's name and kinds, as its tag says them."""
         return name, None
 
-    def _name_in_tag(self, behind: str) -> Reading[str]:
-        """Consume a name and what stands behind it; quotes around the name are dropped."""
+    def _name_in_tag(self, behind: str, instead: Sequence[str]) -> Reading[str]:
+        """Consume a name and what stands behind it, which may be missing before a line break or one
+        of the other texts; quotes around the name are dropped.
+        """
         name = yield from self._run(_KEY)
-        if (yield from self._any_of(behind.lstrip('"'))) is None and self._text[self._at] != "\n":
-            raise Misfit
+        if (yield from self._any_of(behind.lstrip('"'))) is None:
+            if self._text[self._at] == "\n" and not self._tags.padding:
+                self._take(self._at + 1)
+            elif self._text[self._at] != "\n" and (yield from self._ahead(*instead)) is None:
+                raise Misfit
         return name.strip(f"{SPACE}\"'")
 
     # Values.
 
-    def _value(self, kinds: Kinds) -> Reading[None]:
+    def _argument_value(self, kinds: Kinds) -> Reading[None]:
         self._fits = False
+        self._may_be_text = bool(kinds & STRING)
         if self._tags.padding:
             yield from self._any_of(self._tags.padding)
         self._drop()
         if kinds == STRING:
             yield from self._text_value("")
-        elif kinds & STRING or (yield from self._space()) not in "{[":
+        elif kinds & STRING or (yield from self._space()) not in '{["':
+            self._drop()
             yield from self._held_value(kinds)
         else:
             yield from self._json_value()
 
     def _text_value(self, begun: str) -> Reading[None]:
         """A string, of which some may be read already."""
-        self._arguments('"' + _escaped(begun))
+        self._arguments('"' + escaped(begun))
         while (part := (yield from self._part())) is not None:
-            self._arguments(_escaped(part))
+            self._arguments(escaped(part))
         self._arguments('"')
 
     def _held_value(self, kinds: Kinds) -> Reading[None]:
@@ -301,39 +367,53 @@ class TaggedCallParser(CallParser):
                     yield from self._text_value("".join(held))
                     return
         except TextOver:
-            self._arguments("".join(held))
+            if size <= _MAX_SCALAR or (is_bracketed and kinds & _LONG):
+                quote = '"' if kinds & STRING and not is_bracketed else ""
+                self._arguments(quote + (escaped if quote else str)("".join(held)))
             raise
         self._arguments(json_of("".join(held), kinds))
 
     def _json_value(self) -> Reading[None]:
-        """An object or a list, shown as it comes."""
+        """An object, a list or a string in quotes, shown as it comes."""
         self._drop()
         mender = JsonMender()
         while not mender.complete:
-            self._at = mender.feed(self._text, self._at)
+            # A tag that is a token ends even a string that has no end.
+            mark = self._text.find(TOKEN, self._at)
+            end = len(self._text) if mark < 0 else mark
+            self._at += mender.feed(self._text[self._at : end])
             self._arguments(mender.take())
-            if mender.failed:
-                if (yield from self._ahead(*self._value_ends)) is None:
-                    self._held.append(mender.unsaid)
-                    raise Misfit
-                mender.close()
-                self._arguments(mender.take())
+            if mender.failed or (self._at == mark and not mender.complete):
+                yield from self._end_of_json(mender)
             elif not mender.complete:
                 if self._over:
                     self._arguments(mender.unsaid)
                 yield from self._more()
         yield from self._space()
-        yield from self._any_of(self._value_ends[0])
+        if (yield from self._ahead(*self._value_ends)) is None:
+            yield from self._run(_BRACKETS)
+            if (yield from self._ahead(*self._value_ends)) is None:
+                raise Misfit
+        yield from self._any_of(*self._argument_ends)
         self._drop()
+
+    def _end_of_json(self, mender: JsonMender) -> Reading[None]:
+        """Complete a value behind which a tag stands; another token is text."""
+        if (yield from self._ahead(*self._value_ends)) is not None:
+            mender.close()
+            self._arguments(mender.take())
+        elif mender.failed:
+            self._held.append(mender.unsaid)
+            raise Misfit
+        else:
+            mender.feed(TOKEN)
+            self._at += 1
 
     def _part(self) -> Reading[str | None]:
         """The next part of a value that is text; None at its end, which is consumed."""
-        padding = self._tags.padding
-        spelled = {self._marks.spelled(end): end for end in self._value_ends}
-        ends = (*spelled, *(padding + end for end in spelled if padding))
-        pattern = one_of(ends)
+        ends = self._padded_ends
         while True:
-            found = pattern.search(self._text, self._at)
+            found = self._end_pattern.search(self._text, self._at)
             end = beginning(self._text, ends, self._at) if found is None else found.start()
             if end > self._at:
                 part, self._at = self._text[self._at : end], end
@@ -346,33 +426,43 @@ class TaggedCallParser(CallParser):
                 part, self._at = self._text[self._at :], len(self._text)
                 return part
             yield from self._more()
-        own = spelled[text.removeprefix(padding) if text not in spelled else text]
-        if not (yield from self._is_end(len(text), own)):
+        mark = self._by_padded[text]
+        if not (yield from self._is_end(len(text), mark)):
             self._at += len(text)
             return text
-        if own == self._value_ends[0]:
+        if mark in self._argument_ends:
             self._at += len(text)
-        elif text not in spelled:
-            self._at += len(padding)
+        elif text not in self._by_spelling:
+            self._at += len(self._tags.padding)
         return None
 
     def _is_end(self, size: int, end: str) -> Reading[bool]:
-        """Whether the end of this size that stands here is one: something of the call must follow,
-        unless it is a token.
+        """Whether the end of this size that stands here is one: in a string something of the call
+        must follow, unless it is a token.
         """
-        if self._marks.spelled(end) != end:
+        if not self._may_be_text or self._marks.spelled(end) != end:
             return True
-        if end == self._argument_begin:
-            behind = self._tags.argument[1].lstrip('"')
-            names = [f"{quote}{key}{quote}{behind}" for key in self._awaited for quote in _QUOTES]
+        begins = (*self._wraps, *self._function_begins)
+        if end in self._argument_begins:
+            names = self._names_that_may_follow()
             return bool(names) and (yield from self._follows(size, names, or_nothing=False))
-        if end in self._block_ends:
-            wanted: tuple[str, ...] = ()
+        if end in self._argument_ends:
+            wanted = self._behind_argument()
         elif end in self._function_ends:
-            wanted = (*self._block_ends, self._function_begin)
+            wanted = (*self._block_ends, *begins)
         else:
-            wanted = (self._argument_begin, *self._function_ends, *self._block_ends)
+            wanted = begins
         return (yield from self._follows(size, wanted))
+
+    def _names_that_may_follow(self) -> list[str]:
+        """Names of the arguments that have not come, as they stand behind a begin mark."""
+        behind = self._tags.argument[1].lstrip('"')
+        return [f"{quote}{key}{quote}{behind}" for key in self._awaited for quote in _QUOTES]
+
+    def _behind_argument(self) -> tuple[str, ...]:
+        """What may follow an argument's end."""
+        begins = (*self._wraps, *self._function_begins)
+        return (*self._argument_begins, *self._ends, *begins)
 
     def _follows(
         self, offset: int, wanted: Sequence[str], *, or_nothing: bool = True
@@ -380,16 +470,25 @@ class TaggedCallParser(CallParser):
         """Whether one of the texts, or perhaps the answer's end, stands behind white space."""
         spelled = [self._marks.spelled(text) for text in wanted]
         while True:
-            there = self._text[self._at + offset : self._at + offset + _MAX_AHEAD]
-            rest = there.lstrip(SPACE)
-            if any(rest.startswith(text) for text in spelled):
-                return True
-            if rest and not any(text.startswith(rest) for text in spelled):
+            start = self._at + offset
+            there = self._text[start : start + _MAX_SPACE + 1]
+            at = start + len(there) - len(there.lstrip(SPACE))
+            if at - start > _MAX_SPACE:
                 return False
-            if self._over or len(there) - len(rest) > _MAX_SPACE:
-                return or_nothing and not rest
+            if any(self._text.startswith(text, at) for text in spelled):
+                return True
+            left = len(self._text) - at
+            if not any(len(text) > left and text.startswith(self._text[at:]) for text in spelled):
+                return False
+            if self._over:
+                return or_nothing
             yield from self._more()
 
 
-def _escaped(text: str) -> str:
+def _is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
+
+
+def escaped(text: str) -> str:
+    """The text as it stands within a JSON string."""
     return _ENCODE(text)[1:-1]

@@ -1,8 +1,13 @@
-"""Qwen3-Coder, Qwen 3.5 and later, Nemotron 3, Step 3.5, Granite 4.2: tags within `<tool_call>`."""
+"""Qwen3-Coder, Qwen 3.5 and later, Nemotron 3, Step 3.5, Granite 4.2: tags within `<tool_call>`;
+and MiMo V2, which writes the same without line breaks around values.
+"""
 
 from __future__ import annotations
 
-from penstock_router.text.formats.reading.tagged_calls import TaggedFormat, Tags
+from dataclasses import replace
+
+from penstock_router.text.formats.reading.tagged_calls import TaggedFormat
+from penstock_router.text.formats.reading.tags import Tags, are_rendered
 
 QWEN_XML = TaggedFormat(
     name="qwen_xml",
@@ -14,3 +19,12 @@ QWEN_XML = TaggedFormat(
     ),
     signs=("<tool_call>", "<function=", "<parameter="),
 )
+
+
+class _MimoFormat(TaggedFormat):
+    def is_of(self, template: str) -> bool:
+        """The template has the signs, and writes values right between their tags."""
+        return super().is_of(template) and are_rendered(template, self.tags)
+
+
+MIMO = _MimoFormat(name="mimo", tags=replace(QWEN_XML.tags, padding=""), signs=QWEN_XML.signs)

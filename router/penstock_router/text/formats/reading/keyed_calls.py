@@ -1,0 +1,94 @@
+"""Calls whose arguments are pairs of tags: `<arg_key>city</arg_key><arg_value>Oslo</arg_value>`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_router.argument_kinds import Kinds
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import ToolParser
+from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading, TextOver
+from penstock_router.text.formats.reading.tagged_calls import TaggedCallParser, TaggedFormat
+from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
+
+_TEXT = re.compile(r"[^<>{\n\ud800]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyedFormat(TaggedFormat):
+    """A family whose arguments are pairs of tags."""
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return KeyedCallParser((self.tags, *self.others), tools, marks)
+
+
+class KeyedCallParser(TaggedCallParser):
+    """Reads such calls.
+
+    Tolerates besides: a missing tag before a name, behind it or before a value, and all arguments
+    as one JSON object behind the function's name.
+    """
+
+    # A name that was read before its turn.
+    _early_key: str | None = None
+
+    def _function(self) -> Reading[None]:
+        yield from self._again(*self._function_begins)
+        start = len(self._held)
+        try:
+            name = (yield from self._run(_TEXT)).strip(f"{SPACE}\"'")
+        except TextOver:
+            self._end_by_answer("".join(self._held[start:]).strip(), begun=False)
+            raise
+        if self._tags.function[1]:
+            yield from self._any_of(self._tags.function[1])
+        first = yield from self._space()
+        if first == ">":
+            self._take(self._at + 1)
+            first = yield from self._space()
+        if first == "{":
+            yield from self._json_arguments(name)
+            return
+        self._early_key = None
+        if (yield from self._ahead(self._tags.argument[1])) is not None:
+            name, self._early_key = self._split(name)
+        yield from self._one_call(name)
+
+    def _json_arguments(self, name: str) -> Reading[None]:
+        if not self._is_callable(name):
+            raise Misfit
+        self._call(name)
+        yield from self._json_value()
+        yield from self._any_of(*self._ends)
+        self._fits = True
+        self._end_call()
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """A function's name and an argument's that stand without a tag between them."""
+        for name, tool in self._tools.items():
+            key = text.removeprefix(name).strip()
+            if text.startswith(name) and key in ((tool.parameters or {}).get("properties") or ()):
+                return name, key
+        raise Misfit
+
+    def _argument(self) -> Reading[tuple[str, Kinds | None] | None]:
+        first = yield from self._space()
+        if first in f"<{TOKEN}" and self._early_key is None:
+            named = yield from super()._argument()
+        else:
+            # A name without the tag before it.
+            name = self._early_key or (yield from self._run(_TEXT))
+            self._early_key = None
+            yield from self._expect(self._tags.argument[1])
+            named = name.strip(), None
+        if named is not None:
+            yield from self._space()
+            yield from self._any_of(self._tags.value)
+        return named
+
+    def _behind_argument(self) -> tuple[str, ...]:
+        without_tag = (f"{key}{self._tags.argument[1]}" for key in self._awaited)
+        return (*super()._behind_argument(), *without_tag)

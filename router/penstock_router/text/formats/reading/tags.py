@@ -1,0 +1,143 @@
+"""The tags of a family of models, and the white space between them as its chat template writes it.
+
+A call that a model is held to has to look like those that the template shows it of earlier turns.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock_router.errors import BadRequest
+from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spaces:
+    """The white space that a family writes between tags, where calls are constrained."""
+
+    # Behind a begin mark of calls and before their end mark.
+    inside: str = "\n"
+    # Behind a function's name, between an argument's name and its value if that has a tag too,
+    # behind each argument, and before a function's end.
+    name: str = "\n"
+    key: str = ""
+    argument: str = "\n"
+    end: str = ""
+    # Between the tags of a function that has no arguments; None: as of others.
+    nothing: str | None = None
+    # Between two calls.
+    between: str = "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tags:
+    """How a family writes a call: the text around names and values."""
+
+    # Around each call or, with `is_one_block`, around all of them; "" if there is nothing.
+    wrap: tuple[str, str]
+    is_one_block: bool = False
+    # Before a function's name, behind it, and at the function's end.
+    function: tuple[str, str, str]
+    # Before an argument's name, behind it, and at the argument's end.
+    argument: tuple[str, str, str]
+    # Before an argument's value; "" where what stands behind its name does that.
+    value: str = ""
+    # The white space around values that is not part of them.
+    padding: str = ""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All texts that may be tokens."""
+        parts = (*self.wrap, *self.function, *self.argument, self.value)
+        return tuple(dict.fromkeys(bare(part) for part in parts if part.startswith("<")))
+
+
+def bare(begin: str) -> str:
+    """What is before a name, without the quote: models forget quotes, or take others."""
+    return begin.rstrip('"')
+
+
+_VALUES = {"probe_left": "some text", "probe_right": "more text"}
+_NAMES = ("probe_one", "probe_two")
+_QUESTION = "a probing question"
+
+
+def rendered_spaces(template: str, tags: Tags, spaces: Spaces) -> Spaces:
+    """The white space that the template writes between these tags; `spaces` if it writes none."""
+    found = _pattern(tags).search(rendered_calls(template))
+    if found is None:
+        return spaces
+    parts = {name: text for name, text in found.groupdict().items() if text is not None}
+    last = parts.pop("last")
+    if not last.startswith(parts["argument"]):
+        return spaces
+    end = last.removeprefix(parts["argument"])
+    if parts["nothing"] == parts["name"] + end:
+        return replace(spaces, **parts | {"nothing": None}, end=end)
+    return replace(spaces, **parts, end=end)
+
+
+def are_rendered(template: str, tags: Tags) -> bool:
+    """Whether the template writes calls with these tags."""
+    return _pattern(tags).search(rendered_calls(template)) is not None
+
+
+def _pattern(tags: Tags) -> re.Pattern[str]:
+    """A call of two arguments and a call of none, as text of these tags."""
+    one, two = (re.escape(f"{tags.function[0]}{name}{tags.function[1]}") for name in _NAMES)
+    end = re.escape(tags.function[2])
+    opens, closes = map(re.escape, tags.wrap)
+    left, right = (_argument(tags, *item) for item in _VALUES.items())
+    between = r"(?P<between>\s*)"
+    if tags.wrap[0]:
+        opens = rf"{opens}(?P<inside>\s*)"
+        if not tags.is_one_block:
+            between = rf"\s*{closes}{between}{re.escape(tags.wrap[0])}\s*"
+    return re.compile(
+        rf"{opens}{one}(?P<name>\s*){left}(?P<argument>\s*){right}(?P<last>\s*){end}"
+        rf"{between}{two}(?P<nothing>\s*){end}"
+    )
+
+
+def _argument(tags: Tags, key: str, value: str) -> str:
+    before, behind, end = map(re.escape, tags.argument)
+    # What describes the value may stand behind the name.
+    behind = rf"[^<>\n]*{re.escape(tags.argument[1].lstrip(chr(34)))}"
+    space = r"(?P<key>\s*)" if key == min(_VALUES) else r"\s*"
+    if not tags.value:
+        space = ""
+    padding = re.escape(tags.padding)
+    return rf"{before}{key}{behind}{space}{re.escape(tags.value)}{padding}{value}{padding}{end}"
+
+
+def rendered_calls(template: str) -> str:
+    """Two calls and what follows, as the template writes them; "" if it refuses them."""
+    properties = {key: {"type": "string", "description": "text"} for key in _VALUES}
+    arguments: tuple[dict[str, Any], ...] = (dict(_VALUES), {})
+    functions = [
+        {
+            "name": name,
+            "description": "probes",
+            "parameters": {"type": "object", "properties": properties if given else {}},
+        }
+        for name, given in zip(_NAMES, arguments, strict=True)
+    ]
+    calls = [
+        {"id": f"call0000{at}", "type": "function", "function": {"name": name, "arguments": given}}
+        for at, (name, given) in enumerate(zip(_NAMES, arguments, strict=True))
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "name": name, "content": "done"}
+        for call, name in zip(calls, _NAMES, strict=True)
+    ]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    try:
+        text = ChatTemplate({"default": template}, {}).render(
+            [{"role": "user", "content": _QUESTION}, turn, *results],
+            tools=[{"type": "function", "function": function} for function in functions],
+        )
+    except (BadRequest, TemplateUnusable):
+        return ""
+    return text.rpartition(_QUESTION)[2]

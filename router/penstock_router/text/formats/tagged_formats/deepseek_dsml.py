@@ -1,0 +1,125 @@
+"""DeepSeek V3.2, V4, V4.1: tags with a mark of their own in each, and the type of each value."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock_router.argument_kinds import ANY, NO_STRING, STRING, Kinds, member_names
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import CallFormat, ToolParser
+from penstock_router.text.formats.reading.argument_values import json_of
+from penstock_router.text.formats.reading.json_mender import mended_object
+from penstock_router.text.formats.reading.named_arguments import Argument
+from penstock_router.text.formats.reading.reader import Reading, TextOver
+from penstock_router.text.formats.reading.tagged_calls import (
+    TaggedCallParser,
+    TaggedFormat,
+    escaped,
+)
+from penstock_router.text.formats.reading.tags import Tags, rendered_calls
+from penstock_router.text.marks import NO_MARKS, Marks, plain
+
+_MARK = "｜DSML｜"
+# A parameter's name, and whether its value is a string.
+_NAMED = re.compile(r"""(.*?)["']?\s+string\s*=\s*["']?(true|false)["']?\s*""")
+# Members that stand for all arguments if the function has none of this name.
+_ALL = ("arguments", "input")
+
+
+def _tags(wrapper: str, space: str = "") -> Tags:
+    opens, closes = f"<{_MARK}{space}", f"</{_MARK}{space}"
+    return Tags(
+        wrap=(f"{opens}{wrapper}>", f"{closes}{wrapper}>"),
+        is_one_block=True,
+        function=(f'{opens}invoke name="', '">', f"{closes}invoke>"),
+        argument=(f'{opens}parameter name="', '">', f"{closes}parameter>"),
+    )
+
+
+# As V3.2, V4 and V4.1 write calls; the first is written unless a template shows another.
+_VERSIONS = (_tags("tool_calls"), _tags("function_calls"), _tags("calls", " "))
+_ERRORS = (_tags("toolcalls"), _tags("tool"), _tags("calls"), _tags("tool_calls", " "))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DsmlFormat(TaggedFormat):
+    """The formats of all versions, of which one is written and all are read."""
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _DsmlParser((self.tags, *self.others), tools, marks)
+
+    def for_template(self, template: str) -> CallFormat:
+        """The format as the version writes it whose tags the template renders."""
+        text = rendered_calls(template)
+        written = [tags for tags in (*_VERSIONS, *_ERRORS) if tags.wrap[0] in text]
+        tags = written[0] if written else self.tags
+        return replace(self, tags=tags, others=_others(tags))._spaced(template)
+
+    def _spaced(self, template: str) -> CallFormat:
+        return super().for_template(template)
+
+    def _behind_key(self, argument: Argument) -> str:
+        is_string = "true" if argument.may_be_text else "false"
+        return f'" string="{is_string}">'
+
+
+def _others(own: Tags) -> tuple[Tags, ...]:
+    return tuple(tags for tags in (*_VERSIONS, *_ERRORS) if tags != own)
+
+
+DEEPSEEK_DSML = DsmlFormat(
+    name="deepseek_dsml",
+    tags=_VERSIONS[0],
+    others=_others(_VERSIONS[0]),
+    token_parts=(_MARK,),
+    signs=(_MARK,),
+)
+
+
+class _DsmlParser(TaggedCallParser):
+    def _described(self, name: str) -> tuple[str, Kinds | None]:
+        found = _NAMED.fullmatch(name)
+        if found is not None:
+            return found.group(1), STRING if found.group(2) == "true" else NO_STRING
+        return name, None
+
+    def _kinds(self, parameters: JsonObject | None, key: str) -> Kinds:
+        """The schema's, if it describes the argument; else it may be anything."""
+        known = key in member_names(parameters, parameters or {})
+        return super()._kinds(parameters, key) if known else ANY
+
+    def _show_argument(
+        self, function: str, key: str, kinds: Kinds, *, is_first: bool
+    ) -> Reading[None]:
+        if not is_first or key not in _ALL or not self._lacks(function, key):
+            yield from super()._show_argument(function, key, kinds, is_first=is_first)
+            return
+        # Perhaps an object of all arguments.
+        self._call(function)
+        held: list[str] = []
+        self._may_be_text = bool(kinds & STRING)
+        try:
+            while (part := (yield from self._part())) is not None:
+                held.append(part)
+        except TextOver:
+            self._arguments(json.dumps({key: ""})[:-2] + escaped("".join(held)))
+            raise
+        text = "".join(held)
+        whole = mended_object(plain(text))
+        if whole is not None and whole.strip("{} \t\r\n"):
+            self._arguments(whole[: whole.rindex("}")])
+        else:
+            self._arguments(f"{{{json.dumps(key)}: {json_of(text, kinds)}")
+
+    def _lacks(self, function: str, key: str) -> bool:
+        """Whether a known function has no such argument."""
+        tool = self._tools.get(function)
+        if tool is None:
+            return False
+        parameters = tool.parameters or {}
+        return key not in member_names(parameters, parameters)

@@ -1,0 +1,178 @@
+"""MiniMax M3: values as elements within each other, with a mark before each tag.
+
+A list's entries are elements named `item`; members that are null are left out. What is not an
+object or a list is text, typed by the tool's schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock_router.argument_kinds import (
+    ANY,
+    STRING,
+    Kinds,
+    kinds_of,
+    kinds_of_argument,
+    schema_of_items,
+    schema_of_member,
+)
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import ToolParser
+from penstock_router.text.formats.reading.named_arguments import Argument
+from penstock_router.text.formats.reading.reader import Misfit, Reading, TextOver
+from penstock_router.text.formats.reading.tagged_calls import TaggedCallParser, TaggedFormat
+from penstock_router.text.formats.reading.tags import Spaces, Tags
+from penstock_router.text.marks import NO_MARKS, Marks
+
+_MARK = "]<]minimax[>["
+_OPENS, _CLOSES = f"{_MARK}<", f"{_MARK}</"
+_ITEM = "item"
+# What is null is not written.
+_UNKNOWN: Kinds = ANY - {"null"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniMaxM3Format(TaggedFormat):
+    """Calls of nested elements. Where they are constrained, objects and lists are JSON."""
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _MiniMaxM3Parser((_READ,), tools, marks)
+
+    def _argument_end(self, argument: Argument) -> str:
+        return f"{_CLOSES}{argument.name}>"
+
+
+def _tags(argument_end: str) -> Tags:
+    return Tags(
+        wrap=(f"{_OPENS}tool_call>", f"{_CLOSES}tool_call>"),
+        is_one_block=True,
+        function=(f'{_OPENS}invoke name="', '">', f"{_CLOSES}invoke>"),
+        argument=(_OPENS, ">", argument_end),
+    )
+
+
+# An element's end has its name, which the reader looks at by itself.
+_READ = _tags("")
+MINIMAX_M3 = MiniMaxM3Format(
+    name="minimax_m3",
+    tags=_tags(_CLOSES),
+    spaces=Spaces(name="", argument=""),
+    token_parts=(_MARK,),
+    signs=(_MARK, "<invoke name="),
+)
+
+
+@dataclass(slots=True)
+class _Element:
+    """An object or a list that is open, and what the tool's schema says of it."""
+
+    name: str
+    is_list: bool
+    schema: Any
+    is_empty: bool = True
+
+
+class _MiniMaxM3Parser(TaggedCallParser):
+    def _one_call(self, name: str) -> Reading[None]:
+        if not self._is_callable(name):
+            raise Misfit
+        tool = self._tools.get(name)
+        self._root: JsonObject = (tool.parameters if tool is not None else None) or {}
+        arguments = _Element("", False, self._root)
+        self._open = [arguments]
+        try:
+            while (yield from self._tag(name)):
+                pass
+        except TextOver:
+            is_whole = len(self._open) == 1
+            self._end_by_answer(name, begun=not arguments.is_empty and is_whole)
+            raise
+        if arguments.is_empty:
+            self._call(name, "{}")
+        else:
+            self._close(0)
+            self._end_call()
+
+    def _tag(self, function: str) -> Reading[bool]:
+        """The next tag, and the text behind it; returns whether the call goes on."""
+        yield from self._space()
+        if (yield from self._any_of(*self._ends)) is not None:
+            return False
+        if (yield from self._ahead(*self._wraps, *self._function_begins)) is not None:
+            return False
+        if (yield from self._any_of(_CLOSES)) is not None:
+            name = yield from self._name_in_tag(">", ())
+            places = [at for at, each in enumerate(self._open) if at and each.name == name]
+            if places:
+                self._close(places[-1])
+            self._fits = len(self._open) == 1
+            return True
+        yield from self._expect(_OPENS)
+        name = yield from self._name_in_tag(">", ())
+        if self._open[0].is_empty:
+            self._call(function)
+            self._arguments("{")
+        self._drop()
+        yield from self._element(name)
+        return True
+
+    def _close(self, at: int) -> None:
+        """Close the elements from this one on."""
+        self._drop()
+        for element in reversed(self._open[at:]):
+            self._arguments("]" if element.is_list else "}")
+        del self._open[at:]
+
+    def _element(self, name: str) -> Reading[None]:
+        """An element, of which the begin tag is read: its value, or the beginning of that."""
+        parent = self._open[-1]
+        key = "" if parent.is_list else f"{json.dumps(name, ensure_ascii=False)}: "
+        self._arguments(f"{'' if parent.is_empty else ', '}{key}")
+        parent.is_empty = False
+        schema, kinds = self._described_as(parent, name)
+        self._fits = False
+        if kinds != STRING and (yield from self._follows(0, [_OPENS], or_nothing=False)):
+            yield from self._nested(name, schema, kinds)
+        else:
+            yield from self._argument_value(kinds)
+        if self._open[-1] is parent:
+            # The value is over, and so should be the element.
+            yield from self._space()
+            yield from self._any_of(f"{_CLOSES}{name}>")
+        self._fits = len(self._open) == 1
+
+    def _described_as(self, parent: _Element, name: str) -> tuple[Any, Kinds]:
+        """What the schema says of an element. Of one within another it may say nothing."""
+        if len(self._open) == 1:
+            schema = schema_of_member(self._root, name, self._root)
+            return schema, kinds_of_argument(self._root, name)
+        if parent.is_list:
+            schema = schema_of_items(parent.schema, self._root)
+        else:
+            schema = schema_of_member(parent.schema, name, self._root)
+        return schema, kinds_of(schema, self._root) or _UNKNOWN
+
+    def _nested(self, name: str, schema: Any, kinds: Kinds) -> Reading[None]:
+        """An element in which there is no text: it has others within, or nothing."""
+        if (yield from self._follows(0, [_CLOSES], or_nothing=False)):
+            empty = {"array": "[]", "object": "{}", "null": "null"}
+            found = (text for kind, text in empty.items() if kind in kinds)
+            if kinds & STRING:
+                yield from self._argument_value(kinds)
+            else:
+                self._arguments(next(found, '""'))
+            return
+        has_items = yield from self._follows(0, [f"{_OPENS}{_ITEM}>"], or_nothing=False)
+        is_list = has_items and ("array" in kinds or "object" not in kinds)
+        self._arguments("[" if is_list else "{")
+        self._open.append(_Element(name, is_list, schema))
+
+    def _is_end(self, size: int, end: str) -> Reading[bool]:
+        yield from ()
+        return True

@@ -1,0 +1,16 @@
+"""Seed-OSS: tags as of Qwen3-Coder, values right between them, a name of its own around calls."""
+
+from __future__ import annotations
+
+from penstock_router.text.formats.reading.tagged_calls import TaggedFormat
+from penstock_router.text.formats.reading.tags import Tags
+
+SEED_OSS = TaggedFormat(
+    name="seed_oss",
+    tags=Tags(
+        wrap=("<seed:tool_call>", "</seed:tool_call>"),
+        function=("<function=", ">", "</function>"),
+        argument=("<parameter=", ">", "</parameter>"),
+    ),
+    signs=("<seed:tool_call>", "<function="),
+)
