@@ -110,7 +110,9 @@ FORMATS: Mapping[str, CallFormat] = {
 }
 # Those that read reasoning too, by the same names.
 CHANNELS: Mapping[str, ChannelFormat] = {
-    name: each for name, each in FORMATS.items() if isinstance(each, ChannelFormat)
+    name: each
+    for name, each in FORMATS.items()
+    if isinstance(each, ChannelFormat) and each.style is not None
 }
 
 

@@ -27,7 +27,8 @@ from penstock_router.text.formats.reading.named_arguments import (
     text_format,
 )
 from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading
-from penstock_router.text.formats.reading.tagged_calls import TaggedCallParser, Tags
+from penstock_router.text.formats.reading.tagged_calls import TaggedCallParser
+from penstock_router.text.formats.reading.tags import Tags
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.reasoning import ReasoningStyle
 from penstock_router.text.structural_tag_builder import (
@@ -49,8 +50,6 @@ _TAGS = Tags(
     is_one_block=True,
     function=(f'{_OPEN}call tool="', f'"{_SEP}', f"{_CLOSE}call{_SEP}"),
     argument=(f'{_OPEN}argument key="', f'"{_SEP}', f"{_CLOSE}argument{_SEP}"),
-    line="",
-    between="",
 )
 _JSON = f'{_OPEN}json type="object"{_SEP}', f"{_CLOSE}json{_SEP}"
 # The attribute before which a name ends.
@@ -95,7 +94,7 @@ class KimiK3Format(ChannelFormat):
         """An empty response and calls; if not required, a response and perhaps calls."""
         functions = [_function(tool, required=required, writing=writing) for tool in tools]
         opens, closes = _TAGS.wrap
-        listed = one_or_more(functions, _TAGS.between, parallel=parallel)
+        listed = one_or_more(functions, "", parallel=parallel)
         calls = sequence(literal(opens), listed, literal(closes), _perhaps(_MESSAGE[1]))
         no_text = [literal("".join(_RESPONSE)), literal(_RESPONSE[1]), literal("")]
         if required:
@@ -182,7 +181,7 @@ class _KimiK3Reader(TaggedCallParser, ChannelReader):
     """Reads one channel after the other; what opens the next one ends the one before it."""
 
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool) -> None:
-        super().__init__(_TAGS, tools, marks)
+        super().__init__((_TAGS,), tools, marks)
         self._open(is_reasoning=begun)
 
     def _read(self) -> Reading[None]:
@@ -254,14 +253,11 @@ class _KimiK3Reader(TaggedCallParser, ChannelReader):
         if (yield from self._space()) != "{":
             raise Misfit
         self._call(name)
-        ends = self._value_ends
-        self._value_ends = (_JSON[1], *ends[1:])
+        ends = self._value_ends, self._argument_ends
+        self._value_ends, self._argument_ends = (_JSON[1], *ends[0]), (_JSON[1],)
         yield from self._json_value()
-        self._value_ends = ends
+        self._value_ends, self._argument_ends = ends
         self._end_call()
-        yield from self._space()
-        end = yield from self._any_of(_TAGS.function[2], _TAGS.wrap[1])
-        self._is_block_over = end == _TAGS.wrap[1]
 
     def _described(self, name: str) -> tuple[str, Kinds | None]:
         key, *kind = _ATTRIBUTE.split(name, 1)

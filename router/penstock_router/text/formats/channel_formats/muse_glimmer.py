@@ -16,11 +16,8 @@ from penstock_router.text.formats.base import FREE_WRITING, ToolParser, Writing
 from penstock_router.text.formats.channel_formats.message_reader import Header, MessageReader
 from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
 from penstock_router.text.formats.reading.reader import Misfit, Reading
-from penstock_router.text.formats.reading.tagged_calls import (
-    TaggedCallParser,
-    TaggedFormat,
-    Tags,
-)
+from penstock_router.text.formats.reading.tagged_calls import TaggedCallParser, TaggedFormat
+from penstock_router.text.formats.reading.tags import Tags
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.reasoning import ReasoningStyle
 from penstock_router.text.structural_tag_builder import (
@@ -39,7 +36,6 @@ _TAGS = Tags(
     wrap=("<atem:function_calls>", "</atem:function_calls>"),
     function=('<atem:invoke name="', '">', "</atem:invoke>"),
     argument=('<atem:parameter name="', '">', "</atem:parameter>"),
-    between=_AGAIN,
 )
 # Text that ends before any other message, and where one follows.
 _LAST: JsonObject = {"type": "any_text", "excludes": [_START, _MESSAGE]}
@@ -79,12 +75,12 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
         writing: Writing = FREE_WRITING,
     ) -> JsonObject:
         """A message for each call; if not required, messages to the user before them or alone."""
-        opens, closes = f"{self.tags.wrap[0]}{self.tags.line}", self.tags.wrap[1]
+        opens, closes = self.tags.wrap
+        space = self.spaces.inside
         functions = [
             self._function_tag(
                 tool,
-                f" to={tool.name}{_MESSAGE}{opens}",
-                closes,
+                (f" to={tool.name}{_MESSAGE}{opens}{space}", f"{space}{closes}"),
                 required=required,
                 writing=writing,
             )
@@ -115,8 +111,8 @@ class _MuseGlimmerReader(TaggedCallParser, MessageReader):
     _unmarked = ("assistant to=", " to=")
 
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool) -> None:
-        super().__init__(_TAGS, tools, marks)
-        self._block_ends += self._closers
+        super().__init__((_TAGS,), tools, marks)
+        self._ends += self._closers
         if begun:
             self._next = Header(recipient="self")
             self._open(is_reasoning=True)
@@ -136,7 +132,7 @@ class _MuseGlimmerReader(TaggedCallParser, MessageReader):
             yield from self._space()
         if (yield from self._any_of(_MESSAGE)) is None:
             # A call may lack the mark before it.
-            begins = (_TAGS.wrap[0], self._function_begin)
+            begins = (_TAGS.wrap[0], *self._function_begins)
             if is_strict or not header.recipient or (yield from self._ahead(*begins)) is None:
                 raise Misfit
         self._drop()
@@ -147,7 +143,7 @@ class _MuseGlimmerReader(TaggedCallParser, MessageReader):
         self._give_back()
         while (yield from self._any_of(_MESSAGE)) is not None:
             self._drop()
-        begins = () if is_reasoning or not self._tools else (_TAGS.wrap[0], self._function_begin)
+        begins = () if is_reasoning or not self._tools else (_TAGS.wrap[0], *self._function_begins)
         if begins and header.recipient not in ("", "user"):
             yield from self._space()
             if (yield from self._ahead(*begins)) is not None:
