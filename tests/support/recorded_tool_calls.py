@@ -375,8 +375,8 @@ PYTHONIC = [
     Recorded(
         "pythonic",
         "[get_weather(city=capital(of='France'))]",
-        "capital(of='France'))]",
-        [("get_weather", None)],
+        "[get_weather(city=capital(of='France'))]",
+        [],
     ),
     Recorded(
         "pythonic",
