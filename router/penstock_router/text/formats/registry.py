@@ -10,6 +10,8 @@ from penstock_router.text.formats.json_formats.hermes import HERMES
 from penstock_router.text.formats.json_formats.llama_json import LlamaJsonFormat
 from penstock_router.text.formats.json_formats.mistral import MistralFormat, MistralNamedFormat
 from penstock_router.text.formats.json_formats.plain_json import PlainJsonFormat
+from penstock_router.text.formats.python_formats.lfm import LfmFormat
+from penstock_router.text.formats.python_formats.olmo import OlmoFormat
 from penstock_router.text.formats.python_formats.pythonic import PythonicFormat
 from penstock_router.text.formats.tagged_formats.qwen_xml import QWEN_XML
 from penstock_router.text.reasoning import AUTO, NONE
@@ -23,6 +25,8 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (MistralNamedFormat(), ()),
     (QWEN_XML, ("qwen3_coder", "qwen3_xml", "step3p5")),
     (HERMES, ("qwen", "qwen25", "qwen3")),
+    (LfmFormat(), ("lfm", "lfm2_5", "lfm3")),
+    (OlmoFormat(), ()),
     (PythonicFormat(), ("gemma", "llama4_pythonic")),
     (LlamaJsonFormat(), ("llama", "llama3_json", "llama4_json")),
     (PlainJsonFormat(), ("json",)),

@@ -15,7 +15,7 @@ from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
 from penstock_router.text.formats.reading.json_calls import calls_or_text
-from penstock_router.text.formats.reading.python_calls import PythonCallParser, call_tags
+from penstock_router.text.formats.reading.python_calls import BUILTIN, PythonCallParser, call_tags
 from penstock_router.text.formats.reading.reader import Reading
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import literal, one_or_more, sequence
@@ -63,6 +63,7 @@ class PythonicFormat(CallFormat):
 
 class _CallParser(PythonCallParser):
     _ends = (_END, _FENCE)
+    _suffix = BUILTIN
     _at_beginning = True
 
     def _read(self) -> Reading[None]:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
+from penstock_router.text.answer_pieces import Piece
 from penstock_router.text.formats.base import FREE_WRITING, Writing
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, written_as
-from penstock_router.text.formats.reading.named_arguments import arguments_of, with_commas
+from penstock_router.text.formats.reading.named_arguments import (
+    Argument,
+    arguments_of,
+    with_commas,
+)
+from penstock_router.text.formats.reading.native_values import Notation
 from penstock_router.text.formats.reading.python_literals import (
     ARGUMENT_BEGUN,
     CALL_BEGUN,
@@ -22,14 +29,17 @@ from penstock_router.text.formats.reading.python_literals import (
     UnreadableWord,
 )
 from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading, TextOver
-from penstock_router.text.structural_tag_builder import json_format, literal, sequence, tag
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import json_format, literal, regex, sequence, tag
 
 _IDENTIFIER = re.compile(r"\w*")
+# A string between single quotes.
+_QUOTED = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf/]|\\u[0-9a-fA-F]{4})*'"
 _BRACKETS = re.compile(r"[)}\];, \t\r\n]*")
 # White space behind a bracket that is looked through for what follows it.
 _MAX_SPACE = 32
 # How Llama 3.1 calls what is built in.
-_BUILTIN = ".call"
+BUILTIN = ".call"
 
 
 def is_identifier(name: str) -> bool:
@@ -38,30 +48,72 @@ def is_identifier(name: str) -> bool:
 
 
 def call_tags(
-    tools: Sequence[Tool], *, required: bool, writing: Writing = FREE_WRITING
+    tools: Sequence[Tool],
+    *,
+    required: bool,
+    writing: Writing = FREE_WRITING,
+    notation: Notation | None = None,
 ) -> list[JsonObject]:
-    """A call of each tool; values are JSON, which the reader accepts like Python."""
+    """A call of each tool; values are JSON where no notation is given."""
     return [
-        tag(f"{tool.name}(", _arguments_format(tool, required=required, writing=writing), ")")
+        tag(
+            f"{tool.name}(",
+            with_commas(
+                [
+                    (
+                        each.is_needed,
+                        sequence(
+                            literal(f"{each.name}="), _value_format(tool, each, writing, notation)
+                        ),
+                    )
+                    for each in arguments_of(tool, required=required, is_name=is_identifier)
+                ]
+            ),
+            ")",
+        )
         for tool in tools
     ]
 
 
-def _arguments_format(tool: Tool, *, required: bool, writing: Writing) -> JsonObject:
-    arguments = arguments_of(tool, required=required, is_name=is_identifier)
-    return with_commas(
-        [
-            (
-                each.is_needed,
-                sequence(literal(f"{each.name}="), json_format(written_as(each.schema, writing))),
-            )
-            for each in arguments
-        ]
-    )
+def _value_format(
+    tool: Tool, argument: Argument, writing: Writing, notation: Notation | None
+) -> JsonObject:
+    if notation is None:
+        return json_format(written_as(argument.schema, writing))
+    return notation.value(tool, argument, writing)
+
+
+class PythonNotation(Notation):
+    """Values as Python shows them, but objects as JSON."""
+
+    separator = ", "
+
+    def written(self, value: Any) -> str:
+        """A value in Python."""
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.written, value))}]"
+        if isinstance(value, Mapping):
+            return json.dumps(value, ensure_ascii=False)
+        return quoted(value) if isinstance(value, str) else repr(value)
+
+    def text(self, tool: Tool, argument: Argument) -> JsonObject:
+        """A string between single quotes, or one of JSON where the schema says more of it."""
+        if argument.schema.keys() & {"pattern", "format", "minLength", "maxLength"}:
+            return json_format({**argument.schema, "type": "string"})
+        return regex(_QUOTED)
+
+
+def quoted(text: str) -> str:
+    """A string between single quotes."""
+    escaped = json.dumps(text, ensure_ascii=False)[1:-1]
+    return "'" + escaped.replace('\\"', '"').replace("'", "\\'") + "'"
 
 
 class PythonCallParser(LiteralParser, JsonCallParser):
     """Reads calls, and lists of them; between marks also calls that are JSON."""
+
+    # What may stand behind a function's name and makes a call of it, whether known or not.
+    _suffix = ""
 
     def _marked_calls(self) -> Reading[None]:
         """All calls behind a mark, in brackets or not, in Python or JSON, and their end marks."""
@@ -101,16 +153,15 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         while True:
             yield from self._one_call()
             after = yield from self._space()
-            if after not in ",]":
-                if (yield from self._is_end()):
-                    return
-                raise Misfit
-            self._take(self._at + 1)
-            if after == "]":
-                return
-            # A trailing comma is allowed.
-            if (yield from self._space()) == "]":
+            if after in ",]":
                 self._take(self._at + 1)
+                # A trailing comma is allowed.
+                if after == "," and (yield from self._space()) == "]":
+                    self._take(self._at + 1)
+                    after = "]"
+                if after == "]":
+                    return
+            elif (yield from self._is_end_behind_brackets()):
                 return
 
     def _call_row(self) -> Reading[None]:
@@ -119,8 +170,7 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         while True:
             yield from self._one_call()
             self._drop()
-            yield from self._run(_BRACKETS)
-            if (yield from self._is_end()) or not self._ends:
+            if (yield from self._is_end_behind_brackets()) or not self._ends:
                 return
             self._fits = False
 
@@ -129,8 +179,9 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         if closer:
             self._enter(closer, pattern)
 
-    def _is_end(self) -> Reading[bool]:
-        """Whether a mark of the end comes next."""
+    def _is_end_behind_brackets(self) -> Reading[bool]:
+        """Consume brackets and commas, if any; returns whether a mark of the end comes next."""
+        yield from self._run(_BRACKETS)
         return bool(self._ends) and (yield from self._ahead(*self._ends)) is not None
 
     def _one_call(self) -> Reading[None]:
@@ -146,8 +197,10 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         except UnreadableWord:
             raise
         except Misfit:
-            if self._announced or not (yield from self._is_end()):
+            self._fits = False
+            if self._announced or not (yield from self._is_end_behind_brackets()):
                 raise
+            self._fits = True
             self._complete(outside + 1)
         except TextOver:
             if not self._announced and not self._was_cut and self._is_whole(outside + 1):
@@ -173,9 +226,9 @@ class PythonCallParser(LiteralParser, JsonCallParser):
 
     def _callable_name(self) -> Reading[str]:
         name = yield from self._name()
-        if name not in self._tools and name.removesuffix(_BUILTIN) in self._tools:
-            name = name.removesuffix(_BUILTIN)
-        if not self._is_callable(name):
+        if self._suffix and name.endswith(self._suffix) and name not in self._tools:
+            name = name.removesuffix(self._suffix)
+        elif not self._is_callable(name):
             raise Misfit
         yield from self._space()
         return name
@@ -215,3 +268,52 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         if follows[0] in ",;" or CALL_BEGUN.match(follows):
             return True
         return None if re.fullmatch(r"[\w.\-]+", follows) else self._at_end(follows)
+
+
+class MarkedPythonParser(PythonCallParser):
+    """Reads calls between two marks of the format's own.
+
+    A mark of the end that is a token and has no calls before it is dropped, and so is all that was
+    between the marks if the model repeats it with the mark of its end.
+    """
+
+    def __init__(
+        self, begin: str, end: str, tools: Sequence[Tool], marks: Marks = NO_MARKS
+    ) -> None:
+        super().__init__(tools, marks)
+        self._begin_mark, self._ends = begin, (end,)
+        self._strays = tuple(mark for mark in self._ends if marks.spelled(mark) != mark)
+        # What came since the begin mark, while calls are read.
+        self._seen: list[str] | None = None
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that can be shown now."""
+        if self._seen is not None:
+            self._seen.append(text)
+        return super().feed(text)
+
+    def _read(self) -> Reading[None]:
+        self._seen = None
+        if (yield from self._until(self._begin_mark, *self._strays)) in self._strays:
+            self._drop()
+            return
+        yield from self._again(self._begin_mark)
+        self._seen = [self._text[self._at :]]
+        yield from self._marked_calls()
+        yield from self._repeated()
+
+    def _repeated(self) -> Reading[None]:
+        """Drop the calls' text, if it comes once more; else what comes of it is content."""
+        calls = "".join(self._seen or ())
+        calls = calls[: len(calls) - len(self._text) + self._at].rstrip(SPACE)
+        self._seen = None
+        # Their end marks were consumed with them.
+        at = 0
+        while at < len(calls):
+            if (yield from self._peek()) != calls[at]:
+                if at:
+                    raise Misfit
+                return
+            self._take(self._at + 1)
+            at += 1
+        yield from self._after_call()
