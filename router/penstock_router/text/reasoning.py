@@ -28,11 +28,13 @@ class ReasoningStyle:
     end: str
     # The marks around an answer; "" where there are none.
     answer: tuple[str, str] = ("", "")
+    # What a model writes behind the begin mark before its reasoning: dropped if it is there.
+    title: str = ""
 
     def spelled(self, marks: Marks) -> ReasoningStyle:
         """The style of an answer's text, in which some marks are tokens."""
         begin, end, opens, closes = map(marks.spelled, (self.begin, self.end, *self.answer))
-        return ReasoningStyle(self.name, begin, end, (opens, closes))
+        return ReasoningStyle(self.name, begin, end, (opens, closes), self.title)
 
     @property
     def marks(self) -> tuple[str, str]:
@@ -49,10 +51,11 @@ _THINK = ReasoningStyle("think", "<think>", "</think>")
 _GRANITE = ReasoningStyle("granite", "Here is my thought process:", "Here is my response:")
 _MISTRAL = ReasoningStyle("mistral", "[THINK]", "[/THINK]")
 _SEED = ReasoningStyle("seed", "<seed:think>", "</seed:think>")
+_GEMMA = ReasoningStyle("gemma4", "<|channel>", "<channel|>", title="thought\n")
 _KIMI = ReasoningStyle("kimi", "◁think▷", "◁/think▷")
 
 # By their names, and by those that users of other servers know them by.
-STYLES = {style.name: style for style in (_THINK, _GRANITE, _MISTRAL, _SEED, _KIMI)} | {
+STYLES = {style.name: style for style in (_THINK, _GRANITE, _MISTRAL, _SEED, _KIMI, _GEMMA)} | {
     "deepseek_r1": _THINK,
     "deepseek_v3": _THINK,
     "qwen3": _THINK,
@@ -95,7 +98,7 @@ def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = ""
     _, mark, since = prompt_text.rpartition(style.begin)
     if not mark or style.end in since:
         return False
-    since = since.strip()
+    since = since.removeprefix(style.title).strip()
     return not since or continued.rstrip().endswith(since)
 
 
@@ -116,6 +119,7 @@ class ReasoningSplitter:
         "_is_content",
         "_space",
         "_style",
+        "_title",
         "has_reasoning",
         "in_reasoning",
     )
@@ -128,6 +132,8 @@ class ReasoningSplitter:
         # Nothing is looked for any more, but perhaps marks around the answer.
         self._is_content = False
         self._answer_marks = _AnswerMarks(*style.answer) if style.answer[0] else None
+        # Not seen yet behind the begin mark.
+        self._title = style.title
         # May be the beginning of a mark.
         self._held = ""
         # Whitespace that may stand before one; None: what comes next is dropped.
@@ -190,10 +196,13 @@ class ReasoningSplitter:
         while self._space is None:
             # Nothing of it has come: the begin mark once more means nothing more.
             text = text.lstrip()
-            if not text.startswith(begin):
+            if self._title and text.startswith(self._title):
+                text, self._title = text[len(self._title) :], ""
+            elif text.startswith(begin):
+                text = text[len(begin) :]
+            else:
                 break
-            text = text[len(begin) :]
-        if self._space is None and begin.startswith(text):
+        if self._space is None and (begin.startswith(text) or self._title.startswith(text)):
             self._held = text
             return []
         body, mark, rest = text.partition(end)

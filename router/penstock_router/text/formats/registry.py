@@ -10,6 +10,7 @@ from penstock_router.text.formats.json_formats.hermes import HERMES
 from penstock_router.text.formats.json_formats.llama_json import LlamaJsonFormat
 from penstock_router.text.formats.json_formats.mistral import MistralFormat, MistralNamedFormat
 from penstock_router.text.formats.json_formats.plain_json import PlainJsonFormat
+from penstock_router.text.formats.python_formats.gemma import FUNCTION_GEMMA, GEMMA4
 from penstock_router.text.formats.python_formats.lfm import LfmFormat
 from penstock_router.text.formats.python_formats.olmo import OlmoFormat
 from penstock_router.text.formats.python_formats.pythonic import PythonicFormat
@@ -25,6 +26,8 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (MistralNamedFormat(), ()),
     (QWEN_XML, ("qwen3_coder", "qwen3_xml", "step3p5")),
     (HERMES, ("qwen", "qwen25", "qwen3")),
+    (GEMMA4, ()),
+    (FUNCTION_GEMMA, ()),
     (LfmFormat(), ("lfm", "lfm2_5", "lfm3")),
     (OlmoFormat(), ()),
     (PythonicFormat(), ("gemma", "llama4_pythonic")),

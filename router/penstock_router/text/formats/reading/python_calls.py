@@ -28,14 +28,13 @@ from penstock_router.text.formats.reading.python_literals import (
     LiteralParser,
     UnreadableWord,
 )
-from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading, TextOver
+from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import json_format, literal, regex, sequence, tag
 
 _IDENTIFIER = re.compile(r"\w*")
 # A string between single quotes.
 _QUOTED = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf/]|\\u[0-9a-fA-F]{4})*'"
-_BRACKETS = re.compile(r"[)}\];, \t\r\n]*")
 # White space behind a bracket that is looked through for what follows it.
 _MAX_SPACE = 32
 # How Llama 3.1 calls what is built in.
@@ -136,16 +135,6 @@ class PythonCallParser(LiteralParser, JsonCallParser):
                 return ""
             yield from self._more()
 
-    def _end_marks(self) -> Reading[None]:
-        """Drop marks of the end behind calls, and brackets too many before them."""
-        self._drop()
-        brackets = yield from self._run(_BRACKETS)
-        if self._ends and (yield from self._any_of(*self._ends)) is not None:
-            yield from self._again(*self._ends)
-        elif brackets.strip(SPACE):
-            self._give_back()
-        yield from self._after_call()
-
     def _call_list(self) -> Reading[None]:
         """Calls between square brackets, with commas between them."""
         self._open_brackets("]", CALL_BEGUN)
@@ -179,11 +168,6 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         if closer:
             self._enter(closer, pattern)
 
-    def _is_end_behind_brackets(self) -> Reading[bool]:
-        """Consume brackets and commas, if any; returns whether a mark of the end comes next."""
-        yield from self._run(_BRACKETS)
-        return bool(self._ends) and (yield from self._ahead(*self._ends)) is not None
-
     def _one_call(self) -> Reading[None]:
         yield from self._space()
         self._fits = False
@@ -192,37 +176,8 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         outside = len(self._closers)
         self._announced, self._before, self._missing = name, "", ""
         self._enter(")", ARGUMENT_BEGUN)
-        try:
-            yield from self._all_arguments()
-        except UnreadableWord:
-            raise
-        except Misfit:
-            self._fits = False
-            if self._announced or not (yield from self._is_end_behind_brackets()):
-                raise
-            self._fits = True
-            self._complete(outside + 1)
-        except TextOver:
-            if not self._announced and not self._was_cut and self._is_whole(outside + 1):
-                self._finish()
-            raise
-        self._finish()
+        yield from self._mended(self._all_arguments(), outside + 1)
         del self._closers[outside:], self._elements_begin[outside:]
-
-    def _is_whole(self, num_brackets: int) -> bool:
-        """Whether all values that were begun have ended, and nothing of another has come."""
-        rest = "".join(self._held) + self._text[self._at :]
-        is_closed = not self._missing and len(self._closers) == num_brackets
-        return is_closed and not rest.strip(f"{SPACE},")
-
-    def _finish(self) -> None:
-        """The call is over."""
-        if self._announced:
-            self._call(self._announced, "{}")
-            self._announced = ""
-        else:
-            self._arguments("}")
-        self._end_call()
 
     def _callable_name(self) -> Reading[str]:
         name = yield from self._name()

@@ -42,6 +42,7 @@ _ORDINARY = {
     '"': re.compile(rf'[^"\\{TOKEN}]+'),
     "'": re.compile(rf"[^'\\{TOKEN}]+"),
 }
+_BRACKETS = re.compile(r"[)}\];, \t\r\n]*")
 # What is behind the backslash of an escape that means a character by its number or name; such an
 # escape, or its beginning.
 _CODES = "01234567xuUN"
@@ -90,9 +91,62 @@ class LiteralParser(CallParser):
         # What makes a value of the innermost one as far as it came; "": it is one.
         self._missing = ""
 
-    def _literal(self) -> Reading[None]:
+    def _mended(self, arguments: Reading[None], outside: int) -> Reading[None]:
+        """Read a call's arguments, within so many brackets. If the model wrote the call's end, or
+        ended its answer between two of them, what is missing is completed.
+        """
         try:
-            yield from self._value_of(0)
+            yield from arguments
+        except UnreadableWord:
+            raise
+        except Misfit:
+            self._fits = False
+            if self._announced or not (yield from self._is_end_behind_brackets()):
+                raise
+            self._fits = True
+            self._complete(outside)
+        except TextOver:
+            if not self._announced and not self._was_cut and self._is_whole(outside):
+                self._finish()
+            raise
+        self._finish()
+
+    def _is_whole(self, num_brackets: int) -> bool:
+        """Whether all values that were begun have ended, and nothing of another has come."""
+        rest = "".join(self._held) + self._text[self._at :]
+        is_closed = not self._missing and len(self._closers) == num_brackets
+        return is_closed and not rest.strip(f"{SPACE},")
+
+    def _finish(self) -> None:
+        """The call is over."""
+        if self._announced:
+            self._call(self._announced, "{}")
+            self._announced = ""
+        else:
+            self._arguments("}")
+        self._end_call()
+
+    def _is_end_behind_brackets(self) -> Reading[bool]:
+        """Consume brackets and commas, if any; returns whether a mark of the end comes next."""
+        yield from self._run(_BRACKETS)
+        return bool(self._ends) and (yield from self._ahead(*self._ends)) is not None
+
+    def _end_marks(self) -> Reading[None]:
+        """Drop marks of the end behind calls, and brackets too many before them."""
+        self._drop()
+        brackets = yield from self._run(_BRACKETS)
+        if self._ends and (yield from self._any_of(*self._ends)) is not None:
+            yield from self._again(*self._ends)
+        elif brackets.strip(SPACE):
+            self._give_back()
+        yield from self._after_call()
+
+    def _literal(self) -> Reading[None]:
+        yield from self._shown_if_cut(self._value_of(0))
+
+    def _shown_if_cut(self, value: Reading[None]) -> Reading[None]:
+        try:
+            yield from value
         except TextOver:
             # The answer was cut off within a value: show what there is of it.
             if not self._before:
@@ -145,8 +199,7 @@ class LiteralParser(CallParser):
                 yield from self._key()
                 if (yield from self._space()) not in self._separators:
                     raise Misfit
-                self._pass(": ")
-                self._missing = "null"
+                self._colon()
             yield from self._value_of(depth)
             self._missing = ""
             after = yield from self._space()
@@ -155,6 +208,15 @@ class LiteralParser(CallParser):
                 self._pass("")
             elif after != closer:
                 raise Misfit
+
+    def _colon(self) -> None:
+        """The next character is what stands behind a key, which may be pending."""
+        if self._before:
+            self._before += ": "
+            self._take(self._at + 1)
+        else:
+            self._pass(": ")
+        self._missing = "null"
 
     def _key(self) -> Reading[None]:
         yield from self._scalar(is_key=True)
