@@ -88,14 +88,17 @@ class BareKeyParser(LiteralParser):
         self._arguments('"')
         self._missing = '": null' if is_key else '"'
         spelled = self._marks.spelled(self._quote)
-        ends = tuple(map(self._marks.spelled, self._ends)) if self._has_tokens() else ()
+        ends = tuple(map(self._marks.spelled, self._ends))
         while True:
             yield from self._plain_text((spelled, *ends))
-            if (yield from self._ahead(*self._ends)) is not None:
+            if (yield from self._is_over_behind(*self._ends)):
                 raise Misfit
-            if (yield from self._is_last(spelled, is_key=is_key)):
+            if not self._text.startswith(spelled, self._at):
+                # What looks like the call's end.
+                self._say_raw(self._at + 1)
+            elif (yield from self._is_last(spelled, is_key=is_key)):
                 break
-            if spelled == self._quote:
+            elif spelled == self._quote:
                 self._say_raw(self._at + len(spelled))
             else:
                 # Where the mark is a token, a quote is meant.
@@ -106,10 +109,6 @@ class BareKeyParser(LiteralParser):
         self._arguments('"')
         self._missing = ": null" if is_key else ""
 
-    def _has_tokens(self) -> bool:
-        """Whether the marks of the end are tokens, which no string has."""
-        return all(self._marks.spelled(end) != end for end in self._ends)
-
     def _plain_text(self, marks: tuple[str, ...]) -> Reading[None]:
         """Show a string's text up to one of the marks."""
         pattern = one_of(marks)
@@ -119,9 +118,11 @@ class BareKeyParser(LiteralParser):
             self._say_raw(end)
             if found is not None:
                 return
-            if self._over:
-                # The answer was cut off in what looks like a mark.
+            if self._over and not self._was_cut:
+                # The model ended in what looks like a mark. If it was cut off there, nobody knows.
                 self._say_raw(len(self._text))
+            elif self._over:
+                self._at = len(self._text)
             yield from self._more()
 
     def _say_raw(self, end: int) -> None:

@@ -148,11 +148,14 @@ class LiteralParser(CallParser):
         try:
             yield from value
         except TextOver:
-            # The answer was cut off within a value: show what there is of it.
-            if not self._before:
-                self._take(len(self._text))
-                self._arguments("".join(self._held).strip(SPACE))
+            self._take(len(self._text))
+            rest = "".join(self._held).strip(f"{SPACE},")
+            if self._missing.startswith('"'):
+                # Quotes have no meaning before it is known how many there are.
                 self._drop()
+                self._arguments(rest if rest.strip("\"'") else "")
+            elif rest:
+                self._fits = self._fits and self._was_cut
             raise
 
     def _start(self) -> None:
@@ -257,15 +260,14 @@ class LiteralParser(CallParser):
 
     def _show_cut(self, word: str, held: list[str]) -> None:
         """The text is over within a word, or right behind it."""
-        whole = _WORDS.get(word) or _number(word)
         is_begun = bool(_NUMBER_BEGUN.match(word)) or any(
             known.startswith(word) for known in _WORDS
         )
         if word and (is_begun or not self._announced):
             self._start()
-            # What ended the answer may have cut a number.
-            self._arguments(word if whole is None or self._was_cut else whole)
-            self._missing = "" if whole else self._missing
+            # A number may have been cut.
+            self._arguments(_WORDS.get(word, word))
+            self._missing = "" if word in _WORDS else "null"
         else:
             self._held = held + self._held
 
@@ -300,10 +302,21 @@ class LiteralParser(CallParser):
         self._missing = ": null" if is_key else ""
 
     def _token_in_string(self) -> Reading[None]:
-        """A mark: the call's end ends the string too, any other is text."""
-        if (yield from self._ahead(*self._ends)) is not None:
+        """A mark within a string is text, but for the end of the call that the answer ends with."""
+        if (yield from self._is_over_behind(*self._ends)):
             raise Misfit
         self._at += 1
+
+    def _is_over_behind(self, *marks: str) -> Reading[bool]:
+        """Whether one of these marks stands here, and is the end of what the model wrote."""
+        mark = yield from self._ahead(*marks)
+        if mark is None:
+            return False
+        while not self._text[self._at + len(self._marks.spelled(mark)) :].lstrip(SPACE):
+            if self._over:
+                return not self._was_cut
+            yield from self._more()
+        return False
 
     def _is_last(self, quote: str, *, is_key: bool) -> Reading[bool]:
         """Whether the quote that stands here ends its string: by what follows it."""
@@ -312,7 +325,12 @@ class LiteralParser(CallParser):
             is_last = self._judge(behind, quote, is_key=is_key)
             if is_last is not None:
                 return is_last
-            if self._over or len(behind) == _MAX_AHEAD:
+            if len(behind) == _MAX_AHEAD:
+                return True
+            if self._over and self._was_cut:
+                # Nobody knows.
+                self._at = len(self._text)
+            elif self._over:
                 return True
             yield from self._more()
 
