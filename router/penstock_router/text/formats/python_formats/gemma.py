@@ -11,7 +11,7 @@ from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolPars
 from penstock_router.text.formats.reading.bare_keys import BareKeyNotation, BareKeyParser
 from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
-from penstock_router.text.structural_tag_builder import among_text, one_or_more, tag
+from penstock_router.text.structural_tag_builder import ANY_TEXT, among_text, one_or_more, tag
 
 _CALL = "call:"
 
@@ -57,7 +57,7 @@ class GemmaFormat(CallFormat):
         tags = [
             tag(
                 f"{self.begin}{_CALL}{tool.name}{{",
-                notation.arguments(tool, required=required, writing=writing),
+                notation.arguments(tool, writing) if required or tool.strict else ANY_TEXT,
                 f"}}{self.end}",
             )
             for tool in tools

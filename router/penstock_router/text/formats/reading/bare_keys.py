@@ -158,9 +158,9 @@ class BareKeyNotation(Notation):
         """The bare name and a colon, if it can be bare."""
         return f"{name}:" if name and _KEY.fullmatch(name) else None
 
-    def arguments(self, tool: Tool, *, required: bool, writing: Writing) -> JsonObject:
-        """The arguments of a call between their brackets, in the order of the schema."""
-        arguments = arguments_of(tool, required=required, is_name=lambda name: bool(self.key(name)))
+    def arguments(self, tool: Tool, writing: Writing) -> JsonObject:
+        """The arguments of a call between their brackets, as the schema has them."""
+        arguments = arguments_of(tool, required=True, is_name=lambda name: bool(self.key(name)))
         parts = [
             (
                 each.is_needed,

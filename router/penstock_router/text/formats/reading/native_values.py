@@ -28,6 +28,8 @@ from penstock_router.text.structural_tag_builder import (
 
 # Deeper schemas are held to as JSON.
 _MAX_DEPTH = 8
+# Deeper lists of anything are JSON.
+_MAX_LISTS = 2
 # Keywords beside which a list or an object can be written element by element.
 _NOTES = frozenset({"title", "description", "default", "examples"})
 _OF_LISTS = _NOTES | {"type", "items"}
@@ -68,20 +70,23 @@ class Notation(ABC):
             others = [dataclasses.replace(argument, schema=way) for way in ways]
             return either([self.value(tool, other, writing, depth + 1) for other in others])
         if "type" in schema or not schema.keys() - _NOTES:
-            return either(self._of_kinds(tool, argument, kinds or ANY, writing))
+            return either(self._of_kinds(tool, argument, kinds or ANY, writing, depth))
         return json_format(written_as(schema, writing))
 
     def _of_kinds(
-        self, tool: Tool, argument: Argument, kinds: frozenset[str], writing: Writing
+        self, tool: Tool, argument: Argument, kinds: frozenset[str], writing: Writing, depth: int
     ) -> list[JsonObject]:
         ways = []
         if kinds & STRING:
             ways.append(self.text(tool, argument))
         words = [value for kind, *values in _WORDS if kind in kinds for value in values]
         ways += [literal(self.written(word)) for word in words]
-        rest = sorted((kinds & NO_STRING) - {kind for kind, *_ in _WORDS})
+        rest = set(kinds & NO_STRING) - {kind for kind, *_ in _WORDS}
+        if "array" in rest and depth < _MAX_LISTS and not argument.schema.keys() - _OF_LISTS:
+            rest.remove("array")
+            ways.append(self._list(tool, argument, writing, depth))
         if rest:
-            ways.append(json_format(written_as({**argument.schema, "type": rest}, writing)))
+            ways.append(json_format(written_as({**argument.schema, "type": sorted(rest)}, writing)))
         return ways
 
     def _list(self, tool: Tool, argument: Argument, writing: Writing, depth: int) -> JsonObject:
