@@ -252,7 +252,12 @@ LLAMA_JSON = [
     _text("llama_json", '{"name": "get_weather'),
     _text("llama_json", 'Call {"name": "now", "parameters": {}} and wait.'),
     _text("llama_json", 'So:\n```json\n{"name": "now", "parameters": {}}\n```\n'),
-    _text("llama_json", '<|python_tag|>brave_search.call(query="x")'),
+    Recorded(
+        "llama_json",
+        '<|python_tag|>brave_search.call(query="x")',
+        "",
+        [("brave_search", {"query": "x"})],
+    ),
     _text("llama_json", "<|python_tag|>"),
     _text("llama_json", "  {} or {not JSON}"),
     Recorded(
@@ -375,8 +380,8 @@ PYTHONIC = [
     Recorded(
         "pythonic",
         "[get_weather(city=capital(of='France'))]",
-        "capital(of='France'))]",
-        [("get_weather", None)],
+        "[get_weather(city=capital(of='France'))]",
+        [],
     ),
     Recorded(
         "pythonic",

@@ -36,6 +36,8 @@ class ReasoningStyle:
     hides_end: bool = False
     # Whether answers begin within reasoning although no prompt or answer says so.
     is_silent: bool = False
+    # What a model writes behind the begin mark before its reasoning: dropped if it is there.
+    title: str = ""
 
     def spelled(self, marks: Marks) -> ReasoningStyle:
         """The style of an answer's text, in which some marks are tokens."""
@@ -62,6 +64,7 @@ _THINK = ReasoningStyle("think", "<think>", "</think>")
 _GRANITE = ReasoningStyle("granite", "Here is my thought process:", "Here is my response:")
 _MISTRAL = ReasoningStyle("mistral", "[THINK]", "[/THINK]")
 _SEED = ReasoningStyle("seed", "<seed:think>", "</seed:think>")
+_GEMMA = ReasoningStyle("gemma4", "<|channel>", "<channel|>", title="thought\n")
 _KIMI = ReasoningStyle("kimi", "◁think▷", "◁/think▷")
 _MINIMAX_M3 = ReasoningStyle("minimax_m3", "<mm:think>", "</mm:think>")
 _STEP3 = ReasoningStyle(
@@ -107,7 +110,7 @@ _APERTUS = ReasoningStyle("apertus", "<|inner_prefix|>", "<|inner_suffix|>")
 
 _ALL = (
     *(_STEP3, _HUNYUAN, _MINIMAX_M3),
-    *(_RESPONSE, _ANSWER, _THINK, _GRANITE, _MISTRAL, _SEED, _KIMI),
+    *(_RESPONSE, _ANSWER, _THINK, _GRANITE, _MISTRAL, _SEED, _KIMI, _GEMMA),
     *(_COHERE, _COHERE_TEXT, _APRIEL, _APERTUS),
 )
 # By their names, and by those that users of other servers know them by.
@@ -179,7 +182,7 @@ def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = ""
         return not reasoning_over(prompt_text, style)
     if not mark or style.end in since:
         return False
-    since = since.strip()
+    since = since.removeprefix(style.title).strip()
     return not since or continued.rstrip().endswith(since)
 
 
@@ -204,6 +207,7 @@ class ReasoningSplitter:
         "_held",
         "_is_content",
         "_space",
+        "_title",
         "has_reasoning",
         "in_reasoning",
     )
@@ -216,6 +220,8 @@ class ReasoningSplitter:
         # Nothing is looked for any more, but perhaps marks around the answer.
         self._is_content = False
         self._answer_marks = _AnswerMarks(*style.answer) if any(style.answer) else None
+        # Not seen yet behind the begin mark.
+        self._title = style.title
         # May be the beginning of a mark.
         self._held = ""
         # Whitespace that may stand before one; None: what comes next is dropped.
@@ -277,7 +283,7 @@ class ReasoningSplitter:
         end = self._end_mark
         if self._space is None:
             text = self._without_begin(text)
-            if self._begin_mark.startswith(text):
+            if self._begin_mark.startswith(text) or self._title.startswith(text):
                 self._held = text
                 return []
         body, mark, rest = text.partition(end)
@@ -291,9 +297,14 @@ class ReasoningSplitter:
 
     def _without_begin(self, text: str) -> str:
         """Where nothing of the reasoning has come: its begin mark once more means nothing more."""
-        while (text := text.lstrip()).startswith(self._begin_mark):
-            text = text[len(self._begin_mark) :]
-        return text
+        while True:
+            text = text.lstrip()
+            if self._title and text.startswith(self._title):
+                text, self._title = text[len(self._title) :], ""
+            elif text.startswith(self._begin_mark):
+                text = text[len(self._begin_mark) :]
+            else:
+                return text
 
     def _reasoning(self, text: str) -> list[Piece]:
         """Show it but for whitespace at its end, which is kept until it is known what follows."""

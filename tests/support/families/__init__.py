@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.families.channel_families import FAMILIES as _CHANNELS
 from support.families.family import Family
 from support.families.json_families import FAMILIES as _JSON
+from support.families.python_families import FAMILIES as _PYTHON
 from support.families.tagged_families import FAMILIES as _TAGGED
 
-FAMILIES: tuple[Family, ...] = (*_CHANNELS, *_JSON, *_TAGGED)
+FAMILIES: tuple[Family, ...] = (*_CHANNELS, *_JSON, *_TAGGED, *_PYTHON)

@@ -41,6 +41,9 @@ from penstock_router.text.formats.json_formats.marked_objects import (
 from penstock_router.text.formats.json_formats.mistral import MistralFormat, MistralNamedFormat
 from penstock_router.text.formats.json_formats.plain_json import PlainJsonFormat
 from penstock_router.text.formats.json_formats.xlam import XLAM
+from penstock_router.text.formats.python_formats.gemma import FUNCTION_GEMMA, GEMMA4
+from penstock_router.text.formats.python_formats.lfm import LfmFormat
+from penstock_router.text.formats.python_formats.olmo import OlmoFormat
 from penstock_router.text.formats.python_formats.pythonic import PythonicFormat
 from penstock_router.text.formats.tagged_formats.deepseek_dsml import DEEPSEEK_DSML
 from penstock_router.text.formats.tagged_formats.dots import DOTS
@@ -101,6 +104,10 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (EXAONE, ()),
     (QWEN_XML, ("qwen3_coder", "qwen3_xml", "step3p5")),
     (HERMES, ("qwen", "qwen25", "qwen3", "qwen3_json", "granite4", "ernie45", "trinity")),
+    (GEMMA4, ()),
+    (FUNCTION_GEMMA, ()),
+    (LfmFormat(), ("lfm", "lfm2_5", "lfm3")),
+    (OlmoFormat(), ()),
     (PythonicFormat(), ("gemma", "llama4_pythonic")),
     (LlamaJsonFormat(), ("llama", "llama3_json", "llama4_json")),
     (PlainJsonFormat(), ("json",)),

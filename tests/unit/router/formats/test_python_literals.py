@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
+import itertools
 import json
 import random
+import tokenize
 import warnings
 from typing import Any
 
@@ -71,13 +75,26 @@ def test_a_mutated_literal_raises_nothing_and_means_what_python_takes_it_for() -
 
 
 def _pythons(text: str, said: str) -> str:
-    """What Python takes it for; `said` where it takes it for nothing, as a line break in quotes."""
+    """What Python takes it for; `said` where it takes it for nothing, as a line break in quotes, or
+    joins strings that stand side by side.
+    """
+    if _has_neighbours(text):
+        return json.dumps(json.loads(said))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return json.dumps(json.loads(json.dumps(ast.literal_eval(text.strip(" \n,")))))
         except (SyntaxError, ValueError, TypeError, RecursionError):
             return json.dumps(json.loads(said))
+
+
+def _has_neighbours(text: str) -> bool:
+    """Whether two strings stand side by side."""
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):
+        tokens = tokenize.generate_tokens(io.StringIO(text.strip(" \n,")).readline)
+        kinds = [token.type for token in tokens if token.type != tokenize.NL]
+        return (tokenize.STRING, tokenize.STRING) in itertools.pairwise(kinds)
+    return False
 
 
 @pytest.mark.parametrize(
@@ -90,6 +107,13 @@ def _pythons(text: str, said: str) -> str:
         (".5", "0.5"),
         ("5.", "5.0"),
         ("+3", "3"),
+        ("007", "7"),
+        ("-0012", "-12"),
+        ("'it's'", '"it\'s"'),
+        ("'a, 'b', c'", "\"a, 'b', c\""),
+        ("'print('x')'", "\"print('x')\""),
+        ("['it's', 'he's']", '["it\'s", "he\'s"]'),
+        ("{'it's': 'he said 'no''}", '{"it\'s": "he said \'no\'"}'),
         ("r'\\d\\''", '"\\\\d\\\\\'"'),
         ("'\\d\\/'", '"\\\\d/"'),
         ("'a\\\nb'", '"ab"'),
@@ -121,7 +145,7 @@ def test_what_is_no_literal_fails(text: str) -> None:
 
 def test_a_word_that_is_too_long_for_a_number_is_none() -> None:
     assert scan("1" * 400) == ("1" * 400 + "}", "")
-    assert scan("1" * 401) == ("", "1" * 401 + ")]")
+    assert scan("1" * 401) == ("", "[f(a=" + "1" * 401 + ")]")
 
 
 def test_nesting_is_read_to_a_hundred_levels() -> None:
@@ -141,7 +165,7 @@ def test_nesting_is_read_to_a_hundred_levels() -> None:
 )
 def test_a_value_that_is_cut_off_is_shown_as_far_as_it_came(text: str, said: str) -> None:
     parser = FORMATS["pythonic"].parser([Tool("f")])
-    pieces = [*parser.feed(f"[f(a={text}"), *parser.flush()]
+    pieces = [*parser.feed(f"[f(a={text}"), *parser.flush(was_cut=True)]
     assert content_of(pieces) == ""
     arguments = [piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS]
     assert "".join(arguments) == '{"a": ' + said

@@ -1,6 +1,7 @@
 """Llama 3: `{"name": .., "parameters": {..}}` as the answer, or after `<|python_tag|>`.
 
-Several are separated by `;`, a comma or white space. JSON later in the text is not a call.
+Several are separated by `;`, a comma or white space. JSON later in the text is not a call. Behind
+the mark, `name.call(a="b")` is one too: so Llama 3.1 calls what is built in.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
 from penstock_router.text.formats.reading.json_calls import BareJsonParser, call_tag, calls_or_text
-from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.formats.reading.python_calls import BUILTIN, PythonCallParser
+from penstock_router.text.formats.reading.reader import Reading
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import one_or_more
 
@@ -56,10 +58,16 @@ class LlamaJsonFormat(CallFormat):
         return calls if required else calls_or_text(calls, "[{")
 
 
-class _CallParser(BareJsonParser):
+class _CallParser(BareJsonParser, PythonCallParser):
+    _suffix = BUILTIN
+
     def _read(self) -> Reading[None]:
         begins, self._at_beginning = self._at_beginning, False
         self._is_marked = not (begins and (yield from self._space()) in "{[")
         if self._is_marked and (yield from self._begin(_MARK)) not in "{[":
-            raise Misfit
-        yield from self._several()
+            # Code may stand there as well.
+            self._is_marked = False
+            yield from self._call_row()
+            yield from self._end_marks()
+        else:
+            yield from self._several()

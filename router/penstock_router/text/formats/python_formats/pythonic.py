@@ -1,6 +1,8 @@
 """Llama 3.2 and 4, Gemma 3: `[f(a=1, b="x"), g()]`, a Python list of calls with named arguments.
 
-The list is the answer, or follows a mark; a list later in the text has no calls.
+The list is the answer, or stands in a fence of `tool_code` at its beginning, or follows a mark; a
+list later in the text has no calls. In a fence and behind a mark the brackets may be missing, and
+behind a mark the calls may be JSON.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
 from penstock_router.text.formats.reading.json_calls import calls_or_text
-from penstock_router.text.formats.reading.python_calls import PythonCallParser, call_tags
+from penstock_router.text.formats.reading.python_calls import BUILTIN, PythonCallParser, call_tags
 from penstock_router.text.formats.reading.reader import Reading
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import literal, one_or_more, sequence
 
 _TAG, _BEGIN, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
+_FENCE, _TOOL_CODE = "```", "```tool_code"
 # How templates describe the format.
 _DESCRIBED = re.compile(r"\[\w+\(\w+=")
 
@@ -51,19 +54,27 @@ class PythonicFormat(CallFormat):
         writing: Writing = FREE_WRITING,
     ) -> JsonObject:
         """A list of calls."""
-        listed = one_or_more(call_tags(tools, required=required), ", ", parallel=parallel)
+        listed = one_or_more(
+            call_tags(tools, required=required, writing=writing), ", ", parallel=parallel
+        )
         calls = sequence(literal("["), listed, literal("]"))
         return calls if required else calls_or_text(calls, "[")
 
 
 class _CallParser(PythonCallParser):
+    _ends = (_END, _FENCE)
+    _suffix = BUILTIN
     _at_beginning = True
 
     def _read(self) -> Reading[None]:
         begins, self._at_beginning = self._at_beginning, False
-        self._is_marked = not (begins and (yield from self._space()) == "[")
-        if self._is_marked:
+        first = (yield from self._space()) if begins else ""
+        self._is_marked = False
+        if first == "[":
+            yield from self._call_list()
+            yield from self._end_marks()
+            return
+        if first != "`" or (yield from self._any_of(_TOOL_CODE)) is None:
+            self._is_marked = True
             yield from self._begin(_TAG, _BEGIN)
-        yield from self._call_list()
-        yield from self._any_of(_END)
-        yield from self._after_call()
+        yield from self._marked_calls()

@@ -137,9 +137,9 @@ def one_after_another(parts: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
     )
 
 
-def with_commas(parts: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
+def with_commas(parts: Sequence[tuple[bool, JsonObject]], comma: str = ", ") -> JsonObject:
     """All needed parts and any of the others, in order, with commas between them."""
-    behind = [_behind_another(needed, part) for needed, part in parts]
+    behind = [_behind_another(needed, part, comma) for needed, part in parts]
     first_needed = next((at for at, (needed, _) in enumerate(parts) if needed), None)
     last = len(parts) if first_needed is None else first_needed + 1
     # One alternative for each part that may be the first, which has no comma before it.
@@ -149,6 +149,6 @@ def with_commas(parts: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
     return either(ways)
 
 
-def _behind_another(needed: bool, part: JsonObject) -> JsonObject:
-    with_comma = sequence(literal(", "), part)
+def _behind_another(needed: bool, part: JsonObject, comma: str) -> JsonObject:
+    with_comma = sequence(literal(comma), part)
     return with_comma if needed else either([with_comma, literal("")])

@@ -1,10 +1,12 @@
 """Shows a Python literal as JSON while it comes.
 
 Reads strings, numbers, None, True, False, lists, tuples and dictionaries, also JSON's null, true
-and false. Lenient where models are: a string may contain line breaks, and `\\/` in one is `/`, as
-in JSON. Work is linear, and what is held is one word or escape.
+and false. Lenient where models are: a string may contain line breaks and quotes of its own kind,
+if nothing of a call follows them; `\\/` in one is `/`, as in JSON; an integer may begin with zeros.
+Words without quotes are no values. Work is linear, and what is held is one word or escape, or what
+stands behind a quote.
 
-Python's own parser is no help: it takes neither of these two, wants the whole text, and needs two
+Python's own parser is no help: it takes none of these, wants the whole text, and needs two
 seconds and half a GB for a list of 1 MB.
 """
 
@@ -15,7 +17,9 @@ import contextlib
 import functools
 import json
 import re
+from collections.abc import Sequence
 
+from penstock_router.request import Tool
 from penstock_router.text.formats.reading.reader import (
     SPACE,
     CallParser,
@@ -23,16 +27,22 @@ from penstock_router.text.formats.reading.reader import (
     Reading,
     TextOver,
 )
+from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
 
 # ASCII: Python's int and float would take the digits of any script.
 _WORD = re.compile(r"[\w.+\-]*", re.ASCII)
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_NUMBER_BEGUN = re.compile(r"[+-]?\.?([0-9]|$)")
 _WORDS = {"None": "null", "True": "true", "False": "false"} | {
     word: word for word in ("null", "true", "false")
 }
 _CLOSERS = {"[": "]", "(": ")", "{": "}"}
 _QUOTES = ('"""', "'''", '"', "'")
-_ORDINARY = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
+_ORDINARY = {
+    '"': re.compile(rf'[^"\\{TOKEN}]+'),
+    "'": re.compile(rf"[^'\\{TOKEN}]+"),
+}
+_BRACKETS = re.compile(r"[)}\];, \t\r\n]*")
 # What is behind the backslash of an escape that means a character by its number or name; such an
 # escape, or its beginning.
 _CODES = "01234567xuUN"
@@ -45,51 +55,174 @@ _MEANINGFUL = frozenset("\n\\'\"abfnrtv" + _CODES)
 _MAX_WORD = 400
 # Deeper than anybody means: each level costs a little time with every piece of text.
 _MAX_NESTING = 100
+# What is looked at behind a quote.
+_MAX_AHEAD = 32
+# What an element of a list or dictionary begins with, an argument, and a call.
+_ELEMENT = re.compile(r"[rRuU]?[\"']|[\[({+\-.0-9]|None|True|False|null|true|false")
+ARGUMENT_BEGUN = re.compile(r"\w+\s*=(?!=)")
+CALL_BEGUN = re.compile(r"[A-Za-z_][\w.\-]*\(")
 
 # Made once: `json.dumps` makes an encoder for each call that has settings.
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
-_integer = functools.partial(int, base=0)
+_NUMBER_READERS = (functools.partial(int, base=0), functools.partial(int, base=10), float)
+
+
+class UnreadableWord(Misfit):
+    """A word that has no meaning was consumed."""
 
 
 class LiteralParser(CallParser):
     """A reader whose calls have Python's literals as arguments."""
 
-    def _literal(self) -> Reading[None]:
+    # Marks with which the model ends a call, also one that is not complete.
+    _ends: tuple[str, ...] = ()
+    # What stands between a key and its value.
+    _separators = ":"
+
+    def __init__(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> None:
+        super().__init__(tools, marks)
+        # Brackets still to come, the next one last, and for each what its content begins with.
+        self._closers: list[str] = []
+        self._elements_begin: list[re.Pattern[str]] = []
+        # The name of a call that is not shown yet, and what is shown before the next value, as
+        # soon as a value has begun.
+        self._announced = ""
+        self._before = ""
+        # What makes a value of the innermost one as far as it came; "": it is one.
+        self._missing = ""
+
+    def _mended(self, arguments: Reading[None], outside: int) -> Reading[None]:
+        """Read a call's arguments, within so many brackets. If the model wrote the call's end, or
+        ended its answer between two of them, what is missing is completed.
+        """
         try:
-            yield from self._value(0)
+            yield from arguments
+        except UnreadableWord:
+            raise
+        except Misfit:
+            self._fits = False
+            if self._announced or not (yield from self._is_end_behind_brackets()):
+                raise
+            self._fits = True
+            self._complete(outside)
         except TextOver:
-            # The answer was cut off within a word: show what there is of it.
+            if not self._announced and not self._was_cut and self._is_whole(outside):
+                self._finish()
+            raise
+        self._finish()
+
+    def _is_whole(self, num_brackets: int) -> bool:
+        """Whether all values that were begun have ended, and nothing of another has come."""
+        rest = "".join(self._held) + self._text[self._at :]
+        is_closed = not self._missing and len(self._closers) == num_brackets
+        return is_closed and not rest.strip(f"{SPACE},")
+
+    def _finish(self) -> None:
+        """The call is over."""
+        if self._announced:
+            self._call(self._announced, "{}")
+            self._announced = ""
+        else:
+            self._arguments("}")
+        self._end_call()
+
+    def _is_end_behind_brackets(self) -> Reading[bool]:
+        """Consume brackets and commas, if any; returns whether a mark of the end comes next."""
+        yield from self._run(_BRACKETS)
+        return bool(self._ends) and (yield from self._ahead(*self._ends)) is not None
+
+    def _end_marks(self) -> Reading[None]:
+        """Drop marks of the end behind calls, and brackets too many before them."""
+        self._drop()
+        brackets = yield from self._run(_BRACKETS)
+        if self._ends and (yield from self._any_of(*self._ends)) is not None:
+            yield from self._again(*self._ends)
+        elif brackets.strip(SPACE):
+            self._give_back()
+        yield from self._after_call()
+
+    def _literal(self) -> Reading[None]:
+        yield from self._shown_if_cut(self._value_of(0))
+
+    def _shown_if_cut(self, value: Reading[None]) -> Reading[None]:
+        try:
+            yield from value
+        except TextOver:
             self._take(len(self._text))
-            self._arguments("".join(self._held).strip(SPACE))
-            self._drop()
+            rest = "".join(self._held).strip(f"{SPACE},")
+            if self._missing.startswith('"'):
+                # Quotes have no meaning before it is known how many there are.
+                self._drop()
+                self._arguments(rest if rest.strip("\"'") else "")
+            elif rest:
+                self._fits = self._fits and self._was_cut
             raise
 
-    def _value(self, depth: int) -> Reading[None]:
+    def _start(self) -> None:
+        """A value or key has begun for certain: show what stands before it."""
+        if self._announced:
+            self._call(self._announced)
+            self._announced = ""
+        self._drop()
+        before, self._before = self._before, ""
+        self._arguments(before)
+
+    def _value_of(self, depth: int) -> Reading[None]:
         opener = yield from self._space()
         if opener not in _CLOSERS or depth == _MAX_NESTING:
             yield from self._scalar(is_key=False)
             return
+        self._start()
+        self._missing = ""
+        closer = "}" if opener == "{" else "]"
         self._pass("{" if opener == "{" else "[")
+        self._enter(_CLOSERS[opener], self._element_pattern(opener))
         yield from self._elements(opener, depth + 1)
-        self._pass("}" if opener == "{" else "]")
+        self._leave()
+        self._before = ""
+        self._pass(closer)
+
+    def _enter(self, closer: str, pattern: re.Pattern[str]) -> None:
+        self._closers.append(closer)
+        self._elements_begin.append(pattern)
+
+    def _leave(self) -> None:
+        self._closers.pop()
+        self._elements_begin.pop()
+
+    def _element_pattern(self, opener: str) -> re.Pattern[str]:
+        """What an element behind this bracket begins with."""
+        return _ELEMENT
 
     def _elements(self, opener: str, depth: int) -> Reading[None]:
         """All up to the closing bracket; a comma may follow the last one."""
-        separator = ""
-        while (yield from self._space()) != _CLOSERS[opener]:
-            self._arguments(separator)
-            separator = ", "
+        closer = _CLOSERS[opener]
+        while (yield from self._space()) != closer:
             if opener == "{":
-                yield from self._scalar(is_key=True)
-                if (yield from self._space()) != ":":
+                yield from self._key()
+                if (yield from self._space()) not in self._separators:
                     raise Misfit
-                self._pass(": ")
-            yield from self._value(depth)
+                self._colon()
+            yield from self._value_of(depth)
+            self._missing = ""
             after = yield from self._space()
+            self._before = ", "
             if after == ",":
                 self._pass("")
-            elif after != _CLOSERS[opener]:
+            elif after != closer:
                 raise Misfit
+
+    def _colon(self) -> None:
+        """The next character is what stands behind a key, which may be pending."""
+        if self._before:
+            self._before += ": "
+            self._take(self._at + 1)
+        else:
+            self._pass(": ")
+        self._missing = "null"
+
+    def _key(self) -> Reading[None]:
+        yield from self._scalar(is_key=True)
 
     def _pass(self, said: str) -> None:
         """The next character is read, and means this."""
@@ -97,23 +230,53 @@ class LiteralParser(CallParser):
         self._drop()
         self._arguments(said)
 
+    def _complete(self, outside: int) -> None:
+        """The model ended the call: write what is missing of a value within `outside` brackets."""
+        if self._missing:
+            self._start()
+        self._arguments(self._missing)
+        self._before = self._missing = ""
+        while len(self._closers) > outside:
+            self._arguments("}" if self._closers[-1] == "}" else "]")
+            self._leave()
+
     def _scalar(self, *, is_key: bool) -> Reading[None]:
-        self._drop()
-        word = yield from self._run(_WORD)
+        held, self._held = self._held, []
+        try:
+            word = yield from self._run(_WORD)
+        except TextOver:
+            self._show_cut("".join(self._held), held)
+            raise
+        self._held = held + self._held
         if word in ("", "r", "R", "u", "U") and self._text[self._at] in _ORDINARY:
-            yield from self._string(raw=word in ("r", "R"))
+            yield from self._string(raw=word in ("r", "R"), is_key=is_key)
             return
         found = _number(word) if is_key else _WORDS.get(word) or _number(word)
         if found is None:
-            raise Misfit
-        self._drop()
+            raise UnreadableWord if word else Misfit
+        self._start()
         self._arguments(f'"{found}"' if is_key else found)
+        self._missing = ": null" if is_key else ""
 
-    def _string(self, *, raw: bool) -> Reading[None]:
+    def _show_cut(self, word: str, held: list[str]) -> None:
+        """The text is over within a word, or right behind it."""
+        is_begun = bool(_NUMBER_BEGUN.match(word)) or any(
+            known.startswith(word) for known in _WORDS
+        )
+        if word and (is_begun or not self._announced):
+            self._start()
+            # A number may have been cut.
+            self._arguments(_WORDS.get(word, word))
+            self._missing = "" if word in _WORDS else "null"
+        else:
+            self._held = held + self._held
+
+    def _string(self, *, raw: bool, is_key: bool) -> Reading[None]:
         quote = yield from self._any_of(*_QUOTES)
         assert quote is not None
+        self._start()
         self._arguments('"')
-        self._drop()
+        self._missing = '": null' if is_key else '"'
         while True:
             match = _ORDINARY[quote[0]].match(self._text, self._at)
             if match is not None:
@@ -123,14 +286,114 @@ class LiteralParser(CallParser):
                 yield from self._more()
             elif self._text[self._at] == "\\":
                 yield from self._escape(raw=raw)
-            elif (yield from self._any_of(quote)) is not None:
+            elif self._text[self._at] == TOKEN:
+                yield from self._token_in_string()
+            elif (yield from self._ahead(quote)) and (
+                yield from self._is_last(quote, is_key=is_key)
+            ):
+                self._at += len(quote)
                 break
             else:
-                # One quote of three.
+                # One quote of three, or one within the string.
                 self._say(self._text[self._at])
                 self._at += 1
         self._drop()
         self._arguments('"')
+        self._missing = ": null" if is_key else ""
+
+    def _token_in_string(self) -> Reading[None]:
+        """A mark within a string is text, but for the end of the call that the answer ends with."""
+        if (yield from self._is_over_behind(*self._ends)):
+            raise Misfit
+        self._at += 1
+
+    def _is_over_behind(self, *marks: str) -> Reading[bool]:
+        """Whether one of these marks stands here, and is the end of what the model wrote."""
+        mark = yield from self._ahead(*marks)
+        if mark is None:
+            return False
+        while not self._text[self._at + len(self._marks.spelled(mark)) :].lstrip(SPACE):
+            if self._over:
+                return not self._was_cut
+            yield from self._more()
+        return False
+
+    def _is_last(self, quote: str, *, is_key: bool) -> Reading[bool]:
+        """Whether the quote that stands here ends its string: by what follows it."""
+        while True:
+            behind = self._text[self._at + len(quote) : self._at + len(quote) + _MAX_AHEAD]
+            is_last = self._judge(behind, quote, is_key=is_key)
+            if is_last is not None:
+                return is_last
+            if len(behind) == _MAX_AHEAD:
+                return True
+            if self._over and self._was_cut:
+                # Nobody knows.
+                self._at = len(self._text)
+            elif self._over:
+                return True
+            yield from self._more()
+
+    def _judge(self, behind: str, quote: str, *, is_key: bool) -> bool | None:
+        """Whether the text behind a quote shows that it is the last; None: too little text."""
+        rest = behind.lstrip(SPACE)
+        if not rest:
+            return None
+        if is_key:
+            return rest[0] in self._separators
+        rest, open_, is_damaged = self._behind_brackets(rest)
+        if is_damaged:
+            return self._at_end(rest) if rest else None
+        if not open_:
+            return self._may_follow(rest)
+        if not rest:
+            return None
+        if rest[0] == ",":
+            return self._begins_element(rest[1:].lstrip(SPACE), open_)
+        return self._at_end(rest)
+
+    def _behind_brackets(self, rest: str) -> tuple[str, int, bool]:
+        """What stands behind closing brackets, how many are still open there, and whether there
+        were too few or too many.
+        """
+        open_, is_damaged = len(self._closers), False
+        while rest and rest[0] in ")]}" and (open_ or self._ends):
+            if rest[0] in self._closers[:open_]:
+                is_damaged = is_damaged or self._closers[open_ - 1] != rest[0]
+                while self._closers[open_ - 1] != rest[0]:
+                    open_ -= 1
+                open_ -= 1
+            else:
+                is_damaged = True
+            rest = rest[1:] if not open_ else rest[1:].lstrip(SPACE)
+        return rest.lstrip(SPACE) if is_damaged else rest, open_, is_damaged
+
+    def _begins_element(self, rest: str, open_: int) -> bool | None:
+        """Whether this is another element within the bracket of this number, or its end."""
+        if not rest:
+            return None
+        if rest[0] in self._closers[:open_] or self._elements_begin[open_ - 1].match(rest):
+            return True
+        if len(rest) < _MAX_AHEAD and self._may_begin_element(rest, open_):
+            return None
+        return self._at_end(rest)
+
+    def _may_begin_element(self, rest: str, open_: int) -> bool:
+        """Whether more text could make an element of it."""
+        if self._elements_begin[open_ - 1] is _ELEMENT:
+            return rest in ("r", "R", "u", "U") or any(word.startswith(rest) for word in _WORDS)
+        return re.fullmatch(r"[\w.\-]+\s*=?", rest) is not None
+
+    def _at_end(self, rest: str) -> bool | None:
+        """Whether a mark of the end stands here; None: it may begin here."""
+        marks = [self._marks.spelled(end) for end in self._ends]
+        if any(rest.startswith(mark) for mark in marks):
+            return True
+        return None if any(mark.startswith(rest) for mark in marks) else False
+
+    def _may_follow(self, rest: str) -> bool | None:
+        """Whether this may stand behind all brackets."""
+        return True
 
     def _say(self, text: str) -> None:
         # Works on any part of a string: JSON's escapes do not depend on their neighbours. Half of a
@@ -171,7 +434,7 @@ def _number(word: str) -> str | None:
         return None
     if _JSON_NUMBER.fullmatch(word):
         return word
-    for read in (_integer, float):
+    for read in _NUMBER_READERS:
         with contextlib.suppress(ValueError):
             return json.dumps(read(word), allow_nan=False)
     return None

@@ -1,0 +1,88 @@
+"""LFM2, LFM2.5 and LFM3: a Python list of calls between two marks.
+
+Where a model's marks are hidden, or it forgets them, the list is its answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.reading.python_calls import (
+    MarkedPythonParser,
+    PythonNotation,
+    call_tags,
+)
+from penstock_router.text.formats.reading.reader import Reading
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import (
+    among_text,
+    literal,
+    one_or_more,
+    sequence,
+    tag,
+)
+
+_BEGIN, _END = "<|tool_call_start|>", "<|tool_call_end|>"
+# What templates of the family have, also those that render no calls.
+_SIGNS = (_BEGIN, "<|tool_list_start|>", "List of tools: [")
+_NOTATION = PythonNotation()
+
+
+@dataclass(frozen=True)
+class LfmFormat(CallFormat):
+    """A list of calls between marks."""
+
+    name: str = "lfm2"
+    marks: tuple[str, ...] = (_BEGIN, _END)
+
+    def is_of(self, template: str) -> bool:
+        """The template has a mark of the family, or its words before the tools."""
+        return any(sign in template for sign in _SIGNS)
+
+    def begins(self) -> tuple[str, ...]:
+        """The mark of calls."""
+        return (_BEGIN,)
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _CallParser(_BEGIN, _END, tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
+        """One list between one pair of marks."""
+        tags = call_tags(tools, required=required, writing=writing, notation=_NOTATION)
+        listed = one_or_more(tags, ", ", parallel=parallel)
+        opens, closes = f"{_BEGIN}[", f"]{_END}"
+        if required:
+            return sequence(literal(opens), listed, literal(closes))
+        return among_text([tag(opens, listed, closes)], _BEGIN, parallel=False)
+
+    def call_in_words(self, name: str, arguments: str) -> str:
+        """A list of this call."""
+        given = json.loads(arguments or "{}")
+        written = ", ".join([f"{key}={_NOTATION.written(value)}" for key, value in given.items()])
+        return f"{_BEGIN}[{name}({written})]{_END}"
+
+
+class _CallParser(MarkedPythonParser):
+    _at_beginning = True
+
+    def _read(self) -> Reading[None]:
+        begins, self._at_beginning = self._at_beginning, False
+        self._is_marked = not (begins and (yield from self._space()) == "[")
+        if self._is_marked:
+            yield from super()._read()
+        else:
+            yield from self._call_list()
+            yield from self._end_marks()

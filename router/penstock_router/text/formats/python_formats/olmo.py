@@ -1,0 +1,56 @@
+"""OLMo 3: a call in each line, `f(a="x")`, all between two marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.reading.python_calls import MarkedPythonParser, call_tags
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import (
+    among_text,
+    literal,
+    one_or_more,
+    sequence,
+    tag,
+)
+
+_BEGIN, _END = "<function_calls>", "</function_calls>"
+
+
+@dataclass(frozen=True)
+class OlmoFormat(CallFormat):
+    """Lines of calls between marks."""
+
+    name: str = "olmo3"
+    marks: tuple[str, ...] = (_BEGIN, _END)
+
+    def is_of(self, template: str) -> bool:
+        """The template has the mark of calls, and that of functions in the system message."""
+        return _BEGIN in template and "<functions>" in template
+
+    def begins(self) -> tuple[str, ...]:
+        """The mark of calls."""
+        return (_BEGIN,)
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return MarkedPythonParser(_BEGIN, _END, tools, marks)
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
+        """Lines of calls between one pair of marks, their values as JSON."""
+        tags = call_tags(tools, required=required, writing=writing)
+        listed = one_or_more(tags, "\n", parallel=parallel)
+        if required:
+            return sequence(literal(_BEGIN), listed, literal(_END))
+        return among_text([tag(_BEGIN, listed, _END)], _BEGIN, parallel=False)

@@ -1,0 +1,128 @@
+"""Constraints on values that a family writes in a notation of its own, one by one.
+
+What a schema says in ways that the notation's grammar has no words for is held to as JSON, which
+readers accept everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from penstock_router.argument_kinds import ANY, NO_STRING, STRING, kinds_of
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import Writing
+from penstock_router.text.formats.reading.json_calls import written_as
+from penstock_router.text.formats.reading.named_arguments import Argument, with_commas
+from penstock_router.text.structural_tag_builder import (
+    either,
+    json_format,
+    literal,
+    one_or_more,
+    sequence,
+    tag,
+)
+
+# Deeper schemas are held to as JSON.
+_MAX_DEPTH = 8
+# Deeper lists of anything are JSON.
+_MAX_LISTS = 2
+# Keywords beside which a list or an object can be written element by element.
+_NOTES = frozenset({"title", "description", "default", "examples"})
+_OF_LISTS = _NOTES | {"type", "items"}
+_OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}
+_WORDS = (("boolean", True, False), ("null", None))
+
+
+class Notation(ABC):
+    """How a family writes values."""
+
+    separator: str
+
+    @abstractmethod
+    def written(self, value: Any) -> str:
+        """A value as the family writes it."""
+
+    @abstractmethod
+    def text(self, tool: Tool, argument: Argument) -> JsonObject:
+        """Strings that an argument may be."""
+
+    def key(self, name: str) -> str | None:
+        """A member's name and what stands behind it; None: such objects are written as JSON."""
+        return None
+
+    def value(self, tool: Tool, argument: Argument, writing: Writing, depth: int = 0) -> JsonObject:
+        """Values that an argument may have."""
+        schema = argument.schema
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list) and values:
+            return either([literal(self.written(each)) for each in values])
+        kinds = kinds_of(schema, schema)
+        if kinds == frozenset({"array"}) and depth < _MAX_DEPTH and schema.keys() <= _OF_LISTS:
+            return self._list(tool, argument, writing, depth)
+        if kinds == frozenset({"object"}) and depth < _MAX_DEPTH and self._has_members(schema):
+            return self._object(tool, argument, writing, depth)
+        ways = schema.get("anyOf")
+        if isinstance(ways, list) and ways and schema.keys() <= {"anyOf", *_NOTES}:
+            others = [dataclasses.replace(argument, schema=way) for way in ways]
+            return either([self.value(tool, other, writing, depth + 1) for other in others])
+        if "type" in schema or not schema.keys() - _NOTES:
+            return either(self._of_kinds(tool, argument, kinds or ANY, writing, depth))
+        return json_format(written_as(schema, writing))
+
+    def _of_kinds(
+        self, tool: Tool, argument: Argument, kinds: frozenset[str], writing: Writing, depth: int
+    ) -> list[JsonObject]:
+        ways = []
+        if kinds & STRING:
+            ways.append(self.text(tool, argument))
+        words = [value for kind, *values in _WORDS if kind in kinds for value in values]
+        ways += [literal(self.written(word)) for word in words]
+        rest = set(kinds & NO_STRING) - {kind for kind, *_ in _WORDS}
+        if "array" in rest and depth < _MAX_LISTS and not argument.schema.keys() - _OF_LISTS:
+            rest.remove("array")
+            ways.append(self._list(tool, argument, writing, depth))
+        if rest:
+            ways.append(json_format(written_as({**argument.schema, "type": sorted(rest)}, writing)))
+        return ways
+
+    def _list(self, tool: Tool, argument: Argument, writing: Writing, depth: int) -> JsonObject:
+        items = argument.schema.get("items")
+        element = dataclasses.replace(argument, schema=items if isinstance(items, dict) else {})
+        each = tag("", self.value(tool, element, writing, depth + 1), "")
+        listed = one_or_more([each], self.separator, parallel=True)
+        return either([literal("[]"), sequence(literal("["), listed, literal("]"))])
+
+    def _has_members(self, schema: JsonObject) -> bool:
+        """Whether objects can be written member by member."""
+        properties = schema.get("properties")
+        is_plain = schema.keys() <= _OF_OBJECTS and isinstance(properties, Mapping)
+        return (
+            is_plain
+            and all(self.key(name) is not None for name in properties or ())
+            and set(schema.get("required") or ()) <= set(properties or ())
+            and not isinstance(schema.get("additionalProperties"), dict)
+        )
+
+    def _object(self, tool: Tool, argument: Argument, writing: Writing, depth: int) -> JsonObject:
+        schema = argument.schema
+        needed = set(schema.get("required") or ())
+        members = [
+            Argument(name, name in needed, each if isinstance(each, dict) else {})
+            for name, each in schema["properties"].items()
+        ]
+        parts = [
+            (
+                each.is_needed,
+                sequence(
+                    literal(self.key(each.name) or ""),
+                    self.value(tool, each, writing, depth + 1),
+                ),
+            )
+            for each in members
+        ]
+        listed = with_commas(parts, self.separator)
+        return sequence(literal("{"), listed, literal("}"))
