@@ -487,9 +487,7 @@ MISTRAL = [
     ),
     Recorded("mistral", "[TOOL_CALLS][TOOL_CALLS]now{} and so on", "and so on", [("now", {})]),
     Recorded("mistral", '[TOOL_CALLS]launch{"city": "Paris"}', "", [_LAUNCH]),
-    Recorded(
-        "mistral", '[TOOL_CALLS][{"name": "launch", "arguments": {}}]', "", [("launch", {})]
-    ),
+    Recorded("mistral", '[TOOL_CALLS][{"name": "launch", "arguments": {}}]', "", [("launch", {})]),
     _text("mistral", "[TOOL_CALLS][] then"),
     _text("mistral", "A list [1], [TOOL, [TOOL_CALLS"),
     _text("mistral", '```json\n[{"name": "get_weather", "arguments": {"city": "Paris"}}]\n```'),
