@@ -141,10 +141,10 @@ HERMES = [
     ),
     Recorded(
         "hermes",
-        '<tool_call>\n{"name": "write_file", "arguments": {"path": "a.py", "text": "if x:\n\treturn",'
-        " 'mode': None, \"new\": True,}}\n</tool_call>",
+        '<tool_call>\n{"name": "write_file", "arguments": {"path": "a", "text": "if x:\n\treturn"'
+        ", 'mode': None, \"new\": True,}}\n</tool_call>",
         "",
-        [("write_file", {"path": "a.py", "text": "if x:\n\treturn", "mode": None, "new": True})],
+        [("write_file", {"path": "a", "text": "if x:\n\treturn", "mode": None, "new": True})],
     ),
     Recorded(
         "hermes",
