@@ -7,6 +7,10 @@ import json
 from penstock_router.argument_kinds import STRING, Kinds
 from penstock_router.text.formats.reading.json_mender import JsonMender
 
+# How values begin that are no strings.
+_OTHER_BEGINS = tuple("\"'{[+-.0123456789")
+_OTHER_WORDS = ("null", "None", "true", "True", "false", "False")
+
 
 def json_of(text: str, kinds: Kinds) -> str:
     """The JSON value that a text is meant as."""
@@ -22,6 +26,15 @@ def json_of(text: str, kinds: Kinds) -> str:
         return str(int(number)) if number.is_integer() else value
     fits = kind in kinds or (kind == "integer" and "number" in kinds)
     return value if fits or not kinds & STRING else json.dumps(text, ensure_ascii=False)
+
+
+def begun_json_of(text: str, kinds: Kinds) -> str:
+    """What is certain of the JSON value, where its text was cut off."""
+    if not kinds & STRING:
+        return text
+    begun = text.lstrip()
+    is_open = begun[:1] in _OTHER_BEGINS or any(word.startswith(begun) for word in _OTHER_WORDS)
+    return "" if is_open else json.dumps(text, ensure_ascii=False)[:-1]
 
 
 def kind_of(value: str) -> str:

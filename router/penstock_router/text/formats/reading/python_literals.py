@@ -58,9 +58,11 @@ class LiteralParser(CallParser):
         try:
             yield from self._value(0)
         except TextOver:
-            # The answer was cut off within a word: show what there is of it.
+            # The answer was cut off within a word: show what there is of it. Quotes have no meaning
+            # before it is known how many there are.
             self._take(len(self._text))
-            self._arguments("".join(self._held).strip(SPACE))
+            word = "".join(self._held).strip(SPACE)
+            self._arguments(word if word.strip("\"'") else "")
             self._drop()
             raise
 
