@@ -32,6 +32,8 @@ def _text(family: str, text: str) -> Recorded:
 
 _PARIS: tuple[str, dict[str, Any]] = ("get_weather", {"city": "Paris"})
 _OSLO: tuple[str, dict[str, Any]] = ("get_weather", {"city": "Oslo"})
+# Of a function that was not offered.
+_LAUNCH: tuple[str, dict[str, Any]] = ("launch", {"city": "Paris"})
 _NESTED: tuple[str, dict[str, Any]] = (
     "search",
     {"query": "a", "filter": {"tags": ["x", {"y": None}], "from": -1.5e3}, "deep": [[], {}]},
@@ -131,8 +133,36 @@ HERMES = [
         [("now", {}), _OSLO],
     ),
     _text("hermes", "The tag <tool_call> begins a call, </tool_call> ends it: a < b, <tool_cal"),
-    _text(
-        "hermes", '<tool_call>\n{"name": "launch", "arguments": {"city": "Paris"}}\n</tool_call>'
+    Recorded(
+        "hermes",
+        '<tool_call>\n{"name": "launch", "arguments": {"city": "Paris"}}\n</tool_call>',
+        "",
+        [_LAUNCH],
+    ),
+    Recorded(
+        "hermes",
+        '<tool_call>\n{"name": "write_file", "arguments": {"path": "a", "text": "if x:\n\treturn"'
+        ", 'mode': None, \"new\": True,}}\n</tool_call>",
+        "",
+        [("write_file", {"path": "a", "text": "if x:\n\treturn", "mode": None, "new": True})],
+    ),
+    Recorded(
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}\n</tool_call>',
+        "",
+        [_PARIS],
+    ),
+    Recorded(
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}}\n</tool_call>',
+        "",
+        [_PARIS],
+    ),
+    Recorded(
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}',
+        "",
+        [_PARIS],
     ),
     _text("hermes", '```json\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n```\n'),
     _text("hermes", '<tool_call>\n{"name": "get_weath'),
@@ -167,7 +197,7 @@ HERMES = [
     Recorded(
         "hermes",
         '<tool_call><tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-        "<tool_call>",
+        "",
         [("now", {})],
     ),
 ]
@@ -275,8 +305,8 @@ LLAMA_JSON = [
     Recorded(
         "llama_json",
         '{"name": "get_weather", "parameters": {\'city\': \'Paris\'}}',
-        "'city': 'Paris'}}",
-        [("get_weather", None)],
+        "",
+        [_PARIS],
     ),
 ]
 
@@ -457,12 +487,12 @@ MISTRAL = [
         "mistral",
         '[TOOL_CALLS][{"name": "now"}, {"name": "launch", "arguments": {"a": [1]}}, '
         '{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
-        ', {"name": "launch", "arguments": {"a": [1]}}',
-        [("now", {}), _OSLO],
+        "",
+        [("now", {}), ("launch", {"a": [1]}), _OSLO],
     ),
     Recorded("mistral", "[TOOL_CALLS][TOOL_CALLS]now{} and so on", "and so on", [("now", {})]),
-    _text("mistral", '[TOOL_CALLS]launch{"city": "Paris"}'),
-    _text("mistral", '[TOOL_CALLS][{"name": "launch", "arguments": {}}]'),
+    Recorded("mistral", '[TOOL_CALLS]launch{"city": "Paris"}', "", [_LAUNCH]),
+    Recorded("mistral", '[TOOL_CALLS][{"name": "launch", "arguments": {}}]', "", [("launch", {})]),
     _text("mistral", "[TOOL_CALLS][] then"),
     _text("mistral", "A list [1], [TOOL, [TOOL_CALLS"),
     _text("mistral", '```json\n[{"name": "get_weather", "arguments": {"city": "Paris"}}]\n```'),
@@ -478,8 +508,8 @@ MISTRAL = [
     Recorded(
         "mistral",
         '[TOOL_CALLS]get_weather{"city": "Paris",}',
-        "}",
-        [("get_weather", None)],
+        "",
+        [_PARIS],
     ),
 ]
 
@@ -548,7 +578,12 @@ DEEPSEEK_V3 = [
         "",
         [_OSLO],
     ),
-    _text("deepseek_v3", f"{_B}{_C}function{_S}launch\n```json\n{{}}\n```{_D}{_E}"),
+    Recorded(
+        "deepseek_v3",
+        f"{_B}{_C}function{_S}launch\n```json\n{{}}\n```{_D}{_E}",
+        "",
+        [("launch", {})],
+    ),
     _text("deepseek_v3", f"The markers are {_B} and {_C}, and {_S}. <｜tool▁calls"),
     _text("deepseek_v3", '```json\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n```'),
     _text("deepseek_v3", f"{_B}{_C}function{_S}get_weather\n```js"),
@@ -599,7 +634,12 @@ DEEPSEEK_V31 = [
         "So be it.",
         [_OSLO],
     ),
-    _text("deepseek_v31", f'{_B}{_C}launch{_S}{{"city": "Oslo"}}{_D}{_E}'),
+    Recorded(
+        "deepseek_v31",
+        f'{_B}{_C}launch{_S}{{"city": "Paris"}}{_D}{_E}',
+        "",
+        [_LAUNCH],
+    ),
     _text("deepseek_v31", f'{_B}{_C}get_weather{{"city": "Oslo"}}{_D}{_E}'),
     _text("deepseek_v31", f"{_B} and then nothing {_E}"),
     _text("deepseek_v31", f"{_B}{_C}get_wea"),
@@ -613,8 +653,8 @@ DEEPSEEK_V31 = [
     Recorded(
         "deepseek_v31",
         f"{_B}{_C}get_weather{_S}{{city: 1}}{_D}{_E}",
-        f"city: 1}}{_D}{_E}",
-        [("get_weather", None)],
+        "",
+        [("get_weather", {"city": 1})],
     ),
 ]
 

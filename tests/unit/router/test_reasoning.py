@@ -53,7 +53,13 @@ ANSWERS = [
     ("<think>never done </thi", False, [("R", "never done </thi")]),
     ("<think>never done \n", False, [("R", "never done \n")]),
     ("<think> \n", False, []),
-    ("<think>a </thi b< /</think> </think>", False, [("R", "a </thi b< /"), ("C", "</think>")]),
+    ("<think>a </thi b< /</think> </thin>", False, [("R", "a </thi b< /"), ("C", "</thin>")]),
+    ("<think>a</think> </think>\nb</think>", False, [("R", "a"), ("C", "b</think>")]),
+    ("<think>\n<think>a</think>b", False, [("R", "a"), ("C", "b")]),
+    ("<think> <think><thin", True, [("R", "<thin")]),
+    (" </think>\nb", False, [("C", "b")]),
+    ("</think></think>b", True, [("C", "b")]),
+    ("<think>a</think> </thi", False, [("R", "a"), ("C", "</thi")]),
     ("a</think>  ", True, [("R", "a")]),
     ("", False, []),
     ("", True, []),
@@ -90,13 +96,23 @@ def test_random_answers_in_every_style_are_read_alike_however_they_are_cut(
 
 def _told(text: str, begun: bool, style: ReasoningStyle) -> list[tuple[str, str]]:
     """The rule, for a text that is there as a whole."""
-    if not begun and not text.lstrip().startswith(style.begin):
+    if not begun and not text.lstrip().startswith(style.marks):
         return [("C", text)] if text else []
-    reasoning = text if begun else text.lstrip().removeprefix(style.begin)
-    reasoning, end, content = reasoning.partition(style.end)
-    reasoning = reasoning.strip() if end else reasoning.lstrip()
-    pieces = [("R", reasoning), ("C", content.lstrip())]
+    text, is_begun = _without(text, style.begin)
+    if not (begun or is_begun):
+        return [("C", content)] if (content := _without(text, style.end)[0]) else []
+    reasoning, end, content = text.partition(style.end)
+    content, _ = _without(content, style.end)
+    pieces = [("R", reasoning.rstrip() if end else reasoning), ("C", content)]
     return [(kind, piece) for kind, piece in pieces if piece]
+
+
+def _without(text: str, mark: str) -> tuple[str, bool]:
+    """The text without the mark and white space at its beginning; whether the mark was there."""
+    stripped = text.lstrip()
+    while stripped.startswith(mark):
+        stripped = stripped.removeprefix(mark).lstrip()
+    return stripped, text.lstrip().startswith(mark)
 
 
 def test_content_is_shown_as_soon_as_no_mark_can_follow() -> None:

@@ -12,6 +12,7 @@ from penstock_router.text.formats.registry import FORMATS, tool_format_of
 
 _TEMPLATES = {
     "hermes": '{% if tools %}<tools>..</tools><tool_call>\n{"name": ..}\n</tool_call>{% endif %}',
+    "qwen_xml": "{% if tools %}<tool_call>\n<function=name>\n<parameter=a>{% endif %}",
     "llama_json": "{% if tools %}{{ '<|start_header_id|>ipython<|end_header_id|>' }}"
     "{{- '\"parameters\": ' }}{{- tool_call.arguments | tojson }}{% endif %}",
     "pythonic": "{% if tools %}[func_name1(params_name1=params_value1, p2=p3)]{% endif %}",
@@ -35,9 +36,8 @@ def test_a_template_shows_its_format(name: str) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{% if tools %}<tool_call>\n<function=name>\n<parameter=a>{% endif %}",
-        "{% if tools %}<tool_call>name\n<arg_key>a</arg_key>{% endif %}",
         "{% if tools %}<|tool▁of▁nobody|>{% endif %}",
+        "{% if tools %}<call name=f><argument name=a>{% endif %}",
     ],
 )
 def test_a_template_whose_calls_nobody_here_reads_has_none(template: str) -> None:

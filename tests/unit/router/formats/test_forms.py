@@ -12,12 +12,17 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from support.budget import budget, seeded
+from support.families import FAMILIES
+from support.families.family import Family
 
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import PieceKind, content_of, join_pieces
+from penstock_router.text.answer_reader import make_reader
 from penstock_router.text.formats.registry import FORMATS
+from penstock_router.text.marks import NO_MARKS
+from penstock_router.text.model_conventions import Conventions
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.grammars import grammar_of
 
@@ -96,8 +101,9 @@ def drawn(rng: random.Random, text: str, limit: int) -> str | None:
 
 def calls_of(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The content, and the calls."""
-    parser = FORMATS[name].parser(TOOLS)
-    pieces = join_pieces([*parser.feed(text), *parser.flush()])
+    conventions = Conventions(FORMATS[name])
+    reader = make_reader(conventions, TOOLS, NO_MARKS, begun=False)
+    pieces = join_pieces([*reader.feed(text), *reader.flush()])
     names = [piece.text for piece in pieces if piece.kind is PieceKind.CALL]
     arguments = [piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS]
     return content_of(pieces), list(zip(names, map(json.loads, arguments), strict=True))
@@ -127,83 +133,70 @@ def test_what_is_forced_is_read_as_calls_and_nothing_else(name: str, parallel: b
         assert parallel or len(calls) == 1, text
 
 
-_WORDS = {
-    "hermes": '<tool_call>\n{"name": "maybe", "arguments": {"a": %s}}\n</tool_call>',
-    "llama_json": '{"name": "maybe", "parameters": {"a": %s}}',
-    "pythonic": "[maybe(a=%s)]",
-    "mistral": '[TOOL_CALLS][{"name": "maybe", "arguments": {"a": %s}}]',
-    "mistral_named": '[TOOL_CALLS]maybe[ARGS]{"a": %s}',
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>maybe\n"
-    '```json\n{"a": %s}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>maybe<｜tool▁sep｜>"
-    '{"a": %s}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "plain_json": '[{"name": "maybe", "arguments": {"a": %s}}]',
-}
-# Of the same words: what stands around all calls, and between two.
-_AROUND = {
-    "hermes": ("", "\n", ""),
-    "llama_json": ("", "; ", ""),
-    "pythonic": ("[", ", ", "]"),
-    "mistral": ("[TOOL_CALLS][", ", ", "]"),
-    "mistral_named": ("", "", ""),
-    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
-    "deepseek_v31": ("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
-    "plain_json": ("[", ", ", "]"),
-}
-_ANYWHERE = ("hermes", "mistral", "mistral_named", "deepseek_v3", "deepseek_v31")
+def maybe(family: Family, count: int = 1, **arguments: Any) -> str:
+    """So many calls as the family writes them."""
+    return family.write([("maybe", arguments or {"a": 1})] * count)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_familys_own_words_are_allowed_and_wrong_arguments_are_not(name: str) -> None:
+each_family = pytest.mark.parametrize("family", FAMILIES, ids=[each.format for each in FAMILIES])
+each_parallel_family = pytest.mark.parametrize(
+    "family",
+    [each for each in FAMILIES if each.is_parallel],
+    ids=[each.format for each in FAMILIES if each.is_parallel],
+)
+
+
+@each_family
+def test_a_familys_own_words_are_allowed_and_wrong_arguments_are_not(family: Family) -> None:
     for required in (True, False):
-        form = grammar(name, required=required, parallel=True)
-        assert accepts(form, _WORDS[name] % 1)
-        assert not accepts(form, _WORDS[name] % 2)
-        assert accepts(form, "No call, f(x) < 3.\n") is not required
+        form = grammar(family.format, required=required, parallel=False)
+        assert accepts(form, maybe(family))
+        assert not accepts(form, maybe(family, a=2))
+        assert accepts(form, family.says_alone("No call, f(x) < 3.\n")) is not required
         assert accepts(form, "") is not required
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_several_calls_are_allowed_where_calls_are_parallel(name: str) -> None:
-    before, between, behind = _AROUND[name]
-    one = (_WORDS[name] % 1).removeprefix(before).removesuffix(behind)
-    text = before + between.join([one] * 3) + behind
+@each_parallel_family
+def test_several_calls_are_allowed_where_calls_are_parallel(family: Family) -> None:
     for required in (True, False):
-        assert accepts(grammar(name, required=required, parallel=True), text)
-    assert calls_of(name, text) == ("", [("maybe", {"a": 1})] * 3)
+        form = grammar(family.format, required=required, parallel=True)
+        assert accepts(form, maybe(family, 3))
+        assert not accepts(form, maybe(family, 3, a=2))
+    assert calls_of(family.format, maybe(family, 3)) == ("", [("maybe", {"a": 1})] * 3)
 
 
-@pytest.mark.parametrize("name", _ANYWHERE)
-def test_calls_may_come_after_text_where_their_marker_may(name: str) -> None:
-    form = grammar(name, required=False, parallel=True)
-    text = "Let me see.\n" + _WORDS[name] % 1
-    assert accepts(form, text)
-    assert calls_of(name, text) == ("Let me see.", [("maybe", {"a": 1})])
-    assert not accepts(form, "Let me see.\n" + _WORDS[name] % 2)
+@each_family
+def test_calls_may_come_after_text_where_the_family_says_some_before(family: Family) -> None:
+    if family.says_before is None:
+        return
+    form = grammar(family.format, required=False, parallel=True)
+    before = family.says_before("Let me see.")
+    count = 2 if family.is_parallel else 1
+    assert accepts(form, before + maybe(family, count))
+    content, calls = calls_of(family.format, before + maybe(family, count))
+    assert content == "Let me see."
+    assert calls == [("maybe", {"a": 1})] * count
+    assert not accepts(form, before + maybe(family, count, a=2))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_call_is_all_where_calls_are_not_parallel(name: str) -> None:
-    before, between, behind = _AROUND[name]
-    one = (_WORDS[name] % 1).removeprefix(before).removesuffix(behind)
-    if name == "plain_json":
-        # One is an object, and no list of one.
-        before = behind = ""
+@each_parallel_family
+def test_one_call_is_all_where_calls_are_not_parallel(family: Family) -> None:
     for required in (True, False):
-        form = grammar(name, required=required, parallel=False)
-        assert accepts(form, before + one + behind)
-        assert not accepts(form, before + one + between + one + behind)
+        form = grammar(family.format, required=required, parallel=False)
+        assert accepts(form, maybe(family))
+        assert not accepts(form, maybe(family, 2))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_family
 def test_arguments_of_a_tool_that_is_not_strict_are_any_where_calls_are_not_forced(
-    name: str,
+    family: Family,
 ) -> None:
     tools = [Tool("maybe", _OPTIONAL)]
-    loose = compiled(FORMATS[name].calls(tools, required=False, parallel=True))
-    assert accepts(loose, _WORDS[name] % '{"x": ["y"]}')
-    forced = compiled(FORMATS[name].calls(tools, required=True, parallel=True))
-    assert not accepts(forced, _WORDS[name] % '{"x": ["y"]}')
+    form = FORMATS[family.format]
+    loose = compiled(form.calls(tools, required=False, parallel=False))
+    assert accepts(loose, maybe(family, a=7))
+    forced = compiled(form.calls(tools, required=True, parallel=False))
+    assert not accepts(forced, maybe(family, a=7))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Answers that are nearly right: nothing raises, no text is lost, and work stays linear.
 
 No text is lost means: where no call was given, the content is the answer, to the character. Where
-one was, every character is either shown, in its place, or of the form of a call: a marker, a name,
-white space, punctuation, a key, a member that calls may have besides.
+one was, every character is either shown, in its place, perhaps mended, or of the form of a call: a
+marker, a name, white space, punctuation, a key, a member that calls may have besides.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import sys
@@ -15,23 +16,30 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from support.recorded_tool_calls import OFFERED, RECORDED, TOOLS
+from support.recorded_tool_calls import OFFERED, RECORDED
 
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.text.formats.reading.json_mender import JsonMender
+from penstock_router.text.formats.reading.json_mender import JsonMender, mended_object
 from penstock_router.text.formats.reading.reader import SPACE, CallParser
 from penstock_router.text.formats.registry import FORMATS
 
 FAMILIES = sorted({one.family for one in RECORDED})
 _SCRAPS = ['"', "\\", "{", "}", "[", "]", "(", ")", ",", ":", ";", "=", "'", "`", "\n", " ", "é"]
 _SCRAPS += ['"name"', '"arguments"', "null", "-", "1e", "```json\n", '"now"', "\\u00", "\x00", "🌧"]
-_SCALAR = r'(?:"(?:[^"\\]|\\.)*"|-?[0-9.eE+-]+|true|false|null)'
+_STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+_BEGUN_STRING = r"""(?:"(?:[^"\\]|\\.)*|'(?:[^'\\]|\\.)*)\\?"""
 # All that may be dropped of an answer.
 _FORM = re.compile(
-    r'(?:\s|[{}\[\](),:;=`\w.-]|"(?:[^"\\]|\\.)*"\s*:\s*(?:' + _SCALAR + r")?|</?tool_call>"
+    rf"(?:\s|[{{}}\[\](),:;=`\w.\-+/]|{_STRING}\s*:\s*{_STRING}?|</?tool_call>"
     r"|<\|python_\w+\|>|<｜tool▁\w+▁\w+｜>|<｜tool▁sep｜>)*"
     # Where the answer was cut off: in a marker, in a member.
-    r"""(?:</?[\w|｜▁]*|"(?:[^"\\]|\\.)*\\?|"(?:[^"\\]|\\.)*"\s*:?\s*(?:"(?:[^"\\]|\\.)*\\?|[-+\w.]*))?"""
+    rf"(?:</?[\w|｜▁]*|{_BEGUN_STRING}|{_STRING}\s*:?\s*(?:{_BEGUN_STRING})?)?",
+    re.DOTALL,
+)
+# What mending may change: syntax of JSON, words and numbers of Python.
+_MENDED = re.compile(
+    r"[\s{}\[\],:\"'\\]|0[xX][0-9a-fA-F_]+|0[oObB]|[-+0-9._]|(?<=[0-9.])[eE](?=[-+0-9])"
+    r"|None|True|False"
 )
 
 
@@ -71,6 +79,9 @@ class Ledger:
         self._arguments = reader._arguments
         self.at = 0
         self.dropped: list[str] = []
+        # Of arguments that were shown as they came: what was read, and what was shown.
+        self.read_of_arguments: list[str] = []
+        self.shown_of_arguments: list[str] = []
         reader._drop = self.on_drop
         reader._content = self.on_content
         reader._arguments = self.on_arguments
@@ -81,15 +92,28 @@ class Ledger:
         self._drop()
 
     def on_content(self, text: str) -> None:
+        if not self._text.startswith(text, self.at):
+            # What had to be mended and could not be: it was read as arguments, and is shown now.
+            read = "".join(self.read_of_arguments)
+            back = next(n for n in range(len(read) + 1) if self._begins(text, self.at - n))
+            self.at -= back
+            self.read_of_arguments = [read[: len(read) - back]]
         self._follow(text)
         self._content(text)
 
+    def _begins(self, text: str, at: int) -> bool:
+        return self._text.startswith(text, at)
+
     def on_arguments(self, text: str) -> None:
-        self._follow(text)
+        end = len(self._text) - len(self._reader._text) + self._reader._at
+        assert end >= self.at
+        self.read_of_arguments.append(self._text[self.at : end])
+        self.shown_of_arguments.append(text)
+        self.at = end
         self._arguments(text)
 
     def _follow(self, text: str) -> None:
-        assert self._text.startswith(text, self.at), (self.at, text)
+        assert self._begins(text, self.at), (self.at, text)
         self.at += len(text)
 
     def read(self) -> list[Piece]:
@@ -102,7 +126,6 @@ def check(pieces: list[Piece], text: str) -> None:
     if not calls:
         assert content_of(pieces) == text
     assert [piece.call for piece in calls] == list(range(len(calls)))
-    assert {piece.text for piece in calls} <= set(TOOLS)
     arguments = [""] * len(calls)
     for piece in pieces:
         if piece.kind is PieceKind.ARGUMENTS:
@@ -143,13 +166,42 @@ def test_whatever_is_not_shown_of_a_mutated_answer_is_form(family: str) -> None:
         ledger = Ledger(family, text)
         pieces = ledger.read()
         assert ledger.at == len(text), text
-        arguments_of = [piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS]
-        shown = [text for text in arguments_of if text.endswith("}")]
+        read, shown = "".join(ledger.read_of_arguments), "".join(ledger.shown_of_arguments)
+        assert is_shown(read, shown), (text, read, shown)
+        whole = [piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS]
         for dropped in ledger.dropped:
             # Arguments that came before the name were held: they are shown nevertheless.
-            for arguments in shown:
-                dropped = dropped.replace(arguments, " ")
+            for arguments in whole:
+                dropped = without(dropped, arguments)
             assert _FORM.fullmatch(dropped), (text, dropped)
+
+
+def is_shown(read: str, shown: str) -> bool:
+    """Whether each character of what was read is shown, in this order, or mended."""
+    if read in shown:
+        return True
+    at = 0
+    for kept in _MENDED.sub("", read):
+        written = json.dumps(kept, ensure_ascii=False)[1:-1]
+        found = shown.find(written, at)
+        if found < 0:
+            return False
+        at = found + len(written)
+    return True
+
+
+def without(dropped: str, arguments: str) -> str:
+    """What was dropped, without the value that was shown as these arguments."""
+    for at, character in enumerate(dropped):
+        if character in "{\"'":
+            mender = JsonMender()
+            end = mender.feed(dropped, at)
+            value = mender.take()
+            if value.startswith('"') and mender.complete:
+                value = mended_object(json.loads(value)) or ""
+            if mender.complete and json.dumps(value) == json.dumps(arguments):
+                return f"{dropped[:at]} {dropped[end:]}"
+    return dropped
 
 
 @pytest.mark.parametrize("family", FAMILIES)

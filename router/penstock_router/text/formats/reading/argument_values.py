@@ -12,6 +12,9 @@ _NUMBERS: Kinds = frozenset({"integer", "number"})
 _MAX_WHOLE = 2**53
 # Words that stand for values where no string may.
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null", "": "null"}
+# How values begin that are no strings.
+_OTHER_BEGINS = tuple("\"'{[+-.0123456789")
+_OTHER_WORDS = ("null", "None", "true", "True", "false", "False")
 
 
 def json_of(text: str, kinds: Kinds) -> str:
@@ -41,6 +44,15 @@ def _whole(value: str) -> str:
     """A number that is meant as an integer, as one if it is."""
     number = float(value)
     return str(int(number)) if abs(number) <= _MAX_WHOLE and number.is_integer() else value
+
+
+def begun_json_of(text: str, kinds: Kinds) -> str:
+    """What is certain of the JSON value, where its text was cut off."""
+    if not kinds & STRING:
+        return text
+    begun = text.lstrip()
+    is_open = begun[:1] in _OTHER_BEGINS or any(word.startswith(begun) for word in _OTHER_WORDS)
+    return "" if is_open else json.dumps(text, ensure_ascii=False)[:-1]
 
 
 def kind_of(value: str) -> str:

@@ -30,6 +30,8 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrt')
 # A longer word or number is none that any reader would accept.
 _MAX_WORD = 400
+# All but quotes, backslashes and control characters as they are, also what tells tokens apart.
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _NUMBER_READERS = (functools.partial(int, base=0), functools.partial(int, base=10), float)
 
 
@@ -227,7 +229,7 @@ class JsonMender:
             self._state = self._escape
         elif character != self._quote:
             # A control character, or a double quote between single ones.
-            self._say(json.dumps(character)[1:-1])
+            self._say(_ENCODE(character)[1:-1])
         else:
             self._say('"')
             self._quote = ""
@@ -247,7 +249,7 @@ class JsonMender:
             self._say("\\" + text[at])
         else:
             # JSON has no such escape: a quote needs none, of another the backslash was meant.
-            self._say("'" if text[at] == "'" else "\\\\" + json.dumps(text[at])[1:-1])
+            self._say("'" if text[at] == "'" else "\\\\" + _ENCODE(text[at])[1:-1])
         self.unsaid = ""
         self._state = self._string
         return at + 1

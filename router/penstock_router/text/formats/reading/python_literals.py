@@ -27,7 +27,7 @@ from penstock_router.text.formats.reading.reader import (
     Reading,
     TextOver,
 )
-from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
+from penstock_router.text.marks import NO_MARKS, TOKEN, Marks, plain
 
 # ASCII: Python's int and float would take the digits of any script.
 _WORD = re.compile(r"[\w.+\-]*", re.ASCII)
@@ -281,7 +281,7 @@ class LiteralParser(CallParser):
             match = _ORDINARY[quote[0]].match(self._text, self._at)
             if match is not None:
                 self._at = match.end()
-                self._say(match.group())
+                self._say(plain(match.group()))
             elif self._at == len(self._text):
                 yield from self._more()
             elif self._text[self._at] == "\\":

@@ -17,7 +17,7 @@ from penstock_router.argument_kinds import STRING, Kinds, kinds_of_argument, mem
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
-from penstock_router.text.formats.reading.argument_values import json_of
+from penstock_router.text.formats.reading.argument_values import begun_json_of, json_of
 from penstock_router.text.formats.reading.json_calls import written_as
 from penstock_router.text.formats.reading.json_mender import JsonMender
 from penstock_router.text.formats.reading.named_arguments import (
@@ -368,8 +368,7 @@ class TaggedCallParser(CallParser):
                     return
         except TextOver:
             if size <= _MAX_SCALAR or (is_bracketed and kinds & _LONG):
-                quote = '"' if kinds & STRING and not is_bracketed else ""
-                self._arguments(quote + (escaped if quote else str)("".join(held)))
+                self._arguments(begun_json_of("".join(held), kinds))
             raise
         self._arguments(json_of("".join(held), kinds))
 
@@ -422,9 +421,11 @@ class TaggedCallParser(CallParser):
                 text = found.group()
                 break
             if self._over and end < len(self._text):
-                # The answer was cut off in what looks like an end: it stays part of the value.
+                # What looks like an end is part of the value if the model ended in it. If it was
+                # cut off there, nobody knows.
                 part, self._at = self._text[self._at :], len(self._text)
-                return part
+                if not self._was_cut:
+                    return part
             yield from self._more()
         mark = self._by_padded[text]
         if not (yield from self._is_end(len(text), mark)):
