@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -205,7 +206,7 @@ async def test_tokens_of_reasoning_are_those_of_its_messages(
     router, fleet = served
     says(fleet, tokenizer, text)
     for size in (1, 2, 7, 1000):
-        fleet.bundle = lambda size=size: size
+        fleet.bundle = functools.partial(int, size)
         for stream in (False, True):
             more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
             answer = await router.chat("Hi", **(more if stream else {}))

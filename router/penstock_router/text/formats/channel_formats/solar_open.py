@@ -102,9 +102,9 @@ class SolarOpenFormat(ChannelFormat):
 class _SolarOpenReader(MessageReader, JsonCallParser):
     """Reads one message after the other."""
 
-    _openers = (_BEGIN, *_CHANNELS, _CALL)
+    _openers: tuple[str, ...] = (_BEGIN, *_CHANNELS, _CALL)
     _closers = (_END, _CALLS)
-    _others = (_NAME, _ARGS, _CALL_END)
+    _others: tuple[str, ...] = (_NAME, _ARGS, _CALL_END)
     _unmarked = tuple(f"assistant{channel}" for channel in _CHANNELS)
     _ends = (_CALL_END, _CALLS, _END)
     _ends_with_answer = True
