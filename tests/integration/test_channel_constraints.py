@@ -12,6 +12,7 @@ from support.compilers import LIMITS
 from support.families import FAMILIES
 from support.families.family import Family
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from unit.router.router_doubles import id_of
 
 from penstock_router.text.formats.registry import CHANNELS
 from penstock_shard.structured_output.compiler import Compiler
@@ -41,15 +42,14 @@ class Model:
         added = dict.fromkeys([*ends, *marks])
         tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in added])
         self.tokenizer = tokenizer
-        self.end_id = tokenizer.token_to_id(ends[0])
-        self._ends = [tokenizer.token_to_id(end) for end in ends]
+        self._ends = [id_of(tokenizer, end) for end in ends]
         data = tokenizer.to_str().encode()
         self.compiler = Compiler(data, tokenizer.get_vocab_size(), self._ends, LIMITS)
 
     def allows(self, constraint: Any, text: str) -> bool:
         """Whether an answer may be this text, which ends by its own token or another."""
         matcher = self.compiler.compile(constraint)
-        ids = [*self.tokenizer.encode(text, add_special_tokens=False).ids, self.end_id]
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False).ids, self._ends[0]]
         end = next(at for at, id_ in enumerate(ids) if id_ in self._ends)
         return all(matcher.consume_token(id_) for id_ in ids[: end + 1]) and end >= len(ids) - 2
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from support.budget import budget, seeded
+from support.families import FAMILIES
 from support.families.channel_templates import TEMPLATES
 from tokenizers import AddedToken, Tokenizer
 from unit.router.router_doubles import (
@@ -19,6 +21,8 @@ from unit.router.router_doubles import (
     model_files,
 )
 from unit.router.test_message_blocks import events_of, message_of
+
+from penstock_router.text.formats.registry import CHANNELS
 
 REASONED = "<|channel|>analysis<|message|>User asks. Simple.<|end|><|start|>assistant"
 SAID = f"{REASONED}<|channel|>final<|message|>The answer is 4."
@@ -205,7 +209,7 @@ async def test_tokens_of_reasoning_are_those_of_its_messages(
     router, fleet = served
     says(fleet, tokenizer, text)
     for size in (1, 2, 7, 1000):
-        fleet.bundle = lambda size=size: size
+        fleet.bundle = functools.partial(int, size)
         for stream in (False, True):
             more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
             answer = await router.chat("Hi", **(more if stream else {}))
@@ -225,3 +229,54 @@ async def test_a_budget_of_reasoning_is_refused_where_its_marks_are_no_tokens(
     answer = await served[0].chat("Hi", thinking_token_budget=5)
     assert answer.status == 400
     assert "does not mark its reasoning by a token at each end" in answer.error["message"]
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+async def test_every_familys_channels_come_whole_and_streamed(name: str) -> None:
+    family = next(family for family in FAMILIES if family.format == name)
+    format_ = CHANNELS[name]
+    assert family.reasons is not None
+    assert family.says_before is not None
+    tokenizer = byte_level_tokenizer()
+    marks = [mark for mark in format_.marks if mark.startswith("<|")]
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    fleet = FakeFleet(model_files(tokenizer, TEMPLATES[name]))
+    rng = seeded(name)
+    fleet.bundle = lambda: rng.randrange(1, 9)
+    text = family.reasons("Hm.") + family.says_before("I look.")
+    text += family.write([("look_up", {"word": "日本"})])
+    if name == "kimi_k3":
+        # Its prompt opens the channel of reasoning.
+        text = text.removeprefix(format_.style.begin)
+    says(fleet, tokenizer, text)
+    async with memory_router(fleet) as router:
+        whole = (await router.chat("Hi", tools=CHAT_TOOLS)).json()
+        [choice] = whole["choices"]
+        assert choice["message"]["reasoning_content"] == "Hm."
+        assert choice["message"]["content"] == "I look."
+        assert choice["finish_reason"] == "tool_calls"
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "look_up", "arguments": '{"word": "日本"}'}
+        counted = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert counted == size_of(tokenizer, "Hm." + format_.style.end)
+        for _ in range(budget(5, 100)):
+            assert streamed(await router.chat("Hi", tools=CHAT_TOOLS, stream=True)) == {
+                "reasoning_content": "Hm.",
+                "content": "I look.",
+                "calls": [["look_up", '{"word": "日本"}']],
+                "finish_reason": "tool_calls",
+            }
+
+
+async def test_an_answers_format_is_asked_for_within_its_channel(
+    served: tuple[MemoryRouter, FakeFleet], tokenizer: Tokenizer
+) -> None:
+    router, fleet = served
+    says(fleet, tokenizer, SAID)
+    await router.chat("Hi", response_format={"type": "json_object"})
+    asked = fleet.requests[-1].constraint
+    assert asked is not None
+    assert "<|channel|>final<|message|>" in asked.value
+    assert "<|channel|>analysis<|message|>" in asked.value
+    await router.chat("Hi")
+    assert fleet.requests[-1].constraint is None

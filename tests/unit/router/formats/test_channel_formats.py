@@ -63,7 +63,11 @@ def read_of(pieces: list[Piece]) -> Read:
             calls[piece.call] = name, before + piece.text
         else:
             texts[piece.kind] += piece.text
-    return Read(*texts.values(), [(name, parsed(text)) for name, text in calls])
+    return Read(
+        texts[PieceKind.REASONING],
+        texts[PieceKind.CONTENT],
+        [(name, parsed(text)) for name, text in calls],
+    )
 
 
 def meant(case: Case) -> Read:

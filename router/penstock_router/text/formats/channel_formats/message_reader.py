@@ -34,10 +34,10 @@ class MessageReader(ChannelReader):
     """Reads one message after the other."""
 
     # The marks that begin a message, and those that end one.
-    _openers: tuple[str, ...]
-    _closers: tuple[str, ...]
+    _openers: tuple[str, ...] = ()
+    _closers: tuple[str, ...] = ()
     # Other marks of headers and calls: within a text they mean nothing.
-    _others: tuple[str, ...]
+    _others: tuple[str, ...] = ()
     # How a message begins whose first mark is missing.
     _unmarked: tuple[str, ...] = ()
 
