@@ -152,7 +152,7 @@ class TaggedFormat(CallFormat):
         before, end = self.tags.argument[0], self._argument_end(argument)
         padding = self.tags.padding
         value = self._value_format(tool, argument, writing)
-        begin = f"{before}{argument.name}{self._behind_key(argument)}{self.spaces.key}"
+        begin = f"{before}{argument.name}{self.tags.argument[1]}{self.spaces.key}"
         begin += f"{self.tags.value}{padding}"
         return tag(begin, value, f"{padding}{end}{self.spaces.argument}")
 
@@ -165,10 +165,6 @@ class TaggedFormat(CallFormat):
     def _text_format(self, tool: Tool, argument: Argument) -> JsonObject:
         """A value that may be a string."""
         return text_format(tool, argument)
-
-    def _behind_key(self, argument: Argument) -> str:
-        """What stands behind an argument's name."""
-        return self.tags.argument[1]
 
     def _argument_end(self, argument: Argument) -> str:
         """What stands behind an argument's value."""
