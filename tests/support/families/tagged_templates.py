@@ -307,6 +307,19 @@ OTHER_TEMPLATES: dict[str, tuple[str, str]] = {
             closes=_said("</｜DSML｜function_calls>"),
         ).source(),
     ),
+    "deepseek_dsml, an empty line for no arguments": (
+        "deepseek_dsml",
+        _Style(
+            **_DEEPSEEK,
+            example='<｜DSML｜tool_calls>\n<｜DSML｜invoke name="name">',
+            opens=_said("\n\n<｜DSML｜tool_calls>\n"),
+            call=_invokes("｜DSML｜", typed=True).replace(
+                "{%- endfor %}", "{%- else %}{{- '\n' }}{%- endfor %}"
+            )
+            + _said("\n"),
+            closes=_said("</｜DSML｜tool_calls>"),
+        ).source(),
+    ),
     "deepseek_dsml, with spaces": (
         "deepseek_dsml",
         _Style(

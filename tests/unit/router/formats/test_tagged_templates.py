@@ -4,6 +4,7 @@ they render, and that calls which are constrained look like those.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ CALLS: list[list[tuple[str, dict[str, Any]]]] = [
 ]
 
 
+@functools.cache
 def format_of(source: str) -> TaggedFormat:
     found = tool_format_of(source)
     assert isinstance(found, TaggedFormat)

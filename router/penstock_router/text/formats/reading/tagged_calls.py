@@ -479,10 +479,8 @@ class TaggedCallParser(CallParser):
         spelled = [self._marks.spelled(text) for text in wanted]
         while True:
             start = self._at + offset
-            there = self._text[start : start + _MAX_SPACE + 1]
+            there = self._text[start : start + _MAX_SPACE]
             at = start + len(there) - len(there.lstrip(SPACE))
-            if at - start > _MAX_SPACE:
-                return False
             if any(self._text.startswith(text, at) for text in spelled):
                 return True
             left = len(self._text) - at
