@@ -104,6 +104,16 @@ def _listed(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
+def referred(schema: Schema, root: Schema) -> Schema:
+    """The schema that a schema refers to, if it does nothing else; else itself."""
+    for _ in range(_MAX_DEPTH):
+        found = _referred(schema["$ref"], root) if isinstance(schema.get("$ref"), str) else None
+        if not isinstance(found, dict):
+            break
+        schema = found
+    return schema
+
+
 def _referred(pointer: str, root: Schema) -> Any:
     found: Any = root
     for step in pointer.removeprefix("#").strip("/").split("/"):

@@ -114,6 +114,17 @@ def text_format(tool: Tool, argument: Argument) -> JsonObject:
     return bounded or ANY_TEXT
 
 
+def python_words(schema: JsonObject) -> list[JsonObject]:
+    """The words of Python that a schema allows; [] if it allows anything else."""
+    kinds = kinds_of(schema, schema)
+    if not kinds <= {"boolean", "null"}:
+        return []
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(values, list):
+        values = [True, False] * ("boolean" in kinds) + [None] * ("null" in kinds)
+    return [literal(str(value)) for value in values]
+
+
 def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

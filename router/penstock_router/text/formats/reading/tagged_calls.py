@@ -24,6 +24,7 @@ from penstock_router.text.formats.reading.named_arguments import (
     Argument,
     arguments_of,
     one_after_another,
+    python_words,
     text_format,
 )
 from penstock_router.text.formats.reading.reader import (
@@ -34,11 +35,18 @@ from penstock_router.text.formats.reading.reader import (
     TextOver,
     one_of,
 )
-from penstock_router.text.formats.reading.tags import Spaces, Tags, bare, rendered_spaces
+from penstock_router.text.formats.reading.tags import (
+    Spaces,
+    Tags,
+    bare,
+    is_python_rendered,
+    rendered_spaces,
+)
 from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
 from penstock_router.text.stop_strings import beginning
 from penstock_router.text.structural_tag_builder import (
     among_text,
+    either,
     json_format,
     literal,
     one_or_more,
@@ -66,6 +74,8 @@ class TaggedFormat(CallFormat):
     name: str
     tags: Tags
     spaces: Spaces = field(default=Spaces())
+    # Whether it writes `True` and `None`; either is read.
+    writes_python: bool = False
     # Tags that are read besides.
     others: tuple[Tags, ...] = ()
     # Texts of which one or more are a token within tags.
@@ -92,7 +102,8 @@ class TaggedFormat(CallFormat):
 
     def for_template(self, template: str) -> CallFormat:
         """The format with the white space that the template writes."""
-        return replace(self, spaces=rendered_spaces(template, self.tags, self.spaces))
+        spaces = rendered_spaces(template, self.tags, self.spaces)
+        return replace(self, spaces=spaces, writes_python=is_python_rendered(template))
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         """A parser for one answer."""
@@ -107,18 +118,20 @@ class TaggedFormat(CallFormat):
         writing: Writing = FREE_WRITING,
     ) -> JsonObject:
         """Calls as the family writes them, each argument in the order of the schema."""
-        wrap, spaces = self.tags.wrap, self.spaces
-        opens, closes = f"{wrap[0]}{spaces.inside}", f"{spaces.inside}{wrap[1]}"
-        if not wrap[0]:
-            opens = closes = ""
-        around = ("", "") if self.tags.is_one_block else (opens, closes)
+        wrap, inside = self.tags.wrap, self.spaces.inside
+        around = (f"{wrap[0]}{inside}", f"{inside}{wrap[1]}") if wrap[0] else ("", "")
+        between = self.spaces.between
+        if self.tags.is_one_block:
+            # White space that may be followed by two things would be neither's.
+            around, between = ("", inside), ""
         functions = [
             self._function_tag(tool, around, required=required, writing=writing) for tool in tools
         ]
-        calls = one_or_more(functions, spaces.between, parallel=parallel)
+        calls = one_or_more(functions, between, parallel=parallel)
         trigger = self.begins()[0]
         if not self.tags.is_one_block:
             return calls if required else among_text(functions, trigger, parallel=parallel)
+        opens, closes = f"{wrap[0]}{inside}", wrap[1]
         if required:
             return sequence(literal(opens), calls, literal(closes))
         return among_text([tag(opens, calls, closes)], trigger, parallel=False)
@@ -138,21 +151,20 @@ class TaggedFormat(CallFormat):
     def _argument_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
         before, end = self.tags.argument[0], self._argument_end(argument)
         padding = self.tags.padding
-        if argument.may_be_text:
-            value = self._text_format(tool, argument)
-        else:
-            value = json_format(written_as(argument.schema, writing))
-        begin = f"{before}{argument.name}{self._behind_key(argument)}{self.spaces.key}"
+        value = self._value_format(tool, argument, writing)
+        begin = f"{before}{argument.name}{self.tags.argument[1]}{self.spaces.key}"
         begin += f"{self.tags.value}{padding}"
         return tag(begin, value, f"{padding}{end}{self.spaces.argument}")
+
+    def _value_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
+        if argument.may_be_text:
+            return self._text_format(tool, argument)
+        words = python_words(argument.schema) if self.writes_python else []
+        return either(words) if words else json_format(written_as(argument.schema, writing))
 
     def _text_format(self, tool: Tool, argument: Argument) -> JsonObject:
         """A value that may be a string."""
         return text_format(tool, argument)
-
-    def _behind_key(self, argument: Argument) -> str:
-        """What stands behind an argument's name."""
-        return self.tags.argument[1]
 
     def _argument_end(self, argument: Argument) -> str:
         """What stands behind an argument's value."""
@@ -472,10 +484,8 @@ class TaggedCallParser(CallParser):
         spelled = [self._marks.spelled(text) for text in wanted]
         while True:
             start = self._at + offset
-            there = self._text[start : start + _MAX_SPACE + 1]
+            there = self._text[start : start + _MAX_SPACE]
             at = start + len(there) - len(there.lstrip(SPACE))
-            if at - start > _MAX_SPACE:
-                return False
             if any(self._text.startswith(text, at) for text in spelled):
                 return True
             left = len(self._text) - at

@@ -6,6 +6,7 @@ A call that a model is held to has to look like those that the template shows it
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,10 +113,15 @@ def _argument(tags: Tags, key: str, value: str) -> str:
     return rf"{before}{key}{behind}{space}{re.escape(tags.value)}{padding}{value}{padding}{end}"
 
 
-def rendered_calls(template: str) -> str:
+def is_python_rendered(template: str) -> bool:
+    """Whether the template writes values as Python prints them."""
+    return re.search(r"\bTrue\b", rendered_calls(template, {"probe_left": True})) is not None
+
+
+def rendered_calls(template: str, values: Mapping[str, Any] = _VALUES) -> str:
     """Two calls and what follows, as the template writes them; "" if it refuses them."""
-    properties = {key: {"type": "string", "description": "text"} for key in _VALUES}
-    arguments: tuple[dict[str, Any], ...] = (dict(_VALUES), {})
+    properties = {key: {"type": "string", "description": "text"} for key in values}
+    arguments: tuple[dict[str, Any], ...] = (dict(values), {})
     functions = [
         {
             "name": name,

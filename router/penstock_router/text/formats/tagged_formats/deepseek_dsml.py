@@ -7,13 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock_router.argument_kinds import ANY, NO_STRING, STRING, Kinds, member_names
+from penstock_router.argument_kinds import ANY, NO_STRING, STRING, Kinds, kinds_of, member_names
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import CallFormat, ToolParser
+from penstock_router.text.formats.base import CallFormat, ToolParser, Writing
 from penstock_router.text.formats.reading.argument_values import json_of
+from penstock_router.text.formats.reading.json_calls import written_as
 from penstock_router.text.formats.reading.json_mender import mended_object
-from penstock_router.text.formats.reading.named_arguments import Argument
+from penstock_router.text.formats.reading.named_arguments import Argument, text_format
 from penstock_router.text.formats.reading.reader import Reading, TextOver
 from penstock_router.text.formats.reading.tagged_calls import (
     TaggedCallParser,
@@ -22,6 +23,7 @@ from penstock_router.text.formats.reading.tagged_calls import (
 )
 from penstock_router.text.formats.reading.tags import Tags, rendered_calls
 from penstock_router.text.marks import NO_MARKS, Marks, plain
+from penstock_router.text.structural_tag_builder import either, json_format, tag
 
 _MARK = "｜DSML｜"
 # A parameter's name, and whether its value is a string.
@@ -63,9 +65,17 @@ class DsmlFormat(TaggedFormat):
     def _spaced(self, template: str) -> CallFormat:
         return super().for_template(template)
 
-    def _behind_key(self, argument: Argument) -> str:
-        is_string = "true" if argument.may_be_text else "false"
-        return f'" string="{is_string}">'
+    def _argument_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
+        kinds = kinds_of(argument.schema, argument.schema) or ANY
+        before, end = self.tags.argument[0], f"{self.tags.argument[2]}{self.spaces.argument}"
+        ways = []
+        if kinds & STRING:
+            text = text_format(tool, argument)
+            ways.append(tag(f'{before}{argument.name}" string="true">', text, end))
+        if kinds - STRING:
+            value = json_format(written_as(argument.schema, writing))
+            ways.append(tag(f'{before}{argument.name}" string="false">', value, end))
+        return either(ways)
 
 
 def _others(own: Tags) -> tuple[Tags, ...]:

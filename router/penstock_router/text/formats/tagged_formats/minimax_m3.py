@@ -17,32 +17,59 @@ from penstock_router.argument_kinds import (
     Kinds,
     kinds_of,
     kinds_of_argument,
+    referred,
     schema_of_items,
     schema_of_member,
 )
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import ToolParser
-from penstock_router.text.formats.reading.named_arguments import Argument
+from penstock_router.text.formats.base import ToolParser, Writing
+from penstock_router.text.formats.reading.json_calls import written_as
+from penstock_router.text.formats.reading.named_arguments import (
+    Argument,
+    one_after_another,
+    text_format,
+)
 from penstock_router.text.formats.reading.reader import Misfit, Reading, TextOver
 from penstock_router.text.formats.reading.tagged_calls import TaggedCallParser, TaggedFormat
 from penstock_router.text.formats.reading.tags import Spaces, Tags
 from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import (
+    either,
+    json_format,
+    literal,
+    one_or_more,
+    tag,
+)
 
 _MARK = "]<]minimax[>["
 _OPENS, _CLOSES = f"{_MARK}<", f"{_MARK}</"
 _ITEM = "item"
+# The keywords of schemas that elements within each other can be held to.
+_OBJECT_KEYS = frozenset({"type", "properties", "required", "additionalProperties"}) | {
+    *("title", "description", "default", "$defs", "definitions"),
+}
+_LIST_KEYS = frozenset({"type", "items", "title", "description", "default"}) | {
+    *("$defs", "definitions"),
+}
+_MAX_ELEMENTS = 60
+_MAX_DEPTH = 5
 # What is null is not written.
 _UNKNOWN: Kinds = ANY - {"null"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiniMaxM3Format(TaggedFormat):
-    """Calls of nested elements. Where they are constrained, objects and lists are JSON."""
+    """Calls of nested elements. Where they are constrained, JSON stands for objects and lists of
+    which the schema does not say what is in them, or says more than elements can be held to.
+    """
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         """A parser for one answer."""
         return _MiniMaxM3Parser((_READ,), tools, marks)
+
+    def _value_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
+        return _ElementFormats(tool, argument.schema, writing).value(argument)
 
     def _argument_end(self, argument: Argument) -> str:
         return f"{_CLOSES}{argument.name}>"
@@ -66,6 +93,38 @@ MINIMAX_M3 = MiniMaxM3Format(
     token_parts=(_MARK,),
     signs=(_MARK, "<invoke name="),
 )
+
+
+class _ElementFormats:
+    """The formats of elements within each other, as one argument's schema describes them."""
+
+    def __init__(self, tool: Tool, root: JsonObject, writing: Writing) -> None:
+        self._tool, self._root, self._writing = tool, root, writing
+        self._definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        # References may repeat a part any number of times.
+        self._left = _MAX_ELEMENTS
+
+    def value(self, argument: Argument, depth: int = 0) -> JsonObject:
+        """What stands between an element's tags."""
+        schema = referred(argument.schema, self._root)
+        if argument.may_be_text:
+            return text_format(self._tool, argument)
+        self._left -= 1
+        may_nest = self._left > 0 and depth < _MAX_DEPTH
+        if may_nest and schema.keys() <= _OBJECT_KEYS and schema.get("properties"):
+            needed = schema.get("required") or ()
+            members = schema["properties"].items()
+            return one_after_another(
+                [(name in needed, self._element(name, each, depth)) for name, each in members]
+            )
+        if may_nest and schema.keys() <= _LIST_KEYS and isinstance(schema.get("items"), dict):
+            items = one_or_more([self._element(_ITEM, schema["items"], depth)], "", parallel=True)
+            return either([items, literal("")])
+        return json_format(written_as(self._definitions | argument.schema, self._writing))
+
+    def _element(self, name: str, schema: JsonObject, depth: int) -> JsonObject:
+        argument = Argument(name, is_needed=True, schema=self._definitions | schema)
+        return tag(f"{_OPENS}{name}>", self.value(argument, depth + 1), f"{_CLOSES}{name}>")
 
 
 @dataclass(slots=True)
