@@ -225,11 +225,18 @@ TOLD_APART: list[tuple[str, str, Read, Read]] = [
         ("", [("f", '{"a": "x]<|tool_call_end|>')]),
         ("", [f(a="x]")]),
     ),
+    (
+        "lfm2",
+        "S[f(a=1, b=itE",
+        (", b=it<|tool_call_end|>", [("f", '{"a": 1')]),
+        (", b=it", [("f", '{"a": 1')]),
+    ),
     ("lfm2", "So.E", ("So.<|tool_call_end|>", []), ("So.", [])),
     (
         "lfm2",
         "S[f(a='marks: S, E'), now()]E",
-        *[("", [f(a="marks: <|tool_call_start|>, <|tool_call_end|>"), NOW])] * 2,
+        ("", [f(a="marks: <|tool_call_start|>, <|tool_call_end|>"), NOW]),
+        ("", [f(a="marks: <|tool_call_start|>, <|tool_call_end|>"), NOW]),
     ),
     (
         "gemma4",
