@@ -15,11 +15,11 @@ from unit.router.formats.test_forms import accepts, compiled
 from penstock_router.errors import BadRequest
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
-from penstock_router.text.answer_reader import AnswerReader
+from penstock_router.text.answer_reader import make_reader
 from penstock_router.text.chat_template import ChatTemplate
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
-from penstock_router.text.model_conventions import conventions_of
+from penstock_router.text.model_conventions import Conventions, conventions_of
 from penstock_router.text.reasoning import STYLES, reasoning_begun, reasoning_over
 
 WEATHER = Tool(
@@ -71,7 +71,8 @@ def read(
 
 def _read(name: str, parts: Sequence[str], marks: Marks, was_cut: bool, style: str) -> Read:
     reasoning = STYLES[style] if style else None
-    reader = AnswerReader(reasoning, FORMATS[name], TOOLS, marks, begun=False)
+    formats = Conventions(FORMATS[name], reasoning)
+    reader = make_reader(formats, TOOLS, marks, begun=False)
     pieces = [piece for part in parts for piece in reader.feed(part)]
     pieces = join_pieces([*pieces, *reader.flush(was_cut=was_cut)])
     arguments = [""] * sum(piece.kind is PieceKind.CALL for piece in pieces)
