@@ -83,6 +83,14 @@ class ServedModel:
         return self.info.adapter_hash(self.adapter)
 
 
+def _notes_of(template: ChatTemplate) -> tuple[str, ...]:
+    """What the template loses, with tools or without. Found out at load, in a thread: it takes some
+    milliseconds.
+    """
+    found = (template.traits(with_tools=with_tools).notes for with_tools in (False, True))
+    return tuple(dict.fromkeys(note for notes in found for note in notes))
+
+
 _Key = tuple[str, str]
 _Files = dict[str, bytes]
 
@@ -353,16 +361,13 @@ class Models:
             # The operator's own takes precedence over the model's.
             files = with_template(files, self._chat_template)
         template = load_chat_template(files)
-        if template is not None:
-            # Found out here, in a thread: it takes some milliseconds.
-            for with_tools in (False, True):
-                template.traits(with_tools=with_tools)
         conventions = conventions_of(template, *self._parsers)
         tokenizer = load_tokenizer(files)
         images = load_image_tokens(files, tokenizer)
         # With "none" the operator wants it so, and a template without tools has a format.
         is_unknown = conventions.tool_format is None and self._parsers[0] == AUTO
-        notes = (_UNKNOWN_CALLS,) if is_unknown else ()
+        notes = () if template is None else _notes_of(template)
+        notes = (_UNKNOWN_CALLS, *notes) if is_unknown else notes
         return _Text(tokenizer, template, conventions, *images, files, notes)
 
     async def keep_loading(self) -> None:

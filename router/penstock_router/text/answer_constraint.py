@@ -15,7 +15,7 @@ from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest, Options, Tool
-from penstock_router.text.formats.base import CallFormat
+from penstock_router.text.formats.base import FREE_WRITING, CallFormat, Writing
 from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.reasoning import ReasoningStyle
 from penstock_router.text.structural_tag_builder import (
@@ -43,15 +43,20 @@ def answer_constraint(
     style: ReasoningStyle | None,
     *,
     begun: bool = False,
+    writing: Writing = FREE_WRITING,
 ) -> Constraint | None:
     """The constraint on the request's answers; None: any text.
 
-    `style` is that of reasoning that may come; `begun`: the prompt ends within it. Raises
+    `style` is that of reasoning that may come; `begun`: the prompt ends within it; `writing`: how
+    arguments of calls are written. Raises
     `BadRequest` if the request demands calls and the model has no known format for them.
     """
     if not isinstance(request, ChatRequest):
         return request.constraint
-    answer, has_channels = _with_calls(request, tool_format), isinstance(tool_format, ChannelFormat)
+    answer, has_channels = (
+        _with_calls(request, tool_format, writing),
+        isinstance(tool_format, ChannelFormat),
+    )
     if answer is None:
         if request.constraint is None or (style is None and not has_channels):
             return request.constraint
@@ -67,7 +72,9 @@ def answer_constraint(
 # ---- Calls -------------------------------------------------------------------------------------
 
 
-def _with_calls(request: ChatRequest, tool_format: CallFormat | None) -> JsonObject | None:
+def _with_calls(
+    request: ChatRequest, tool_format: CallFormat | None, writing: Writing
+) -> JsonObject | None:
     """The format of all that follows reasoning, if tools constrain it; else None."""
     tools, choice = tools_of(request), request.tool_choice
     parallel = request.parallel_tool_calls
@@ -85,13 +92,13 @@ def _with_calls(request: ChatRequest, tool_format: CallFormat | None) -> JsonObj
         tools, parallel = tuple(tool for tool in tools if tool.name == choice.name), False
     if choice.forces:
         # The answer is calls only: there is no content for the request's own constraint.
-        return tool_format.calls(tools, required=True, parallel=parallel)
+        return tool_format.calls(tools, required=True, parallel=parallel, writing=writing)
     if request.constraint is not None:
-        calls = tool_format.calls(tools, required=True, parallel=parallel)
+        calls = tool_format.calls(tools, required=True, parallel=parallel, writing=writing)
         return either([calls, _text_of(request.constraint, tool_format)])
     if parallel and not any(tool.strict for tool in tools):
         return None
-    return tool_format.calls(tools, required=False, parallel=parallel)
+    return tool_format.calls(tools, required=False, parallel=parallel, writing=writing)
 
 
 def _text_of(constraint: Constraint, tool_format: CallFormat | None) -> Any:

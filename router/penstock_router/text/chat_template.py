@@ -31,6 +31,9 @@ from penstock_router.text.template_fit.traits import TemplateTraits
 # Ends in a space, to find out whether the template strips trailing whitespace of a message.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
+# SmolLM3 has a name of its own for them.
+_TOOL_VARIABLES = frozenset({"tools", "xml_tools"})
+
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 # Where files of templates besides the default one are, each named after its template.
 _MORE_TEMPLATES = "additional_chat_templates/"
@@ -156,15 +159,20 @@ class ChatTemplate:
         self._templates: dict[str, jinja2.Template] = {}
         self._traits: dict[bool, TemplateTraits] = {}
         self._takes_images: dict[tuple[str, bool, bool], bool] = {}
-        # Whether the template that is used with tools reads the `tools` variable.
-        self.takes_tools = False
+        # The variables in which the template that is used with tools reads them.
+        self._tool_variables: set[str] = set()
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
                 if source == self.tools_source:
-                    self.takes_tools = "tools" in _variables(environment, source)
+                    self._tool_variables = _variables(environment, source) & _TOOL_VARIABLES
             except _UNCOMPILED as error:
                 raise TemplateUnusable(f"chat template {name!r}: {_why(error)}") from None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template that is used with tools reads them."""
+        return bool(self._tool_variables)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -190,6 +198,7 @@ class ChatTemplate:
             messages = [*messages[:-1], _marked(messages[-1])]
         variables = {
             **self.special_tokens,
+            **dict.fromkeys(self._tool_variables, tools),
             **(kwargs or {}),
             "messages": messages,
             "tools": tools,

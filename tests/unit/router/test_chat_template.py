@@ -376,3 +376,11 @@ def test_a_template_in_a_file_of_its_own_is_used_with_tools() -> None:
     given = load_chat_template(with_template(files, "given"))
     assert given is not None
     assert given.render([], tools=[{}]) == "given"
+
+
+def test_tools_are_given_under_the_name_that_the_template_reads() -> None:
+    template = ChatTemplate({"default": "{{ xml_tools | length if xml_tools else 'no' }}"}, {})
+    assert template.takes_tools
+    assert template.render([], tools=[{}, {}]) == "2"
+    assert template.render([]) == "no"
+    assert template.render([], tools=[{}], kwargs={"xml_tools": [1, 2, 3]}) == "3"

@@ -5,6 +5,7 @@ A family says its marks, and whether each call has marks of its own or all calls
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,6 +98,14 @@ class MarkedJson(CallFormat):
         if required:
             return one_or_more(tags, self.between, parallel=parallel)
         return among_text(tags, self.begin, parallel=parallel)
+
+    def call_in_words(self, name: str, arguments: str) -> str | None:
+        """A call between marks of its own."""
+        if self.is_list:
+            return None
+        shown = f'{{"{self.name_key}": {json.dumps(name, ensure_ascii=False)}, '
+        shown += f'"{self.arguments_key}": {arguments}}}'
+        return f"{self.begin}{self.padding}{shown}{self.padding}{self.end}"
 
     def call(
         self, tool: Tool, before: str, behind: str, *, required: bool, writing: Writing
