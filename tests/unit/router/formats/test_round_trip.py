@@ -39,8 +39,10 @@ CALLS: list[Call] = [
 ]
 BY_FORMAT = {family.format: family for family in FAMILIES}
 # In what their templates write of earlier turns there is more than models write: ids, or who speaks
-# to whom; Llama's shows calls as JSON.
-_TOLD_OTHERWISE = ("harmony", "solar_open", "mistral", "mistral_named", "pythonic")
+# to whom. There the arguments are looked for.
+_TOLD_OTHERWISE = ("harmony", "solar_open", "mistral", "mistral_named")
+# Python may be written in several ways.
+_PYTHON = 'get_weather(city="Zürich \\"West\\"", days=3), get_time(city="Oslo")'
 TOKENIZER = load_tokenizer(model_files(byte_level_tokenizer()))
 
 
@@ -82,6 +84,8 @@ def test_calls_that_were_answered_render_as_their_model_wrote_them(name: str) ->
     wanted = [said]
     if name in _TOLD_OTHERWISE:
         wanted = [json.dumps(arguments, ensure_ascii=False) for _, arguments in calls]
+    elif name == "pythonic":
+        wanted = [_PYTHON]
     places = [text.find(each) for each in wanted]
     assert min(places) >= 0, (wanted, text)
     assert places == sorted(places)
