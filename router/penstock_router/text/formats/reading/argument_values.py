@@ -8,8 +8,6 @@ from penstock_router.argument_kinds import STRING, Kinds
 from penstock_router.text.formats.reading.json_mender import JsonMender
 
 _NUMBERS: Kinds = frozenset({"integer", "number"})
-
-_NUMBERS: Kinds = frozenset({"integer", "number"})
 # Larger numbers are not all whole ones in the form in which most readers keep them.
 _MAX_WHOLE = 2**53
 # Words that stand for values where no string may.
