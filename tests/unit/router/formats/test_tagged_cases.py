@@ -283,6 +283,18 @@ def test_a_mark_that_is_spelled_is_text_where_the_tokenizer_has_a_token_for_it()
     assert calls_of(read(form, marked, marks=marks)) == _NOW
 
 
+def test_a_call_behind_a_mark_that_is_spelled_is_text_too() -> None:
+    form, marks = FORMATS["qwen_xml"], Marks({5: "<tool_call>", 6: "</tool_call>"})
+    text = "So:\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    for size in (0, 1, 5):
+        assert content(read(form, text, marks=marks, size=size)) == text
+        # One without the mark is a call, with it too.
+        alone = read(form, text.replace("<tool_call>", ""), marks=marks, size=size)
+        assert calls_of(alone) == _NOW
+        marked = text.replace("<tool_call>", TOKEN + "<tool_call>")
+        assert calls_of(read(form, marked, marks=marks, size=size)) == _NOW
+
+
 def test_a_tag_of_which_a_part_is_a_token_counts_only_with_that_token() -> None:
     form, marks = FORMATS["deepseek_dsml"], Marks({7: _DSML})
     spelled = _block(_dsml("", "now"))

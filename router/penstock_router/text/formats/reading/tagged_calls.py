@@ -42,7 +42,7 @@ from penstock_router.text.formats.reading.tags import (
     is_python_rendered,
     rendered_spaces,
 )
-from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
+from penstock_router.text.marks import NO_MARKS, TOKEN, Marks, plain
 from penstock_router.text.stop_strings import beginning
 from penstock_router.text.structural_tag_builder import (
     among_text,
@@ -203,6 +203,10 @@ class TaggedCallParser(CallParser):
         self._by_spelling = {marks.spelled(end): end for end in self._value_ends}
         padded = {padding + spelled: end for spelled, end in self._by_spelling.items()}
         self._look_for(padded | self._by_spelling if padding else self._by_spelling)
+        # Begin marks of calls that are tokens: spelled they are text, and so is what follows them.
+        self._spelled_out = tuple(wrap for wrap in self._wraps if marks.spelled(wrap) != wrap)
+        # The end of the content so far, as long as that may matter.
+        self._shown = ""
         # Of the call that is read: its tool's arguments that have not come yet.
         self._awaited: set[str] = set()
         # Whether the value that is read may be a string, in which tags may stand.
@@ -218,6 +222,8 @@ class TaggedCallParser(CallParser):
         mark = yield from self._until(*self._wraps, *self._function_begins)
         is_token = self._marks.spelled(mark) != mark
         self._is_marked = not self._wraps or mark in self._wraps or is_token
+        if not self._is_marked and self._shown.rstrip().endswith(self._spelled_out):
+            raise Misfit
         yield from self._calls_behind(mark)
 
     def _calls_behind(self, mark: str) -> Reading[None]:
@@ -237,6 +243,11 @@ class TaggedCallParser(CallParser):
         """What stands behind the begin mark of calls is not a function's tag."""
         yield from ()
         raise Misfit
+
+    def _content(self, text: str) -> None:
+        super()._content(text)
+        if self._spelled_out:
+            self._shown = plain(self._shown + text)[-_MAX_SPACE:]
 
     def _goes_on(self) -> Reading[bool]:
         """Consume the ends behind a call; whether another call follows in the same block."""

@@ -67,15 +67,26 @@ class DsmlFormat(TaggedFormat):
 
     def _argument_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
         kinds = kinds_of(argument.schema, argument.schema) or ANY
-        before, end = self.tags.argument[0], f"{self.tags.argument[2]}{self.spaces.argument}"
         ways = []
         if kinds & STRING:
-            text = text_format(tool, argument)
-            ways.append(tag(f'{before}{argument.name}" string="true">', text, end))
+            text = text_format(tool, replace(argument, schema=_of_strings(argument.schema)))
+            ways.append(self._typed(argument, "true", text))
         if kinds - STRING:
             value = json_format(written_as(argument.schema, writing))
-            ways.append(tag(f'{before}{argument.name}" string="false">', value, end))
+            ways.append(self._typed(argument, "false", value))
         return either(ways)
+
+    def _typed(self, argument: Argument, is_string: str, value: JsonObject) -> JsonObject:
+        begin = f'{self.tags.argument[0]}{argument.name}" string="{is_string}">'
+        return tag(begin, value, f"{self.tags.argument[2]}{self.spaces.argument}")
+
+
+def _of_strings(schema: JsonObject) -> JsonObject:
+    """The schema of those of its values that are strings."""
+    values = schema.get("enum")
+    if not isinstance(values, list):
+        return schema
+    return schema | {"enum": [value for value in values if isinstance(value, str)]}
 
 
 def _others(own: Tags) -> tuple[Tags, ...]:
