@@ -586,7 +586,7 @@ async def test_sizes_reach_a_text_process_and_places_come_back() -> None:
 
 async def test_a_text_process_knows_what_images_take() -> None:
     files = QWEN.files()
-    facts = ModelFacts("m", "t", 512, 500, False, "", "")
+    facts = ModelFacts("m", "t", 512, 500, False, "auto", "auto")
     task = Work(1, "chats", facts, tuple(files), image_sizes=((56, 28),))
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
     worker = TextWorker()
