@@ -33,6 +33,13 @@ class Conventions:
         return calls, "" if self.reasoning is None else self.reasoning.name
 
 
+def _can_be_asked_for(tool_format: CallFormat | None) -> bool:
+    """Whether a model whose template takes no tools may be told to write calls in this format."""
+    if tool_format is None or isinstance(tool_format, ChannelFormat):
+        return tool_format is not None
+    return tool_format.calls_in_words([("f", "{}")]) is not None
+
+
 def conventions_of(
     template: ChatTemplate | None, tool_call_parser: str, reasoning_parser: str
 ) -> Conventions:
@@ -44,7 +51,7 @@ def conventions_of(
         tool_call_parser, reasoning_parser = reasoning_parser, NONE
     tool_format = tool_format_of(tools_source, tool_call_parser)
     takes_tools = template is not None and template.takes_tools
-    if tool_call_parser == AUTO and not (takes_tools or isinstance(tool_format, ChannelFormat)):
+    if tool_call_parser == AUTO and not (takes_tools or _can_be_asked_for(tool_format)):
         tool_format = tool_format_of(tools_source, _WITHOUT_TEMPLATE)
     style = style_of(source, reasoning_parser)
     if isinstance(tool_format, ChannelFormat):

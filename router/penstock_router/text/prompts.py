@@ -297,19 +297,19 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
             param="messages",
         )
     messages, tools = request.messages, tools_of(request)
+    tool_format = model.conventions.tool_format
     if tools and not template.takes_tools:
-        messages = _add_system_text(messages, instructions(tools))
+        messages = _add_system_text(messages, instructions(tools, tool_format))
     shown, documents, kwargs = (
         [tool.shown for tool in tools] or None,
         request.documents,
         request.template_kwargs,
     )
-    tool_format = model.conventions.tool_format
     messages = fit(
         messages,
         template.traits(with_tools=shown is not None),
         native_call_id=None if tool_format is None else tool_format.call_id,
-        call_in_words=None if tool_format is None else tool_format.call_in_words,
+        calls_in_words=None if tool_format is None else tool_format.calls_in_words,
         keep_last=request.continue_final_message,
     )
     mark = ""

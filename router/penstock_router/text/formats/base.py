@@ -12,6 +12,9 @@ from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece
 from penstock_router.text.marks import NO_MARKS, Marks
 
+# A function's name, and the arguments of a call of it as JSON.
+NamedArguments = tuple[str, str]
+
 
 class ToolParser(Protocol):
     """Reads the calls out of one answer's text."""
@@ -89,6 +92,6 @@ class CallFormat(ABC):
         """
         return None
 
-    def call_in_words(self, name: str, arguments: str) -> str | None:
-        """A call as the model writes it, for templates that do not render calls; None: as JSON."""
+    def calls_in_words(self, calls: Sequence[NamedArguments]) -> str | None:
+        """Calls as the model writes them, for templates that do not render them; None: as JSON."""
         return None

@@ -7,7 +7,7 @@ import itertools
 import json
 import string
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,9 +22,9 @@ from penstock_router.text.template_fit.traits import (
     TemplateTraits,
 )
 
-# A function's name and its arguments as JSON -> the text with which the model calls it; None: it
-# has none of its own.
-CallInWords = Callable[[str, str], str | None]
+# Functions' names, each with its arguments as JSON -> the text with which the model calls them;
+# None: it has none of its own.
+CallsInWords = Callable[[Sequence[tuple[str, str]]], str | None]
 # A function's name and the call's number in the conversation, from 0 -> the id the model gives it;
 # None: it gives none.
 NativeCallId = Callable[[str, int], str | None]
@@ -286,26 +286,22 @@ def _emptied(message: Message, form: EmptyContent) -> Message:
 # ---- In words ----------------------------------------------------------------------------------
 
 
-def calls_in_words(messages: list[Message], in_words: CallInWords | None) -> list[Message]:
+def calls_in_words(messages: list[Message], in_words: CallsInWords | None) -> list[Message]:
     """Add calls to their messages' texts."""
     return [
         _told(message, in_words) if message.get("tool_calls") else message for message in messages
     ]
 
 
-def _told(message: Message, in_words: CallInWords | None) -> Message:
-    texts = [_in_words(call, in_words) for call in message["tool_calls"]]
+def _told(message: Message, in_words: CallsInWords | None) -> Message:
+    calls = [(str(_function(call).get("name", "")), _json_of(call)) for call in
+             message["tool_calls"]]  # fmt: skip
     functions = [_function(call) for call in message["tool_calls"]]
     said: Any = functions[0] if len(functions) == 1 else functions
-    text = "\n".join(filter(None, texts)) if all(texts) else json.dumps(said, ensure_ascii=False)
+    text = (in_words and in_words(calls)) or json.dumps(said, ensure_ascii=False)
     content = message.get("content")
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": join_contents(content, text, BLANK_LINE) if content else text}
-
-
-def _in_words(call: JsonObject, in_words: CallInWords | None) -> str | None:
-    name = str(_function(call).get("name", ""))
-    return None if in_words is None else in_words(name, _json_of(call))
 
 
 def results_in_words(messages: list[Message]) -> list[Message]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock_router.request import Message
 from penstock_router.text.template_fit import calls, contents, turns
-from penstock_router.text.template_fit.calls import CallInWords, NativeCallId
+from penstock_router.text.template_fit.calls import CallsInWords, NativeCallId
 from penstock_router.text.template_fit.traits import TemplateTraits
 
 
@@ -17,7 +17,7 @@ class _Case:
 
     traits: TemplateTraits
     native_call_id: NativeCallId | None
-    call_in_words: CallInWords | None
+    calls_in_words: CallsInWords | None
     keep_last: bool
     # What its messages have.
     roles: frozenset[str]
@@ -62,7 +62,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         lambda of: of.has_calls and of.traits.calls_in_words,
-        lambda given, of: calls.calls_in_words(given, of.call_in_words),
+        lambda given, of: calls.calls_in_words(given, of.calls_in_words),
     ),
     (lambda of: of.tells_results, lambda given, _: calls.results_in_words(given)),
     (
@@ -111,16 +111,16 @@ def fit(
     traits: TemplateTraits,
     *,
     native_call_id: NativeCallId | None = None,
-    call_in_words: CallInWords | None = None,
+    calls_in_words: CallsInWords | None = None,
     keep_last: bool = False,
 ) -> list[Message]:
     """The messages as a template with these traits renders them without loss.
 
     `native_call_id` is for models whose templates print ids in a shape of the model's own,
-    `call_in_words` for templates that render no calls though the model writes them in a form of
+    `calls_in_words` for templates that render no calls though the model writes them in a form of
     its own; `keep_last`: the answer goes on with the last message, which stays a whole.
     """
-    case = _case(messages, traits, native_call_id, call_in_words, keep_last)
+    case = _case(messages, traits, native_call_id, calls_in_words, keep_last)
     for applies, rule in _RULES:
         if applies(case):
             messages = rule(messages, case)
@@ -131,7 +131,7 @@ def _case(
     messages: list[Message],
     traits: TemplateTraits,
     native_call_id: NativeCallId | None,
-    call_in_words: CallInWords | None,
+    calls_in_words: CallsInWords | None,
     keep_last: bool,
 ) -> _Case:
     roles: set[str] = set()
@@ -147,7 +147,7 @@ def _case(
     return _Case(
         traits,
         native_call_id,
-        call_in_words,
+        calls_in_words,
         keep_last,
         frozenset(roles),
         has_parts,

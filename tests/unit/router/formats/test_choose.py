@@ -7,8 +7,10 @@ import json
 import pytest
 
 from penstock_router.request import Tool
+from penstock_router.text.chat_template import ChatTemplate
 from penstock_router.text.formats.json_formats.plain_json import instructions
 from penstock_router.text.formats.registry import FORMATS, tool_format_of
+from penstock_router.text.model_conventions import conventions_of
 
 _TEMPLATES = {
     "hermes": '{% if tools %}<tools>..</tools><tool_call>\n{"name": ..}\n</tool_call>{% endif %}',
@@ -55,6 +57,22 @@ def test_names_that_others_use_are_known() -> None:
     assert FORMATS["qwen"] is FORMATS["hermes"]
     assert FORMATS["llama3_json"] is FORMATS["llama_json"]
     assert FORMATS["llama4_pythonic"] is FORMATS["pythonic"]
+
+
+def test_a_template_without_tools_whose_model_has_calls_of_its_own_is_told_of_those() -> None:
+    source = (
+        "{{ messages[0].content }}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
+        "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜><｜tool▁calls▁end｜>{% endfor %}"
+        "{% endfor %}"
+    )
+    template = ChatTemplate({"default": source}, {})
+    chosen = conventions_of(template, "auto", "auto").tool_format
+    assert chosen is FORMATS["deepseek_v31"]
+    text = instructions([Tool("now")], chosen)
+    called = '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": "VALUE"}<｜tool▁call▁end｜>'
+    assert called in text
+    assert called not in instructions([Tool("now")], FORMATS["plain_json"])
 
 
 def test_the_system_message_says_every_function_and_how_to_call_it() -> None:

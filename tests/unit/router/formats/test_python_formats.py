@@ -368,9 +368,8 @@ def rendered(name: str, calls: Sequence[Call]) -> str:
 
 def test_calls_are_told_in_the_models_words_where_its_template_has_none() -> None:
     lfm = FORMATS["lfm2"]
-    text = lfm.call_in_words(
-        "f", '{"a": "it\'s \\"so\\"", "b": [true, null, 1], "c": {"d": false}}'
-    )
+    given = '{"a": "it\'s \\"so\\"", "b": [true, null, 1], "c": {"d": false}}'
+    text = lfm.calls_in_words([("f", given)])
     assert text is not None
     assert text == (
         "<|tool_call_start|>"
@@ -378,7 +377,8 @@ def test_calls_are_told_in_the_models_words_where_its_template_has_none() -> Non
         "<|tool_call_end|>"
     )
     assert read("lfm2", text) == ("", [f(a='it\'s "so"', b=[True, None, 1], c={"d": False})])
-    assert lfm.call_in_words("now", "{}") == "<|tool_call_start|>[now()]<|tool_call_end|>"
+    two = lfm.calls_in_words([("now", "{}"), ("f", "{}")])
+    assert two == "<|tool_call_start|>[now(), f()]<|tool_call_end|>"
 
 
 # ---- What calls are held to --------------------------------------------------------------------

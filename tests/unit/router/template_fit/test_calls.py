@@ -337,8 +337,8 @@ def test_calls_that_a_template_does_not_render_are_told() -> None:
 
 def test_calls_are_told_in_the_form_that_the_model_writes() -> None:
     chat = [ASKED, calling(call("c1"), call("c2")), result("B", "c1"), result("C", "c2")]
-    told = rendered(NO_CALLS, *chat, call_in_words=lambda name, arguments: f"{name}({arguments})")
-    assert told.startswith('[user Hi][assistant look({"at": 1})look({"at": 1})][tool B]')
+    told = rendered(NO_CALLS, *chat, calls_in_words=lambda calls: f"{calls}")
+    assert """[('look', '{"at": 1}'), ('look', '{"at": 1}')]""" in told
 
 
 def test_results_that_a_template_does_not_render_are_what_the_user_says() -> None:

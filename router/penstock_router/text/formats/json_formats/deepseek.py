@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import (
+    FREE_WRITING,
+    CallFormat,
+    NamedArguments,
+    ToolParser,
+    Writing,
+)
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
 from penstock_router.text.formats.reading.reader import Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
@@ -58,6 +64,14 @@ class DeepSeekFormat(CallFormat):
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         """A parser for one answer."""
         return _CallParser(tools, marks)
+
+    def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
+        """All calls between one pair of markers."""
+        shown = [
+            f"{_CALL}{self._before}{name}{self._between}{arguments}{self._behind}{_CALL_END}"
+            for name, arguments in calls
+        ]
+        return f"{_CALLS}{self._apart.join(shown)}{_CALLS_END}"
 
     def calls(
         self,

@@ -54,15 +54,29 @@ class PlainJsonFormat(CallFormat):
         return calls if required else calls_or_text(calls, "[{`")
 
 
-def instructions(tools: Iterable[Tool]) -> str:
-    """A system message that describes the tools to a model whose template cannot."""
+def instructions(tools: Iterable[Tool], tool_format: CallFormat | None = None) -> str:
+    """A system message that describes the tools to a model whose template cannot; calls are asked
+    for in the format's own words, if it has any.
+    """
     described = "\n".join([json.dumps(_described(tool), ensure_ascii=False) for tool in tools])
     return (
         "You can call these functions. Each line describes one, with a JSON schema of its "
-        f"arguments:\n\n{described}\n\n"
-        'To call one, answer with {"name": its name, "arguments": an object with its arguments} '
-        "and nothing else. To call several, answer with a JSON list of such objects. "
+        f"arguments:\n\n{described}\n\n{_how_to_call(tool_format)} "
         "Where no call helps, answer in plain words."
+    )
+
+
+def _how_to_call(tool_format: CallFormat | None) -> str:
+    example = "NAME", '{"ARGUMENT": "VALUE"}'
+    words = tool_format and tool_format.calls_in_words([example])
+    if not words:
+        return (
+            'To call one, answer with {"name": its name, "arguments": an object with its '
+            "arguments} and nothing else. To call several, answer with a JSON list of such objects."
+        )
+    return (
+        f"To call one, answer in this form, with its name and its arguments:\n\n{words}\n\n"
+        "Several calls may follow one another."
     )
 
 

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import (
+    FREE_WRITING,
+    CallFormat,
+    NamedArguments,
+    ToolParser,
+    Writing,
+)
 from penstock_router.text.formats.reading.python_calls import (
     MarkedPythonParser,
     PythonNotation,
@@ -68,11 +74,15 @@ class LfmFormat(CallFormat):
             return sequence(literal(opens), listed, literal(closes))
         return among_text([tag(opens, listed, closes)], _BEGIN, parallel=False)
 
-    def call_in_words(self, name: str, arguments: str) -> str:
-        """A list of this call."""
-        given = json.loads(arguments or "{}")
-        written = ", ".join([f"{key}={_NOTATION.written(value)}" for key, value in given.items()])
-        return f"{_BEGIN}[{name}({written})]{_END}"
+    def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
+        """A list of these calls."""
+        return f"{_BEGIN}[{', '.join([_written(*call) for call in calls])}]{_END}"
+
+
+def _written(name: str, arguments: str) -> str:
+    given = json.loads(arguments or "{}")
+    written = ", ".join([f"{key}={_NOTATION.written(value)}" for key, value in given.items()])
+    return f"{name}({written})"
 
 
 class _CallParser(MarkedPythonParser):

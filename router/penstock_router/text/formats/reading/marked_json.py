@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import (
+    FREE_WRITING,
+    CallFormat,
+    NamedArguments,
+    ToolParser,
+    Writing,
+)
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, call_tag
 from penstock_router.text.formats.reading.reader import Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
@@ -99,13 +105,18 @@ class MarkedJson(CallFormat):
             return one_or_more(tags, self.between, parallel=parallel)
         return among_text(tags, self.begin, parallel=parallel)
 
-    def call_in_words(self, name: str, arguments: str) -> str | None:
-        """A call between marks of its own."""
+    def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
+        """Calls between marks of their own, or all in one list between marks."""
+        opens, closes = f"{self.begin}{self.padding}", f"{self.padding}{self.end}"
+        shown = [
+            f'{{"{self.name_key}": {json.dumps(name, ensure_ascii=False)}, '
+            f'"{self.arguments_key}": {arguments}}}'
+            for name, arguments in calls
+        ]
         if self.is_list:
-            return None
-        shown = f'{{"{self.name_key}": {json.dumps(name, ensure_ascii=False)}, '
-        shown += f'"{self.arguments_key}": {arguments}}}'
-        return f"{self.begin}{self.padding}{shown}{self.padding}{self.end}"
+            first, between, last = self.listed
+            return f"{opens}{first}{between.join(shown)}{last}{closes}"
+        return self.between.join([f"{opens}{each}{closes}" for each in shown])
 
     def call(
         self, tool: Tool, before: str, behind: str, *, required: bool, writing: Writing
