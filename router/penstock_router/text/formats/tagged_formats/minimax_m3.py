@@ -173,7 +173,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
                 while self._open[at].name != name:
                     at -= 1
                 self._close(at)
-            self._fits = len(self._open) == 1
+            self._fits = len(self._open) == 1 and not self._open[0].is_empty
             return True
         yield from self._expect(_OPENS)
         name = yield from self._name_in_tag(">", ())
