@@ -343,3 +343,17 @@ def test_a_call_that_was_cut_off_is_not_completed() -> None:
     pieces = read(form, text + "</parameter>\n", was_cut=True)
     assert calls_of(pieces) == [("write_file", '{"text": "x"')]
     assert calls_of(read(form, text + "</parameter>\n")) == _TEXT_X
+
+
+def test_an_end_tag_before_any_argument_is_given_back_where_the_answer_ends() -> None:
+    text = f'{_M3}<tool_call>\n{_M3}<invoke name="write_file">{_M3}</a>{_M3}<b'
+    assert content(read(FORMATS["minimax_m3"], text, was_cut=True)) == text
+
+
+def test_elements_may_stand_within_each_other_without_end() -> None:
+    depth = 20_000
+    text = f'{_M3}<invoke name="write_file">' + f"{_M3}<a>" * depth + f"{_M3}</b>" * depth
+    pieces = read(FORMATS["minimax_m3"], text + f"{_M3}</invoke>")
+    [(name, arguments)] = [(p.text, "") for p in pieces if p.kind is PieceKind.CALL]
+    arguments = "".join(piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS)
+    assert (name, arguments) == ("write_file", '{"a": ' * (depth - 1) + '{"a": ""' + "}" * depth)

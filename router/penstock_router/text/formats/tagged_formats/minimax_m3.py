@@ -7,6 +7,7 @@ object or a list is text, typed by the tool's schema.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +145,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
         tool = self._tools.get(name)
         self._root: JsonObject = (tool.parameters if tool is not None else None) or {}
         arguments = _Element("", False, self._root)
-        self._open = [arguments]
+        self._open, self._names = [arguments], Counter[str]()
         try:
             while (yield from self._tag(name)):
                 pass
@@ -167,10 +168,12 @@ class _MiniMaxM3Parser(TaggedCallParser):
             return False
         if (yield from self._any_of(_CLOSES)) is not None:
             name = yield from self._name_in_tag(">", ())
-            places = [at for at, each in enumerate(self._open) if at and each.name == name]
-            if places:
-                self._close(places[-1])
-            self._fits = len(self._open) == 1
+            if self._names[name]:
+                at = len(self._open) - 1
+                while self._open[at].name != name:
+                    at -= 1
+                self._close(at)
+            self._fits = len(self._open) == 1 and not self._open[0].is_empty
             return True
         yield from self._expect(_OPENS)
         name = yield from self._name_in_tag(">", ())
@@ -186,6 +189,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
         self._drop()
         for element in reversed(self._open[at:]):
             self._arguments("]" if element.is_list else "}")
+            self._names[element.name] -= 1
         del self._open[at:]
 
     def _element(self, name: str) -> Reading[None]:
@@ -196,7 +200,8 @@ class _MiniMaxM3Parser(TaggedCallParser):
         parent.is_empty = False
         schema, kinds = self._described_as(parent, name)
         self._fits = False
-        if kinds != STRING and (yield from self._follows(0, [_OPENS], or_nothing=False)):
+        may_nest = kinds != STRING or schema is None
+        if may_nest and (yield from self._follows(0, [_OPENS], or_nothing=False)):
             yield from self._nested(name, schema, kinds)
         else:
             yield from self._argument_value(kinds)
@@ -231,6 +236,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
         is_list = has_items and ("array" in kinds or "object" not in kinds)
         self._arguments("[" if is_list else "{")
         self._open.append(_Element(name, is_list, schema))
+        self._names[name] += 1
 
     def _is_end(self, size: int, end: str) -> Reading[bool]:
         yield from ()
