@@ -70,6 +70,12 @@ FAMILIES = (
         end="\n</tool_call>",
     ),
     Family(
+        "glm4",
+        _all("", "<|assistant|>", "", lambda call: f"{call[0]}\n{_json(call[1])}"),
+        says_before=None,
+        has_marks=False,
+    ),
+    Family(
         "kimi_k2",
         _numbered("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>", _kimi_k2),
         begin="<|tool_calls_section_begin|>",

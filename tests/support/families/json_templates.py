@@ -87,7 +87,28 @@ _DEEPSEEK = ("<｜%s｜>", "<｜end▁of▁sentence｜>", "tool")
 _COHERE = ("<|START_OF_TURN_TOKEN|><|%s_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "SYSTEM")
 _GIGACHAT = ("%s<|role_sep|>\n", "<|message_sep|>\n\n", "function result")
 
+_GLM4 = """[gMASK]<sop>{%- if tools %}<|system|>
+# Functions
+{%- for tool in tools %}
+
+## {{ tool | tojson }}
+{%- endfor %}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}<|observation|>
+{{ m.content }}
+{%- elif m.tool_calls %}
+{%- for call in m.tool_calls %}<|assistant|>{{ call.function.name }}
+{{ call.function.arguments | tojson }}{% endfor %}
+{%- elif m.role == 'assistant' %}<|assistant|>{{ m.content }}
+{%- else %}<|{{ m.role }}|>
+{{ m.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+
 TEMPLATES: dict[str, str] = {
+    "glm4": _GLM4,
     "kimi_k2": _KIMI_K2,
     "hermes": _template(
         ("<tool_call>\n", _OBJECT, "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")

@@ -18,6 +18,7 @@ from penstock_router.text.formats.json_formats.functionary import (
     FunctionaryTagFormat,
 )
 from penstock_router.text.formats.json_formats.gigachat import GIGACHAT
+from penstock_router.text.formats.json_formats.glm4 import Glm4Format
 from penstock_router.text.formats.json_formats.hermes import HERMES
 from penstock_router.text.formats.json_formats.kimi_k2 import KIMI_K2
 from penstock_router.text.formats.json_formats.llama_json import LlamaJsonFormat
@@ -99,6 +100,7 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (GRANITE_20B, ("granite-20b-fc",)),
     (FunctionaryTagFormat(), ()),
     (FunctionaryFormat(), ("functionary",)),
+    (Glm4Format(), ()),
     (XLAM, ()),
     (FALCON, ()),
     (EXAONE, ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -337,8 +338,15 @@ def test_calls_that_a_template_does_not_render_are_told() -> None:
 
 def test_calls_are_told_in_the_form_that_the_model_writes() -> None:
     chat = [ASKED, calling(call("c1"), call("c2")), result("B", "c1"), result("C", "c2")]
-    told = rendered(NO_CALLS, *chat, calls_in_words=lambda calls: f"{calls}")
-    assert """[('look', '{"at": 1}'), ('look', '{"at": 1}')]""" in told
+    given: list[tuple[str, str]] = []
+
+    def in_words(calls: Sequence[tuple[str, str]]) -> str:
+        given.extend(calls)
+        return "CALLED"
+
+    told = rendered(NO_CALLS, *chat, calls_in_words=in_words)
+    assert told.startswith("[user Hi][assistant CALLED][tool B]")
+    assert given[:2] == [("look", '{"at": 1}')] * 2
 
 
 def test_results_that_a_template_does_not_render_are_what_the_user_says() -> None:

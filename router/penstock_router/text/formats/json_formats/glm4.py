@@ -1,0 +1,88 @@
+"""GLM-4 of before 4.5: a line with the function's name, and its arguments in the next one.
+
+The answer begins with it; there is no mark, so only functions of the request count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_router.json_fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.text.formats.base import (
+    FREE_WRITING,
+    CallFormat,
+    NamedArguments,
+    ToolParser,
+    Writing,
+)
+from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
+from penstock_router.text.formats.reading.reader import Misfit, Reading
+from penstock_router.text.marks import NO_MARKS, Marks
+from penstock_router.text.structural_tag_builder import either, one_or_more, tag
+
+_ASSISTANT = "<|assistant|>"
+
+
+@dataclass(frozen=True)
+class Glm4Format(CallFormat):
+    """A name and arguments, as the answer."""
+
+    name: str = "glm4"
+    marks: tuple[str, ...] = (_ASSISTANT,)
+
+    def is_of(self, template: str) -> bool:
+        """The template has the beginning and the roles of GLM, and no tags of arguments."""
+        return all(text in template for text in ("[gMASK]", "<|observation|>")) and (
+            "<arg_key>" not in template
+        )
+
+    def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
+        """A parser for one answer."""
+        return _CallParser(tools, marks)
+
+    def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
+        """Calls, each as the assistant's."""
+        return _ASSISTANT.join([f"{name}\n{arguments}" for name, arguments in calls])
+
+    def calls(
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        writing: Writing = FREE_WRITING,
+    ) -> JsonObject:
+        """A name and arguments; if not required, any text too."""
+        tags = [
+            tag(f"{tool.name}\n", arguments_format(tool, required=required, writing=writing), "")
+            for tool in tools
+        ]
+        calls = one_or_more(tags, _ASSISTANT, parallel=parallel)
+        if required:
+            return calls
+        names = [f"{tool.name}\n" for tool in tools]
+        return either([calls, {"type": "any_text", "excludes": names}])
+
+
+class _CallParser(JsonCallParser):
+    _at_beginning = True
+
+    def _read(self) -> Reading[None]:
+        self._is_marked = False
+        if not self._at_beginning:
+            yield from self._until(_ASSISTANT)
+        self._at_beginning = False
+        yield from self._space()
+        yield from self._any_of(_ASSISTANT)
+        name = yield from self._name()
+        if not self._is_callable(name):
+            raise Misfit
+        yield from self._any_of("\r")
+        yield from self._expect("\n")
+        if (yield from self._space()) != "{":
+            raise Misfit
+        self._call(name)
+        yield from self._shown_value()
+        yield from self._after_call()
