@@ -61,7 +61,7 @@ class AnswerParser:
         # With a named function as tool_choice, the finish reason stays "stop", as in OpenAI's API.
         self._tells_of_calls = asked.tool_choice.mode != "named"
         self._has_calls = False
-        self._in_reasoning = False
+        self._in_reasoning = begun
         # Tokens counted as reasoning so far, if the answer has any; whether all are counted.
         self._num_reasoning, self._is_counted = 0, style is None
         # As reported so far; None where reasoning is not separated from content.
@@ -105,7 +105,7 @@ class AnswerParser:
                 self._has_calls = True
         if self.reasoning_tokens is None:
             return pieces
-        if not self._is_counted and self._channels is None:
+        if not self._is_counted and (self._channels is None or self._in_reasoning):
             # A stop token at the answer's end has no text.
             self._num_reasoning += max(0, len(token_ids) - len(texts))
         # 0 until reasoning's mark was read, which the search for stop strings may delay.
@@ -119,6 +119,6 @@ class AnswerParser:
             self._num_reasoning += 1
             self._is_counted = token_id == self._end_id or self._reader.is_over
             return
-        # The token with which a channel ends is one of it.
-        was_reasoning, self._in_reasoning = self._in_reasoning, self._channels.in_reasoning
-        self._num_reasoning += was_reasoning or self._in_reasoning
+        # The token with which a channel opens is none of it, the one with which it ends is.
+        self._num_reasoning += self._in_reasoning
+        self._in_reasoning = self._channels.in_reasoning

@@ -356,8 +356,10 @@ class _AnswerMarks:
                 self._held = text
                 return ""
             self._is_begun = True
-            self._is_inside = self._skips_space = stripped.startswith(self._begin)
-            text = stripped[len(self._begin) :] if self._is_inside else text
+            self._is_inside = stripped.startswith(self._begin)
+            if self._is_inside and self._begin:
+                self._skips_space = True
+                text = stripped[len(self._begin) :]
         if self._skips_space:
             text = text.lstrip()
             self._skips_space = not text
