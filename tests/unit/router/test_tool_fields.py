@@ -387,9 +387,7 @@ def test_a_chat_is_counted_with_its_tools() -> None:
     assert chat_to_tokenize(parse({"messages": MESSAGES, "tools": TWO})).tools
 
 
-async def test_a_request_goes_to_another_process_with_the_names_of_its_tools_and_the_types_they_take() -> (
-    None
-):
+async def test_a_request_goes_to_another_process_with_its_tools_names_and_types() -> None:
     asked = chat(tools=[function(parameters=PARAMETERS, strict=True)], tool_choice="required")
     there = await decode_outcome(encode_outcome(Reading(CHATS, asked))[HEADER.size :])
     assert isinstance(there, Reading)
