@@ -59,7 +59,7 @@ _MAX_NESTING = 100
 _MAX_AHEAD = 32
 # What an element of a list or dictionary begins with, an argument, and a call.
 _ELEMENT = re.compile(r"[rRuU]?[\"']|[\[({+\-.0-9]|None|True|False|null|true|false")
-ARGUMENT_BEGUN = re.compile(r"\w+\s*=(?!=)")
+ARGUMENT_BEGUN = re.compile(r"\w+\s*=[^=]")
 CALL_BEGUN = re.compile(r"[A-Za-z_][\w.\-]*\(")
 
 # Made once: `json.dumps` makes an encoder for each call that has settings.
