@@ -20,6 +20,7 @@ from support.random_calls import (
     Spelling,
     calls_of,
     format_of,
+    is_besides,
     random_calls,
     random_text,
     reasoned,
@@ -53,9 +54,10 @@ class Tokens:
 
     def __init__(self, family: Family) -> None:
         tool_format, style = format_of(family), style_of(family)
-        if isinstance(tool_format, ChannelFormat):
-            style = tool_format.style
         self.marks = {*tool_format.marks, *(style.texts if style else ())}
+        if isinstance(tool_format, ChannelFormat):
+            # Its marks of reasoning are made of the format's.
+            style = tool_format.style
         # Without the marks, and with them.
         self.plain = byte_level_tokenizer()
         self.marked = Tokenizer.from_str(self.plain.to_str())
@@ -90,6 +92,10 @@ class Tokens:
         """The tokens of a text, none of which is a mark."""
         return self.plain.encode(text, add_special_tokens=False).ids
 
+    def end(self, ids: list[int], count: int) -> int:
+        """How many characters the first tokens have."""
+        return len(self.marked.decode(ids[:count], skip_special_tokens=False))
+
 
 @functools.cache
 def tokens_of(family: Family) -> Tokens:
@@ -123,6 +129,8 @@ def test_marks_in_strings_and_in_text_are_text_if_other_tokens_spell_them(family
         calls = random_calls(rng, family, letters)
         thought, before = (f"So {random_text(rng, letters).strip()}." for _ in range(2))
         text = reasoned(family, thought)
+        if not text:
+            thought = ""
         if family.says_before is None:
             before = ""
         else:
@@ -173,14 +181,24 @@ def test_text_and_marks_at_random_are_read_alike_however_tokens_are_bundled(
 
 def at_random(rng: random.Random, family: Family, tokens: Tokens) -> list[int]:
     """An answer after some accidents, with one character that must not be lost."""
-    ids = tokens.marked.encode(family.write(random_calls(rng, family))).ids
+    text = family.write(random_calls(rng, family))
+    ids = tokens.marked.encode(text).ids
+    places = [at for at in range(len(ids) + 1) if not is_besides(family, text, tokens.end(ids, at))]
+    at = rng.choice(places)
+    parts = [ids[:at], ids[at:]]
     for _ in range(rng.randint(0, 3)):
-        at = rng.randint(0, len(ids))
-        mark = rng.choice(sorted(tokens.marks) or ["{"])
-        scrap = rng.choice([tokens.spelled(mark), tokens.marked.encode(mark).ids, ids[:at]])
-        ids = rng.choice([ids[:at] + scrap + ids[at:], ids[:at] + ids[at + rng.randint(1, 3) :]])
-    at = rng.randint(0, len(ids))
-    return [*ids[:at], *tokens.spelled(" ☺ "), *ids[at:]]
+        side = rng.randrange(2)
+        parts[side] = damaged(rng, tokens, ids, parts[side])
+    return [*parts[0], *tokens.spelled(" ☺ "), *parts[1]]
+
+
+def damaged(rng: random.Random, tokens: Tokens, ids: list[int], part: list[int]) -> list[int]:
+    """A part of an answer after one accident."""
+    at = rng.randint(0, len(part))
+    mark = rng.choice(sorted(tokens.marks) or ["{"])
+    scraps = [tokens.spelled(mark), tokens.marked.encode(mark).ids, ids[: rng.randint(0, len(ids))]]
+    behind = at + rng.randint(1, 3)
+    return rng.choice([part[:at] + rng.choice(scraps) + part[at:], part[:at] + part[behind:]])
 
 
 def test_thinking_marks_are_tokens_too() -> None:
