@@ -69,8 +69,9 @@ class JsonMender:
 
     @property
     def is_between(self) -> bool:
-        """Whether nothing is missing at its end but brackets."""
-        return self._state in (self._after, self._first_key, self._first_element)
+        """Whether nothing is missing at its end but its last bracket."""
+        is_whole = self._state in (self._after, self._first_key, self._first_element)
+        return is_whole and len(self._closers) == 1
 
     def close(self) -> None:
         """The value ends here, as its writer says: write what is missing of its end."""

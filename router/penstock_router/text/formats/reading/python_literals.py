@@ -344,10 +344,11 @@ class LiteralParser(CallParser):
         rest, open_, is_damaged = self._behind_brackets(rest)
         if is_damaged:
             return self._at_end(rest) if rest else None
+        if not rest and (open_ or self._ends):
+            # There may be brackets too many.
+            return None
         if not open_:
             return self._may_follow(rest)
-        if not rest:
-            return None
         if rest[0] == ",":
             return self._begins_element(rest[1:].lstrip(SPACE), open_)
         return self._at_end(rest)
