@@ -187,7 +187,7 @@ def test_a_call_with_one_damage_is_read_as_it_was_meant(family: Family) -> None:
     tried: Counter[str] = Counter()
     right: Counter[str] = Counter()
     for kind, damage in damages(family):
-        for _ in range(budget(25, 1_300)):
+        for _ in range(budget(20, 1_300)):
             name, arguments = random_call(rng, name=rng.choice(["write_file", "search"]))
             call = (name, {**arguments, "extra": _EXTRA})
             written = family.write([call])
@@ -380,7 +380,7 @@ def long_texts(family: Family, size: int) -> Iterator[str]:
 
 @each_family
 def test_work_grows_as_text_does(family: Family) -> None:
-    size = budget(1_500, 50_000)
+    size = budget(600, 50_000)
     for text in long_texts(family, 2 * size):
         some, much = work(family, text[:size]), work(family, text[: 2 * size])
         assert much < 2.5 * some + 1_000, (text[:80], some, much)
