@@ -344,21 +344,22 @@ class LiteralParser(CallParser):
         rest, open_, is_damaged = self._behind_brackets(rest)
         if is_damaged:
             return self._at_end(rest) if rest else None
-        if not rest and (open_ or self._ends):
-            # There may be brackets too many.
-            return None
         if not open_:
             return self._may_follow(rest)
+        if not rest:
+            return None
         if rest[0] == ",":
             return self._begins_element(rest[1:].lstrip(SPACE), open_)
         return self._at_end(rest)
 
     def _behind_brackets(self, rest: str) -> tuple[str, int, bool]:
         """What stands behind closing brackets, how many are still open there, and whether there
-        were too few or too many.
+        were too few or too many. Once all are closed, more count only if others are damaged, or if
+        it is not plain without them that all ends there.
         """
         open_, is_damaged = len(self._closers), False
-        while rest and rest[0] in ")]}" and (open_ or self._ends):
+        counts_more = bool(self._ends) and not self._may_follow("")
+        while rest and rest[0] in ")]}" and (open_ or (self._ends and is_damaged) or counts_more):
             if rest[0] in self._closers[:open_]:
                 is_damaged = is_damaged or self._closers[open_ - 1] != rest[0]
                 while self._closers[open_ - 1] != rest[0]:
