@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,6 +48,10 @@ from penstock_router.text.tokenizer import load_tokenizer
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=[one.format for one in FAMILIES])
 BUNDLES = (1, 3, 9, 50)
+# A member of an object before one that a call has.
+_STRANGER = re.compile(
+    r'''"[^"]*"\s*:\s*("[^"]*"|[\w.\- ]*)\s*,\s*"(tool_)?(name|arguments|parameters)"'''
+)
 
 
 class Tokens:
@@ -176,7 +181,13 @@ def test_text_and_marks_at_random_are_read_alike_however_tokens_are_bundled(
         ids = at_random(rng, family, tokens)
         pieces = read_alike(tokens, ids)
         shown = "".join(piece.text for piece in pieces)
-        assert shown.count("☺") + shown.count("263a") >= 1
+        assert "☺" in shown or "263a" in shown or is_in_stranger(tokens, ids), ids
+
+
+def is_in_stranger(tokens: Tokens, ids: list[int]) -> bool:
+    """Whether the character is in a member beside a call's own, which is not shown."""
+    text = tokens.marked.decode(ids, skip_special_tokens=False)
+    return any("☺" in found.group() for found in _STRANGER.finditer(text))
 
 
 def at_random(rng: random.Random, family: Family, tokens: Tokens) -> list[int]:
