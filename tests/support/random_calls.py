@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -247,6 +248,12 @@ def read(
     for part in parts:
         pieces += reader.feed(part)
     return join_pieces([*pieces, *reader.flush(was_cut=was_cut)])
+
+
+def is_besides(family: Family, text: str, at: int) -> bool:
+    """Whether a place is within what the family's calls have besides names and arguments."""
+    found = re.finditer(family.besides, text) if family.besides else ()
+    return any(each.start() < at < each.end() for each in found)
 
 
 def parts_of(text: str, size: int) -> list[str]:

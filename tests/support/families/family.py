@@ -25,7 +25,8 @@ class Family:
     says_before: Callable[[str], str] | None = lambda text: text
     # How an answer of nothing but text is written, where it is not just the text.
     says_alone: Callable[[str], str] = lambda text: text
-    # Reasoning as it is written before an answer; None: as `<think>` or not at all.
+    # Reasoning as it is written before an answer, "" where the family has none; None: as `<think>`
+    # or not at all.
     reasons: Callable[[str], str] | None = None
     # Whether calls have a mark of their own: then one of an unknown function is a call too.
     has_marks: bool = True
@@ -37,3 +38,5 @@ class Family:
     # call or of all calls, which may be missing at the end of an answer. "": there is none.
     begin: str = ""
     end: str = ""
+    # A pattern of what calls have besides names and arguments, as ids: it is not shown.
+    besides: str = ""

@@ -106,6 +106,7 @@ FAMILIES = (
         reasons=lambda text: f"<|START_THINKING|>{text}<|END_THINKING|>",
         begin="<|START_ACTION|>",
         end="<|END_ACTION|>",
+        besides=r'"tool_call_id": "[^"]*"',
     ),
     Family(
         "command_r",
@@ -192,6 +193,7 @@ FAMILIES = (
         _each("", "", ">>>", lambda call: f"{call[0]}\n{_json(call[1])}"),
         says_before=lambda text: f"all\n{text}>>>",
         says_alone=lambda text: f"all\n{text}",
+        reasons=lambda text: "",
         has_marks=False,
     ),
     Family("xlam", _all("[", ", ", "]"), says_before=None, has_marks=False, end="]"),
@@ -215,9 +217,9 @@ FAMILIES = (
     ),
     Family(
         "plain_json",
-        _all("[", ", ", "]"),
+        # As the instructions ask for it.
+        lambda calls: _object(*calls) if len(calls) == 1 else _all("[", ", ", "]")(calls),
         says_before=None,
         has_marks=False,
-        end="]",
     ),
 )

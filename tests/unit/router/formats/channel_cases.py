@@ -147,6 +147,13 @@ HARMONY = [
         was_cut=True,
     ),
     _harmony("[c] to=python code[m]print(", "", "", [("python", '{"code": "print(')], was_cut=True),
+    _harmony(
+        f'[c]{_GET}[j]{{"city": {{"a": 1',
+        "",
+        "",
+        [("get_weather", '{"city": {"a": 1')],
+    ),
+    _harmony(f'[c]{_GET}[j]{{"city": "Oslo"', "", "", [_OSLO]),
     # Marks that are spoken of.
     _harmony(
         "[f]The <|end|> of <|channel|>analysis is <|start|>assistant, [m] or [call].",
@@ -256,6 +263,19 @@ KIMI_K3 = [
         "The <|open|> and <|close|>x of [tools] and <|sep|>.",
         "",
         "The <|open|> and <|close|>x of <|open|>tools<|sep|> and <|sep|>.",
+        has_mentions=True,
+    ),
+    # Attributes that are no words.
+    _kimi(
+        f"[tools]{_GET_K3.replace('string', 'a b')}[/tools]",
+        "",
+        "",
+        [("get_weather", {'city" type="a b': "Oslo"})],
+    ),
+    _kimi(
+        f"[tools]{_GET_K3.replace('1', 'a b')}",
+        "",
+        _kimi(f"[tools]{_GET_K3.replace('1', 'a b')}").text,
         has_mentions=True,
     ),
     _kimi(
@@ -403,6 +423,7 @@ SOLAR_OPEN = [
         "The <|think|> and <|end|> and <|begin|>assistant of <|tool_calls|>.",
         has_mentions=True,
     ),
+    _solar("A [tool_call:begin] is one.", "", "A <|tool_call:begin|> is one.", has_mentions=True),
 ]
 
 CASES = [*HARMONY, *KIMI_K3, *MUSE_GLIMMER, *SOLAR_OPEN]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from support.random_calls import (
     Spelling,
     calls_of,
     format_of,
+    is_besides,
     random_calls,
     random_text,
     reasoned,
@@ -46,6 +48,10 @@ from penstock_router.text.tokenizer import load_tokenizer
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=[one.format for one in FAMILIES])
 BUNDLES = (1, 3, 9, 50)
+# A member of an object before one that a call has.
+_STRANGER = re.compile(
+    r'''"[^"]*"\s*:\s*("[^"]*"|[\w.\- ]*)\s*,\s*"(tool_)?(name|arguments|parameters)"'''
+)
 
 
 class Tokens:
@@ -53,9 +59,10 @@ class Tokens:
 
     def __init__(self, family: Family) -> None:
         tool_format, style = format_of(family), style_of(family)
-        if isinstance(tool_format, ChannelFormat):
-            style = tool_format.style
         self.marks = {*tool_format.marks, *(style.texts if style else ())}
+        if isinstance(tool_format, ChannelFormat):
+            # Its marks of reasoning are made of the format's.
+            style = tool_format.style
         # Without the marks, and with them.
         self.plain = byte_level_tokenizer()
         self.marked = Tokenizer.from_str(self.plain.to_str())
@@ -90,6 +97,10 @@ class Tokens:
         """The tokens of a text, none of which is a mark."""
         return self.plain.encode(text, add_special_tokens=False).ids
 
+    def end(self, ids: list[int], count: int) -> int:
+        """How many characters the first tokens have."""
+        return len(self.marked.decode(ids[:count], skip_special_tokens=False))
+
 
 @functools.cache
 def tokens_of(family: Family) -> Tokens:
@@ -119,10 +130,12 @@ def test_marks_in_strings_and_in_text_are_text_if_other_tokens_spell_them(family
     rng = seeded(family.format)
     tokens, spelling = tokens_of(family), spelling_of(family)
     letters = spelling.texts()
-    for _ in range(budget(12, 600)):
+    for _ in range(budget(6, 600)):
         calls = random_calls(rng, family, letters)
         thought, before = (f"So {random_text(rng, letters).strip()}." for _ in range(2))
         text = reasoned(family, thought)
+        if not text:
+            thought = ""
         if family.says_before is None:
             before = ""
         else:
@@ -139,7 +152,7 @@ def test_calls_whose_marks_are_spelled_by_other_tokens_are_content(family: Famil
         return
     rng = seeded(family.format)
     tokens = tokens_of(family)
-    for _ in range(budget(12, 600)):
+    for _ in range(budget(6, 600)):
         text = f"So {family.write(random_calls(rng, family))}"
         assert read_alike(tokens, tokens.spelled(text)) == [Piece(PieceKind.CONTENT, text)]
 
@@ -150,7 +163,7 @@ def test_marks_within_quotes_are_text_even_as_tokens(family: Family) -> None:
         return
     rng = seeded(family.format)
     tokens, spelling = tokens_of(family), spelling_of(family)
-    for _ in range(budget(12, 600)):
+    for _ in range(budget(6, 600)):
         calls = random_calls(rng, family, spelling.texts())
         ids = tokens.of(spelling.whole(family.write(calls)), spelling)
         pieces = read_alike(tokens, ids)
@@ -164,23 +177,39 @@ def test_text_and_marks_at_random_are_read_alike_however_tokens_are_bundled(
 ) -> None:
     rng = seeded(family.format)
     tokens = tokens_of(family)
-    for _ in range(budget(40, 3_000)):
+    for _ in range(budget(12, 3_000)):
         ids = at_random(rng, family, tokens)
         pieces = read_alike(tokens, ids)
         shown = "".join(piece.text for piece in pieces)
-        assert shown.count("☺") + shown.count("263a") >= 1
+        assert "☺" in shown or "263a" in shown or is_in_stranger(tokens, ids), ids
+
+
+def is_in_stranger(tokens: Tokens, ids: list[int]) -> bool:
+    """Whether the character is in a member beside a call's own, which is not shown."""
+    text = tokens.marked.decode(ids, skip_special_tokens=False)
+    return any("☺" in found.group() for found in _STRANGER.finditer(text))
 
 
 def at_random(rng: random.Random, family: Family, tokens: Tokens) -> list[int]:
     """An answer after some accidents, with one character that must not be lost."""
-    ids = tokens.marked.encode(family.write(random_calls(rng, family))).ids
+    text = family.write(random_calls(rng, family))
+    ids = tokens.marked.encode(text).ids
+    places = [at for at in range(len(ids) + 1) if not is_besides(family, text, tokens.end(ids, at))]
+    at = rng.choice(places)
+    parts = [ids[:at], ids[at:]]
     for _ in range(rng.randint(0, 3)):
-        at = rng.randint(0, len(ids))
-        mark = rng.choice(sorted(tokens.marks) or ["{"])
-        scrap = rng.choice([tokens.spelled(mark), tokens.marked.encode(mark).ids, ids[:at]])
-        ids = rng.choice([ids[:at] + scrap + ids[at:], ids[:at] + ids[at + rng.randint(1, 3) :]])
-    at = rng.randint(0, len(ids))
-    return [*ids[:at], *tokens.spelled(" ☺ "), *ids[at:]]
+        side = rng.randrange(2)
+        parts[side] = damaged(rng, tokens, ids, parts[side])
+    return [*parts[0], *tokens.spelled(" ☺ "), *parts[1]]
+
+
+def damaged(rng: random.Random, tokens: Tokens, ids: list[int], part: list[int]) -> list[int]:
+    """A part of an answer after one accident."""
+    at = rng.randint(0, len(part))
+    mark = rng.choice(sorted(tokens.marks) or ["{"])
+    scraps = [tokens.spelled(mark), tokens.marked.encode(mark).ids, ids[: rng.randint(0, len(ids))]]
+    behind = at + rng.randint(1, 3)
+    return rng.choice([part[:at] + rng.choice(scraps) + part[at:], part[:at] + part[behind:]])
 
 
 def test_thinking_marks_are_tokens_too() -> None:

@@ -120,6 +120,11 @@ class Ledger:
         return join_pieces([*self._reader.feed(self._text), *self._reader.flush()])
 
 
+def is_python(family: str, text: str) -> bool:
+    """Whether calls may be Python, of which arguments are no part."""
+    return family == "pythonic" or (family == "llama_json" and ".call(" in text)
+
+
 def check(pieces: list[Piece], text: str) -> None:
     """What holds of the pieces of any text."""
     calls = [piece for piece in pieces if piece.kind is PieceKind.CALL]
@@ -148,10 +153,10 @@ def in_parts(family: str, parts: list[str]) -> list[Piece]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mutated_answer_raises_nothing_and_no_cut_changes_it(family: str) -> None:
     rng = seeded(family)
-    for _ in range(budget(250, 10_000)):
+    for _ in range(budget(150, 10_000)):
         text = mutated(rng, family)
         whole = in_parts(family, [text])
-        if family != "pythonic" or not any(piece.kind is PieceKind.ARGUMENTS for piece in whole):
+        if not is_python(family, text) or all(piece.kind is not PieceKind.CALL for piece in whole):
             check(whole, text)
         assert in_parts(family, list(text)) == whole, text
         cut = rng.randint(0, len(text))
@@ -161,8 +166,10 @@ def test_a_mutated_answer_raises_nothing_and_no_cut_changes_it(family: str) -> N
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one != "pythonic"])
 def test_whatever_is_not_shown_of_a_mutated_answer_is_form(family: str) -> None:
     rng = seeded(family)
-    for _ in range(budget(250, 10_000)):
+    for _ in range(budget(150, 10_000)):
         text = mutated(rng, family)
+        if is_python(family, text):
+            continue
         ledger = Ledger(family, text)
         pieces = ledger.read()
         assert ledger.at == len(text), text
@@ -285,6 +292,7 @@ def test_two_hundred_thousand_characters_are_read_at_once_and_in_pieces(family: 
 @pytest.mark.parametrize("family", _BEGUN)
 def test_nesting_without_end_is_read(family: str) -> None:
     for begin in _BEGUN[family]:
-        text = begin + '{"a": ' + "[" * 200_000
+        depth = budget(20_000, 200_000)
+        text = begin + '{"a": ' + "[" * depth
         pieces = in_parts(family, [text])
-        assert sum(len(piece.text) for piece in pieces) >= 200_000
+        assert sum(len(piece.text) for piece in pieces) >= depth

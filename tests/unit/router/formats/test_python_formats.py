@@ -477,3 +477,17 @@ def test_a_prompt_that_has_an_empty_thought_has_ended_reasoning() -> None:
     )
     assert not reasoning_over(thinking, style)
     assert reasoning_begun(f"{thinking}<|channel>thought\n", style)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[f(a="x (y"), b==2, c=3)]',
+        '[f(a="x", b==2)]',
+        '[f(a="x("Paris")]}\n</end>[/")]',
+        '[f(a="x")]}',
+        '[f(a="x"))]]',
+    ],
+)
+def test_what_nearly_follows_a_string_is_judged_alike_however_it_is_cut(text: str) -> None:
+    read("pythonic", text)

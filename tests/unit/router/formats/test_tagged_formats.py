@@ -134,7 +134,7 @@ def mutated(rng: random.Random, text: str, scraps: tuple[str, ...]) -> str:
 def test_a_mutated_answer_raises_nothing_and_no_cut_changes_it(family: Family) -> None:
     rng, form = seeded(family.format), FORMATS[family.format]
     scraps = (*form.marks, "\n", " " * 70, "<", ">", '"', "{", "}", "x", "</", ' name="')
-    for _ in range(budget(60, 1_000)):
+    for _ in range(budget(30, 1_000)):
         calls = [random_call(rng, form.marks) for _ in range(2)]
         text = mutated(rng, "Well.\n" + family.write(calls), scraps)
         for was_cut in (False, True):

@@ -26,7 +26,7 @@ from penstock_router.text.formats.reading.named_arguments import (
     one_after_another,
     text_format,
 )
-from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading
+from penstock_router.text.formats.reading.reader import Misfit, Reading
 from penstock_router.text.formats.reading.tagged_calls import TaggedCallParser
 from penstock_router.text.formats.reading.tags import Tags
 from penstock_router.text.marks import NO_MARKS, Marks
@@ -52,8 +52,8 @@ _TAGS = Tags(
     argument=(f'{_OPEN}argument key="', f'"{_SEP}', f"{_CLOSE}argument{_SEP}"),
 )
 _JSON = f'{_OPEN}json type="object"{_SEP}', f"{_CLOSE}json{_SEP}"
-# The attribute before which a name ends.
-_ATTRIBUTE = re.compile(r"""["']?\s+(?:type|index)\s*=\s*["']?""")
+# The attribute behind a name, and its value, which is a word; anything else belongs to the name.
+_ATTRIBUTE = re.compile(r"""["']?\s+(?:type|index)\s*=\s*["']?(\w*)$""")
 _TYPES: dict[str, Kinds] = {kind: frozenset({kind}) for kind in ANY} | {
     "number": frozenset({"number", "integer"})
 }
@@ -243,8 +243,8 @@ class _KimiK3Reader(TaggedCallParser, ChannelReader):
             raise
 
     def _one_call(self, name: str) -> Reading[None]:
-        name = _unescaped(_ATTRIBUTE.split(name, 1)[0])
-        if not self._is_callable(name):
+        name = _ATTRIBUTE.split(name, 1)[0]
+        if '"' in name or not self._is_callable(name := _unescaped(name)):
             raise Misfit
         yield from self._space()
         if (yield from self._any_of(_JSON[0])) is None:
@@ -261,7 +261,7 @@ class _KimiK3Reader(TaggedCallParser, ChannelReader):
 
     def _described(self, name: str) -> tuple[str, Kinds | None]:
         key, *kind = _ATTRIBUTE.split(name, 1)
-        return _unescaped(key), _TYPES.get(kind[0].strip(f"{SPACE}\"'")) if kind else None
+        return _unescaped(key), _TYPES.get(kind[0]) if kind else None
 
 
 KIMI_K3 = KimiK3Format()

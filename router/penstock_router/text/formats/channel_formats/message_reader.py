@@ -112,10 +112,13 @@ class MessageReader(ChannelReader):
         self._at -= len(self._held.pop())
         if self._is_token(mark):
             return True
-        header = Header()
+        header, num_held = Header(), len(self._held)
         try:
             yield from self._header(header, is_strict=True)
         except Misfit:
+            if len(self._held) == num_held:
+                # No header begins so: the mark is text.
+                yield from self._any_of(mark)
             return False
         self._next = header
         return True

@@ -35,7 +35,7 @@ class FunctionaryTagFormat(CallFormat):
     """`<function=name>{..}</function>`, as Llama 3.1 can be asked to write too."""
 
     name: str = "functionary_v3_1"
-    marks: tuple[str, ...] = (_TAG_END,)
+    marks: tuple[str, ...] = (_TAG, _TAG_END)
 
     def is_of(self, template: str) -> bool:
         """The template has the tag, and none for an argument."""
@@ -128,7 +128,7 @@ class FunctionaryFormat(ChannelFormat):
         parallel: bool,
         writing: Writing = FREE_WRITING,
     ) -> JsonObject:
-        """Calls, the first of which the prompt has begun; or text and then calls."""
+        """Calls, the first of which the prompt has begun; or text and then calls; or nothing."""
         first, others = (
             [
                 tag(
@@ -143,9 +143,8 @@ class FunctionaryFormat(ChannelFormat):
         calls = one_or_more(first, _TO, parallel=parallel)
         if required:
             return calls
-        return either(
-            [calls, sequence(literal(f"{_ALL}\n"), among_text(others, _TO, parallel=parallel))]
-        )
+        said = sequence(literal(f"{_ALL}\n"), among_text(others, _TO, parallel=parallel))
+        return either([calls, said, literal("")])
 
 
 class _ChannelParser(JsonCallParser):

@@ -15,7 +15,7 @@ from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolPars
 from penstock_router.text.formats.reading.json_calls import BareJsonParser, call_tag, calls_or_text
 from penstock_router.text.formats.reading.reader import Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
-from penstock_router.text.structural_tag_builder import literal, one_or_more, sequence
+from penstock_router.text.structural_tag_builder import either, literal, one_or_more, sequence
 
 _FENCE = "```"
 
@@ -43,14 +43,15 @@ class PlainJsonFormat(CallFormat):
         parallel: bool,
         writing: Writing = FREE_WRITING,
     ) -> JsonObject:
-        """One object; a list of them where there may be several."""
+        """One object or, where there may be several, a list of them."""
         tags = [
             call_tag(tool, '{"name": ', ', "arguments": ', "}", required=required, writing=writing)
             for tool in tools
         ]
-        calls = one_or_more(tags, ", ", parallel=parallel)
+        calls = one_or_more(tags, "", parallel=False)
         if parallel:
-            calls = sequence(literal("["), calls, literal("]"))
+            listed = one_or_more(tags, ", ", parallel=True)
+            calls = either([calls, sequence(literal("["), listed, literal("]"))])
         return calls if required else calls_or_text(calls, "[{`")
 
 

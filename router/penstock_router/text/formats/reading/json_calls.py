@@ -19,7 +19,7 @@ from penstock_router.request import Tool
 from penstock_router.text.formats.base import FREE_WRITING, Writing
 from penstock_router.text.formats.reading.json_mender import JsonMender, mended_object
 from penstock_router.text.formats.reading.reader import SPACE, CallParser, Misfit, Reading
-from penstock_router.text.marks import plain
+from penstock_router.text.marks import TOKEN, plain
 from penstock_router.text.structural_tag_builder import either, json_format, regex, tag
 
 _BRACKETS = re.compile(r"[}\] \t\r\n]*")
@@ -70,15 +70,49 @@ class JsonCallParser(CallParser):
         self._drop()
         mender = JsonMender()
         while not mender.complete:
-            self._at = mender.feed(self._text, self._at)
+            if mender.is_in_string and self._text.startswith(TOKEN, self._at):
+                yield from self._mark_in_string(mender)
+                continue
+            token = self._text.find(TOKEN, self._at + 1)
+            text = self._text if token < 0 else self._text[:token]
+            self._at = mender.feed(text, self._at)
             self._arguments(mender.take())
             if mender.failed:
                 yield from self._close(mender)
-            elif not mender.complete:
+            elif not mender.complete and self._at == len(self._text):
                 if self._over and self._closes(mender):
                     break
                 yield from self._more()
         self._end_call()
+
+    def _mark_in_string(self, mender: JsonMender) -> Reading[None]:
+        """A mark within a string is text, but for the end of the call that the answer ends with:
+        there the value ends, of which the rest is shown.
+        """
+        if (yield from self._is_last_mark(*self._ends)):
+            mender.close()
+        else:
+            mender.feed("".join(self._held))
+        self._drop()
+        self._arguments(mender.take())
+
+    def _is_last_mark(self, *marks: str) -> Reading[bool]:
+        """Consume one of these marks, and marks and white space behind it; returns whether nothing
+        else follows. If it is another mark, only its beginning is consumed.
+        """
+        if (yield from self._any_of(*marks)) is None:
+            self._take(self._at + 1)
+            return False
+        # A quote in a mark might end a string.
+        others = [mark for mark in self._marks.tokens.values() if '"' not in mark]
+        while True:
+            self._take(len(self._text) - len(self._text[self._at :].lstrip(SPACE)))
+            if self._at == len(self._text):
+                if self._over and not self._was_cut:
+                    return True
+                yield from self._more()
+            elif (yield from self._any_of(*others)) is None:
+                return False
 
     def _closes(self, mender: JsonMender) -> bool:
         """Whether the answer's end is the value's, of which the rest is shown."""

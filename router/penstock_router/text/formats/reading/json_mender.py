@@ -69,8 +69,14 @@ class JsonMender:
 
     @property
     def is_between(self) -> bool:
-        """Whether nothing is missing at its end but brackets."""
-        return self._state in (self._after, self._first_key, self._first_element)
+        """Whether nothing is missing at its end but its last bracket."""
+        is_whole = self._state in (self._after, self._first_key, self._first_element)
+        return is_whole and len(self._closers) == 1
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string was begun, and has not ended."""
+        return self._quote != ""
 
     def close(self) -> None:
         """The value ends here, as its writer says: write what is missing of its end."""
@@ -81,6 +87,8 @@ class JsonMender:
             self._member_value: "null",
         }
         if self._quote:
+            # A backslash of which no escape came is text.
+            self._say("\\" + self.unsaid if self.unsaid else "")
             self._say('": null' if self._in_key else '"')
         else:
             self._say(missing.get(self._state, ""))

@@ -59,7 +59,7 @@ _MAX_NESTING = 100
 _MAX_AHEAD = 32
 # What an element of a list or dictionary begins with, an argument, and a call.
 _ELEMENT = re.compile(r"[rRuU]?[\"']|[\[({+\-.0-9]|None|True|False|null|true|false")
-ARGUMENT_BEGUN = re.compile(r"\w+\s*=(?!=)")
+ARGUMENT_BEGUN = re.compile(r"\w+\s*=[^=]")
 CALL_BEGUN = re.compile(r"[A-Za-z_][\w.\-]*\(")
 
 # Made once: `json.dumps` makes an encoder for each call that has settings.
@@ -354,10 +354,12 @@ class LiteralParser(CallParser):
 
     def _behind_brackets(self, rest: str) -> tuple[str, int, bool]:
         """What stands behind closing brackets, how many are still open there, and whether there
-        were too few or too many.
+        were too few or too many. Once all are closed, more count only if others are damaged, or if
+        it is not plain without them that all ends there.
         """
         open_, is_damaged = len(self._closers), False
-        while rest and rest[0] in ")]}" and (open_ or self._ends):
+        counts_more = bool(self._ends) and not self._may_follow("")
+        while rest and rest[0] in ")]}" and (open_ or (self._ends and is_damaged) or counts_more):
             if rest[0] in self._closers[:open_]:
                 is_damaged = is_damaged or self._closers[open_ - 1] != rest[0]
                 while self._closers[open_ - 1] != rest[0]:
