@@ -62,7 +62,7 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 # White space behind a tag that is looked through for what follows it.
 _MAX_SPACE = 64
 # Longer than any word or number that is no string.
-_MAX_SCALAR = 400
+_MAX_SCALAR = 48
 _LONG: Kinds = frozenset({"object", "array"})
 _QUOTES = ("", '"', "'")
 
@@ -203,8 +203,8 @@ class TaggedCallParser(CallParser):
         self._by_spelling = {marks.spelled(end): end for end in self._value_ends}
         padded = {padding + spelled: end for spelled, end in self._by_spelling.items()}
         self._look_for(padded | self._by_spelling if padding else self._by_spelling)
-        # Begin marks of calls that are tokens: spelled they are text, and so is what follows them.
-        self._spelled_out = tuple(wrap for wrap in self._wraps if marks.spelled(wrap) != wrap)
+        # Marks that are tokens: spelled they are text, and so is what follows them.
+        self._spelled_out = tuple(marks.tokens.values())
         # The end of the content so far, as long as that may matter.
         self._shown = ""
         # Of the call that is read: its tool's arguments that have not come yet.
