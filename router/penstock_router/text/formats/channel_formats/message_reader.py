@@ -109,13 +109,17 @@ class MessageReader(ChannelReader):
         if mark not in self._openers:
             return False
         # It is left to the next message.
-        self._at -= len(self._held.pop())
+        size = len(self._held.pop())
+        self._at -= size
         if self._is_token(mark):
             return True
-        header = Header()
+        header, count = Header(), len(self._held)
         try:
             yield from self._header(header, is_strict=True)
         except Misfit:
+            if len(self._held) == count:
+                # Not even the mark was read: it is text.
+                self._take(self._at + size)
             return False
         self._next = header
         return True
