@@ -26,7 +26,18 @@ from penstock_router.text.reasoning import STYLES, ReasoningStyle
 from support.families.family import Call, Family
 
 _TEXT: JsonObject = {"type": "string"}
-_EXTRA: JsonObject = {"type": "object"}
+# What some families have no way to write within other values.
+_EMPTY: tuple[Any, ...] = (None, {}, [])
+# With properties, so that families whose values have no quotes know their types.
+_EXTRA: JsonObject = {
+    "type": "object",
+    "properties": {
+        "flag": {"type": "boolean"},
+        "none": {"type": "null"},
+        "text": _TEXT,
+        "note": _TEXT,
+    },
+}
 
 
 def _tool(name: str, required: Sequence[str] = (), **properties: JsonObject) -> Tool:
@@ -190,7 +201,7 @@ def random_call(rng: random.Random, letters: Sequence[str] = (), name: str = "")
 def random_calls(rng: random.Random, family: Family, letters: Sequence[str] = ()) -> list[Call]:
     """As many as the family writes."""
     count = rng.randint(1, 3) if family.is_parallel else 1
-    return [random_call(rng, letters) for _ in range(count)]
+    return as_meant(family, [random_call(rng, letters) for _ in range(count)])
 
 
 def respelled(calls: Sequence[Call], spell: Any) -> list[Call]:
@@ -214,6 +225,43 @@ def respelled(calls: Sequence[Call], spell: Any) -> list[Call]:
 def format_of(family: Family) -> CallFormat:
     """The format that reads the family's calls."""
     return FORMATS[family.format]
+
+
+def omits_none(family: Family) -> bool:
+    """Whether the family leaves out members that are None."""
+    return family.write([("now", {"x": None})]) == family.write([("now", {})])
+
+
+def as_meant(family: Family, calls: Sequence[Call]) -> list[Call]:
+    """The calls as the family can say them: where None is left out, values within others that are
+    empty or None are as well, and strings there look like nothing else.
+    """
+
+    def inner(given: Any) -> Any:
+        if isinstance(given, dict):
+            return {key: made for key, each in given.items() if (made := inner(each)) not in _EMPTY}
+        if isinstance(given, list):
+            return [made for each in given if (made := inner(each)) not in _EMPTY]
+        return f"w{given}" if isinstance(given, str) else given
+
+    if not omits_none(family):
+        return list(calls)
+    return [
+        (
+            name,
+            {
+                key: inner(each) if isinstance(each, dict | list) else each
+                for key, each in arguments.items()
+                if each is not None
+            },
+        )
+        for name, arguments in calls
+    ]
+
+
+def can_reason(family: Family) -> bool:
+    """Whether there is a way to write reasoning."""
+    return family.reasons is not None or not isinstance(format_of(family), ChannelFormat)
 
 
 def style_of(family: Family) -> ReasoningStyle | None:

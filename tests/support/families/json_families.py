@@ -209,9 +209,9 @@ FAMILIES = (
     ),
     Family(
         "plain_json",
-        _all("[", ", ", "]"),
+        # One is an object, several are a list of them.
+        lambda calls: _object(calls[0]) if len(calls) == 1 else _all("[", ", ", "]")(calls),
         says_before=None,
         has_marks=False,
-        end="]",
     ),
 )

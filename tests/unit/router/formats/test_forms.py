@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -122,9 +123,10 @@ def obeys(name: str, arguments: Any) -> bool:
 def test_what_is_forced_is_read_as_calls_and_nothing_else(name: str, parallel: bool) -> None:
     rng = seeded(name)
     form = grammar(name, required=True, parallel=parallel)
-    texts = [drawn(rng, form, 1_000) for _ in range(budget(10, 1_000))]
-    finished = [text for text in texts if text is not None]
-    assert len(finished) >= len(texts) / 5
+    # Some do not end: ids of digits without end, lists of calls.
+    texts = (drawn(rng, form, 1_000) for _ in range(budget(100, 5_000)))
+    finished = list(islice((text for text in texts if text is not None), budget(10, 1_000)))
+    assert len(finished) >= budget(5, 500)
     for text in finished:
         content, calls = calls_of(name, text)
         assert content == "", text
@@ -153,7 +155,8 @@ def test_a_familys_own_words_are_allowed_and_wrong_arguments_are_not(family: Fam
         assert accepts(form, maybe(family))
         assert not accepts(form, maybe(family, a=2))
         assert accepts(form, family.says_alone("No call, f(x) < 3.\n")) is not required
-        assert accepts(form, "") is not required
+        if required or family.says_alone("") == "":
+            assert accepts(form, "") is not required
 
 
 @each_parallel_family
