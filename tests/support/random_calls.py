@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from penstock_router.text.reasoning import STYLES, ReasoningStyle
 from support.families.family import Call, Family
 
 _TEXT: JsonObject = {"type": "string"}
+_TOKENS = re.compile(r"<[|｜][^|｜<>]*[|｜]>")
+_BRACKET = re.compile(r"[>\]]|(?<![>\]])$")
 # What some families have no way to write within other values.
 _EMPTY: tuple[Any, ...] = (None, {}, [])
 # With properties, so that families whose values have no quotes know their types.
@@ -133,7 +136,7 @@ class Spelling:
     def alike(self, text: str) -> str:
         """The text with what only looks like the marks."""
         for letter, mark in self.letters.items():
-            text = text.replace(letter, f"{mark[:-1]}·{mark[-1]}")
+            text = text.replace(letter, _BRACKET.sub(r"·\g<0>", mark))
         return text
 
 
@@ -272,6 +275,18 @@ def style_of(family: Family) -> ReasoningStyle | None:
         return STYLES["think"]
     said = family.reasons("x")
     return next(style for style in STYLES.values() if said.startswith(style.begin))
+
+
+def token_marks(family: Family) -> set[str]:
+    """The family's marks as its tokenizer may have them, each as one token: some are texts with a
+    token or several in them.
+    """
+    tool_format, style = format_of(family), style_of(family)
+    if isinstance(tool_format, ChannelFormat):
+        style = tool_format.style
+    marks = {*tool_format.marks, *(style.texts if style else ())}
+    found = {part for mark in marks for part in _TOKENS.findall(mark) or [mark]}
+    return {each for each in found if not any(other in each for other in found - {each})}
 
 
 def reasoned(family: Family, text: str) -> str:

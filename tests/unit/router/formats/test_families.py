@@ -244,9 +244,11 @@ _TAGS = re.compile(r"<\|open\|>[^<]*<\|sep\|>|<\|close\|>\w*<\|sep\|>|\]<\]minim
 
 def is_within_word(text: str, at: int, call: str) -> bool:
     """Whether a place is inside of a word of the family's syntax, of which the call has nothing."""
-    words = [word for word in re.finditer(r"\w+", text) if word.start() <= at <= word.end()]
-    if any(word.group() not in call for word in words):
-        return True
+    found = [word for word in re.finditer(r"\w+", text) if word.start() <= at <= word.end()]
+    words = re.findall(r"\d+", call)
+    for word in (each.group() for each in found):
+        if word not in (words if word.isdigit() else call):
+            return True
     return any(tag.start() < at < tag.end() for tag in _TAGS.finditer(text))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from support.random_calls import (
     spelling_of,
     style_of,
     text_of,
+    token_marks,
 )
 from tokenizers import AddedToken, Tokenizer
 from unit.router.router_doubles import INFO, byte_level_tokenizer, model_files
@@ -48,7 +48,6 @@ from penstock_router.text.tokenizer import load_tokenizer
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=[one.format for one in FAMILIES])
 BUNDLES = (1, 3, 9, 50)
-_TOKENS = re.compile(r"<[|｜][^|｜<>]*[|｜]>")
 
 
 class Tokens:
@@ -56,9 +55,7 @@ class Tokens:
 
     def __init__(self, family: Family) -> None:
         tool_format, style = format_of(family), style_of(family)
-        if isinstance(tool_format, ChannelFormat):
-            style = tool_format.style
-        self.marks = atoms({*tool_format.marks, *(style.texts if style else ())})
+        self.marks = token_marks(family)
         # Without the marks, and with them.
         self.plain = byte_level_tokenizer()
         self.marked = Tokenizer.from_str(self.plain.to_str())
@@ -92,12 +89,6 @@ class Tokens:
     def spelled(self, text: str) -> list[int]:
         """The tokens of a text, none of which is a mark."""
         return self.plain.encode(text, add_special_tokens=False).ids
-
-
-def atoms(marks: Iterable[str]) -> set[str]:
-    """The marks as tokenizers have them: some are texts with a token or several in them."""
-    found = {part for mark in marks for part in _TOKENS.findall(mark) or [mark]}
-    return {each for each in found if not any(other in each for other in found - {each})}
 
 
 @functools.cache
