@@ -69,7 +69,7 @@ TOOLS = (
     ),
     Tool("nothing", {"type": "object", "properties": {}, "additionalProperties": False}),
 )
-_CHECKS = {tool.name: Draft202012Validator(tool.parameters) for tool in TOOLS}
+_CHECKS = {tool.name: Draft202012Validator(tool.parameters or {}) for tool in TOOLS}
 EOS = 0
 _MOST_TOKENS = 1_500
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece, PieceKind, join_pieces
-from penstock_router.text.answer_reader import make_reader
+from penstock_router.text.answer_reader import AnswerReader, make_reader
 from penstock_router.text.formats.base import CallFormat
-from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
+from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.model_conventions import Conventions
@@ -176,7 +176,7 @@ def _argument(rng: random.Random, schema: JsonObject, letters: Sequence[str]) ->
         # Where it might be null as well, it does not begin as null does.
         begin = "" if isinstance(kinds, str) else "w"
         return begin + random_text(rng, letters)
-    made = {
+    made: dict[str, Callable[[], Any]] = {
         "integer": lambda: rng.randint(-9, 99_999),
         "number": lambda: rng.choice([rng.randint(-9, 9) + 0.5, rng.randint(0, 9), 1e300, -1e-7]),
         "boolean": lambda: rng.random() < 0.5,
@@ -296,7 +296,7 @@ def reasoned(family: Family, text: str) -> str:
 
 def reader_of(
     family: Family, tools: Sequence[Tool] = TOOLS, marks: Marks = NO_MARKS, *, begun: bool = False
-) -> ChannelParser:
+) -> AnswerReader:
     """A reader of one answer, as answers get it."""
     return make_reader(Conventions(format_of(family), style_of(family)), tools, marks, begun=begun)
 

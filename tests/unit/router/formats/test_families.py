@@ -319,7 +319,7 @@ def delay(family: Family, size: int, *, is_nested: bool) -> int:
         value = (line * size)[:size]
         given: dict[str, Any] = {"extra": {"text": value}} if is_nested else {"content": value}
         text = family.write([("write_file", {"path": "a", **given})])
-        ways = [json_escaped, repr_escaped, str]
+        ways: list[Callable[[str], str]] = [json_escaped, repr_escaped, str]
         found = [way for way in ways if way(value) in text]
         if found:
             break
