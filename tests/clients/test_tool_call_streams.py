@@ -31,7 +31,6 @@ from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import FinishReason, GenerationRequest, Output
 from penstock_router.text.formats.registry import FORMATS
 
-FAMILIES = sorted({each.name for each in FORMATS.values()})
 # Takes tools, and says nothing of them: the prompt is the user's text.
 TEMPLATE = "{% if tools %}{% endif %}{{ messages[-1].content }}"
 EOS = 0
@@ -44,6 +43,8 @@ def records_of(family: str) -> list[Recorded]:
     own = family.removesuffix("_named")
     return [record for record in RECORDED if record.family == own]
 
+
+FAMILIES = sorted({each.name for each in FORMATS.values() if records_of(each.name)})
 
 # ---- A fleet that says what was recorded -------------------------------------------------------
 
