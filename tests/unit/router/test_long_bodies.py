@@ -453,7 +453,7 @@ def test_a_process_parses_a_body_once_where_its_work_follows(
 
     monkeypatch.setattr(text_process, "read", noted)
     worker, bodies = TextWorker(), [b'{"prompt": "a"}', b'{"prompt": "b"}']
-    facts = ModelFacts("m", "t", 512, 500, False, "", "")
+    facts = ModelFacts("m", "t", 512, 500, False, "auto", "auto")
     files = list(fleet.files.values())
     works = [Work(number, "tokenize", facts, tuple(fleet.files)) for number in (0, 1)]
     worker.load(works[0], [b"", b"", *files])
