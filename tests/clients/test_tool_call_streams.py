@@ -30,8 +30,8 @@ import unit.router.router_doubles as doubles
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.types import FinishReason, GenerationRequest, Output
 from penstock_router.text.formats.registry import FORMATS
+from penstock_router.text.stop_strings import beginning
 
-FAMILIES = sorted({each.name for each in FORMATS.values()})
 # Takes tools, and says nothing of them: the prompt is the user's text.
 TEMPLATE = "{% if tools %}{% endif %}{{ messages[-1].content }}"
 EOS = 0
@@ -40,10 +40,18 @@ AT_ONCE = 1500
 
 
 def records_of(family: str) -> list[Recorded]:
-    """Mistral's two ways to write calls have one reader."""
-    own = family.removesuffix("_named")
-    return [record for record in RECORDED if record.family == own]
+    """Mistral's two ways to write calls have one reader. A mark is one token here, so that none can
+    be cut off within it.
+    """
+    own, marks = family.removesuffix("_named"), FORMATS[family].marks
+    return [
+        record
+        for record in RECORDED
+        if record.family == own and beginning(record.text, marks) == len(record.text)
+    ]
 
+
+FAMILIES = sorted({each.name for each in FORMATS.values() if records_of(each.name)})
 
 # ---- A fleet that says what was recorded -------------------------------------------------------
 

@@ -18,7 +18,7 @@ from support.budget import budget, seeded
 from support.compilers import LIMITS
 from support.families import FAMILIES
 from support.families.family import Family
-from support.random_calls import format_of, style_of, text_of, written_calls
+from support.random_calls import format_of, style_of, text_of, token_marks, written_calls
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock_router.request import ChatRequest, Tool, ToolChoice
@@ -69,7 +69,7 @@ TOOLS = (
     ),
     Tool("nothing", {"type": "object", "properties": {}, "additionalProperties": False}),
 )
-_CHECKS = {tool.name: Draft202012Validator(tool.parameters) for tool in TOOLS}
+_CHECKS = {tool.name: Draft202012Validator(tool.parameters or {}) for tool in TOOLS}
 EOS = 0
 _MOST_TOKENS = 1_500
 
@@ -87,14 +87,14 @@ class Model:
         if isinstance(tool_format, ChannelFormat):
             style = tool_format.style
         self.conventions = Conventions(tool_format, style)
-        texts = (*tool_format.marks, *(style.texts if style else ()))
+        texts = sorted(token_marks(family))
         marks = [AddedToken(mark, special=True) for mark in ("<|eos|>", *texts)]
         fast.add_special_tokens(marks)
         data = fast.to_str().encode()
         files = {"tokenizer.json": data, "tokenizer_config.json": b'{"eos_token": "<|eos|>"}'}
         self.tokenizer: RouterTokenizer = load_tokenizer(files)
         self.compiler = Compiler(data, fast.get_vocab_size(), [EOS], LIMITS)
-        self.texts = texts
+        self.texts = (*tool_format.marks, *(style.texts if style else ()))
         # The marks as text: a token for each byte.
         fast.encode_special_tokens = True
         self.spelled = [fast.encode(text, add_special_tokens=False).ids for text in texts]
@@ -173,9 +173,11 @@ def forced(family: Family, **options: Any) -> list[list[tuple[str, str]]]:
     rng = seeded(family.format)
     model = model_of(family)
     constraint = model.constraint(**options)
-    answers = []
-    tried = budget(20, 200)
-    for _ in range(tried):
+    answers: list[list[tuple[str, str]]] = []
+    wanted = budget(20, 200)
+    for _ in range(3 * wanted):
+        if len(answers) == wanted:
+            break
         token_ids = drawn(rng, model, constraint)
         if token_ids is None:
             continue
@@ -189,7 +191,7 @@ def forced(family: Family, **options: Any) -> list[list[tuple[str, str]]]:
         for name, arguments in calls:
             _CHECKS[name].validate(json.loads(arguments))
         answers.append(calls)
-    assert len(answers) >= 0.8 * tried
+    assert len(answers) >= wanted / 2
     return answers
 
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece, PieceKind, join_pieces
-from penstock_router.text.answer_reader import make_reader
+from penstock_router.text.answer_reader import AnswerReader, make_reader
 from penstock_router.text.formats.base import CallFormat
-from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
+from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.model_conventions import Conventions
@@ -27,7 +27,20 @@ from penstock_router.text.reasoning import STYLES, ReasoningStyle
 from support.families.family import Call, Family
 
 _TEXT: JsonObject = {"type": "string"}
-_EXTRA: JsonObject = {"type": "object"}
+_TOKENS = re.compile(r"<[|｜][^|｜<>]*[|｜]>")
+_BRACKET = re.compile(r"[>\]]|(?<![>\]])$")
+# What some families have no way to write within other values.
+_EMPTY: tuple[Any, ...] = (None, {}, [])
+# With properties, so that families whose values have no quotes know their types.
+_EXTRA: JsonObject = {
+    "type": "object",
+    "properties": {
+        "flag": {"type": "boolean"},
+        "none": {"type": "null"},
+        "text": _TEXT,
+        "note": _TEXT,
+    },
+}
 
 
 def _tool(name: str, required: Sequence[str] = (), **properties: JsonObject) -> Tool:
@@ -123,7 +136,7 @@ class Spelling:
     def alike(self, text: str) -> str:
         """The text with what only looks like the marks."""
         for letter, mark in self.letters.items():
-            text = text.replace(letter, f"{mark[:-1]}·{mark[-1]}")
+            text = text.replace(letter, _BRACKET.sub(r"·\g<0>", mark))
         return text
 
 
@@ -163,7 +176,7 @@ def _argument(rng: random.Random, schema: JsonObject, letters: Sequence[str]) ->
         # Where it might be null as well, it does not begin as null does.
         begin = "" if isinstance(kinds, str) else "w"
         return begin + random_text(rng, letters)
-    made = {
+    made: dict[str, Callable[[], Any]] = {
         "integer": lambda: rng.randint(-9, 99_999),
         "number": lambda: rng.choice([rng.randint(-9, 9) + 0.5, rng.randint(0, 9), 1e300, -1e-7]),
         "boolean": lambda: rng.random() < 0.5,
@@ -191,7 +204,7 @@ def random_call(rng: random.Random, letters: Sequence[str] = (), name: str = "")
 def random_calls(rng: random.Random, family: Family, letters: Sequence[str] = ()) -> list[Call]:
     """As many as the family writes."""
     count = rng.randint(1, 3) if family.is_parallel else 1
-    return [random_call(rng, letters) for _ in range(count)]
+    return as_meant(family, [random_call(rng, letters) for _ in range(count)])
 
 
 def respelled(calls: Sequence[Call], spell: Any) -> list[Call]:
@@ -217,6 +230,43 @@ def format_of(family: Family) -> CallFormat:
     return FORMATS[family.format]
 
 
+def omits_none(family: Family) -> bool:
+    """Whether the family leaves out members that are None."""
+    return family.write([("now", {"x": None})]) == family.write([("now", {})])
+
+
+def as_meant(family: Family, calls: Sequence[Call]) -> list[Call]:
+    """The calls as the family can say them: where None is left out, values within others that are
+    empty or None are as well, and strings there look like nothing else.
+    """
+
+    def inner(given: Any) -> Any:
+        if isinstance(given, dict):
+            return {key: made for key, each in given.items() if (made := inner(each)) not in _EMPTY}
+        if isinstance(given, list):
+            return [made for each in given if (made := inner(each)) not in _EMPTY]
+        return f"w{given}" if isinstance(given, str) else given
+
+    if not omits_none(family):
+        return list(calls)
+    return [
+        (
+            name,
+            {
+                key: inner(each) if isinstance(each, dict | list) else each
+                for key, each in arguments.items()
+                if each is not None
+            },
+        )
+        for name, arguments in calls
+    ]
+
+
+def can_reason(family: Family) -> bool:
+    """Whether there is a way to write reasoning."""
+    return family.reasons is not None or not isinstance(format_of(family), ChannelFormat)
+
+
 def style_of(family: Family) -> ReasoningStyle | None:
     """How the family reasons; None where that is no matter of style."""
     if isinstance(format_of(family), ChannelFormat):
@@ -227,6 +277,18 @@ def style_of(family: Family) -> ReasoningStyle | None:
     return next(style for style in STYLES.values() if said.startswith(style.begin))
 
 
+def token_marks(family: Family) -> set[str]:
+    """The family's marks as its tokenizer may have them, each as one token: some are texts with a
+    token or several in them.
+    """
+    tool_format, style = format_of(family), style_of(family)
+    if isinstance(tool_format, ChannelFormat):
+        style = tool_format.style
+    marks = {*tool_format.marks, *(style.texts if style else ())}
+    found = {part for mark in marks for part in _TOKENS.findall(mark) or [mark]}
+    return {each for each in found if not any(other in each for other in found - {each})}
+
+
 def reasoned(family: Family, text: str) -> str:
     """Reasoning as the family writes it."""
     return family.reasons(text) if family.reasons else f"<think>\n{text}\n</think>\n\n"
@@ -234,7 +296,7 @@ def reasoned(family: Family, text: str) -> str:
 
 def reader_of(
     family: Family, tools: Sequence[Tool] = TOOLS, marks: Marks = NO_MARKS, *, begun: bool = False
-) -> ChannelParser:
+) -> AnswerReader:
     """A reader of one answer, as answers get it."""
     return make_reader(Conventions(format_of(family), style_of(family)), tools, marks, begun=begun)
 

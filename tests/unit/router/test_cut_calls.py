@@ -39,7 +39,7 @@ async def answered(
                 arguments += call["function"].get("arguments", "")
             reason = choice["finish_reason"] or reason
     assert (arguments_of(whole), whole["finish_reason"]) == (arguments, reason)
-    return whole  # type: ignore[no-any-return]
+    return whole
 
 
 def arguments_of(choice: dict[str, Any]) -> str:

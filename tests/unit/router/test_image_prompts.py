@@ -223,9 +223,7 @@ def test_results_of_tools_are_texts_where_the_template_takes_no_parts_of_them() 
     asked = chat(turns, sizes, tools=tools, tool_choice=ToolChoice("auto"))
     begin, end = "<|vision_start|>", "<|vision_end|>"
     assert shown(model, prompt_of(asked, model)) == (
-        # The template shows no calls, so the call is told.
-        f'1a{begin}{{6}}{end}{{"name": "look", "arguments": {{}}}}'
-        f"<result><|image_pad|>\n{begin}{{4}}{end}</result>"
+        f"1a{begin}{{6}}{end}<result><|image_pad|>\n{begin}{{4}}{end}</result>"
     )
 
 
