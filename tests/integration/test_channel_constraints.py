@@ -66,6 +66,7 @@ def test_reasoning_may_come_before_the_channel_that_is_asked_for(
     name, shard = model
     family, format_ = BY_NAME[name], CHANNELS[name]
     assert family.reasons is not None
+    assert format_.style is not None
     reasoning = family.reasons("hm {").removeprefix(format_.style.begin if begun else "")
     call, wrong = family.write([("add", {"a": 1})]), family.write([("add", {"a": "x"})])
     text, other = family.says_alone('{"x": 1}'), family.says_alone('{"x": 3}')

@@ -193,7 +193,6 @@ FAMILIES = (
         _each("", "", ">>>", lambda call: f"{call[0]}\n{_json(call[1])}"),
         says_before=lambda text: f"all\n{text}>>>",
         says_alone=lambda text: f"all\n{text}",
-        reasons=lambda text: "",
         has_marks=False,
     ),
     Family("xlam", _all("[", ", ", "]"), says_before=None, has_marks=False, end="]"),

@@ -245,6 +245,7 @@ async def test_every_familys_channels_come_whole_and_streamed(name: str) -> None
     fleet.bundle = lambda: rng.randrange(1, 9)
     text = family.reasons("Hm.") + family.says_before("I look.")
     text += family.write([("look_up", {"word": "日本"})])
+    assert format_.style is not None
     if name == "kimi_k3":
         # Its prompt opens the channel of reasoning.
         text = text.removeprefix(format_.style.begin)

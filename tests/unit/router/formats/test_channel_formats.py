@@ -180,6 +180,7 @@ def test_forced_calls_may_come_behind_reasoning_and_nothing_else_may(
 ) -> None:
     family, format_ = BY_NAME[name], CHANNELS[name]
     assert family.reasons is not None
+    assert format_.style is not None
     calls = format_.calls(STRICT, required=True, parallel=True)
     form = compiled(format_.reasoned(calls, begun=begun))
     reasoning = family.reasons("hm").removeprefix(format_.style.begin if begun else "")
@@ -194,6 +195,7 @@ def test_forced_calls_may_come_behind_reasoning_and_nothing_else_may(
 def test_strict_calls_may_come_behind_reasoning_and_text(name: str) -> None:
     family, format_ = BY_NAME[name], CHANNELS[name]
     assert family.reasons is not None
+    assert format_.style is not None
     calls = format_.calls(STRICT, required=False, parallel=True)
     form = compiled(format_.reasoned(calls, begun=False))
     reasoning = family.reasons("hm")
@@ -209,6 +211,7 @@ def test_strict_calls_may_come_behind_reasoning_and_text(name: str) -> None:
 def test_an_answers_own_format_is_that_of_its_channel_of_text(name: str, begun: bool) -> None:
     family, format_ = BY_NAME[name], CHANNELS[name]
     assert family.reasons is not None
+    assert format_.style is not None
     form = compiled(format_.reasoned(format_.said(literal("yes")), begun=begun))
     reasoning = family.reasons("hm").removeprefix(format_.style.begin if begun else "")
     assert accepts(form, reasoning + family.says_alone("yes"))
