@@ -201,7 +201,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
         schema, kinds = self._described_as(parent, name)
         self._fits = False
         may_nest = kinds != STRING or schema is None
-        if may_nest and (yield from self._follows(0, [_OPENS], or_nothing=False)):
+        if may_nest and (yield from self._is_next(_OPENS)):
             yield from self._nested(name, schema, kinds)
         else:
             yield from self._argument_value(kinds)
@@ -224,7 +224,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
 
     def _nested(self, name: str, schema: Any, kinds: Kinds) -> Reading[None]:
         """An element in which there is no text: it has others within, or nothing."""
-        if (yield from self._follows(0, [_CLOSES], or_nothing=False)):
+        if (yield from self._is_next(_CLOSES)):
             empty = {"array": "[]", "object": "{}", "null": "null"}
             found = (text for kind, text in empty.items() if kind in kinds)
             if kinds & STRING:
@@ -232,11 +232,19 @@ class _MiniMaxM3Parser(TaggedCallParser):
             else:
                 self._arguments(next(found, '""'))
             return
-        has_items = yield from self._follows(0, [f"{_OPENS}{_ITEM}>"], or_nothing=False)
+        has_items = yield from self._is_next(f"{_OPENS}{_ITEM}>")
         is_list = has_items and ("array" in kinds or "object" not in kinds)
         self._arguments("[" if is_list else "{")
         self._open.append(_Element(name, is_list, schema))
         self._names[name] += 1
+
+    def _is_next(self, text: str) -> Reading[bool]:
+        """Whether this stands here behind white space; the answer may be over before that shows."""
+        if (yield from self._follows(0, [text], or_nothing=False)):
+            return True
+        if self._over and (yield from self._follows(0, [text])):
+            raise TextOver
+        return False
 
     def _is_end(self, size: int, end: str) -> Reading[bool]:
         yield from ()
