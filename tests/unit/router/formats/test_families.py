@@ -70,7 +70,7 @@ def at_edges(text: str) -> bool:
 @each_family
 def test_calls_are_read_as_they_were_written_however_the_text_is_cut(family: Family) -> None:
     rng = seeded(family.format)
-    for _ in range(budget(20, 3_000)):
+    for _ in range(budget(12, 3_000)):
         calls, text = spelled(rng, family)
         whole = read(family, [text])
         assert calls_of(whole) == same(calls), text
@@ -84,7 +84,7 @@ def test_calls_are_read_as_they_were_written_however_the_text_is_cut(family: Fam
 @each_family
 def test_reasoning_content_and_calls_are_told_apart(family: Family) -> None:
     rng = seeded(family.format)
-    for _ in range(budget(20, 3_000)):
+    for _ in range(budget(12, 3_000)):
         calls, written = spelled(rng, family)
         thought, before, after = ("So " + random_text(rng).strip() + "." for _ in range(3))
         if not can_reason(family) or rng.random() < 0.3:
@@ -116,7 +116,7 @@ def may_speak_after(family: Family) -> bool:
 @each_family
 def test_an_answer_without_calls_is_content(family: Family) -> None:
     rng = seeded(family.format)
-    for _ in range(budget(20, 3_000)):
+    for _ in range(budget(12, 3_000)):
         said = "So " + random_text(rng).strip() + "."
         text = family.says_alone(said)
         pieces = read(family, [text])
