@@ -150,7 +150,6 @@ class _MuseGlimmerReader(TaggedCallParser, MessageReader):
                 self._drop()
             self._give_back()
         while mark := (yield from self._body(self._content, *begins)):
-            self._fits = self._is_token(mark)
             try:
                 yield from self._calls_behind(mark)
             except Misfit:
