@@ -222,8 +222,9 @@ def test_results_of_tools_are_texts_where_the_template_takes_no_parts_of_them() 
     sizes = [(28, 56), (56, 56)]
     asked = chat(turns, sizes, tools=tools, tool_choice=ToolChoice("auto"))
     begin, end = "<|vision_start|>", "<|vision_end|>"
+    told = '{"name": "look", "arguments": {}}'
     assert shown(model, prompt_of(asked, model)) == (
-        f"1a{begin}{{6}}{end}<result><|image_pad|>\n{begin}{{4}}{end}</result>"
+        f"1a{begin}{{6}}{end}{told}<result><|image_pad|>\n{begin}{{4}}{end}</result>"
     )
 
 
