@@ -26,6 +26,7 @@ from penstock_router.errors import BadRequest, TemplateFailed
 from penstock_router.text.template_fit.fit import fit
 from penstock_router.text.template_fit.probes import probe
 from penstock_router.text.template_fit.scenes import TOOL, with_image
+from penstock_router.text.template_fit.thinking import fit_thinking
 from penstock_router.text.template_fit.traits import TemplateTraits
 
 # Ends in a space, to find out whether the template strips trailing whitespace of a message.
@@ -159,13 +160,16 @@ class ChatTemplate:
         self._templates: dict[str, jinja2.Template] = {}
         self._traits: dict[bool, TemplateTraits] = {}
         self._takes_images: dict[tuple[str, bool, bool], bool] = {}
-        # The variables in which the template that is used with tools reads them.
+        # The variables that the template with tools reads, and which of them are tools.
+        self._variables: set[str] = set()
         self._tool_variables: set[str] = set()
+        self._levels: dict[tuple[str, str], bool] = {}
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
                 if source == self.tools_source:
-                    self._tool_variables = _variables(environment, source) & _TOOL_VARIABLES
+                    self._variables = _variables(environment, source)
+                    self._tool_variables = self._variables & _TOOL_VARIABLES
             except _UNCOMPILED as error:
                 raise TemplateUnusable(f"chat template {name!r}: {_why(error)}") from None
 
@@ -207,6 +211,26 @@ class ChatTemplate:
         }
         text = _rendered(self._pick(tools), variables)
         return _cut_at_mark(text) if continue_final_message else text
+
+    def thinking(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The variables of a request, with what they say of thinking as this template reads it."""
+        return fit_thinking(kwargs, self._variables, self._takes_level)
+
+    def _takes_level(self, name: str, level: str) -> bool:
+        """Whether the template knows a level of thinking: it takes it and, unless it is one that
+        every model with levels has, names it. Found out once.
+        """
+        if (name, level) not in self._levels:
+            self._levels[name, level] = self._shows_level(name, level)
+        return self._levels[name, level]
+
+    def _shows_level(self, name: str, level: str) -> bool:
+        try:
+            self.render([{"role": "user", "content": "Hi"}], kwargs={name: level})
+        except BadRequest:
+            return False
+        is_named = any(f"{quote}{level}{quote}" in self.tools_source for quote in "'\"")
+        return is_named or level in ("low", "medium", "high")
 
     def traits(self, *, with_tools: bool) -> TemplateTraits:
         """What messages have to be like for it, found out once."""

@@ -303,7 +303,7 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
     shown, documents, kwargs = (
         [tool.shown for tool in tools] or None,
         request.documents,
-        request.template_kwargs,
+        template.thinking(request.template_kwargs),
     )
     messages = fit(
         messages,

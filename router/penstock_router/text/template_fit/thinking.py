@@ -1,0 +1,70 @@
+"""How a chat template is told whether, and how much, its model should think.
+
+Requests say it in one of a few ways; templates read it in others. What a request says is given to
+the template under every name that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+# Variables that switch thinking on and off, with their values for either.
+_SWITCHES: Mapping[str, tuple[object, object]] = {
+    "enable_thinking": (True, False),
+    "thinking": (True, False),
+    "reasoning": (True, False),
+    "thinking_mode": ("enabled", "disabled"),
+    "thinking_option": ("on", "off"),
+    "thinking_budget": (-1, 0),
+}
+_EFFORT = "reasoning_effort"
+# Variables that say how much, and what they may say, from nothing to the most.
+_EFFORTS = (_EFFORT, "thinking_effort", "reasoning_strength")
+_LEVELS = ("no_think", "none", "minimal", "low", "medium", "high", "xhigh", "max")
+_OFF = frozenset({"no_think", "none"})
+
+
+def fit_thinking(
+    given: Mapping[str, Any], reads: Collection[str], takes: Callable[[str, str], bool]
+) -> Mapping[str, Any]:
+    """The variables of a request, and those that its template reads for what they say of thinking.
+
+    `reads` are the template's variables; `takes` says whether it knows a variable's value.
+    """
+    wanted, effort = _switch(given), given.get(_EFFORT)
+    if wanted is None and not isinstance(effort, str):
+        return given
+    fitted = dict(given)
+    if wanted is not None:
+        fitted |= {
+            name: on if wanted else off
+            for name, (on, off) in _SWITCHES.items()
+            if name in reads and name not in given
+        }
+    if wanted is False and not any(name in reads for name in _SWITCHES):
+        effort = "none"
+    for name in _EFFORTS:
+        if name in reads and isinstance(effort, str):
+            said = effort if name == _EFFORT else given.get(name, effort)
+            fitted[name] = _level(said, name, takes)
+    return fitted
+
+
+def _switch(given: Mapping[str, Any]) -> bool | None:
+    """Whether the request wants thinking; None: it does not say."""
+    values = [given[name] for name in ("enable_thinking", "thinking") if name in given]
+    said = next((value for value in values if isinstance(value, bool)), None)
+    return False if said is None and given.get(_EFFORT) in _OFF else said
+
+
+def _level(wanted: Any, name: str, takes: Callable[[str, str], bool]) -> Any:
+    """The level that the template knows which is nearest to the wanted one; if none is, that."""
+    if wanted not in _LEVELS:
+        return wanted
+    if wanted in _OFF:
+        tried = [wanted, *_LEVELS]
+    else:
+        place = _LEVELS.index(wanted)
+        tried = sorted(_LEVELS, key=lambda level: abs(_LEVELS.index(level) - place))
+    return next((level for level in tried if takes(name, level)), wanted)
