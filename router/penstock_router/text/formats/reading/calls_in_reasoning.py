@@ -20,6 +20,7 @@ from penstock_router.text.stop_strings import beginning
 
 _QUOTES = "`'\"“‘«"
 _FENCE = "```"
+_MAX_LINE, _PART = 400, 100
 
 
 class CallsInReasoning:
@@ -93,26 +94,43 @@ class CallsInReasoning:
         return text[found.end() :]
 
     def _try(self, text: str, shown: list[str]) -> str:
-        """Read on, character by character, until it proves to be no call; returns what is left."""
+        """Read on until it proves to be no call; returns what is left."""
         assert self._trial is not None
-        for at, character in enumerate(text, 1):
-            self._held.append(character)
-            if pieces := self._trial.feed(character):
-                self._pieces += pieces
-                if self._is_no_call(pieces):
-                    held = self.end()
-                    self._note(held)
-                    shown.append(held)
-                    return text[at:]
-        return ""
+        pieces = self._trial.feed(text)
+        if not self._are_no_call(pieces, self._pieces):
+            self._held.append(text)
+            self._pieces += pieces
+            return ""
+        end = self._end_of_trial(text)
+        held = "".join(self._held) + text[:end]
+        self._drop()
+        self._note(held)
+        shown.append(held)
+        return text[end:]
 
-    def _is_no_call(self, pieces: Sequence[Piece]) -> bool:
+    def _end_of_trial(self, text: str) -> int:
+        """Behind which character of the latest text it shows that there is no call: how a text is
+        cut must not matter.
+        """
+        trial = self._format.parser(self._tools, self._marks)
+        pieces = trial.feed("".join(self._held).lstrip())
+        for at, character in enumerate(text, 1):
+            gained = trial.feed(character)
+            if self._are_no_call(gained, pieces):
+                return at
+            pieces += gained
+        return len(text)
+
+    def _are_no_call(self, pieces: Sequence[Piece], before: Sequence[Piece]) -> bool:
+        """Whether the next pieces prove that these and those before are no call."""
+        has_call = any(piece.kind is PieceKind.CALL for piece in before)
         for piece in pieces:
-            if piece.kind is PieceKind.CALL and piece.text not in self._required:
-                return True
-            if piece.kind is PieceKind.CONTENT and piece.text.strip():
+            if piece.kind is PieceKind.CALL:
+                has_call = True
+                if piece.text not in self._required:
+                    return True
+            elif piece.kind is PieceKind.CONTENT and piece.text.strip():
                 # Behind a call at the beginning of a line text may follow.
-                has_call = any(other.kind is PieceKind.CALL for other in self._pieces)
                 return not has_call or self._is_within_line
         return False
 
@@ -130,7 +148,8 @@ class CallsInReasoning:
             given = json.loads(arguments)
         except ValueError:
             return False
-        return isinstance(given, dict) and self._required[name] <= given.keys()
+        required = self._required.get(name)
+        return isinstance(given, dict) and required is not None and required <= given.keys()
 
     def _is_quoted(self) -> bool:
         return self._is_fenced or self._line.rstrip()[-1:] in set(_QUOTES)
@@ -139,7 +158,9 @@ class CallsInReasoning:
         """Follow lines and code fences in what is shown."""
         before, newline, line = text.rpartition("\n")
         if not newline:
-            self._line += text
+            line = self._line + text
+            # Its beginning and its end are looked at.
+            self._line = line if len(line) < _MAX_LINE else line[:_PART] + line[-_PART:]
             return
         for each in (self._line + before).split("\n"):
             self._is_fenced ^= each.lstrip().startswith(_FENCE)
