@@ -129,9 +129,10 @@ class CallsInReasoning:
                 has_call = True
                 if piece.text not in self._required:
                     return True
-            elif piece.kind is PieceKind.CONTENT and piece.text.strip():
-                # Behind a call at the beginning of a line text may follow.
-                return not has_call or self._is_within_line
+            # Behind a call at the beginning of a line text may follow.
+            is_text = piece.kind is PieceKind.CONTENT and piece.text.strip()
+            if is_text and (not has_call or self._is_within_line):
+                return True
         return False
 
     def _are_calls(self) -> bool:
