@@ -91,7 +91,7 @@ FAULTS = [
     ),
     Fault(
         "What looks like a call within reasoning is one",
-        "AnswerParser._with_calls",
+        "_ReasoningAndCalls._with_calls",
         becomes("piece.kind is PieceKind.CONTENT", "piece.text"),
         caught_by="test_what_looks_like_a_call_within_reasoning_is_none",
     ),
