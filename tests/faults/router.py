@@ -96,6 +96,24 @@ FAULTS = [
         caught_by="test_what_looks_like_a_call_within_reasoning_is_none",
     ),
     Fault(
+        "A call that was cut off is completed",
+        "TaggedCallParser._end_by_answer",
+        becomes("self._was_cut", "False"),
+        caught_by="test_a_call_that_was_cut_off_is_not_completed",
+    ),
+    Fault(
+        "A mark that is a token counts however it is spelled",
+        "Marks.spelled",
+        becomes("TOKEN + mark", "mark"),
+        caught_by="test_calls_whose_marks_are_spelled_by_other_tokens_are_content",
+    ),
+    Fault(
+        "A call in reasoning counts without what its function requires",
+        "CallsInReasoning._is_whole",
+        becomes("required <= given.keys()", "True"),
+        caught_by="test_what_is_quoted_unknown_lacking_or_not_closed_is_reasoning",
+    ),
+    Fault(
         "A form of the answer forbids the reasoning before it",
         "answer_constraint",
         becomes("style is None", "style is not None"),
