@@ -191,3 +191,40 @@ def test_an_answer_that_is_continued_stays_the_last(model: TextModel) -> None:
     request = parse_chat(body)
     assert told(request, model) == "[system Be brief.][user Hi][assistant <think>Hm.</think>Y"
     assert prepare_prompts(request, model).prompts[0].text == "<think>Hm.</think>Y"
+
+
+# It joins descriptions to other text and looks types up, whether or not there are any.
+JOINING = ChatTemplate(
+    {
+        "default": "{%- set known = {'string': 's', 'integer': 'i'} -%}"
+        "{%- for t in tools or [] -%}{{ t.function.name }}: {{ t.function.description + '.' }}"
+        "{%- for key, value in t.function.parameters.properties.items() %}"
+        " {{ key }} {{ known[value.type] }} {{ value.description + '.' }}{%- endfor %}"
+        "{%- endfor -%}{%- for m in messages -%}[{{ m.role }} {{ m.content }}]{%- endfor -%}"
+    },
+    {},
+)
+_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": ["null", "integer"]}}}
+
+
+@pytest.mark.parametrize(
+    ("tool", "shown"),
+    [
+        ({"name": "f", "description": "It", "parameters": {"type": "object"}}, "f: It."),
+        ({"name": "f"}, "f: ."),
+        ({"name": "f", "description": None, "parameters": _SCHEMA}, "f: . a i ."),
+    ],
+)
+def test_a_tool_need_not_have_what_the_template_reads(
+    model: TextModel, tool: dict[str, Any], shown: str
+) -> None:
+    joining = dataclasses.replace(model, chat_template=JOINING)
+    asked = parse_chat({**CHAT, "tools": [{"type": "function", "function": tool}]})
+    assert told(asked, joining).startswith(f"{shown}[")
+
+
+def test_tools_that_the_template_takes_are_shown_as_they_are(model: TextModel) -> None:
+    source = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    showing = dataclasses.replace(model, chat_template=ChatTemplate({"default": source}, {}))
+    asked = parse_chat({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]})
+    assert "description" not in told(asked, showing)
