@@ -7,8 +7,8 @@ ended it, of which no text is left: then the answer's end is the call's.
 A message in the channel "analysis" is reasoning, any other is content. One to a function is a call,
 in whichever channel, unless the request has no tools, or it is to a tool of OpenAI's own (browser,
 python, container) that the request does not have as a function: that is text of its channel. Where
-a call's text is no JSON, as code for "python" is, it is the value of the function's only string; text
-that is said to be code is JSON only where it begins with that argument.
+a call's text is no JSON, as code for "python" is, it is the value of the function's only string.
+Text that is said to be code is JSON only where it begins with that argument.
 """
 
 from __future__ import annotations
