@@ -78,7 +78,7 @@ def _message(name: str, value: Any) -> JsonObject:
     if len(read_object(name, value)) > MAX_KEYS:
         raise BadRequest(f"{name}: at most {MAX_KEYS} keys; given: {len(value)}", param=name)
     # Templates recognize "no content" by the missing key, not by null.
-    message = {key: item for key, item in value.items() if item is not None}
+    message = _with_tools({key: item for key, item in value.items() if item is not None})
     role = message.get("role")
     if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_CHARS:
         raise refusal(f"{name}.role", f"a string of 1 to {MAX_ROLE_CHARS} characters", role)
@@ -96,6 +96,17 @@ def _message(name: str, value: Any) -> JsonObject:
     elif content is None and role != "assistant":
         raise BadRequest(f"{name}: a message of role {shorten(role)} needs content", param=name)
     return message
+
+
+def _with_tools(message: JsonObject) -> JsonObject:
+    """A function's call and its result in the form that came before tools: as a tool's."""
+    if message.get("role") == "function":
+        return {**message, "role": "tool"}
+    if "function_call" not in message or message.get("role") != "assistant":
+        return message
+    message = dict(message)
+    call = {"type": "function", "function": message.pop("function_call")}
+    return {**message, "tool_calls": message.get("tool_calls") or [call]}
 
 
 def read_parts(

@@ -7,17 +7,17 @@ ones, in a text process for long bodies.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice
 
 from penstock_client.types import Constraint
 from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
 from penstock_router.errors import BadRequest, ContextExceeded
-from penstock_router.json_fields import INT32_MAX
+from penstock_router.json_fields import INT32_MAX, JsonObject
 from penstock_router.request import (
     ChatRequest,
     CompletionRequest,
@@ -37,6 +37,7 @@ from penstock_router.text.image_tokens.plain_text import cut_spelled
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.reasoning import reasoning_begun, reasoning_over
 from penstock_router.text.template_fit.fit import fit
+from penstock_router.text.template_fit.tools import completed_tool
 from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_long
 
 
@@ -317,15 +318,26 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
         of_users = messages, shown, documents, kwargs
         (messages, shown, documents, kwargs), mark = cut_spelled(of_users, images.reserved)
         messages = _with_images_in_form(messages, template, images, with_tools=shown is not None)
-    text = template.render(
+    rendered = functools.partial(
+        template.render,
         messages,
-        tools=shown,
         documents=documents,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         kwargs=kwargs,
     )
-    return _split(text, mark)
+    return _split(_with_tools(rendered, shown), mark)
+
+
+def _with_tools(rendered: Callable[..., str], shown: list[JsonObject] | None) -> str:
+    """The text with these tools or, where the template refuses them, with completed ones."""
+    try:
+        return rendered(tools=shown)
+    except BadRequest:
+        completed = [completed_tool(tool) for tool in shown or ()]
+        if completed == (shown or []):
+            raise
+        return rendered(tools=completed)
 
 
 def _with_images_in_form(
@@ -369,7 +381,7 @@ def _template_of_request(source: str, model: TextModel) -> ChatTemplate:
         raise BadRequest(f"chat_template: {error}", param="chat_template") from None
 
 
-@lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)
 def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
     """One that a client brings with each request is compiled, and its traits are found, once."""
     return ChatTemplate({"default": source}, dict(special_tokens))

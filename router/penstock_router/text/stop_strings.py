@@ -4,13 +4,16 @@ Text is held back only while it could still become a stop string: exactly the lo
 begins one. The stop that completes first in the text wins; of two that complete on the same
 character, the one listed first. Text that must not stop anything yet (`may_stop` False) is shown
 in the same way: a stop string that completes within it is ordinary text, and one that begins in it
-and completes later counts.
+and completes later counts. What tells tokens of marks apart (`TOKEN`) is no part of what is
+searched, and stays in the text that is shown.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+
+from penstock_router.text.marks import TOKEN, plain
 
 
 class _Pattern:
@@ -101,8 +104,9 @@ class StopMatcher:
         if not self._patterns or not piece:
             return piece
         found: tuple[int, str] | None = None
+        searched = plain(piece)
         for pattern in self._patterns:
-            end = pattern.advance(piece, may_stop)
+            end = pattern.advance(searched, may_stop)
             if end is not None and (found is None or end < found[0]):
                 found = (end, pattern.text)
         if found is not None:
@@ -110,17 +114,27 @@ class StopMatcher:
         if self._include:
             return piece
         text = self._held + piece
-        keep = len(text) - max([pattern.matched for pattern in self._patterns])
+        keep = _before_last(text, max([pattern.matched for pattern in self._patterns]))
         self._held = text[keep:]
         return text[:keep]
 
     def _cut(self, piece: str, end: int, stop: str) -> str:
         self.stopped_by = stop
-        text = self._held + piece[:end]
+        text = self._held + piece[: _before_last(piece, len(plain(piece)) - end)]
         self._held = ""
-        return text if self._include else text[: len(text) - len(stop)]
+        return text if self._include else text[: _before_last(text, len(stop))]
 
     def flush(self) -> str:
         """The text is over: what was held back is ordinary text after all."""
         held, self._held = self._held, ""
         return held
+
+
+def _before_last(text: str, count: int) -> int:
+    """The position before the last characters, and before what tells the first of them apart."""
+    at = len(text) - count
+    if TOKEN not in text:
+        return at
+    while missing := count - len(plain(text[at:])):
+        at -= missing
+    return at - text.endswith(TOKEN, 0, at)

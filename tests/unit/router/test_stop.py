@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.budget import budget, seeded
 
+from penstock_router.text.marks import TOKEN
 from penstock_router.text.stop_strings import StopMatcher, _fallback_table, beginning
 
 
@@ -162,3 +163,24 @@ def test_the_longest_end_that_may_become_a_mark_is_found() -> None:
         ends = range(start, len(text) + 1)
         wanted = next(at for at in ends if any(mark.startswith(text[at:]) for mark in marks))
         assert beginning(text, marks, start) == wanted, (text, marks, start)
+
+
+@pytest.mark.parametrize("stop", ["b\n<m>", "<m>", "<m> c", "\n<", "m", "b", "> c"])
+@pytest.mark.parametrize("include", [False, True])
+def test_what_tells_a_mark_apart_is_no_part_of_what_is_searched(stop: str, include: bool) -> None:
+    text = f"a b\n{TOKEN}<m> c {TOKEN}<m>"
+    wanted, _ = expected(text.replace(TOKEN, ""), [stop], include=include)
+    for size in (1, 2, 3, len(text)):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        shown, stopped_by = run(pieces, [stop], include=include)
+        assert stopped_by == stop
+        assert "".join(shown).replace(TOKEN, "") == wanted
+        assert text.startswith("".join(shown).rstrip(TOKEN))
+
+
+@pytest.mark.parametrize("stop", ["<m> d", "m> c.", "b<m>x", "zz"])
+def test_what_tells_a_mark_apart_stays_before_it(stop: str) -> None:
+    pieces = ["a ", f"{TOKEN}<m>", f"b{TOKEN}<m> c"]
+    shown, stopped_by = run(pieces, [stop])
+    assert stopped_by is None
+    assert "".join(shown) == "".join(pieces)

@@ -313,7 +313,7 @@ def results_in_words(messages: list[Message]) -> list[Message]:
     results: list[Content] = []
     for message in messages:
         if message["role"] == "tool":
-            results.append(_result_in_words(message))
+            results.append(result_in_words(message))
             continue
         if results and message["role"] == "user":
             results.append(message.get("content", ""))
@@ -329,7 +329,8 @@ def _of_user(results: list[Content]) -> Message:
     return {"role": "user", "content": join_all(results, BLANK_LINE)}
 
 
-def _result_in_words(message: Message) -> Content:
+def result_in_words(message: Message) -> Content:
+    """A result as the user says it."""
     name = message.get("name")
     said = f"Result of {name}:" if name else "Result:"
     return join_contents(said, message.get("content", ""), "\n")

@@ -36,6 +36,21 @@ def fill_silence(messages: list[Message]) -> list[Message]:
     ]
 
 
+def fill_answers(messages: list[Message], *, keep_last: bool) -> list[Message]:
+    """Make empty answers a space."""
+    end = len(messages) - keep_last
+    return [
+        {**message, "content": " "}
+        if at < end and message["role"] == "assistant" and _is_empty(message)
+        else message
+        for at, message in enumerate(messages)
+    ]
+
+
+def _is_empty(message: Message) -> bool:
+    return not message.get("content") and not message.get("tool_calls")
+
+
 def in_parts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
     """Make texts lists of one part, for roles that take only lists."""
     return [

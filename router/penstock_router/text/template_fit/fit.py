@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock_router.request import Message
-from penstock_router.text.template_fit import calls, contents, turns
+from penstock_router.text.template_fit import calls, contents, results, turns
 from penstock_router.text.template_fit.calls import CallsInWords, NativeCallId
 from penstock_router.text.template_fit.traits import TemplateTraits
 
@@ -42,8 +42,21 @@ _Rule = tuple[Callable[[_Case], bool], Callable[[list[Message], _Case], list[Mes
 _RULES: tuple[_Rule, ...] = (
     (lambda of: of.has_parts, lambda given, of: contents.join_texts(given, of.traits)),
     (lambda of: of.has_silence, lambda given, _: contents.fill_silence(given)),
+    (
+        lambda of: of.traits.fills_answers,
+        lambda given, of: contents.fill_answers(given, keep_last=of.keep_last),
+    ),
     (lambda of: of.has_calls, lambda given, _: calls.read_arguments(given)),
+    (lambda of: of.has_results, lambda given, _: results.match_results(given)),
+    (
+        lambda of: of.has_calls and of.traits.fills_results,
+        lambda given, _: results.fill_results(given),
+    ),
     (lambda of: of.has_calls and of.has_results, lambda given, _: calls.order_results(given)),
+    (
+        lambda of: of.has_results and of.traits.orphans_in_words,
+        lambda given, _: results.orphans_in_words(given),
+    ),
     (
         lambda of: of.has_results and (of.traits.names_results or of.traits.results_in_words),
         lambda given, _: calls.name_results(given),
@@ -59,6 +72,10 @@ _RULES: tuple[_Rule, ...] = (
     (
         lambda of: not of.roles.isdisjoint(("system", "developer")),
         lambda given, of: turns.place_systems(given, of.traits),
+    ),
+    (
+        lambda of: of.traits.user_speaks != "any",
+        lambda given, of: turns.let_user_speak(given, of.traits),
     ),
     (
         lambda of: of.has_calls and of.traits.calls_in_words,
@@ -89,7 +106,7 @@ _RULES: tuple[_Rule, ...] = (
     (lambda of: of.traits.merges_users, lambda given, _: turns.merge_users(given)),
     (lambda of: of.traits.merges_assistants, lambda given, _: turns.merge_assistants(given)),
     (
-        lambda of: of.has_results and of.traits.joins_user_to_result,
+        lambda of: (of.has_results or of.traits.fills_results) and of.traits.joins_user_to_result,
         lambda given, _: turns.join_users_to_results(given),
     ),
     (

@@ -213,6 +213,20 @@ def _after_results(of: Asker) -> None:
         of.take(names_results=False)
 
 
+def _results_and_calls_alone(of: Asker) -> None:
+    orphans = [scene(_U1, _RESULT, _A1, _U2), scene(_U1, _A1, _U2, _RESULT)]
+    of.settle(orphans, {}, {"orphans_in_words": True})
+    of.settle([scene(_U1, _CALLED, _U2, _A1, _U3)], {}, {"fills_results": True})
+
+
+def _silence(of: Asker) -> None:
+    first, ever = ({"user_speaks": when} for when in ("first", "ever"))
+    for asked in ((_A1, _U1), (_S1, _A1, _U1), (_CALLED, _RESULT, _U1)):
+        of.settle([scene(*asked)], {}, first)
+    of.settle([scene(_S1)], {}, ever)
+    of.settle([scene(_U1, scenes.answer(""), _U2)], {}, {"fills_answers": True})
+
+
 # ---- Reasoning ---------------------------------------------------------------------------------
 
 
@@ -292,6 +306,8 @@ _QUESTIONS: tuple[Callable[[Asker], None], ...] = (
     _several_calls,
     _text_beside_calls,
     _after_results,
+    _results_and_calls_alone,
+    _silence,
     _reasoning,
     _joints,
     _json,

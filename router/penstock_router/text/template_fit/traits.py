@@ -24,6 +24,8 @@ FirstSystem = Literal["kept", "in_first_turn", "in_last_turn"]
 EmptyContent = Literal["as_given", "empty", "absent", "null"]
 # Ids of calls: any, or exactly nine letters and digits.
 CallIds = Literal["any", "nine"]
+# Whether the user has to speak: not, at some time, or before the assistant does.
+UserSpeaks = Literal["any", "ever", "first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,9 @@ class TemplateTraits:
     merges_assistants: bool = False
     # The user may not speak right after a result.
     joins_user_to_result: bool = False
+    user_speaks: UserSpeaks = "any"
+    # An answer may not be empty.
+    fills_answers: bool = False
 
     # The template renders no calls, or no results: they become texts.
     calls_in_words: bool = False
@@ -56,6 +61,9 @@ class TemplateTraits:
     call_ids: CallIds = "any"
     fills_ids: bool = False
     names_results: bool = False
+    # The template takes no result without its call, or no call without a result.
+    orphans_in_words: bool = False
+    fills_results: bool = False
     # The template loses the text of a message that has calls, but not that of one before it.
     text_apart: bool = False
 

@@ -72,6 +72,15 @@ def _as_user(message: Message) -> Message:
     return {"role": "user", "content": message.get("content", "")}
 
 
+def let_user_speak(messages: list[Message], traits: TemplateTraits) -> list[Message]:
+    """Let the user say nothing, before the assistant speaks or where the user never does."""
+    begin = _num_leading(messages)
+    roles = [message["role"] for message in messages[begin:]]
+    spoken = "user" in (roles[:1] if traits.user_speaks == "first" else roles)
+    silent = {"role": "user", "content": ""}
+    return messages if spoken else [*messages[:begin], silent, *messages[begin:]]
+
+
 # ---- Neighbours --------------------------------------------------------------------------------
 
 # Messages that are to be one, and the next one: whether it is part of them.

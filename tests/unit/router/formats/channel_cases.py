@@ -122,6 +122,8 @@ HARMONY = [
     _harmony(f"<|channel|>analysis{_GET}[j]{_CITY}[call]", "", _CITY, tools=()),
     _harmony("[c] to=python code[m]a = '\n'[call]", "", "", [("python", {"code": "a = '\n'"})]),
     _harmony("[c] to=python code[m]{1: 2}", "", "", [("python", {"code": "{1: 2}"})]),
+    _harmony('[c] to=python code[m]{ "code" : "1"}[call]', "", "", [("python", {"code": "1"})]),
+    _harmony('[c] to=python code[m]{"cod": 1}', "", "", [("python", {"code": '{"cod": 1}'})]),
     _harmony('[c] to=python[m]{"code": "1"}[call]', "", "", [("python", {"code": "1"})]),
     _harmony("[c] to=python code[m]print(1)[call]", "", "print(1)", tools=TOOLS[:2]),
     _harmony('<|channel|>analysis to=browser.search code[m]{"q": 1}[call]', '{"q": 1}'),

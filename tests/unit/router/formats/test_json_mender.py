@@ -48,6 +48,15 @@ def dumped(rng: random.Random) -> str:
     )
 
 
+def is_text(value: Any) -> bool:
+    """Whether no string has half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def mended(parts: list[str], mender: JsonMender | None = None) -> tuple[int, str, str, bool, bool]:
     """How many characters were taken, what was written of them and what not yet, how it ended."""
     mender = mender or JsonMender()
@@ -103,10 +112,11 @@ def test_whatever_comes_is_written_as_json_or_fails_and_no_cut_changes_it() -> N
         assert mended(list(stripped + " ")) == whole, text
         assert mended(cut(rng, stripped + " ")) == whole, text
         assert not (complete and failed)
-        if is_json(stripped):
+        if is_json(stripped) and is_text(json.loads(stripped)):
             assert (taken, said, complete) == (len(stripped), stripped, True)
         if complete:
             assert is_json(said), text
+            assert is_text(json.loads(said.replace("\ud800", ""))), text
 
 
 def test_whatever_was_read_can_be_closed_and_is_json_then() -> None:
@@ -134,6 +144,9 @@ def test_whatever_was_read_can_be_closed_and_is_json_then() -> None:
         (r"'it\'s'", '"it\'s"'),
         (r'"C:\dir \* \é"', r'"C:\\dir \\* \\é"'),
         (r'"\u12G4 \u"', r'"\\u12G4 \\u"'),
+        (r'"\ud83d\ude00 \uD83D \ude00"', r'"\ud83d\ude00 \ufffd \ufffd"'),
+        (r'"\ud83d\ud83d\ude00\ud83d\n\ud83d"', r'"\ufffd\ud83d\ude00\ufffd\n\ufffd"'),
+        (r'"\ud83d\u00e9\ud83d\u12G\ud83d\x"', r'"\ufffd\u00e9\ufffd\\u12G\ufffd\\x"'),
         ("[1, 2, ]", "[1, 2 ]"),
         ("[1,, 2]", "[1, 2]"),
         ('{"a": 1,}', '{"a": 1}'),
@@ -196,6 +209,9 @@ def test_what_is_beyond_mending_fails_at_the_same_place_however_it_is_cut(
         ("[1, ", "[1]"),
         ('{"a": 1, ', '{"a": 1}'),
         ("{", "{}"),
+        (r'["\ud83d', r'["\ufffd"]'),
+        (r'["\ud83d\u12', r'["\ufffd\\u12"]'),
+        ('["\\ud83d\\', r'["\ufffd\\"]'),
     ],
 )
 def test_a_value_that_its_writer_says_is_over_gets_its_end(text: str, closed: str) -> None:

@@ -138,13 +138,18 @@ def test_a_word_of_python_that_is_cut_off_is_shown_as_far_as_it_came() -> None:
     assert calls_of(pieces) == [("now", '{"a": 12, "b": Tr')]
 
 
-def test_half_a_character_in_arguments_that_came_as_a_string_stays_an_escape() -> None:
+def test_half_a_character_in_arguments_that_came_as_a_string_is_none() -> None:
     said = (
         '{"name": "search", "arguments": "{\\"query\\": \\"\\ud83d \\\\ud800 \\ud83d\\ude00\\"}"}'
     )
     for text in (said, said.replace('"name": "search", ', "")[:-1] + ', "name": "search"}'):
         [(name, arguments)] = calls_of(pieces_of("hermes", [f"<tool_call>{text}</tool_call>"]))
         assert name == "search"
-        # A stream is UTF-8, which has no halves.
-        arguments.encode()
-        assert json.loads(arguments) == {"query": "\ud83d \ud800 \U0001f600"}
+        assert json.loads(arguments) == {"query": "\ufffd \ufffd \U0001f600"}
+
+
+@pytest.mark.parametrize("none", ["null", "[]", '""', '"[]"', '"null"', "{}"])
+def test_arguments_that_are_nothing_are_an_empty_object(none: str) -> None:
+    for text in (f'"name": "now", "arguments": {none}', f'"arguments": {none}, "name": "now"'):
+        pieces = pieces_of("hermes", [f"<tool_call>{{{text}}}</tool_call>"])
+        assert calls_of(pieces) == [("now", "{}")]

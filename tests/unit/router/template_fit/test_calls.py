@@ -194,6 +194,73 @@ def test_results_stand_in_the_order_of_their_calls() -> None:
     assert told.endswith("[tool 1][tool ?][tool 2][tool 3][user Well?][assistant D][tool 4]")
 
 
+def test_a_late_result_stands_behind_its_call() -> None:
+    said = [calling(call("c1"), call("c2")), calling(call("c3")), result("1", "c1"), answer("B")]
+    told = rendered(template(), ASKED, *said, result("3", "c3"), result("2", "c2"), user("Go"))
+    assert told == (
+        f"[user Hi][assistant{SHOWN}{SHOWN}][tool 1][tool 2][assistant{SHOWN}][tool 3]"
+        "[assistant B][user Go]"
+    )
+
+
+NAMED = template(RESULT="{{ m.tool_call_id + ' ' + m.content }}")
+
+
+@pytest.mark.parametrize("stray", ["c9", "", None])
+def test_a_result_that_names_no_call_is_of_the_first_that_has_none(stray: str | None) -> None:
+    said = calling(call("c1"), call("c2"), call("c3"))
+    given = {"role": "tool", "content": "2"} | ({} if stray is None else {"tool_call_id": stray})
+    told = rendered(NAMED, ASKED, said, given, result("1", "c1"), answer("C"))
+    assert told == f"[user Hi][assistant{SHOWN * 3}][tool c1 1][tool c2 2][assistant C]"
+
+
+def test_an_id_without_characters_is_none() -> None:
+    said = calling(call(""), call("c2"))
+    told = rendered(NAMES, ASKED, said, result("A", ""), result("B", "c2"))
+    assert told.endswith("[tool look: A][tool look: B]")
+
+
+ORPHANS = {
+    "refuses": template(
+        BEFORE="{%- set calls = namespace(any=false) -%}",
+        HEAD="{%- if m.role == 'assistant' -%}{%- set calls.any = m.tool_calls is defined -%}"
+        "{%- endif -%}" + refusing("m.role == 'tool' and not calls.any"),
+    ),
+    "drops": template(
+        BEFORE="{%- set calls = namespace(any=false) -%}",
+        HEAD="{%- if m.role == 'assistant' -%}{%- set calls.any = m.tool_calls is defined -%}"
+        "{%- endif -%}" + passing_over("m.role == 'tool' and not calls.any"),
+    ),
+}
+
+
+@pytest.mark.parametrize("made", ORPHANS.values(), ids=ORPHANS)
+def test_a_result_without_a_call_is_what_the_user_says(made: ChatTemplate) -> None:
+    called = [calling(call("c1")), result("1", "c1")]
+    told = rendered(made, result("A", "c0"), user("Hi"), *called, answer("B"), result("C", "c8"))
+    assert told == (
+        f"[user Result: A][user Hi][assistant{SHOWN}][tool 1][assistant B][user Result: C]"
+    )
+
+
+def test_a_result_without_a_call_stays_where_the_template_takes_it() -> None:
+    assert rendered(template(), result("A", "c0"), user("Hi")) == "[tool A][user Hi]"
+
+
+ANSWERED = template(
+    HEAD=refusing("m.role == 'user' and loop.previtem and loop.previtem.tool_calls")
+)
+
+
+def test_a_call_has_a_result_where_the_template_wants_one() -> None:
+    said = calling(call("c1"), call("c2"))
+    told = rendered(ANSWERED, ASKED, said, result("2", "c2"), user("Stop"), calling(call("c3")))
+    assert told == (
+        f"[user Hi][assistant{SHOWN}{SHOWN}][tool(no result)][tool 2][user Stop][assistant{SHOWN}]"
+    )
+    assert rendered(template(), ASKED, said, user("Stop")).endswith(f"{SHOWN}][user Stop]")
+
+
 NAMES = template(RESULT="{{ m.name or 'nobody' }}: {{ m.content }}")
 
 

@@ -14,6 +14,7 @@ from penstock_router.apis.messages import requests as messages_api
 from penstock_router.apis.ollama import requests as ollama_api
 from penstock_router.apis.openai.requests import parse_chat
 from penstock_router.apis.responses.requests import parse_response
+from penstock_router.errors import BadRequest
 from penstock_router.request import ChatRequest
 from penstock_router.text import chat_template as chat_templates
 from penstock_router.text.chat_template import ChatTemplate
@@ -191,3 +192,61 @@ def test_an_answer_that_is_continued_stays_the_last(model: TextModel) -> None:
     request = parse_chat(body)
     assert told(request, model) == "[system Be brief.][user Hi][assistant <think>Hm.</think>Y"
     assert prepare_prompts(request, model).prompts[0].text == "<think>Hm.</think>Y"
+
+
+OLDER = {
+    "messages": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "function_call": function('{"at": 1}')},
+        {"role": "function", "name": "look", "content": "A"},
+        {"role": "user", "content": "Go"},
+    ]
+}
+
+
+def test_calls_and_results_of_the_form_before_tools_are_those_of_tools(model: TextModel) -> None:
+    prompt = told(parse_chat(OLDER), model)
+    assert prompt == "[user Hi][assistant <look at=1>][tool A][user Go]"
+
+
+def test_a_call_of_the_older_form_is_checked() -> None:
+    chat = {"messages": [{"role": "assistant", "function_call": "look"}]}
+    with pytest.raises(BadRequest, match="messages\\[0\\]"):
+        parse_chat(chat)
+
+
+# It joins descriptions to other text and looks types up, whether or not there are any.
+JOINING = ChatTemplate(
+    {
+        "default": "{%- set known = {'string': 's', 'integer': 'i'} -%}"
+        "{%- for t in tools or [] -%}{{ t.function.name }}: {{ t.function.description + '.' }}"
+        "{%- for key, value in t.function.parameters.properties.items() %}"
+        " {{ key }} {{ known[value.type] }} {{ value.description + '.' }}{%- endfor %}"
+        "{%- endfor -%}{%- for m in messages -%}[{{ m.role }} {{ m.content }}]{%- endfor -%}"
+    },
+    {},
+)
+_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": ["null", "integer"]}}}
+
+
+@pytest.mark.parametrize(
+    ("tool", "shown"),
+    [
+        ({"name": "f", "description": "It", "parameters": {"type": "object"}}, "f: It."),
+        ({"name": "f"}, "f: ."),
+        ({"name": "f", "description": None, "parameters": _SCHEMA}, "f: . a i ."),
+    ],
+)
+def test_a_tool_need_not_have_what_the_template_reads(
+    model: TextModel, tool: dict[str, Any], shown: str
+) -> None:
+    joining = dataclasses.replace(model, chat_template=JOINING)
+    asked = parse_chat({**CHAT, "tools": [{"type": "function", "function": tool}]})
+    assert told(asked, joining).startswith(f"{shown}[")
+
+
+def test_tools_that_the_template_takes_are_shown_as_they_are(model: TextModel) -> None:
+    source = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    showing = dataclasses.replace(model, chat_template=ChatTemplate({"default": source}, {}))
+    asked = parse_chat({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]})
+    assert "description" not in told(asked, showing)

@@ -253,3 +253,40 @@ def test_a_template_that_puts_something_before_the_last_turn_is_noted() -> None:
 def test_a_template_that_refuses_all_is_noted_and_gets_chats_as_they_are() -> None:
     made = ChatTemplate({"default": "{{ raise_exception('no') }}"}, {})
     assert traits_of(made).notes == ("the chat template refuses plain chats",)
+
+
+# ---- Who does not speak ------------------------------------------------------------------------
+
+USER_FIRST = template(
+    BEFORE="{%- set chat = messages | rejectattr('role', 'equalto', 'system') | list -%}"
+    + refusing("chat | length == 0 or chat[0].role != 'user'")
+)
+USER_EVER = template(
+    BEFORE=refusing("messages | selectattr('role', 'equalto', 'user') | list | length == 0")
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (USER_FIRST, "[system A][user][assistant Welcome][user Hi]"),
+        (USER_EVER, "[system A][assistant Welcome][user Hi]"),
+        (template(), "[system A][assistant Welcome][user Hi]"),
+    ],
+)
+def test_an_assistant_may_speak_first(made: ChatTemplate, told: str) -> None:
+    assert rendered(made, system("A"), answer("Welcome"), user("Hi")) == told
+
+
+@pytest.mark.parametrize("made", [USER_FIRST, USER_EVER])
+def test_a_user_need_not_speak(made: ChatTemplate) -> None:
+    assert rendered(made, system("Say hello.")) == "[system Say hello.][user]"
+    assert rendered(made, system("A"), user("B")) == "[system A][user B]"
+
+
+def test_an_empty_answer_is_a_space_where_the_template_wants_some() -> None:
+    wants = template(HEAD=refusing("m.role == 'assistant' and not m.content and not m.tool_calls"))
+    assert traits_of(wants).fills_answers
+    assert not traits_of(template()).fills_answers
+    for said in (answer(""), {"role": "assistant"}):
+        assert rendered(wants, user("Hi"), said, user("Go")) == "[user Hi][assistant][user Go]"

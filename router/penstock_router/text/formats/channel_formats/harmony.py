@@ -8,6 +8,7 @@ A message in the channel "analysis" is reasoning, any other is content. One to a
 in whichever channel, unless the request has no tools, or it is to a tool of OpenAI's own (browser,
 python, container) that the request does not have as a function: that is text of its channel. Where
 a call's text is no JSON, as code for "python" is, it is the value of the function's only string.
+Text that is said to be code is JSON only where it begins with that argument.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _NOBODY = ("assistant", "user", "all", "")
 _BUILT_IN = ("browser", "python", "container")
 # Words in a header beside the role, the channel and the recipient.
 _MOST_WORDS = 4
+# Characters among which an argument's name is looked for.
+_MOST_BEFORE = 256
 _WORD = re.compile(r"[\w./:-]*")
 # Text that ends before any other message.
 _TEXT: JsonObject = {"type": "any_text", "excludes": [_START, _CHANNEL]}
@@ -240,7 +243,9 @@ class _HarmonyReader(MessageReader, JsonCallParser):
                 self._call(name, "{}")
             raise
         key = None if header.kind == "json" else _only_text(self._tools.get(name))
-        if first == "{" and (key is None or header.kind != "code"):
+        if first == "{" and (
+            key is None or header.kind != "code" or (yield from self._begins_with(key))
+        ):
             self._call(name)
             yield from self._shown_value()
         elif (yield from self._ahead(*self._ends)) is not None:
@@ -252,6 +257,18 @@ class _HarmonyReader(MessageReader, JsonCallParser):
             yield from self._unlike(name, first)
             return
         yield from self._ended()
+
+    def _begins_with(self, key: str) -> Reading[bool]:
+        """Whether an object comes whose first member is this argument; nothing is consumed."""
+        wanted = f"{{{''.join(_ENCODE(key).split())}:"
+        while True:
+            there = self._text[self._at : self._at + _MOST_BEFORE]
+            begun = "".join(there.split())[: len(wanted)]
+            if begun == wanted:
+                return True
+            if not wanted.startswith(begun) or len(there) == _MOST_BEFORE or self._over:
+                return False
+            yield from self._more()
 
     def _as_text(self, name: str, key: str) -> Reading[None]:
         """A call's text as the value of its only argument."""

@@ -25,8 +25,6 @@ from penstock_router.text.structural_tag_builder import either, json_format, reg
 _BRACKETS = re.compile(r"[}\] \t\r\n]*")
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
-# Half of a surrogate pair, which JSON may write as an escape: text cannot hold one alone.
-_HALF = re.compile("[\ud800-\udfff]")
 # Other members that calls are known to have.
 _BESIDES = frozenset({"id", "type", "index", "call_id", "tool_call_id"})
 
@@ -248,7 +246,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _given(self, call: Call, first: str) -> Reading[bool]:
-        """The arguments: an object, a string that holds one, or null."""
+        """The arguments: an object, a string that holds one, or null or an empty list for none."""
         if call.has_arguments:
             return (yield from self._unless_begun(call))
         call.has_arguments = True
@@ -259,17 +257,15 @@ class JsonCallParser(CallParser):
         text = yield from self._value()
         if text.startswith('"'):
             text = json.loads(text)
-        if text == "null" or not text.strip(SPACE):
+        if text == "null" or text.strip(SPACE) in ("", "[]"):
             text = "{}"
         mended = mended_object(text)
         if mended is None:
             return False
-        # The string had them as escapes, and the arguments can show them as escapes.
-        text = _HALF.sub(lambda half: f"\\u{ord(half.group()):04x}", mended)
         if call.name is None:
-            call.early = text
+            call.early = mended
         else:
-            self._show_call(call, text)
+            self._show_call(call, mended)
         return True
 
     def _show_call(self, call: Call, arguments: str) -> None:

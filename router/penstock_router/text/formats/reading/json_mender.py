@@ -1,8 +1,9 @@
 """Reads one JSON value in text that comes in pieces, and writes it as valid JSON while it comes.
 
-What is valid by RFC 8259 is written as it stands, to the character. Errors that models make are
-mended: control characters in strings, trailing and repeated commas, Python's words, numbers and
-quotes, escapes that JSON lacks, names without quotes. Anything else fails. It consumes exactly the
+What is valid by RFC 8259 is written as it stands, to the character, but for escapes of half a
+character, which many readers refuse: U+FFFD stands for them. Errors that models make are mended:
+control characters in strings, trailing and repeated commas, Python's words, numbers and quotes,
+escapes that JSON lacks, names without quotes. Anything else fails. It consumes exactly the
 characters of the value: up to its end, or up to the first that is beyond mending, so that where it
 stops does not depend on how the text was cut. Work is linear; what is held back is a word, a
 number, an escape or a comma.
@@ -26,6 +27,9 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"None": "null", "True": "true", "False": "false"} | {
     word: word for word in ("null", "true", "false")
 }
+# An escape, and what stands for that of half a character.
+_ESCAPE_SIZE, _LOST = len("\\u0000"), "\\ufffd"
+_HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrt')
 # A longer word or number is none that any reader would accept.
@@ -87,13 +91,18 @@ class JsonMender:
             self._member_value: "null",
         }
         if self._quote:
-            # A backslash of which no escape came is text.
-            self._say("\\" + self.unsaid if self.unsaid else "")
+            self._say(self._begun_escape())
             self._say('": null' if self._in_key else '"')
         else:
             self._say(missing.get(self._state, ""))
         self._say("".join(reversed(self._closers)))
         self._closers, self.unsaid, self._quote, self.complete = [], "", "", True
+
+    def _begun_escape(self) -> str:
+        """What stands for an escape that has no end: a backslash of which none came is text."""
+        half = _LOST if len(self.unsaid) >= _ESCAPE_SIZE else ""
+        begun = self.unsaid[_ESCAPE_SIZE:] if half else self.unsaid
+        return half + ("\\" + begun if begun else "")
 
     # States: each consumes what it can from `at` on, and returns where it stopped.
 
@@ -263,17 +272,52 @@ class JsonMender:
         return at + 1
 
     def _hex_digits(self, text: str, at: int) -> int:
+        """The digits of an escape; in `unsaid` may be that of a first half before it."""
         if text[at] in _HEX:
             self.unsaid += text[at]
-            at += 1
-            if len(self.unsaid) < len("\\u0000"):
-                return at
-            self._say(self.unsaid)
-        else:
-            self._say("\\" + self.unsaid)
+            if len(self.unsaid) % _ESCAPE_SIZE == 0:
+                self._end_escape()
+            return at + 1
+        begun = self.unsaid[-(len(self.unsaid) % _ESCAPE_SIZE) :]
+        self._say((_LOST if begun != self.unsaid else "") + "\\" + begun)
         self.unsaid = ""
         self._state = self._string
         return at
+
+    def _end_escape(self) -> None:
+        """An escape is read: write it unless it is a first half, of which the second may follow."""
+        *halves, last = re.findall(r"\\u(....)", self.unsaid)
+        code = int(last, 16)
+        if halves and code in _LOW:
+            self._say(self.unsaid)
+        elif code not in _HIGH:
+            self._say(_LOST * len(halves) + (_LOST if code in _LOW else f"\\u{last}"))
+        else:
+            self._say(_LOST * len(halves))
+            self.unsaid = f"\\u{last}"
+            self._state = self._second_half
+            return
+        self.unsaid = ""
+        self._state = self._string
+
+    def _second_half(self, text: str, at: int) -> int:
+        if text[at] == "\\":
+            self.unsaid += "\\"
+            self._state = self._second_escape
+            return at + 1
+        self._say(_LOST)
+        self.unsaid = ""
+        self._state = self._string
+        return at
+
+    def _second_escape(self, text: str, at: int) -> int:
+        if text[at] == "u":
+            self.unsaid += "u"
+            self._state = self._hex_digits
+            return at + 1
+        self._say(_LOST)
+        self.unsaid = "\\"
+        return self._escape(text, at)
 
     def _word(self, text: str, at: int) -> int:
         end = _end(_WORD, text, at)

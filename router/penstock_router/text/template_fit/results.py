@@ -1,0 +1,125 @@
+"""Results that do not stand where their calls are, and calls that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock_router.request import Message
+from penstock_router.text.template_fit.calls import result_in_words
+
+# What is told of a call that was never answered.
+_NO_RESULT = "(no result)"
+# What comes up to a message of the assistant, or such a message and what comes after it.
+_Group = list[Message]
+
+
+def match_results(messages: list[Message]) -> list[Message]:
+    """Put results behind the messages with their calls, and give those that name no call of the
+    chat the ids of the calls that lack a result.
+    """
+    groups = _with_late_results([_without_empty_ids(message) for message in messages])
+    return [message for group in groups for message in _matched(group)]
+
+
+def orphans_in_words(messages: list[Message]) -> list[Message]:
+    """Make results of no call what the user says."""
+    return _in_groups(messages, _without_orphans)
+
+
+def fill_results(messages: list[Message]) -> list[Message]:
+    """Give a result to calls that have none, if anybody speaks after them."""
+    return _in_groups(messages, _filled)
+
+
+def _in_groups(
+    messages: list[Message], change: Callable[[_Group], Iterator[Message]]
+) -> list[Message]:
+    return [message for group in _groups(messages) for message in change(group)]
+
+
+def _groups(messages: list[Message]) -> list[_Group]:
+    groups: list[_Group] = [[]]
+    for message in messages:
+        if message["role"] == "assistant":
+            groups.append([])
+        groups[-1].append(message)
+    return groups
+
+
+def _calls(group: _Group) -> list[Any]:
+    return (group[0].get("tool_calls") or []) if group else []
+
+
+def _ids(group: _Group) -> list[object]:
+    return [call["id"] for call in _calls(group) if call.get("id")]
+
+
+# ---- Which call a result is of -----------------------------------------------------------------
+
+
+def _without_empty_ids(message: Message) -> Message:
+    if message.get("tool_call_id") == "":
+        return {key: value for key, value in message.items() if key != "tool_call_id"}
+    calls = message.get("tool_calls") or ()
+    if all(call.get("id") != "" for call in calls):
+        return message
+    named = [{key: each for key, each in call.items() if key != "id" or each} for call in calls]
+    return {**message, "tool_calls": named}
+
+
+def _with_late_results(messages: list[Message]) -> list[_Group]:
+    """The groups, where results stand in the group with their call, right behind the others."""
+    # By the ids of calls that have no result yet.
+    owners: dict[object, _Group] = {}
+    groups: list[_Group] = []
+    for group in _groups(messages):
+        kept: _Group = []
+        groups.append(kept)
+        owners |= dict.fromkeys(_ids(group), kept)
+        for message in group:
+            is_result = message["role"] == "tool"
+            owner = owners.pop(message.get("tool_call_id"), kept) if is_result else kept
+            owner.insert(len(kept) if owner is kept else _end_of_results(owner), message)
+    return groups
+
+
+def _end_of_results(group: _Group) -> int:
+    others = (at for at, each in enumerate(group) if at and each["role"] != "tool")
+    return next(others, len(group))
+
+
+def _matched(group: _Group) -> Iterator[Message]:
+    known = _ids(group)
+    answered = {each.get("tool_call_id") for each in group}
+    waiting = (call_id for call_id in known if call_id not in answered)
+    for message in group:
+        if message["role"] == "tool" and message.get("tool_call_id") not in known:
+            call_id = next(waiting, None)
+            message = {**message, "tool_call_id": call_id} if call_id else message
+        yield message
+
+
+# ---- Results without calls, calls without results ----------------------------------------------
+
+
+def _without_orphans(group: _Group) -> Iterator[Message]:
+    known, calls = _ids(group), _calls(group)
+    nameless = len(calls) - len(known)
+    for message in group:
+        if message["role"] == "tool" and message.get("tool_call_id") not in known:
+            nameless -= 1
+            if nameless < 0:
+                message = {"role": "user", "content": result_in_words(message)}
+        yield message
+
+
+def _filled(group: _Group) -> Iterator[Message]:
+    answered = {each.get("tool_call_id") for each in group}
+    end = _end_of_results(group)
+    yield from group[:end]
+    if end < len(group):
+        for call_id in _ids(group):
+            if call_id not in answered:
+                yield {"role": "tool", "tool_call_id": call_id, "content": _NO_RESULT}
+    yield from group[end:]
