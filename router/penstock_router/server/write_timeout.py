@@ -62,7 +62,7 @@ class WriteTimeout:
 
     def begin(self) -> None:
         """Watch from now on; may call the connection's `pause_writing` at once."""
-        # Writing pauses as soon as a byte is left, so no answer is too short to be watched. The
+        # CallRule pauses as soon as a byte is left, so no answer is too short to be watched. The
         # limit is not 0: asyncio's TLS transport resumes below the limit only, so it never would.
         self._transport.set_write_buffer_limits(high=1)
 

@@ -15,7 +15,7 @@ from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest, Options, Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule
 from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.reasoning import ReasoningStyle
 from penstock_router.text.structural_tag_builder import (
@@ -43,20 +43,18 @@ def answer_constraint(
     style: ReasoningStyle | None,
     *,
     begun: bool = False,
-    writing: Writing = FREE_WRITING,
+    separators: tuple[str, str] | None = None,
 ) -> Constraint | None:
     """The constraint on the request's answers; None: any text.
 
-    `style` is that of reasoning that may come; `begun`: the prompt ends within it; `writing`: how
-    arguments of calls are written. Raises
-    `BadRequest` if the request demands calls and the model has no known format for them.
+    `style` is that of reasoning that may come; `begun`: the prompt ends within it; `separators`:
+    those of items and of keys in arguments of calls. Raises `BadRequest` if the request demands
+    calls and the model has no known format for them.
     """
     if not isinstance(request, ChatRequest):
         return request.constraint
-    answer, has_channels = (
-        _with_calls(request, tool_format, writing),
-        isinstance(tool_format, ChannelFormat),
-    )
+    answer = _with_calls(request, tool_format, separators)
+    has_channels = isinstance(tool_format, ChannelFormat)
     if answer is None:
         if request.constraint is None or (style is None and not has_channels):
             return request.constraint
@@ -73,7 +71,7 @@ def answer_constraint(
 
 
 def _with_calls(
-    request: ChatRequest, tool_format: CallFormat | None, writing: Writing
+    request: ChatRequest, tool_format: CallFormat | None, separators: tuple[str, str] | None
 ) -> JsonObject | None:
     """The format of all that follows reasoning, if tools constrain it; else None."""
     tools, choice = tools_of(request), request.tool_choice
@@ -92,13 +90,13 @@ def _with_calls(
         tools, parallel = tuple(tool for tool in tools if tool.name == choice.name), False
     if choice.forces:
         # The answer is calls only: there is no content for the request's own constraint.
-        return tool_format.calls(tools, required=True, parallel=parallel, writing=writing)
+        return tool_format.calls(tools, CallRule(True, parallel, separators))
     if request.constraint is not None:
-        calls = tool_format.calls(tools, required=True, parallel=parallel, writing=writing)
+        calls = tool_format.calls(tools, CallRule(True, parallel, separators))
         return either([calls, _text_of(request.constraint, tool_format)])
     if parallel and not any(tool.strict for tool in tools):
         return None
-    return tool_format.calls(tools, required=False, parallel=parallel, writing=writing)
+    return tool_format.calls(tools, CallRule(False, parallel, separators))
 
 
 def _text_of(constraint: Constraint, tool_format: CallFormat | None) -> Any:

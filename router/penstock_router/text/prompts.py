@@ -29,7 +29,6 @@ from penstock_router.request import (
 from penstock_router.text.answer_constraint import answer_constraint, tools_of
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.text.contents import as_text, join_contents
-from penstock_router.text.formats.base import FREE_WRITING, Writing
 from penstock_router.text.formats.json_formats.plain_json import instructions
 from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
 from penstock_router.text.image_tokens.expand import encode_with_images
@@ -109,17 +108,20 @@ def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
         _bad_words(model, request),
         request.allowed_token_ids,
         constraint=answer_constraint(
-            request, model.conventions.tool_format, style, begun=begun, writing=_writing(model)
+            request,
+            model.conventions.tool_format,
+            style,
+            begun=begun,
+            separators=_separators(model),
         ),
         reasoning_begun=begun,
     )
 
 
-def _writing(model: TextModel) -> Writing:
+def _separators(model: TextModel) -> tuple[str, str] | None:
     """As the template renders arguments of calls: then the next turn finds the answer cached."""
-    if model.chat_template is None:
-        return FREE_WRITING
-    return Writing(model.chat_template.traits(with_tools=True).argument_separators)
+    template = model.chat_template
+    return None if template is None else template.traits(with_tools=True).argument_separators
 
 
 def embedding_prompts(request: CompletionRequest, model: TextModel) -> PreparedPrompts:

@@ -12,6 +12,7 @@ from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.errors import BadRequest
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
 from penstock_router.text.answer_constraint import answer_constraint
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.json_formats.hermes import HERMES
 from penstock_router.text.reasoning import STYLES
 
@@ -47,7 +48,7 @@ def format_in(made: Constraint | None) -> Any:
 
 
 def calls(*tools: Tool, required: bool, parallel: bool = True) -> Any:
-    return HERMES.calls(tools, required=required, parallel=parallel)
+    return HERMES.calls(tools, CallRule(required=required, parallel=parallel))
 
 
 def test_what_need_not_be_combined_goes_as_it_is() -> None:

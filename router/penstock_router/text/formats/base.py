@@ -35,15 +35,18 @@ class ToolParser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
-    """How the arguments of calls are written where they are constrained: the separators of items
-    and of keys as the model's template renders them; None: as the model likes.
+class CallRule:
+    """What calls an answer is held to.
+
+    Required: calls and nothing else, exactly one where not parallel. Otherwise free text and calls;
+    the arguments of a strict tool obey its schema.
     """
 
+    required: bool
+    parallel: bool = True
+    # The separators of items and of keys in arguments that are JSON, as the model's template writes
+    # them; None: as the model likes.
     separators: tuple[str, str] | None = None
-
-
-FREE_WRITING = Writing()
 
 
 class CallFormat(ABC):
@@ -64,19 +67,8 @@ class CallFormat(ABC):
         """A parser for one answer to a request with these tools; `marks`: those that are tokens."""
 
     @abstractmethod
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
-        """The constraint on answers in this format, as the format of a structural tag.
-
-        Required: calls and nothing else, exactly one where not parallel. Otherwise free text and
-        calls; the arguments of a strict tool obey its schema.
-        """
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
+        """The constraint on answers in this format, as the format of a structural tag."""
 
     def begins(self) -> tuple[str, ...]:
         """Marks of its own that begin calls, wherever they stand; () where calls have none."""

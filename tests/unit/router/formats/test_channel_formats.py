@@ -18,6 +18,7 @@ from unit.router.formats.test_forms import accepts, compiled
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece, PieceKind, join_pieces
 from penstock_router.text.chat_template import ChatTemplate
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.channels import ChannelParser
 from penstock_router.text.formats.registry import CHANNELS
 from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
@@ -181,7 +182,7 @@ def test_forced_calls_may_come_behind_reasoning_and_nothing_else_may(
     family, format_ = BY_NAME[name], CHANNELS[name]
     assert family.reasons is not None
     assert format_.style is not None
-    calls = format_.calls(STRICT, required=True, parallel=True)
+    calls = format_.calls(STRICT, CallRule(required=True, parallel=True))
     form = compiled(format_.reasoned(calls, begun=begun))
     reasoning = family.reasons("hm").removeprefix(format_.style.begin if begun else "")
     right, wrong = family.write([("add-up", {"a": 1})]), family.write([("add-up", {"a": "x"})])
@@ -196,7 +197,7 @@ def test_strict_calls_may_come_behind_reasoning_and_text(name: str) -> None:
     family, format_ = BY_NAME[name], CHANNELS[name]
     assert family.reasons is not None
     assert format_.style is not None
-    calls = format_.calls(STRICT, required=False, parallel=True)
+    calls = format_.calls(STRICT, CallRule(required=False, parallel=True))
     form = compiled(format_.reasoned(calls, begun=False))
     reasoning = family.reasons("hm")
     for before in ("", reasoning, *([family.says_before("x")] if family.says_before else [])):

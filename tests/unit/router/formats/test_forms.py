@@ -20,6 +20,7 @@ from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import PieceKind, content_of, join_pieces
 from penstock_router.text.answer_reader import make_reader
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.marks import NO_MARKS
 from penstock_router.text.model_conventions import Conventions
@@ -50,7 +51,7 @@ _BYTES = LLTokenizer("byte")
 
 @functools.lru_cache
 def grammar(name: str, *, required: bool, parallel: bool) -> str:
-    form = FORMATS[name].calls(TOOLS, required=required, parallel=parallel)
+    form = FORMATS[name].calls(TOOLS, CallRule(required=required, parallel=parallel))
     return compiled(form)
 
 
@@ -200,9 +201,9 @@ def test_arguments_of_a_tool_that_is_not_strict_are_any_where_calls_are_not_forc
 ) -> None:
     tools = [Tool("maybe", _OPTIONAL)]
     form = FORMATS[family.format]
-    loose = compiled(form.calls(tools, required=False, parallel=False))
+    loose = compiled(form.calls(tools, CallRule(required=False, parallel=False)))
     assert accepts(loose, maybe(family, a=7))
-    forced = compiled(form.calls(tools, required=True, parallel=False))
+    forced = compiled(form.calls(tools, CallRule(required=True, parallel=False)))
     assert not accepts(forced, maybe(family, a=7))
 
 
@@ -219,5 +220,5 @@ def test_a_strict_schema_that_python_arguments_cannot_be_held_to_is_refused(
 ) -> None:
     tool = Tool("f", schema, strict=True)
     with pytest.raises(BadRequest, match=f"'f' cannot be strict with .*'{named}'") as refused:
-        FORMATS["pythonic"].calls([tool], required=False, parallel=True)
+        FORMATS["pythonic"].calls([tool], CallRule(required=False, parallel=True))
     assert refused.value.param == "tools"

@@ -15,7 +15,7 @@ from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import PieceKind, content_of, join_pieces
 from penstock_router.text.answer_reader import make_reader
 from penstock_router.text.chat_template import ChatTemplate
-from penstock_router.text.formats.base import CallFormat, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule
 from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.formats.registry import FORMATS, tool_format_of
 from penstock_router.text.marks import NO_MARKS
@@ -110,16 +110,18 @@ def test_a_call_of_an_unknown_function_counts_behind_a_mark_only(family: Family)
 def test_what_a_family_writes_is_what_is_forced(family: Family) -> None:
     name = family.format
     tool_format = FORMATS[name]
-    writing = Writing((", ", ": "))
+    separators = ", ", ": "
     for parallel in (True, False):
-        form = tool_format.calls(TOOLS, required=True, parallel=parallel, writing=writing)
+        form = tool_format.calls(
+            TOOLS, CallRule(required=True, parallel=parallel, separators=separators)
+        )
         grammar = grammar_of_form(form)
         assert is_of_form(grammar, family.write([DAYS]))
         assert not is_of_form(grammar, family.write([("get_weather", {"town": "x"})]))
         assert not is_of_form(grammar, family.says_alone("It is warm."))
         if family.is_parallel:
             assert is_of_form(grammar, family.write([PARIS, OSLO])) is parallel
-    free = tool_format.calls(TOOLS, required=False, parallel=True)
+    free = tool_format.calls(TOOLS, CallRule(required=False, parallel=True))
     grammar = grammar_of_form(free)
     assert is_of_form(grammar, family.write([DAYS]))
     assert is_of_form(grammar, family.says_alone("It is warm."))
@@ -144,7 +146,7 @@ def test_a_template_shows_its_format_and_renders_what_is_forced(name: str) -> No
         {"role": "assistant", "content": "", "tool_calls": said},
     ]
     text = ChatTemplate({"default": source}, {}).render(messages, tools=[{"type": "function"}])
-    form = tool_format.calls(TOOLS, required=True, parallel=True, writing=Writing((", ", ": ")))
+    form = tool_format.calls(TOOLS, CallRule(required=True, parallel=True, separators=(", ", ": ")))
     grammar = grammar_of_form(form)
     ends = [text[start:end] for start, end in _parts(text, family.write(calls))]
     assert any(is_of_form(grammar, part) for part in ends), text
@@ -274,7 +276,7 @@ def test_mistral_is_forced_to_write_the_ids_of_its_template_and_no_others() -> N
     plain = tool_format_of("{{ tools }}[TOOL_CALLS]..[ARGS]")
     for tool_format, right, wrong in ((small, with_ids, without), (plain, without, with_ids)):
         assert tool_format is not None
-        form = tool_format.calls(TOOLS, required=True, parallel=True)
+        form = tool_format.calls(TOOLS, CallRule(required=True, parallel=True))
         assert is_of_form(grammar_of_form(form), right)
         assert not is_of_form(grammar_of_form(form), wrong)
         assert read(tool_format, right) == read(tool_format, wrong) == ("", [("now", {})])
@@ -454,7 +456,7 @@ def test_gigachat_is_forced_to_write_what_its_template_has() -> None:
     texts = (f"<|message_sep|>\n\nfunction call<|role_sep|>\n{call}", f"<|function_call|>{call}")
     for tool_format, text in zip((old, new), texts, strict=True):
         assert tool_format is not None
-        form = tool_format.calls(TOOLS, required=True, parallel=True)
+        form = tool_format.calls(TOOLS, CallRule(required=True, parallel=True))
         assert [is_of_form(grammar_of_form(form), each) for each in texts] == [
             each == text for each in texts
         ]

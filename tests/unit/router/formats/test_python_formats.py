@@ -17,6 +17,7 @@ from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
 from penstock_router.text.answer_reader import make_reader
 from penstock_router.text.chat_template import ChatTemplate
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
 from penstock_router.text.model_conventions import Conventions, conventions_of
@@ -340,7 +341,7 @@ def test_a_template_shows_its_format_and_how_its_model_reasons(family: Family) -
 def test_calls_as_the_template_renders_them_are_of_the_form_and_are_read(family: Family) -> None:
     text = rendered(family.format, _BOTH)
     for required in (True, False):
-        form = FORMATS[family.format].calls(TOOLS, required=required, parallel=True)
+        form = FORMATS[family.format].calls(TOOLS, CallRule(required=required, parallel=True))
         assert accepts(compiled(form), text), text
     assert read(family.format, text) == ("", _BOTH)
 
@@ -385,7 +386,7 @@ def test_calls_are_told_in_the_models_words_where_its_template_has_none() -> Non
 
 
 def test_values_are_held_to_the_schema_in_the_familys_own_writing() -> None:
-    form = compiled(FORMATS["gemma4"].calls(TOOLS, required=True, parallel=False))
+    form = compiled(FORMATS["gemma4"].calls(TOOLS, CallRule(required=True, parallel=False)))
     around = "<|tool_call>call:get_weather{%s}<tool_call|>"
     quoted = '<|"|>%s<|"|>'
     city = f"city:{quoted % 'Paris'}"
@@ -413,7 +414,7 @@ def test_values_are_held_to_the_schema_in_the_familys_own_writing() -> None:
 
 
 def test_python_values_are_held_to_the_schema() -> None:
-    form = compiled(FORMATS["lfm2"].calls(TOOLS, required=True, parallel=False))
+    form = compiled(FORMATS["lfm2"].calls(TOOLS, CallRule(required=True, parallel=False)))
     around = "<|tool_call_start|>[get_weather(%s)]<|tool_call_end|>"
     for right in (
         "city='it\\'s'",
@@ -435,16 +436,16 @@ def test_python_values_are_held_to_the_schema() -> None:
 def test_values_of_a_tool_that_is_not_strict_are_any_in_the_familys_own_writing(
     name: str, text: str
 ) -> None:
-    loose = FORMATS[name].calls(TOOLS, required=False, parallel=True)
+    loose = FORMATS[name].calls(TOOLS, CallRule(required=False, parallel=True))
     assert accepts(compiled(loose), marked(name, text))
-    forced = FORMATS[name].calls(TOOLS, required=True, parallel=True)
+    forced = FORMATS[name].calls(TOOLS, CallRule(required=True, parallel=True))
     assert not accepts(compiled(forced), marked(name, text))
 
 
 def test_a_strict_schema_that_bare_keys_cannot_be_held_to_is_refused() -> None:
     tool = Tool("f", {"type": "object", "properties": {"a b": {}}}, strict=True)
     with pytest.raises(BadRequest, match="'f' cannot be strict with the argument 'a b'"):
-        FORMATS["gemma4"].calls([tool], required=False, parallel=True)
+        FORMATS["gemma4"].calls([tool], CallRule(required=False, parallel=True))
 
 
 # ---- Reasoning ---------------------------------------------------------------------------------

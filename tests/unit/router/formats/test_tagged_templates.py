@@ -14,6 +14,7 @@ from unit.router.formats.test_forms import accepts, compiled
 
 from penstock_router.request import Tool
 from penstock_router.text.chat_template import ChatTemplate
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.reading.tagged_calls import TaggedFormat
 from penstock_router.text.formats.registry import tool_format_of
 from penstock_router.text.reasoning import ReasoningStyle, reasoning_begun, style_of
@@ -91,7 +92,7 @@ def test_calls_that_the_template_renders_are_read(name: str, source: str) -> Non
 def test_calls_may_be_held_to_look_as_the_template_renders_them(name: str, source: str) -> None:
     form = format_of(source)
     for required in (True, False):
-        grammar = compiled(form.calls(TOOLS, required=required, parallel=True))
+        grammar = compiled(form.calls(TOOLS, CallRule(required=required, parallel=True)))
         for calls in CALLS:
             text = rendered(source, calls)
             assert accepts(grammar, text), text
@@ -101,7 +102,7 @@ def test_calls_may_be_held_to_look_as_the_template_renders_them(name: str, sourc
 @each_template
 def test_calls_are_held_to_the_schema(name: str, source: str) -> None:
     form = format_of(source)
-    grammar = compiled(form.calls(TOOLS, required=True, parallel=False))
+    grammar = compiled(form.calls(TOOLS, CallRule(required=True, parallel=False)))
     one, several, wrong = CALLS[0], CALLS[2], [("get_weather", {"days": 3})]
     assert accepts(grammar, rendered(source, one))
     assert not accepts(grammar, rendered(source, several))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from penstock_router.argument_kinds import STRING, kinds_of_argument
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, ToolParser, Writing
+from penstock_router.text.formats.base import CallRule, ToolParser
 from penstock_router.text.formats.channel_formats.message_reader import Header, MessageReader
 from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
@@ -80,26 +80,19 @@ class HarmonyFormat(ChannelFormat):
         """A parser for one answer; `begun`: the prompt ends within the channel of reasoning."""
         return _HarmonyReader(tools, marks, begun=begun)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """One call, which ends the answer. If not required: any messages of text, and then a call
         or the last message.
         """
         calls = [
             tag(
                 f"{_CHANNEL}{_COMMENTARY} to={_NAMESPACE}{tool.name} {_CONSTRAIN}json{_MESSAGE}",
-                arguments_format(tool, required=required, writing=writing),
+                arguments_format(tool, rule),
                 _CALL,
             )
             for tool in tools
         ]
-        if required:
+        if rule.required:
             return either(calls)
         texts = [_message(channel, _TEXT, _END) for channel in (_ANALYSIS, _COMMENTARY)]
         before = sequence(one_or_more(texts, _AGAIN, parallel=True), literal(_AGAIN))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from penstock_router.argument_kinds import ANY, Kinds, kinds_of
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, ToolParser, Writing
+from penstock_router.text.formats.base import CallRule, ToolParser
 from penstock_router.text.formats.channel_formats.channel_reader import ChannelReader
 from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
 from penstock_router.text.formats.reading.json_calls import arguments_format, written_as
@@ -83,21 +83,14 @@ class KimiK3Format(ChannelFormat):
         """A parser for one answer; `begun`: the prompt ends within the channel of reasoning."""
         return _KimiK3Reader(tools, marks, begun=begun)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """An empty response and calls; if not required, a response and perhaps calls."""
-        functions = [_function(tool, required=required, writing=writing) for tool in tools]
+        functions = [_function(tool, rule) for tool in tools]
         opens, closes = _TAGS.wrap
-        listed = one_or_more(functions, "", parallel=parallel)
+        listed = one_or_more(functions, "", parallel=rule.parallel)
         calls = sequence(literal(opens), listed, literal(closes), _perhaps(_MESSAGE[1]))
         no_text = [literal("".join(_RESPONSE)), literal(_RESPONSE[1]), literal("")]
-        if required:
+        if rule.required:
             return sequence(either(no_text), calls)
         response = either([tag(_RESPONSE[0], _TEXT, _RESPONSE[1]), tag("", _TEXT, _RESPONSE[1])])
         behind = either([calls, _perhaps(_MESSAGE[1])])
@@ -118,18 +111,18 @@ def _perhaps(text: str) -> JsonObject:
     return either([literal(text), literal("")])
 
 
-def _function(tool: Tool, *, required: bool, writing: Writing) -> JsonObject:
+def _function(tool: Tool, rule: CallRule) -> JsonObject:
     """A call with its number, and its arguments with their types."""
     begin, behind, end = _TAGS.function
     number = sequence(regex("[1-9][0-9]?"), literal(behind))
     if not tool.parameters:
-        whole = arguments_format(tool, required=required, writing=writing)
+        whole = arguments_format(tool, rule)
         arguments = either([tag(_JSON[0], whole, _JSON[1]), literal("")])
     else:
         arguments = one_after_another(
             [
-                (each.is_needed, _argument(tool, each, writing))
-                for each in arguments_of(tool, required=required, is_name=_is_key)
+                (each.is_needed, _argument(tool, each, rule))
+                for each in arguments_of(tool, required=rule.required, is_name=_is_key)
             ]
         )
     return tag(f'{begin}{_escaped(tool.name)}" index="', sequence(number, arguments), end)
@@ -139,7 +132,7 @@ def _is_key(name: str) -> bool:
     return name != "" and not set(name) & set("<>\n") and _ATTRIBUTE.search(name) is None
 
 
-def _argument(tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
+def _argument(tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
     """An argument, in each of the types that its schema allows."""
     kinds = (kinds_of(argument.schema, argument.schema) or ANY) - {"integer"}
     if "integer" in kinds_of(argument.schema, argument.schema):
@@ -147,14 +140,14 @@ def _argument(tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
     begin, behind, end = _TAGS.argument
     ways = []
     for kind in sorted(kinds):
-        value = _value(tool, argument, kind, writing)
+        value = _value(tool, argument, kind, rule)
         if value is not None:
             opens = f'{begin}{_escaped(argument.name)}" type="{kind}{behind}'
             ways.append(tag(opens, value, end))
     return either(ways)
 
 
-def _value(tool: Tool, argument: Argument, kind: str, writing: Writing) -> JsonObject | None:
+def _value(tool: Tool, argument: Argument, kind: str, rule: CallRule) -> JsonObject | None:
     """The format of a value of this type; None: the schema lists values, and none is of it."""
     schema = argument.schema
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -166,7 +159,7 @@ def _value(tool: Tool, argument: Argument, kind: str, writing: Writing) -> JsonO
     if kind == "string":
         return text_format(tool, dataclasses.replace(argument, schema=schema))
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return json_format(written_as({"allOf": [schema, {"type": kind}]} | shared, writing))
+    return json_format(written_as({"allOf": [schema, {"type": kind}]} | shared, rule))
 
 
 def _escaped(value: str) -> str:

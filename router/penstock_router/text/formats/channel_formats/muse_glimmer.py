@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, ToolParser, Writing
+from penstock_router.text.formats.base import CallRule, ToolParser
 from penstock_router.text.formats.channel_formats.message_reader import Header, MessageReader
 from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
 from penstock_router.text.formats.reading.reader import Misfit, Reading
@@ -66,14 +66,7 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
         """A parser for one answer; `begun`: the prompt ends within a message to itself."""
         return _MuseGlimmerReader(tools, marks, begun=begun)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """A message for each call; if not required, messages to the user before them or alone."""
         opens, closes = self.tags.wrap
         space = self.spaces.inside
@@ -81,13 +74,12 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
             self._function_tag(
                 tool,
                 (f" to={tool.name}{_MESSAGE}{opens}{space}", f"{space}{closes}"),
-                required=required,
-                writing=writing,
+                rule,
             )
             for tool in tools
         ]
-        calls = one_or_more(functions, _AGAIN, parallel=parallel)
-        if required:
+        calls = one_or_more(functions, _AGAIN, parallel=rule.parallel)
+        if rule.required:
             return calls
         said = either([tag(_TO_USER, _TEXT, _AGAIN), literal("")])
         return sequence(said, either([calls, self.said(_LAST), _LAST]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, ToolParser, Writing
+from penstock_router.text.formats.base import CallRule, ToolParser
 from penstock_router.text.formats.channel_formats.message_reader import Header, MessageReader
 from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
@@ -61,14 +61,7 @@ class SolarOpenFormat(ChannelFormat):
         """A parser for one answer; `begun`: the prompt ends within the message of reasoning."""
         return _SolarOpenReader(tools, marks, begun=begun)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """A message of all calls; if not required, content before it or alone."""
         functions = [
             tag(
@@ -76,15 +69,15 @@ class SolarOpenFormat(ChannelFormat):
                 sequence(
                     regex("[a-z0-9]{10}"),
                     literal(f"{_NAME}{tool.name}{_ARGS}"),
-                    arguments_format(tool, required=required, writing=writing),
+                    arguments_format(tool, rule),
                 ),
                 _CALL_END,
             )
             for tool in tools
         ]
-        listed = one_or_more(functions, "", parallel=parallel)
+        listed = one_or_more(functions, "", parallel=rule.parallel)
         calls = sequence(literal(_TOOL_CALLS), listed, literal(_CALLS))
-        if required:
+        if rule.required:
             return calls
         behind = either([sequence(literal(f"{_BEGIN}assistant"), calls), literal("")])
         return either([sequence(tag(_CONTENT, _TEXT, _END), behind), calls, _LAST])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import ToolParser, Writing
+from penstock_router.text.formats.base import CallRule, ToolParser
 from penstock_router.text.formats.reading.json_calls import Call, arguments_format
 from penstock_router.text.formats.reading.marked_json import MarkedJson, MarkedJsonParser
 from penstock_router.text.formats.reading.reader import Reading
@@ -25,12 +25,10 @@ class _ApertusFormat(MarkedJson):
         """A parser for one answer."""
         return _CallParser(self, tools, marks)
 
-    def call(
-        self, tool: Tool, before: str, behind: str, *, required: bool, writing: Writing
-    ) -> JsonObject:
+    def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
         """One entry of the list."""
         name = json.dumps(tool.name, ensure_ascii=False)
-        content = arguments_format(tool, required=required, writing=writing)
+        content = arguments_format(tool, rule)
         return tag(f"{before}{{{name}: ", content, f"}}{behind}")
 
 

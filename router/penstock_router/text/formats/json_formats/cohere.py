@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.json_calls import (
     JsonCallParser,
     arguments_format,
@@ -34,15 +34,13 @@ _BEGIN, _BETWEEN, _END = f"{_WORD}\n{_FENCE}json\n[\n    ", ",\n    ", f"\n]{_FE
 
 @dataclass(frozen=True, kw_only=True)
 class _CohereFormat(MarkedJson):
-    def call(
-        self, tool: Tool, before: str, behind: str, *, required: bool, writing: Writing
-    ) -> JsonObject:
+    def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
         """One action; its id is its number in the conversation."""
         name = json.dumps(tool.name, ensure_ascii=False)
         content = sequence(
             regex("(0|[1-9][0-9]{0,5})"),
             literal(f'", "tool_name": {name}, "parameters": '),
-            arguments_format(tool, required=required, writing=writing),
+            arguments_format(tool, rule),
         )
         return tag(f'{before}{{"tool_call_id": "', content, f"}}{behind}")
 
@@ -73,22 +71,12 @@ class CommandRFormat(CallFormat):
         """A parser for one answer."""
         return _CallParser(tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """All calls in one code block."""
         before, between = '{\n        "tool_name": ', ',\n        "parameters": '
-        tags = [
-            call_tag(tool, before, between, "\n    }", required=required, writing=writing)
-            for tool in tools
-        ]
-        calls = one_or_more(tags, _BETWEEN, parallel=parallel)
-        if required:
+        tags = [call_tag(tool, before, between, "\n    }", rule) for tool in tools]
+        calls = one_or_more(tags, _BETWEEN, parallel=rule.parallel)
+        if rule.required:
             return sequence(literal(_BEGIN), calls, literal(_END))
         return among_text([tag(_BEGIN, calls, _END)], f"{_WORD}\n{_FENCE}", parallel=False)
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import (
-    FREE_WRITING,
     CallFormat,
+    CallRule,
     NamedArguments,
     ToolParser,
-    Writing,
 )
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
 from penstock_router.text.formats.reading.reader import Misfit, Reading
@@ -73,25 +72,18 @@ class DeepSeekFormat(CallFormat):
         ]
         return f"{_CALLS}{self._apart.join(shown)}{_CALLS_END}"
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """All calls between one pair of markers."""
         tags = [
             tag(
                 f"{_CALL}{self._before}{tool.name}{self._between}",
-                arguments_format(tool, required=required, writing=writing),
+                arguments_format(tool, rule),
                 f"{self._behind}{_CALL_END}",
             )
             for tool in tools
         ]
-        calls = one_or_more(tags, self._apart, parallel=parallel)
-        if required:
+        calls = one_or_more(tags, self._apart, parallel=rule.parallel)
+        if rule.required:
             return sequence(literal(_CALLS), calls, literal(_CALLS_END))
         among = tag(_CALLS, calls, _CALLS_END)
         return among_text([among], _CALLS, parallel=False)

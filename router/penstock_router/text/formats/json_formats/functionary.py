@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.channels import ChannelFormat, ChannelParser
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
 from penstock_router.text.formats.reading.reader import Misfit, Reading
@@ -49,26 +49,19 @@ class FunctionaryTagFormat(CallFormat):
         """A parser for one answer."""
         return _TagParser(tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """Tags without anything between them."""
         tags = [
             tag(
                 f"{_TAG}{tool.name}>",
-                arguments_format(tool, required=required, writing=writing),
+                arguments_format(tool, rule),
                 _TAG_END,
             )
             for tool in tools
         ]
-        if required:
-            return one_or_more(tags, "", parallel=parallel)
-        return among_text(tags, _TAG, parallel=parallel)
+        if rule.required:
+            return one_or_more(tags, "", parallel=rule.parallel)
+        return among_text(tags, _TAG, parallel=rule.parallel)
 
 
 class _TagParser(JsonCallParser):
@@ -120,30 +113,23 @@ class FunctionaryFormat(ChannelFormat):
         """The answer: the family writes no reasoning."""
         return answer
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """Calls, the first of which the prompt has begun; or text and then calls; or nothing."""
         first, others = (
             [
                 tag(
                     f"{to}{tool.name}\n",
-                    arguments_format(tool, required=required, writing=writing),
+                    arguments_format(tool, rule),
                     "",
                 )
                 for tool in tools
             ]
             for to in ("", _TO)
         )
-        calls = one_or_more(first, _TO, parallel=parallel)
-        if required:
+        calls = one_or_more(first, _TO, parallel=rule.parallel)
+        if rule.required:
             return calls
-        said = sequence(literal(f"{_ALL}\n"), among_text(others, _TO, parallel=parallel))
+        said = sequence(literal(f"{_ALL}\n"), among_text(others, _TO, parallel=rule.parallel))
         return either([calls, said, literal("")])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, call_tag
 from penstock_router.text.formats.reading.reader import Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
@@ -42,22 +42,12 @@ class GigaChatFormat(CallFormat):
         """A parser for one answer."""
         return _CallParser(tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """One call, as the templates render no more."""
         begin = f"{_MESSAGE_END}\n\n{_ROLE}{_ROLE_END}\n" if self.is_message else _CALL
         before, between = f'{begin}{{"name": ', ', "arguments": '
-        tags = [
-            call_tag(tool, before, between, "}", required=required, writing=writing)
-            for tool in tools
-        ]
-        if required:
+        tags = [call_tag(tool, before, between, "}", rule) for tool in tools]
+        if rule.required:
             return one_or_more(tags, "", parallel=False)
         return among_text(tags, begin, parallel=False)
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import (
-    FREE_WRITING,
     CallFormat,
+    CallRule,
     NamedArguments,
     ToolParser,
-    Writing,
 )
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
 from penstock_router.text.formats.reading.reader import Misfit, Reading
@@ -46,21 +45,11 @@ class Glm4Format(CallFormat):
         """Calls, each as the assistant's."""
         return _ASSISTANT.join([f"{name}\n{arguments}" for name, arguments in calls])
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """A name and arguments; if not required, any text too."""
-        tags = [
-            tag(f"{tool.name}\n", arguments_format(tool, required=required, writing=writing), "")
-            for tool in tools
-        ]
-        calls = one_or_more(tags, _ASSISTANT, parallel=parallel)
-        if required:
+        tags = [tag(f"{tool.name}\n", arguments_format(tool, rule), "") for tool in tools]
+        calls = one_or_more(tags, _ASSISTANT, parallel=rule.parallel)
+        if rule.required:
             return calls
         names = [f"{tool.name}\n" for tool in tools]
         return either([calls, {"type": "any_text", "excludes": names}])

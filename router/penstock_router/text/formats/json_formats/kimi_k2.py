@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
 from penstock_router.text.formats.reading.reader import Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
@@ -51,14 +51,7 @@ class KimiK2Format(CallFormat):
         """A parser for one answer."""
         return _CallParser(tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """All calls between one pair of markers."""
         number = regex("(0|[1-9][0-9]{0,5})")
         tags = [
@@ -67,14 +60,14 @@ class KimiK2Format(CallFormat):
                 sequence(
                     number,
                     literal(_ARGUMENTS),
-                    arguments_format(tool, required=required, writing=writing),
+                    arguments_format(tool, rule),
                 ),
                 _CALL_END,
             )
             for tool in tools
         ]
-        calls = one_or_more(tags, "", parallel=parallel)
-        if required:
+        calls = one_or_more(tags, "", parallel=rule.parallel)
+        if rule.required:
             return sequence(literal(_CALLS), calls, literal(_CALLS_END))
         return among_text([tag(_CALLS, calls, _CALLS_END)], _CALLS, parallel=False)
 

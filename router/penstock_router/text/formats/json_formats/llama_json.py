@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.json_calls import BareJsonParser, call_tag, calls_or_text
 from penstock_router.text.formats.reading.python_calls import BUILTIN, PythonCallParser
 from penstock_router.text.formats.reading.reader import Reading
@@ -41,21 +41,11 @@ class LlamaJsonFormat(CallFormat):
         """A parser for one answer."""
         return _CallParser(tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """Objects in the order and spacing of the template; several as `{..}; {..}`."""
-        tags = [
-            call_tag(tool, '{"name": ', ', "parameters": ', "}", required=required, writing=writing)
-            for tool in tools
-        ]
-        calls = one_or_more(tags, "; ", parallel=parallel)
-        return calls if required else calls_or_text(calls, "[{")
+        tags = [call_tag(tool, '{"name": ', ', "parameters": ', "}", rule) for tool in tools]
+        calls = one_or_more(tags, "; ", parallel=rule.parallel)
+        return calls if rule.required else calls_or_text(calls, "[{")
 
 
 class _CallParser(BareJsonParser, PythonCallParser):

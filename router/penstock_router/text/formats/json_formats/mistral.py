@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, arguments_format
 from penstock_router.text.formats.reading.reader import Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
@@ -51,18 +51,11 @@ class MistralFormat(CallFormat):
         """A parser for one answer."""
         return _CallParser(tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """One marker, and all calls in one list."""
-        tags = [self._call_tag(tool, required=required, writing=writing) for tool in tools]
-        calls = one_or_more(tags, ", ", parallel=parallel)
-        if required:
+        tags = [self._call_tag(tool, rule) for tool in tools]
+        calls = one_or_more(tags, ", ", parallel=rule.parallel)
+        if rule.required:
             return sequence(literal(f"{_CALLS}["), calls, literal("]"))
         among = tag(f"{_CALLS}[", calls, "]")
         return among_text([among], _CALLS, parallel=False)
@@ -71,8 +64,8 @@ class MistralFormat(CallFormat):
         """With ids, if the template writes them behind a call's arguments."""
         return replace(self, has_ids=', "id": "' in template)
 
-    def _call_tag(self, tool: Tool, *, required: bool, writing: Writing) -> JsonObject:
-        arguments = arguments_format(tool, required=required, writing=writing)
+    def _call_tag(self, tool: Tool, rule: CallRule) -> JsonObject:
+        arguments = arguments_format(tool, rule)
         if self.has_ids:
             arguments = sequence(arguments, literal(', "id": "'), _ID_TEXT, literal('"'))
         name = json.dumps(tool.name, ensure_ascii=False)
@@ -99,26 +92,19 @@ class MistralNamedFormat(CallFormat):
         """A parser for one answer."""
         return _CallParser(tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """Calls without a separator."""
-        tags = [self._call_tag(tool, required=required, writing=writing) for tool in tools]
-        if required:
-            return one_or_more(tags, "", parallel=parallel)
-        return among_text(tags, _CALLS, parallel=parallel)
+        tags = [self._call_tag(tool, rule) for tool in tools]
+        if rule.required:
+            return one_or_more(tags, "", parallel=rule.parallel)
+        return among_text(tags, _CALLS, parallel=rule.parallel)
 
     def for_template(self, template: str) -> MistralNamedFormat:
         """With ids, if the template writes them."""
         return replace(self, has_ids=_ID in template)
 
-    def _call_tag(self, tool: Tool, *, required: bool, writing: Writing) -> JsonObject:
-        arguments = arguments_format(tool, required=required, writing=writing)
+    def _call_tag(self, tool: Tool, rule: CallRule) -> JsonObject:
+        arguments = arguments_format(tool, rule)
         if not self.has_ids:
             return tag(f"{_CALLS}{tool.name}{_ARGUMENTS}", arguments, "")
         content = sequence(_ID_TEXT, literal(_ARGUMENTS), arguments)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.json_calls import BareJsonParser, call_tag, calls_or_text
 from penstock_router.text.formats.reading.reader import Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
@@ -35,24 +35,14 @@ class PlainJsonFormat(CallFormat):
         """A parser for one answer."""
         return _CallParser(tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """One object or, where there may be several, a list of them."""
-        tags = [
-            call_tag(tool, '{"name": ', ', "arguments": ', "}", required=required, writing=writing)
-            for tool in tools
-        ]
+        tags = [call_tag(tool, '{"name": ', ', "arguments": ', "}", rule) for tool in tools]
         calls = one_or_more(tags, "", parallel=False)
-        if parallel:
+        if rule.parallel:
             listed = one_or_more(tags, ", ", parallel=True)
             calls = either([calls, sequence(literal("["), listed, literal("]"))])
-        return calls if required else calls_or_text(calls, "[{`")
+        return calls if rule.required else calls_or_text(calls, "[{`")
 
 
 def instructions(tools: Iterable[Tool], tool_format: CallFormat | None = None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, Writing
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.json_formats.plain_json import PlainJsonFormat
 from penstock_router.text.formats.reading.json_calls import call_tag, calls_or_text
 from penstock_router.text.structural_tag_builder import literal, one_or_more, sequence
@@ -23,22 +23,12 @@ class XlamFormat(PlainJsonFormat):
         """The template has the name that stands for a function's in the family's instructions."""
         return '"tool_call_name"' in template
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """A list, of one call or more."""
-        tags = [
-            call_tag(tool, '{"name": ', ', "arguments": ', "}", required=required, writing=writing)
-            for tool in tools
-        ]
-        listed = one_or_more(tags, ", ", parallel=parallel)
+        tags = [call_tag(tool, '{"name": ', ', "arguments": ', "}", rule) for tool in tools]
+        listed = one_or_more(tags, ", ", parallel=rule.parallel)
         calls = sequence(literal("["), listed, literal("]"))
-        return calls if required else calls_or_text(calls, "[{`")
+        return calls if rule.required else calls_or_text(calls, "[{`")
 
 
 XLAM = XlamFormat()

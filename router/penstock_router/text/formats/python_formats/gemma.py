@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.bare_keys import BareKeyNotation, BareKeyParser
 from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
@@ -44,27 +44,20 @@ class GemmaFormat(CallFormat):
         """A parser for one answer."""
         return _CallParser(self, tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """Calls without a separator."""
         notation = BareKeyNotation(self.quote)
         tags = [
             tag(
                 f"{self.begin}{_CALL}{tool.name}{{",
-                notation.arguments(tool, writing) if required or tool.strict else ANY_TEXT,
+                notation.arguments(tool, rule) if rule.required or tool.strict else ANY_TEXT,
                 f"}}{self.end}",
             )
             for tool in tools
         ]
-        if required:
-            return one_or_more(tags, "", parallel=parallel)
-        return among_text(tags, self.begin, parallel=parallel)
+        if rule.required:
+            return one_or_more(tags, "", parallel=rule.parallel)
+        return among_text(tags, self.begin, parallel=rule.parallel)
 
 
 GEMMA4 = GemmaFormat("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import (
-    FREE_WRITING,
     CallFormat,
+    CallRule,
     NamedArguments,
     ToolParser,
-    Writing,
 )
 from penstock_router.text.formats.reading.python_calls import (
     MarkedPythonParser,
@@ -58,19 +57,12 @@ class LfmFormat(CallFormat):
         """A parser for one answer."""
         return _CallParser(_BEGIN, _END, tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """One list between one pair of marks."""
-        tags = call_tags(tools, required=required, writing=writing, notation=_NOTATION)
-        listed = one_or_more(tags, ", ", parallel=parallel)
+        tags = call_tags(tools, rule, notation=_NOTATION)
+        listed = one_or_more(tags, ", ", parallel=rule.parallel)
         opens, closes = f"{_BEGIN}[", f"]{_END}"
-        if required:
+        if rule.required:
             return sequence(literal(opens), listed, literal(closes))
         return among_text([tag(opens, listed, closes)], _BEGIN, parallel=False)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.python_calls import MarkedPythonParser, call_tags
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import (
@@ -40,17 +40,10 @@ class OlmoFormat(CallFormat):
         """A parser for one answer."""
         return MarkedPythonParser(_BEGIN, _END, tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """Lines of calls between one pair of marks, their values as JSON."""
-        tags = call_tags(tools, required=required, writing=writing)
-        listed = one_or_more(tags, "\n", parallel=parallel)
-        if required:
+        tags = call_tags(tools, rule)
+        listed = one_or_more(tags, "\n", parallel=rule.parallel)
+        if rule.required:
             return sequence(literal(_BEGIN), listed, literal(_END))
         return among_text([tag(_BEGIN, listed, _END)], _BEGIN, parallel=False)

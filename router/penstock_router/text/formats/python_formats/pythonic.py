@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.json_calls import calls_or_text
 from penstock_router.text.formats.reading.python_calls import BUILTIN, PythonCallParser, call_tags
 from penstock_router.text.formats.reading.reader import Reading
@@ -45,20 +45,11 @@ class PythonicFormat(CallFormat):
         """A parser for one answer."""
         return _CallParser(tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """A list of calls."""
-        listed = one_or_more(
-            call_tags(tools, required=required, writing=writing), ", ", parallel=parallel
-        )
+        listed = one_or_more(call_tags(tools, rule), ", ", parallel=rule.parallel)
         calls = sequence(literal("["), listed, literal("]"))
-        return calls if required else calls_or_text(calls, "[")
+        return calls if rule.required else calls_or_text(calls, "[")
 
 
 class _CallParser(PythonCallParser):

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import Writing
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.reading.named_arguments import (
     Argument,
     arguments_of,
@@ -158,13 +158,13 @@ class BareKeyNotation(Notation):
         """The bare name and a colon, if it can be bare."""
         return f"{name}:" if name and _KEY.fullmatch(name) else None
 
-    def arguments(self, tool: Tool, writing: Writing) -> JsonObject:
+    def arguments(self, tool: Tool, rule: CallRule) -> JsonObject:
         """The arguments of a call between their brackets, as the schema has them."""
         arguments = arguments_of(tool, required=True, is_name=lambda name: bool(self.key(name)))
         parts = [
             (
                 each.is_needed,
-                sequence(literal(f"{each.name}:"), self.value(tool, each, writing)),
+                sequence(literal(f"{each.name}:"), self.value(tool, each, rule)),
             )
             for each in arguments
         ]

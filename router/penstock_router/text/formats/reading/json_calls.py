@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, Writing
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.reading.json_mender import JsonMender, mended_object
 from penstock_router.text.formats.reading.reader import SPACE, CallParser, Misfit, Reading
 from penstock_router.text.marks import TOKEN, plain
@@ -308,20 +308,20 @@ class BareJsonParser(JsonCallParser):
 # Constraints on answers.
 
 
-def arguments_format(tool: Tool, *, required: bool, writing: Writing = FREE_WRITING) -> JsonObject:
+def arguments_format(tool: Tool, rule: CallRule) -> JsonObject:
     """Arguments as JSON that obeys the tool's schema if required or strict, else any object."""
-    schema = tool.parameters if required or tool.strict else None
+    schema = tool.parameters if rule.required or tool.strict else None
     whole: JsonObject = {"type": "object"} | (schema or {})
-    return json_format(written_as(whole, writing))
+    return json_format(written_as(whole, rule))
 
 
-def written_as(schema: JsonObject, writing: Writing) -> JsonObject:
+def written_as(schema: JsonObject, rule: CallRule) -> JsonObject:
     """The schema of the same JSON, written in one way only."""
-    if writing.separators is None:
+    if rule.separators is None:
         return schema
-    item, key = writing.separators
-    rule = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-    return {"x-guidance": rule} | schema
+    item, key = rule.separators
+    writing = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    return {"x-guidance": writing} | schema
 
 
 def call_tag(
@@ -329,13 +329,11 @@ def call_tag(
     before: str,
     between: str,
     end: str,
-    *,
-    required: bool,
-    writing: Writing = FREE_WRITING,
+    rule: CallRule,
 ) -> JsonObject:
     """One call: its name in quotes after `before`, its arguments between `between` and `end`."""
     name = json.dumps(tool.name, ensure_ascii=False)
-    content = arguments_format(tool, required=required, writing=writing)
+    content = arguments_format(tool, rule)
     return tag(before + name + between, content, end)
 
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import (
-    FREE_WRITING,
     CallFormat,
+    CallRule,
     NamedArguments,
     ToolParser,
-    Writing,
 )
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, call_tag
 from penstock_router.text.formats.reading.reader import Misfit, Reading
@@ -80,30 +79,21 @@ class MarkedJson(CallFormat):
         """A parser for one answer."""
         return MarkedJsonParser(self, tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """Each call between marks of its own, or all in one list between marks."""
         opens, closes = f"{self.begin}{self.padding}", f"{self.padding}{self.end}"
         before, behind = ("", "") if self.is_list else (opens, closes)
-        tags = [
-            self.call(tool, before, behind, required=required, writing=writing) for tool in tools
-        ]
+        tags = [self.call(tool, before, behind, rule) for tool in tools]
         if self.is_list:
             first, between, last = self.listed
             opens, closes = f"{opens}{first}", f"{last}{closes}"
-            listed = one_or_more(tags, between, parallel=parallel)
-            if required:
+            listed = one_or_more(tags, between, parallel=rule.parallel)
+            if rule.required:
                 return sequence(literal(opens), listed, literal(closes))
             return among_text([tag(opens, listed, closes)], self.begin, parallel=False)
-        if required:
-            return one_or_more(tags, self.between, parallel=parallel)
-        return among_text(tags, self.begin, parallel=parallel)
+        if rule.required:
+            return one_or_more(tags, self.between, parallel=rule.parallel)
+        return among_text(tags, self.begin, parallel=rule.parallel)
 
     def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
         """Calls between marks of their own, or all in one list between marks."""
@@ -118,17 +108,14 @@ class MarkedJson(CallFormat):
             return f"{opens}{first}{between.join(shown)}{last}{closes}"
         return self.between.join([f"{opens}{each}{closes}" for each in shown])
 
-    def call(
-        self, tool: Tool, before: str, behind: str, *, required: bool, writing: Writing
-    ) -> JsonObject:
+    def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
         """One call, between two texts."""
         return call_tag(
             tool,
             f'{before}{{"{self.name_key}": ',
             f', "{self.arguments_key}": ',
             f"}}{behind}",
-            required=required,
-            writing=writing,
+            rule,
         )
 
 

@@ -49,7 +49,7 @@ class Argument:
 def arguments_of(
     tool: Tool, *, required: bool, is_name: Callable[[str], bool] = bool
 ) -> list[Argument]:
-    """The arguments in the order of the schema, which counts if required or strict.
+    """The arguments in the order of the schema, which counts if rule.required or strict.
 
     Raises `BadRequest` for a strict schema that cannot be enforced on arguments written one by one.
     """

@@ -14,7 +14,7 @@ from typing import Any
 from penstock_router.argument_kinds import ANY, NO_STRING, STRING, kinds_of
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import Writing
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.reading.json_calls import written_as
 from penstock_router.text.formats.reading.named_arguments import Argument, with_commas
 from penstock_router.text.structural_tag_builder import (
@@ -54,7 +54,7 @@ class Notation(ABC):
         """A member's name and what stands behind it; None: such objects are written as JSON."""
         return None
 
-    def value(self, tool: Tool, argument: Argument, writing: Writing, depth: int = 0) -> JsonObject:
+    def value(self, tool: Tool, argument: Argument, rule: CallRule, depth: int = 0) -> JsonObject:
         """Values that an argument may have."""
         schema = argument.schema
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -62,19 +62,19 @@ class Notation(ABC):
             return either([literal(self.written(each)) for each in values])
         kinds = kinds_of(schema, schema)
         if kinds == frozenset({"array"}) and depth < _MAX_DEPTH and schema.keys() <= _OF_LISTS:
-            return self._list(tool, argument, writing, depth)
+            return self._list(tool, argument, rule, depth)
         if kinds == frozenset({"object"}) and depth < _MAX_DEPTH and self._has_members(schema):
-            return self._object(tool, argument, writing, depth)
+            return self._object(tool, argument, rule, depth)
         ways = schema.get("anyOf")
         if isinstance(ways, list) and ways and schema.keys() <= {"anyOf", *_NOTES}:
             others = [dataclasses.replace(argument, schema=way) for way in ways]
-            return either([self.value(tool, other, writing, depth + 1) for other in others])
+            return either([self.value(tool, other, rule, depth + 1) for other in others])
         if "type" in schema or not schema.keys() - _NOTES:
-            return either(self._of_kinds(tool, argument, kinds or ANY, writing, depth))
-        return json_format(written_as(schema, writing))
+            return either(self._of_kinds(tool, argument, kinds or ANY, rule, depth))
+        return json_format(written_as(schema, rule))
 
     def _of_kinds(
-        self, tool: Tool, argument: Argument, kinds: frozenset[str], writing: Writing, depth: int
+        self, tool: Tool, argument: Argument, kinds: frozenset[str], rule: CallRule, depth: int
     ) -> list[JsonObject]:
         ways = []
         if kinds & STRING:
@@ -84,15 +84,15 @@ class Notation(ABC):
         rest = set(kinds & NO_STRING) - {kind for kind, *_ in _WORDS}
         if "array" in rest and depth < _MAX_LISTS and not argument.schema.keys() - _OF_LISTS:
             rest.remove("array")
-            ways.append(self._list(tool, argument, writing, depth))
+            ways.append(self._list(tool, argument, rule, depth))
         if rest:
-            ways.append(json_format(written_as({**argument.schema, "type": sorted(rest)}, writing)))
+            ways.append(json_format(written_as({**argument.schema, "type": sorted(rest)}, rule)))
         return ways
 
-    def _list(self, tool: Tool, argument: Argument, writing: Writing, depth: int) -> JsonObject:
+    def _list(self, tool: Tool, argument: Argument, rule: CallRule, depth: int) -> JsonObject:
         items = argument.schema.get("items")
         element = dataclasses.replace(argument, schema=items if isinstance(items, dict) else {})
-        each = tag("", self.value(tool, element, writing, depth + 1), "")
+        each = tag("", self.value(tool, element, rule, depth + 1), "")
         listed = one_or_more([each], self.separator, parallel=True)
         return either([literal("[]"), sequence(literal("["), listed, literal("]"))])
 
@@ -107,7 +107,7 @@ class Notation(ABC):
             and not isinstance(schema.get("additionalProperties"), dict)
         )
 
-    def _object(self, tool: Tool, argument: Argument, writing: Writing, depth: int) -> JsonObject:
+    def _object(self, tool: Tool, argument: Argument, rule: CallRule, depth: int) -> JsonObject:
         schema = argument.schema
         needed = set(schema.get("required") or ())
         members = [
@@ -119,7 +119,7 @@ class Notation(ABC):
                 each.is_needed,
                 sequence(
                     literal(self.key(each.name) or ""),
-                    self.value(tool, each, writing, depth + 1),
+                    self.value(tool, each, rule, depth + 1),
                 ),
             )
             for each in members

@@ -14,7 +14,7 @@ from typing import Any
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece
-from penstock_router.text.formats.base import FREE_WRITING, Writing
+from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, written_as
 from penstock_router.text.formats.reading.named_arguments import (
     Argument,
@@ -48,9 +48,7 @@ def is_identifier(name: str) -> bool:
 
 def call_tags(
     tools: Sequence[Tool],
-    *,
-    required: bool,
-    writing: Writing = FREE_WRITING,
+    rule: CallRule,
     notation: Notation | None = None,
 ) -> list[JsonObject]:
     """A call of each tool; values are JSON where no notation is given."""
@@ -62,10 +60,10 @@ def call_tags(
                     (
                         each.is_needed,
                         sequence(
-                            literal(f"{each.name}="), _value_format(tool, each, writing, notation)
+                            literal(f"{each.name}="), _value_format(tool, each, rule, notation)
                         ),
                     )
-                    for each in arguments_of(tool, required=required, is_name=is_identifier)
+                    for each in arguments_of(tool, required=rule.required, is_name=is_identifier)
                 ]
             ),
             ")",
@@ -75,11 +73,11 @@ def call_tags(
 
 
 def _value_format(
-    tool: Tool, argument: Argument, writing: Writing, notation: Notation | None
+    tool: Tool, argument: Argument, rule: CallRule, notation: Notation | None
 ) -> JsonObject:
     if notation is None:
-        return json_format(written_as(argument.schema, writing))
-    return notation.value(tool, argument, writing)
+        return json_format(written_as(argument.schema, rule))
+    return notation.value(tool, argument, rule)
 
 
 class PythonNotation(Notation):

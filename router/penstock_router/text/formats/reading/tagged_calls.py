@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from penstock_router.argument_kinds import STRING, Kinds, kinds_of_argument, member_names
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import FREE_WRITING, CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.argument_values import begun_json_of, json_of
 from penstock_router.text.formats.reading.json_calls import written_as
 from penstock_router.text.formats.reading.json_mender import JsonMender
@@ -109,14 +109,7 @@ class TaggedFormat(CallFormat):
         """A parser for one answer."""
         return TaggedCallParser((self.tags, *self.others), tools, marks)
 
-    def calls(
-        self,
-        tools: Sequence[Tool],
-        *,
-        required: bool,
-        parallel: bool,
-        writing: Writing = FREE_WRITING,
-    ) -> JsonObject:
+    def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
         """Calls as the family writes them, each argument in the order of the schema."""
         wrap, inside = self.tags.wrap, self.spaces.inside
         around = (f"{wrap[0]}{inside}", f"{inside}{wrap[1]}") if wrap[0] else ("", "")
@@ -124,43 +117,41 @@ class TaggedFormat(CallFormat):
         if self.tags.is_one_block:
             # White space that may be followed by two things would be neither's.
             around, between = ("", inside), ""
-        functions = [
-            self._function_tag(tool, around, required=required, writing=writing) for tool in tools
-        ]
-        calls = one_or_more(functions, between, parallel=parallel)
+        functions = [self._function_tag(tool, around, rule) for tool in tools]
+        calls = one_or_more(functions, between, parallel=rule.parallel)
         trigger = self.begins()[0]
         if not self.tags.is_one_block:
-            return calls if required else among_text(functions, trigger, parallel=parallel)
+            return (
+                calls if rule.required else among_text(functions, trigger, parallel=rule.parallel)
+            )
         opens, closes = f"{wrap[0]}{inside}", wrap[1]
-        if required:
+        if rule.required:
             return sequence(literal(opens), calls, literal(closes))
         return among_text([tag(opens, calls, closes)], trigger, parallel=False)
 
-    def _function_tag(
-        self, tool: Tool, around: tuple[str, str], *, required: bool, writing: Writing
-    ) -> JsonObject:
+    def _function_tag(self, tool: Tool, around: tuple[str, str], rule: CallRule) -> JsonObject:
         before, behind, end = self.tags.function
         begin, close = f"{around[0]}{before}{tool.name}{behind}", f"{end}{around[1]}"
-        known = arguments_of(tool, required=required, is_name=_is_key)
+        known = arguments_of(tool, required=rule.required, is_name=_is_key)
         if not known and self.spaces.nothing is not None:
             return tag(begin + self.spaces.nothing, literal(""), close)
-        arguments = [(each.is_needed, self._argument_format(tool, each, writing)) for each in known]
+        arguments = [(each.is_needed, self._argument_format(tool, each, rule)) for each in known]
         begin, close = begin + self.spaces.name, self.spaces.end + close
         return tag(begin, one_after_another(arguments), close)
 
-    def _argument_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
+    def _argument_format(self, tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
         before, end = self.tags.argument[0], self._argument_end(argument)
         padding = self.tags.padding
-        value = self._value_format(tool, argument, writing)
+        value = self._value_format(tool, argument, rule)
         begin = f"{before}{argument.name}{self.tags.argument[1]}{self.spaces.key}"
         begin += f"{self.tags.value}{padding}"
         return tag(begin, value, f"{padding}{end}{self.spaces.argument}")
 
-    def _value_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
+    def _value_format(self, tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
         if argument.may_be_text:
             return self._text_format(tool, argument)
         words = python_words(argument.schema) if self.writes_python else []
-        return either(words) if words else json_format(written_as(argument.schema, writing))
+        return either(words) if words else json_format(written_as(argument.schema, rule))
 
     def _text_format(self, tool: Tool, argument: Argument) -> JsonObject:
         """A value that may be a string."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from penstock_router.argument_kinds import ANY, NO_STRING, STRING, Kinds, kinds_of, member_names
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import CallFormat, ToolParser, Writing
+from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
 from penstock_router.text.formats.reading.argument_values import json_of
 from penstock_router.text.formats.reading.json_calls import written_as
 from penstock_router.text.formats.reading.json_mender import mended_object
@@ -65,14 +65,14 @@ class DsmlFormat(TaggedFormat):
     def _spaced(self, template: str) -> CallFormat:
         return super().for_template(template)
 
-    def _argument_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
+    def _argument_format(self, tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
         kinds = kinds_of(argument.schema, argument.schema) or ANY
         ways = []
         if kinds & STRING:
             text = text_format(tool, replace(argument, schema=_of_strings(argument.schema)))
             ways.append(self._typed(argument, "true", text))
         if kinds - STRING:
-            value = json_format(written_as(argument.schema, writing))
+            value = json_format(written_as(argument.schema, rule))
             ways.append(self._typed(argument, "false", value))
         return either(ways)
 

@@ -24,7 +24,7 @@ from penstock_router.argument_kinds import (
 )
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.formats.base import ToolParser, Writing
+from penstock_router.text.formats.base import CallRule, ToolParser
 from penstock_router.text.formats.reading.json_calls import written_as
 from penstock_router.text.formats.reading.named_arguments import (
     Argument,
@@ -69,8 +69,8 @@ class MiniMaxM3Format(TaggedFormat):
         """A parser for one answer."""
         return _MiniMaxM3Parser((_READ,), tools, marks)
 
-    def _value_format(self, tool: Tool, argument: Argument, writing: Writing) -> JsonObject:
-        return _ElementFormats(tool, argument.schema, writing).value(argument)
+    def _value_format(self, tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
+        return _ElementFormats(tool, argument.schema, rule).value(argument)
 
     def _argument_end(self, argument: Argument) -> str:
         return f"{_CLOSES}{argument.name}>"
@@ -99,8 +99,8 @@ MINIMAX_M3 = MiniMaxM3Format(
 class _ElementFormats:
     """The formats of elements within each other, as one argument's schema describes them."""
 
-    def __init__(self, tool: Tool, root: JsonObject, writing: Writing) -> None:
-        self._tool, self._root, self._writing = tool, root, writing
+    def __init__(self, tool: Tool, root: JsonObject, rule: CallRule) -> None:
+        self._tool, self._root, self._rule = tool, root, rule
         self._definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         # References may repeat a part any number of times.
         self._left = _MAX_ELEMENTS
@@ -121,7 +121,7 @@ class _ElementFormats:
         if may_nest and schema.keys() <= _LIST_KEYS and isinstance(schema.get("items"), dict):
             items = one_or_more([self._element(_ITEM, schema["items"], depth)], "", parallel=True)
             return either([items, literal("")])
-        return json_format(written_as(self._definitions | argument.schema, self._writing))
+        return json_format(written_as(self._definitions | argument.schema, self._rule))
 
     def _element(self, name: str, schema: JsonObject, depth: int) -> JsonObject:
         argument = Argument(name, is_needed=True, schema=self._definitions | schema)
