@@ -161,7 +161,7 @@ def test_a_template_that_knows_no_tools_is_told_of_calls_and_results_in_words(
         {"role": "assistant", "content": f"[{add}, {looked_up}]"},
         {"role": "user", "content": "Result of add:\ntwo\n\nResult of look_up:\nfound\n\nAnd now?"},
         {"role": "assistant", "content": f"Once more.\n\n{add}"},
-        {"role": "user", "content": "Result:\nthree"},
+        {"role": "user", "content": "Result of add:\nthree"},
     ]
     for source in (CHATML, TEMPLATES["gemma"], TEMPLATES["phi"]):
         model = model_of(tokenizer, source)
