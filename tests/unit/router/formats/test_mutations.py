@@ -153,7 +153,7 @@ def in_parts(family: str, parts: list[str]) -> list[Piece]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mutated_answer_raises_nothing_and_no_cut_changes_it(family: str) -> None:
     rng = seeded(family)
-    for _ in range(budget(150, 10_000)):
+    for _ in range(budget(150, 5_000)):
         text = mutated(rng, family)
         whole = in_parts(family, [text])
         if not is_python(family, text) or all(piece.kind is not PieceKind.CALL for piece in whole):
@@ -166,7 +166,7 @@ def test_a_mutated_answer_raises_nothing_and_no_cut_changes_it(family: str) -> N
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one != "pythonic"])
 def test_whatever_is_not_shown_of_a_mutated_answer_is_form(family: str) -> None:
     rng = seeded(family)
-    for _ in range(budget(150, 10_000)):
+    for _ in range(budget(150, 5_000)):
         text = mutated(rng, family)
         if is_python(family, text):
             continue
@@ -271,7 +271,7 @@ def work(family: str, text: str) -> int:
 
 @pytest.mark.parametrize("family", _LONG)
 def test_work_grows_as_text_does(family: str) -> None:
-    size = budget(400, 50_000)
+    size = budget(400, 4_000)
     begun = [(begin, more) for begin in _BEGUN[family] for more in _GOING_ON]
     begun += [(begin + '{"a": "', more) for begin in _BEGUN[family] for more in _GOING_ON]
     for begin, more in [("", more) for more in _LONG[family]] + begun:
