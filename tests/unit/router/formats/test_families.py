@@ -156,6 +156,7 @@ _KINDS: dict[str, Callable[[str], str]] = {
     "raw newline": lambda text: text.replace("one\\nTab", "one\nTab"),
     "raw tab": lambda text: text.replace("Tab\\tend", "Tab\tend"),
     "trailing comma": lambda text: re.sub("(last[\"'])}", r"\1,}", text),
+    "bracket too many": lambda text: re.sub("(last[\"'])}", r"\1}}", text),
     "words of Python, or of JSON": lambda text: _exchanged(
         text, ("true", "True"), ("null", "None")
     ),
@@ -175,11 +176,15 @@ def _exchanged(text: str, *pairs: tuple[str, str]) -> str:
 
 def damages(family: Family) -> Iterator[tuple[str, Callable[[str], str]]]:
     """What may go wrong once in what the family writes, with the kind's name."""
-    yield from _KINDS.items()
+    for kind, damage in _KINDS.items():
+        # Where calls have nothing but brackets around them, none is known to be too many.
+        if kind != "bracket too many" or family.format != "pythonic":
+            yield kind, damage
     if family.begin:
         yield "begin twice", lambda text: text.replace(family.begin, family.begin * 2, 1)
     if family.end:
         yield "end missing", lambda text: text.removesuffix(family.end)
+        yield "end twice", lambda text: text + family.end
     style = style_of(family)
     if style is not None and family.begin:
         begun = reasoned(family, "Let me see.").partition(style.end)[0].rstrip()
