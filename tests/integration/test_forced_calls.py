@@ -168,13 +168,12 @@ def chosen(rng: random.Random, model: Model, allowed: list[int]) -> int:
     return rng.choice(allowed)
 
 
-def forced(family: Family, **options: Any) -> list[list[tuple[str, str]]]:
+def forced(family: Family, wanted: int, **options: Any) -> list[list[tuple[str, str]]]:
     """Calls of answers at random to a request with these options, which have nothing beside."""
     rng = seeded(family.format)
     model = model_of(family)
     constraint = model.constraint(**options)
     answers: list[list[tuple[str, str]]] = []
-    wanted = budget(20, 200)
     for _ in range(3 * wanted):
         if len(answers) == wanted:
             break
@@ -197,7 +196,7 @@ def forced(family: Family, **options: Any) -> list[list[tuple[str, str]]]:
 
 @each_family
 def test_required_calls_are_read_as_calls_that_obey_their_schemas(family: Family) -> None:
-    answers = forced(family, tool_choice=ToolChoice("required"))
+    answers = forced(family, budget(20, 200), tool_choice=ToolChoice("required"))
     if family.is_parallel:
         assert any(len(calls) > 1 for calls in answers)
     assert len({name for calls in answers for name, _ in calls}) > 1
@@ -205,12 +204,14 @@ def test_required_calls_are_read_as_calls_that_obey_their_schemas(family: Family
 
 @each_family
 def test_one_call_is_all_where_calls_are_not_parallel(family: Family) -> None:
-    for calls in forced(family, tool_choice=ToolChoice("required"), parallel_tool_calls=False):
+    for calls in forced(
+        family, budget(20, 50), tool_choice=ToolChoice("required"), parallel_tool_calls=False
+    ):
         assert len(calls) == 1
 
 
 @each_family
 @pytest.mark.parametrize("name", ["note", "nothing"])
 def test_a_named_function_is_the_one_that_is_called(family: Family, name: str) -> None:
-    for calls in forced(family, tool_choice=ToolChoice("named", name)):
+    for calls in forced(family, budget(20, 50), tool_choice=ToolChoice("named", name)):
         assert [called for called, _ in calls] == [name]

@@ -130,7 +130,7 @@ def test_marks_in_strings_and_in_text_are_text_if_other_tokens_spell_them(family
     rng = seeded(family.format)
     tokens, spelling = tokens_of(family), spelling_of(family)
     letters = spelling.texts()
-    for _ in range(budget(5, 600)):
+    for _ in range(budget(5, 60)):
         calls = random_calls(rng, family, letters)
         thought, before = (f"So {random_text(rng, letters).strip()}." for _ in range(2))
         text = reasoned(family, thought) if can_reason(family) else (thought := "")
@@ -152,7 +152,7 @@ def test_calls_whose_marks_are_spelled_by_other_tokens_are_content(family: Famil
     tokens = tokens_of(family)
     if not {*format_of(family).begins(), *format_of(family).marks} <= tokens.marks:
         return
-    for _ in range(budget(5, 600)):
+    for _ in range(budget(5, 60)):
         text = f"So {family.write(random_calls(rng, family))}"
         assert read_alike(tokens, tokens.spelled(text)) == [Piece(PieceKind.CONTENT, text)]
 
@@ -163,7 +163,7 @@ def test_marks_within_quotes_are_text_even_as_tokens(family: Family) -> None:
         return
     rng = seeded(family.format)
     tokens, spelling = tokens_of(family), spelling_of(family)
-    for _ in range(budget(5, 600)):
+    for _ in range(budget(5, 60)):
         calls = random_calls(rng, family, spelling.texts())
         ids = tokens.of(spelling.whole(family.write(calls)), spelling)
         pieces = read_alike(tokens, ids)
@@ -177,7 +177,7 @@ def test_text_and_marks_at_random_are_read_alike_however_tokens_are_bundled(
 ) -> None:
     rng = seeded(family.format)
     tokens = tokens_of(family)
-    for _ in range(budget(8, 3_000)):
+    for _ in range(budget(8, 200)):
         ids = at_random(rng, family, tokens)
         pieces = read_alike(tokens, ids)
         shown = "".join(piece.text for piece in pieces)

@@ -208,8 +208,10 @@ class _KimiK3Reader(TaggedCallParser, ChannelReader):
             yield from self._between()
 
     def _closed(self) -> Reading[None]:
-        channels = (_STYLE.end, _RESPONSE[1], _MESSAGE[1], _TAGS.wrap[1])
-        found = yield from self._any_of(*(text.removeprefix(_CLOSE) for text in channels))
+        ends = [_STYLE.end, _RESPONSE[1], _MESSAGE[1], _TAGS.wrap[1]]
+        # Behind a call, its end once more means nothing more.
+        ends += [_TAGS.function[-1]] if self._calls else []
+        found = yield from self._any_of(*(text.removeprefix(_CLOSE) for text in ends))
         if found is None:
             self._give_back()
             return

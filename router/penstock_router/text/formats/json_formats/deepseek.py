@@ -131,6 +131,7 @@ class _CallParser(JsonCallParser):
         if first == "{":
             self._call(name)
             yield from self._shown_value()
+            yield from self._brackets_too_many()
         yield from self._end(name, begun=first == "{", fenced=fenced)
 
     def _end(self, name: str, *, begun: bool, fenced: bool) -> Reading[None]:

@@ -156,4 +156,5 @@ class _ChannelParser(JsonCallParser):
             raise Misfit
         self._call(name)
         yield from self._shown_value()
+        yield from self._brackets_too_many(_TO)
         yield from self._after_call()

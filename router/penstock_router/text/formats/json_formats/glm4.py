@@ -74,4 +74,5 @@ class _CallParser(JsonCallParser):
             raise Misfit
         self._call(name)
         yield from self._shown_value()
+        yield from self._brackets_too_many(_ASSISTANT)
         yield from self._after_call()

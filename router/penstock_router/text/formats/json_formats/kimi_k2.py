@@ -103,6 +103,7 @@ class _CallParser(JsonCallParser):
         if (yield from self._space()) == "{":
             self._call(name)
             yield from self._shown_value()
+            yield from self._brackets_too_many()
         elif mark is None or (yield from self._ahead(*self._ends)) is None:
             raise Misfit
         else:

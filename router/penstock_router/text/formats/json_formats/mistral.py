@@ -121,6 +121,7 @@ class _CallParser(JsonCallParser):
         else:
             was_call = yield from self._named_call()
         if was_call:
+            yield from self._brackets_too_many()
             yield from self._after_call()
 
     def _named_call(self) -> Reading[bool]:

@@ -141,7 +141,8 @@ class JsonCallParser(CallParser):
         was_call = False
         while (yield from self._space()) != "]" or not was_call:
             was_call = yield from self._object()
-            after = yield from self._space()
+            while (after := (yield from self._space())) == "}" and was_call:
+                self._take(self._at + 1)
             if after == ",":
                 self._take(self._at + 1)
             elif after != "]":
@@ -184,7 +185,7 @@ class JsonCallParser(CallParser):
                 self._take(self._at + 1)
             elif after != "}":
                 # A call whose arguments have ended may lack its own end.
-                if call.begun and (yield from self._ahead(*self._ends)) is not None:
+                if call.begun and (yield from self._ahead("]", *self._ends)) is not None:
                     return True
                 raise Misfit
         return True
@@ -274,14 +275,21 @@ class JsonCallParser(CallParser):
 
     def _ended(self) -> Reading[None]:
         """Drop a mark of the end behind a call, and brackets too many before it."""
-        self._drop()
-        brackets = yield from self._run(_BRACKETS)
-        if (yield from self._any_of(*self._ends)) is None and brackets.strip(SPACE):
-            self._give_back()
+        yield from self._brackets_too_many()
+        yield from self._any_of(*self._ends)
         yield from self._after_call()
         # The mark once more means nothing more.
         while (yield from self._any_of(*self._ends)) is not None:
             yield from self._after_call()
+
+    def _brackets_too_many(self, *marks: str) -> Reading[None]:
+        """Consume brackets behind a call that stand before its end or one of these marks; others
+        are content.
+        """
+        self._drop()
+        brackets = yield from self._run(_BRACKETS)
+        if brackets.strip(SPACE) and (yield from self._ahead(*self._ends, *marks)) is None:
+            self._give_back()
 
 
 class BareJsonParser(JsonCallParser):
@@ -301,7 +309,10 @@ class BareJsonParser(JsonCallParser):
                     raise Misfit
             elif after not in "{[":
                 break
-        self._drop() if was_call else self._give_back()
+        if was_call:
+            yield from self._brackets_too_many()
+        else:
+            self._give_back()
         return was_call
 
 

@@ -132,6 +132,7 @@ class MarkedJsonParser(JsonCallParser):
             raise Misfit
         # Some models write several objects between one pair of marks.
         while (yield from self._object_or_list()):
+            yield from self._brackets_too_many("{", *self._begins)
             if (yield from self._space()) not in "{[":
                 yield from self._ended()
                 return
