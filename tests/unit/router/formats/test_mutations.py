@@ -37,6 +37,8 @@ _FORM = re.compile(
     re.DOTALL,
 )
 # What mending may change: syntax of JSON, words and numbers of Python.
+_HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_ESCAPES = re.compile(r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u....|\\.)")
 _MENDED = re.compile(
     r"[\s{}\[\],:\"'\\]|0[xX][0-9a-fA-F_]+|0[oObB]|[-+0-9._]|(?<=[0-9.])[eE](?=[-+0-9])"
     r"|None|True|False"
@@ -188,6 +190,8 @@ def is_shown(read: str, shown: str) -> bool:
     if read in shown:
         return True
     at = 0
+    # Half a character becomes another one.
+    read = "".join(each for each in _ESCAPES.split(read) if not _HALF.fullmatch(each))
     for kept in _MENDED.sub("", read):
         written = json.dumps(kept, ensure_ascii=False)[1:-1]
         found = shown.find(written, at)
