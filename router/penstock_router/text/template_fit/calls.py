@@ -197,7 +197,8 @@ class _Ids:
 
     def _of_stranger(self) -> str:
         """The id of a result that is of no call."""
-        if self._native is not None or not (self._nine or self._fills):
+        has_native = self._native is not None and self._native("", self._num_calls) is not None
+        if has_native or not (self._nine or self._fills):
             return ""
         self._num_calls += 1
         return self._next("", "")
