@@ -188,12 +188,20 @@ class _Ids:
     def of_result(self, message: Message) -> Message:
         old = message.get("tool_call_id")
         if not old:
-            new = self._nameless.popleft() if self._nameless else ""
+            new = self._nameless.popleft() if self._nameless else self._of_stranger()
         elif old not in self._new and self._nine:
             new = self._of_nine(str(old))
         else:
             new = self._new.get(old, str(old))
         return message if new == (old or "") else {**message, "tool_call_id": new}
+
+    def _of_stranger(self) -> str:
+        """The id of a result that is of no call."""
+        has_native = self._native is not None and self._native("", self._num_calls) is not None
+        if has_native or not (self._nine or self._fills):
+            return ""
+        self._num_calls += 1
+        return self._next("", "")
 
     def _of_nine(self, old: str) -> str:
         if old in self._new:

@@ -37,6 +37,8 @@ _FORM = re.compile(
     re.DOTALL,
 )
 # What mending may change: syntax of JSON, words and numbers of Python.
+_HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_ESCAPES = re.compile(r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u....|\\.)")
 _MENDED = re.compile(
     r"[\s{}\[\],:\"'\\]|0[xX][0-9a-fA-F_]+|0[oObB]|[-+0-9._]|(?<=[0-9.])[eE](?=[-+0-9])"
     r"|None|True|False"
@@ -183,16 +185,14 @@ def test_whatever_is_not_shown_of_a_mutated_answer_is_form(family: str) -> None:
             assert _FORM.fullmatch(dropped), (text, dropped)
 
 
-# Escapes of halves of characters: one without the other is shown as U+FFFD.
-_HALVES = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-
-
 def is_shown(read: str, shown: str) -> bool:
     """Whether each character of what was read is shown, in this order, or mended."""
     if read in shown:
         return True
     at = 0
-    for kept in _MENDED.sub("", _HALVES.sub("", read)):
+    # Half a character becomes another one.
+    read = "".join(each for each in _ESCAPES.split(read) if not _HALF.fullmatch(each))
+    for kept in _MENDED.sub("", read):
         written = json.dumps(kept, ensure_ascii=False)[1:-1]
         found = shown.find(written, at)
         if found < 0:

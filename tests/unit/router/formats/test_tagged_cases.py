@@ -345,6 +345,14 @@ def test_a_call_that_was_cut_off_is_not_completed() -> None:
     assert calls_of(read(form, text + "</parameter>\n")) == _TEXT_X
 
 
+@pytest.mark.parametrize("end", ["<", "<parame", "<parameter=", "<parameter=te"])
+def test_a_call_that_ends_in_an_arguments_tag_is_none(end: str) -> None:
+    text = f"<tool_call>\n<function=now>\n{end}"
+    pieces = read(FORMATS["qwen_xml"], text)
+    assert (calls_of(pieces), content(pieces)) == ([], text)
+    assert calls_of(read(FORMATS["qwen_xml"], text.removesuffix(end))) == _NOW
+
+
 def test_an_end_tag_before_any_argument_is_given_back_where_the_answer_ends() -> None:
     text = f'{_M3}<tool_call>\n{_M3}<invoke name="write_file">{_M3}</a>{_M3}<b'
     assert content(read(FORMATS["minimax_m3"], text, was_cut=True)) == text

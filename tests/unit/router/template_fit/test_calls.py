@@ -342,6 +342,14 @@ def test_calls_and_results_without_ids_get_them_where_a_template_wants_some() ->
     assert ids_in(rendered(template(**WITH_IDS), *chat)) == (["c1"], ["c1"])
 
 
+def test_a_result_of_no_call_has_an_id_too_where_a_template_wants_one() -> None:
+    chat = [result("A"), ASKED, calling(call("c1")), result("B", "c1"), result("C")]
+    for hooks in ({}, {"native_call_id": lambda name, number: None}):
+        [call_id], results = ids_in(rendered(NINE, *chat, **hooks))
+        assert len(set(results)) == 3
+        assert results[1] == call_id
+
+
 def test_ids_are_those_that_the_model_itself_writes() -> None:
     chat = [ASKED, calling(call("x"), call("y")), result("A", "x"), result("B", "y"),
             calling(call("x")), result("C", "x"), calling(call()), result("D"),

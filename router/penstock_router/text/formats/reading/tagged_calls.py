@@ -200,6 +200,8 @@ class TaggedCallParser(CallParser):
         self._shown = ""
         # Of the call that is read: its tool's arguments that have not come yet.
         self._awaited: set[str] = set()
+        # Whether an argument's name is read, or may be.
+        self._names_argument = False
         # Whether the value that is read may be a string, in which tags may stand.
         self._may_be_text = True
 
@@ -309,8 +311,14 @@ class TaggedCallParser(CallParser):
         if begun:
             self._arguments("}")
             self._end_call()
-        elif name in self._tools and self._is_marked:
+        elif name in self._tools and self._is_marked and not self._is_in_tag():
             self._call(name, "{}")
+
+    def _is_in_tag(self) -> bool:
+        """Whether an argument has begun of which no value came."""
+        rest = self._text[self._at :]
+        begins = (self._marks.spelled(begin) for begin in self._argument_begins)
+        return self._names_argument or (rest != "" and any(b.startswith(rest) for b in begins))
 
     def _argument(self) -> Reading[tuple[str, Kinds | None] | None]:
         """Consume all up to an argument's value: its name and, if the answer says them, its kinds.
@@ -318,9 +326,11 @@ class TaggedCallParser(CallParser):
         """
         while True:
             yield from self._space()
+            self._names_argument = False
             found = yield from self._any_of(
                 *self._argument_begins, *self._ends, *self._argument_ends
             )
+            self._names_argument = found in self._argument_begins
             if found not in self._argument_ends:
                 break
         if found in self._argument_begins:
