@@ -409,7 +409,7 @@ def long_texts(family: Family, size: int) -> Iterator[str]:
 
 @each_family
 def test_work_grows_as_text_does(family: Family) -> None:
-    size = budget(400, 4_000)
+    size = budget(300, 4_000)
     for text in long_texts(family, 2 * size):
         some, much = work(family, text[:size]), work(family, text[: 2 * size])
         assert much < 2.5 * some + 1_000, (text[:80], some, much)

@@ -173,7 +173,7 @@ def test_work_grows_as_text_does(family: Family) -> None:
     halves = [mark[: len(mark) // 2] for mark in form.marks]
     begins = ("", begun, listed, family.begin)
     pairs = list(itertools.product(begins, (*form.marks, *halves, "\n", " ", "<", "x", "{", '"')))
-    for begin, more in rng.sample(pairs, min(len(pairs), budget(12, 30))):
+    for begin, more in rng.sample(pairs, min(len(pairs), budget(5, 30))):
         some, much = ((begin + more * count) for count in (size, 4 * size))
         part = 4 if size > 1_000 else 2
         assert work(form, much, part) < 4.6 * work(form, some, part) + 2_000, (begin, more)
