@@ -196,7 +196,7 @@ def forced(family: Family, wanted: int, **options: Any) -> list[list[tuple[str, 
 
 @each_family
 def test_required_calls_are_read_as_calls_that_obey_their_schemas(family: Family) -> None:
-    answers = forced(family, budget(8, 200), tool_choice=ToolChoice("required"))
+    answers = forced(family, budget(14, 200), tool_choice=ToolChoice("required"))
     if family.is_parallel:
         assert any(len(calls) > 1 for calls in answers)
     assert len({name for calls in answers for name, _ in calls}) > 1
