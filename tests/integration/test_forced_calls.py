@@ -205,7 +205,7 @@ def test_required_calls_are_read_as_calls_that_obey_their_schemas(family: Family
 @each_family
 def test_one_call_is_all_where_calls_are_not_parallel(family: Family) -> None:
     for calls in forced(
-        family, budget(6, 50), tool_choice=ToolChoice("required"), parallel_tool_calls=False
+        family, budget(6, 200), tool_choice=ToolChoice("required"), parallel_tool_calls=False
     ):
         assert len(calls) == 1
 
@@ -213,5 +213,5 @@ def test_one_call_is_all_where_calls_are_not_parallel(family: Family) -> None:
 @each_family
 @pytest.mark.parametrize("name", ["note", "nothing"])
 def test_a_named_function_is_the_one_that_is_called(family: Family, name: str) -> None:
-    for calls in forced(family, budget(6, 50), tool_choice=ToolChoice("named", name)):
+    for calls in forced(family, budget(6, 200), tool_choice=ToolChoice("named", name)):
         assert [called for called, _ in calls] == [name]

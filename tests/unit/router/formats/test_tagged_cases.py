@@ -41,6 +41,14 @@ CASES: list[tuple[str, str, Calls, str | None]] = [
     ("qwen_xml", _OPEN + "x\n</parameter>\n</fun", _TEXT_X, ""),
     ("qwen_xml", _OPEN + "x\n</function>\n</tool_call>\n", _TEXT_X, ""),
     ("qwen_xml", _OPEN + "x\n</tool_call>", _TEXT_X, ""),
+    # Text that the answer ends with where a key would stand.
+    *[
+        (name, f"{begun}{mark}\n so ", [], f"{begun}{mark}\n so ")
+        for name, begun, mark in [
+            ("glm", "<tool_call>now", ""),
+            ("hy_v3", "<tool_calls>\n<tool_call>now", "<tool_sep>"),
+        ]
+    ],
     (
         "qwen_xml",
         "<tool_call>\n<function=write_file\n<parameter=text\nx\n<parameter=count>\n3\n</function>",

@@ -79,8 +79,7 @@ class KeyedCallParser(TaggedCallParser):
         if first in f"<{TOKEN}" and self._early_key is None:
             named = yield from super()._argument()
         else:
-            # A name without the tag before it.
-            name = self._early_key or (yield from self._run(_TEXT))
+            name = self._early_key or (yield from self._key_without_tag())
             self._early_key = None
             yield from self._expect(self._tags.argument[1])
             named = name.strip(), None
@@ -88,6 +87,15 @@ class KeyedCallParser(TaggedCallParser):
             yield from self._space()
             yield from self._any_of(self._tags.value)
         return named
+
+    def _key_without_tag(self) -> Reading[str]:
+        """An argument's name that no tag stands before; text that the answer ends with is none."""
+        try:
+            return (yield from self._run(_TEXT))
+        except TextOver:
+            if self._was_cut:
+                raise
+            raise Misfit from None
 
     def _behind_argument(self) -> tuple[str, ...]:
         without_tag = (f"{key}{self._tags.argument[1]}" for key in self._awaited)
