@@ -256,6 +256,14 @@ def test_a_call_that_is_cut_stays_as_far_as_it_came(family: Family) -> None:
     assert read(family.format, cut, was_cut=True) == ("", [("get_weather", '{"city": "Pa')])
 
 
+def test_a_bare_key_before_half_of_an_end_mark_is_shown() -> None:
+    text = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{city<｜t"
+    reader = FORMATS["deepseek_v31"].parser([Tool("now")])
+    pieces = join_pieces([*reader.feed(text), *reader.flush(was_cut=True)])
+    shown = [piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS]
+    assert "".join(shown) == "{city"
+
+
 @each_family
 def test_arguments_are_shown_while_they_come(family: Family) -> None:
     text = family.write([("get_weather", {"city": "x" * 4_000})])

@@ -31,7 +31,7 @@ _BEGUN_STRING = r"""(?:"(?:[^"\\]|\\.)*|'(?:[^'\\]|\\.)*)\\?"""
 # All that may be dropped of an answer.
 _FORM = re.compile(
     rf"(?:\s|[{{}}\[\](),:;=`\w.\-+/]|{_STRING}\s*:\s*{_STRING}?|</?tool_call>"
-    r"|<\|python_\w+\|>|<｜tool▁\w+▁\w+｜>|<｜tool▁sep｜>)*"
+    r"|<\|python_\w+\|>|<｜tool[▁_ ]\w+(?:[▁ ]\w+)?｜>)*"
     # Where the answer was cut off: in a marker, in a member.
     rf"(?:</?[\w|｜▁]*|{_BEGUN_STRING}|{_STRING}\s*:?\s*(?:{_BEGUN_STRING})?)?",
     re.DOTALL,

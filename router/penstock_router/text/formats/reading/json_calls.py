@@ -18,7 +18,7 @@ from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.reading.json_mender import JsonMender, mended_object
-from penstock_router.text.formats.reading.reader import SPACE, CallParser, Misfit, Reading
+from penstock_router.text.formats.reading.reader import SPACE, CallParser, Misfit, Reading, TextOver
 from penstock_router.text.marks import TOKEN, plain
 from penstock_router.text.structural_tag_builder import either, json_format, regex, tag
 
@@ -123,7 +123,12 @@ class JsonCallParser(CallParser):
 
     def _close(self, mender: JsonMender) -> Reading[None]:
         """Complete a value behind which the model wrote the call's end; else it is a misfit."""
-        if (yield from self._ahead(*self._ends)) is None:
+        try:
+            end = yield from self._ahead(*self._ends)
+        except TextOver:
+            self._arguments(mender.unsaid)
+            raise
+        if end is None:
             self._held.append(mender.unsaid)
             raise Misfit
         mender.close()
