@@ -110,6 +110,13 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         yield System(folder, shard, router, made)
 
 
+def _replace(file: Path, text: str) -> None:
+    """Write the file at once, so that no worker reads half of it."""
+    written = file.with_suffix(".new")
+    written.write_text(text)
+    written.replace(file)
+
+
 def test_a_change_of_the_file_counts_for_all_workers_within_two_seconds(system: System) -> None:
     router, file, carol = system.router, system.file, system.keys["carol"]
 
@@ -124,7 +131,7 @@ def test_a_change_of_the_file_counts_for_all_workers_within_two_seconds(system: 
     # A worker may have read the file between the two changes.
     wait_until(lambda: statuses(carol) == {401}, timeout_s=10, what="carol is kept out")
     good = file.read_text()
-    file.write_text("[[keys]]\nname = 'x'\n")
+    _replace(file, "[[keys]]\nname = 'x'\n")
     wait_until(
         lambda: router.log.count("key x: hash: must be sha256") == 2,
         timeout_s=10,
@@ -134,7 +141,7 @@ def test_a_change_of_the_file_counts_for_all_workers_within_two_seconds(system: 
     # Each says it once, however often it looks.
     time.sleep(1.5)
     assert router.log.count("key x: hash: must be sha256") == 2
-    file.write_text(good)
+    _replace(file, good)
 
 
 # The last one of the system: it ends its router.
