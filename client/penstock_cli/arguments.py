@@ -1,4 +1,4 @@
-"""What the small tools share: their command lines, and requests over HTTP."""
+"""Command lines, and requests over HTTP, as the small tools share them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def open_directly(url: str, timeout_s: float, tls: ssl.SSLContext | None = None)
 
 
 def is_router(target: str) -> bool:
-    """Whether a `shard_or_router` is the address of a router."""
+    """Tell whether a `shard_or_router` is the address of a router."""
     return "://" in target
 
 

@@ -47,7 +47,7 @@ class Model:
         self.compiler = Compiler(data, tokenizer.get_vocab_size(), self._ends, LIMITS)
 
     def allows(self, constraint: Any, text: str) -> bool:
-        """Whether an answer may be this text, which ends by its own token or another."""
+        """Tell whether an answer may be this text, which ends by its own token or another."""
         matcher = self.compiler.compile(constraint)
         ids = [*self.tokenizer.encode(text, add_special_tokens=False).ids, self._ends[0]]
         end = next(at for at, id_ in enumerate(ids) if id_ in self._ends)

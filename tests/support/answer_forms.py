@@ -1,4 +1,4 @@
-"""Whether an answer is of a form, asked of the grammar that shards get."""
+"""Tell whether an answer is of a form, asked of the grammar that shards get."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def grammar_of_form(form: JsonObject) -> str:
 
 
 def is_of_form(grammar: str, answer: str) -> bool:
-    """Whether the answer, and its end there, are of the form."""
+    """Tell whether the answer, and its end there, are of the form."""
     matcher = LLMatcher(_BYTES, grammar)
     assert not matcher.is_error(), matcher.get_error()
     tokens = list(answer.encode())

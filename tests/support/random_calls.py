@@ -231,7 +231,7 @@ def format_of(family: Family) -> CallFormat:
 
 
 def omits_none(family: Family) -> bool:
-    """Whether the family leaves out members that are None."""
+    """Tell whether the family leaves out members that are None."""
     return family.write([("now", {"x": None})]) == family.write([("now", {})])
 
 
@@ -263,7 +263,7 @@ def as_meant(family: Family, calls: Sequence[Call]) -> list[Call]:
 
 
 def can_reason(family: Family) -> bool:
-    """Whether there is a way to write reasoning."""
+    """Tell whether there is a way to write reasoning."""
     return family.reasons is not None or not isinstance(format_of(family), ChannelFormat)
 
 
@@ -313,7 +313,7 @@ def read(
 
 
 def is_besides(family: Family, text: str, at: int) -> bool:
-    """Whether a place is within what the family's calls have besides names and arguments."""
+    """Tell whether a place is within what the family's calls have besides names and arguments."""
     found = re.finditer(family.besides, text) if family.besides else ()
     return any(each.start() < at < each.end() for each in found)
 

@@ -24,15 +24,15 @@ class AnswerReader(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the latest call has not come to its end."""
+        """Tell whether the latest call has not come to its end."""
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether any reasoning came so far."""
+        """Tell whether any reasoning came so far."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no reasoning follows."""
+        """Tell whether no reasoning follows."""
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that can be shown now."""
@@ -71,17 +71,17 @@ class _ReasoningAndCalls:
 
     @property
     def is_open(self) -> bool:
-        """Whether the latest call has not come to its end."""
+        """Tell whether the latest call has not come to its end."""
         return self._calls.is_open
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether any reasoning came so far."""
+        """Tell whether any reasoning came so far."""
         return self._splitter is not None and self._splitter.has_reasoning
 
     @property
     def is_over(self) -> bool:
-        """Whether no reasoning follows."""
+        """Tell whether no reasoning follows."""
         return self._splitter is None or self._splitter.is_over
 
     def feed(self, text: str) -> list[Piece]:

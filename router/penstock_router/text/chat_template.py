@@ -175,7 +175,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template that is used with tools reads them."""
+        """Tell whether the template that is used with tools reads them."""
         return bool(self._tool_variables)
 
     @property
@@ -233,7 +233,7 @@ class ChatTemplate:
         return is_named or level in ("low", "medium", "high")
 
     def traits(self, *, with_tools: bool) -> TemplateTraits:
-        """What messages have to be like for it, found out once."""
+        """The form that it asks of messages, found out once."""
         named = "tool_use" in self._templates
         with_tools = with_tools and named
         if with_tools not in self._traits:

@@ -24,7 +24,7 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Which marks of a format are tokens of a tokenizer."""
+    """The marks of a format that are tokens of a tokenizer."""
 
     # The text of each such token, by its id.
     tokens: Mapping[int, str] = field(default_factory=dict)

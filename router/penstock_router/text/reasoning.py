@@ -45,7 +45,7 @@ class ReasoningStyle:
         return replace(self, begin=begin, end=end, answer=(opens, closes))
 
     def is_of(self, template_source: str) -> bool:
-        """Whether a model with this chat template writes reasoning in this style."""
+        """Tell whether a model with this chat template writes reasoning in this style."""
         has_sign = any(sign in template_source for sign in self.signs)
         return has_sign and (self.hides_end or self.end in template_source)
 
@@ -56,7 +56,7 @@ class ReasoningStyle:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All marks."""
+        """The marks, each once."""
         return tuple(filter(None, (*self.marks, *self.answer)))
 
 
@@ -348,7 +348,7 @@ class _AnswerMarks:
         self._skips_space = False
 
     def feed(self, text: str) -> str:
-        """What is certain by now."""
+        """The pieces that are certain by now."""
         text, self._held = self._held + text, ""
         if not self._is_begun:
             stripped = text.lstrip()

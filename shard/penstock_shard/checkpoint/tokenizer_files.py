@@ -44,7 +44,7 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
 
 
 def is_template(name: str) -> bool:
-    """Whether a file of a model is one of its further templates."""
+    """Tell whether a file of a model is one of its further templates."""
     return name.startswith(f"{_MORE_TEMPLATES}/") and name.endswith(".jinja")
 
 

@@ -21,7 +21,7 @@ class ToolParser(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the latest call has not come to its end."""
+        """Tell whether the latest call has not come to its end."""
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that can be shown now: content, calls, arguments."""
@@ -36,7 +36,7 @@ class ToolParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """What calls an answer is held to.
+    """The calls that an answer is held to.
 
     Required: calls and nothing else, exactly one where not parallel. Otherwise free text and calls;
     the arguments of a strict tool obey its schema.
@@ -50,7 +50,7 @@ class CallRule:
 
 
 class CallFormat(ABC):
-    """One family's way to write calls. Subclasses are frozen dataclasses."""
+    """A family's way to write calls. Subclasses are frozen dataclasses."""
 
     # Its name in command-line flags.
     name: str
@@ -60,7 +60,7 @@ class CallFormat(ABC):
 
     @abstractmethod
     def is_of(self, template: str) -> bool:
-        """Whether a chat template makes its model write calls in this format."""
+        """Tell whether a chat template makes its model write calls in this format."""
 
     @abstractmethod
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:

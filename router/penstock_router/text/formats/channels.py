@@ -19,19 +19,19 @@ class ChannelParser(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the latest call has not come to its end."""
+        """Tell whether the latest call has not come to its end."""
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether any reasoning came so far."""
+        """Tell whether any reasoning came so far."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no reasoning follows, whatever comes."""
+        """Tell whether no reasoning follows, whatever comes."""
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether it is reasoning that comes, or may be."""
+        """Tell whether it is reasoning that comes, or may be."""
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that can be shown now."""
@@ -41,7 +41,7 @@ class ChannelParser(Protocol):
 
 
 class ChannelFormat(CallFormat):
-    """One family's channels. They are read whether or not a request has tools."""
+    """A family's channels. They are read whether or not a request has tools."""
 
     # The texts that open and close its channel of reasoning, where it comes first; None: it has no
     # such channel.

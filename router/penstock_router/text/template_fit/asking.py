@@ -65,11 +65,11 @@ class Asker:
 
     @property
     def renders_any(self) -> bool:
-        """Whether it renders any chat at all."""
+        """Tell whether it renders any chat at all."""
         return bool(self._ways[0])
 
     def traits(self) -> TemplateTraits:
-        """All that was found."""
+        """The traits found."""
         return replace(self._found, notes=tuple(self._notes))
 
     def settle(
@@ -134,11 +134,11 @@ class Asker:
         return re.search(rf"""(["']){word}\1""", self._source) is not None
 
     def reads(self, key: str) -> bool:
-        """Whether the template has a word for this key of a message."""
+        """Tell whether the template has a word for this key of a message."""
         return self.names(key) or re.search(rf"\.{key}\b", self._source) is not None
 
     def mentions(self, text: str) -> bool:
-        """Whether the text stands in the template."""
+        """Tell whether the text stands in the template."""
         return text in self._source
 
     def parts_of(self, role: str) -> Change:
@@ -182,5 +182,5 @@ class Asker:
 
     @property
     def found(self) -> TemplateTraits:
-        """What is found so far."""
+        """The traits found so far."""
         return self._found

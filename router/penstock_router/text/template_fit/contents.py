@@ -87,7 +87,7 @@ def _split(message: Message) -> Message:
 
 
 def has_reasoning(message: Message) -> bool:
-    """Whether it has reasoning, under a name or between marks."""
+    """Tell whether it has reasoning, under a name or between marks."""
     content = message.get("content")
     if isinstance(content, str) and content.lstrip().startswith(_BEGIN):
         return True

@@ -155,13 +155,13 @@ def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
 
 
 def _has_no_none(text: str) -> bool:
-    """Whether no missing content became a word."""
+    """Tell whether no missing content became a word."""
     begin, end = text.find("zquser0"), text.find("zqresult1")
     return "None" not in text[begin:end]
 
 
 def _is_clean(text: str) -> bool:
-    """Whether the arguments are neither JSON in a string nor an object as Python writes it."""
+    """Tell whether the arguments are neither JSON in a string nor an object as Python writes it."""
     before = text[: text.find("zqvalue1")].rpartition(KEY)[0]
     return _has_no_none(text) and not before.endswith(('\\"', "{'", "'{\"", '"{"'))
 

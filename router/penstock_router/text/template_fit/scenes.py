@@ -33,7 +33,7 @@ class Scene:
     chains: tuple[tuple[str, ...], ...]
 
     def is_shown_in(self, text: str) -> bool:
-        """Whether nothing is lost and nothing moved."""
+        """Tell whether nothing is lost and nothing moved."""
         return all(_in_order(chain, text) for chain in self.chains)
 
 
@@ -48,22 +48,22 @@ def _in_order(chain: Sequence[str], text: str) -> bool:
 
 
 def user(text: str) -> Message:
-    """What the user says."""
+    """A message of the user."""
     return {"role": "user", "content": text}
 
 
 def system(text: str) -> Message:
-    """What the operator says."""
+    """A message of the operator."""
     return {"role": "system", "content": text}
 
 
 def developer(text: str) -> Message:
-    """What the developer says."""
+    """A message of the developer."""
     return {"role": "developer", "content": text}
 
 
 def answer(text: str, **more: Any) -> Message:
-    """What the assistant says."""
+    """A message of the assistant."""
     return {"role": "assistant", "content": text, **more}
 
 
@@ -79,7 +79,7 @@ def calling(*calls: dict[str, Any], **more: Any) -> Message:
 
 
 def result(text: str, call_id: str = "callzq001") -> Message:
-    """What a call returned."""
+    """A message with what a call returned."""
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 

@@ -52,7 +52,7 @@ def fit_thinking(
 
 
 def _switch(given: Mapping[str, Any]) -> bool | None:
-    """Whether the request wants thinking; None: it does not say."""
+    """Tell whether the request wants thinking; None: it does not say."""
     values = [given[name] for name in ("enable_thinking", "thinking") if name in given]
     said = next((value for value in values if isinstance(value, bool)), None)
     return False if said is None and given.get(_EFFORT) in _OFF else said

@@ -1,4 +1,4 @@
-"""What a chat template asks of messages. The default asks for nothing."""
+"""The demands of a chat template on messages. The default asks for nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UserSpeaks = Literal["any", "ever", "first"]
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What messages have to be like so that this template renders them without loss."""
+    """The form that messages need so that this template renders them without loss."""
 
     # By role: what joins the text parts of a message.
     joints: Mapping[str, str] = field(default_factory=dict)

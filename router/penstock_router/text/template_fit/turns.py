@@ -33,7 +33,7 @@ def name_developers(messages: list[Message], traits: TemplateTraits) -> list[Mes
 
 
 def _num_leading(messages: list[Message]) -> int:
-    """How many instructions come before all else."""
+    """Count how many instructions come before all else."""
     others = (at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS)
     return next(others, len(messages))
 

@@ -24,7 +24,7 @@ _NOW: tuple[str, Any] = ("now", {})
 
 
 class Case(NamedTuple):
-    """One answer of a model of a family."""
+    """An answer of a model of a family."""
 
     format: str
     text: str

@@ -108,7 +108,7 @@ def test_reasoning_content_and_calls_are_told_apart(family: Family) -> None:
 
 
 def may_speak_after(family: Family) -> bool:
-    """Whether text may stand behind calls as it is."""
+    """Tell whether text may stand behind calls as it is."""
     return not isinstance(format_of(family), ChannelFormat)
 
 
@@ -237,7 +237,7 @@ def test_no_character_outside_of_marks_is_lost(family: Family) -> None:
 
 
 def is_within(text: str, at: int, marks: list[str]) -> bool:
-    """Whether a place is inside of a mark."""
+    """Tell whether a place is inside of a mark."""
     return any(
         text.startswith(mark, start)
         for mark in marks
@@ -320,7 +320,7 @@ def test_arguments_are_shown_while_they_come(family: Family, is_nested: bool) ->
 
 
 def delay(family: Family, size: int, *, is_nested: bool) -> int:
-    """How many characters of a long string what is shown is behind what came, at most."""
+    """Count how many characters of a long string what is shown is behind what came, at most."""
     for line in ('if x < 3:\n    say("é\\\\ü", [1, {}])\n', "some words and then some more, "):
         value = (line * size)[:size]
         given: dict[str, Any] = {"extra": {"text": value}} if is_nested else {"content": value}
@@ -359,7 +359,7 @@ def ends_of(way: Callable[[str], str], value: str) -> list[int]:
 
 
 def count_of(ends: list[int], length: int) -> int:
-    """How many characters there are in so much of what is written."""
+    """Count how many characters there are in so much of what is written."""
     low, high = 0, len(ends)
     while low < high:
         middle = (low + high) // 2
@@ -368,7 +368,7 @@ def count_of(ends: list[int], length: int) -> int:
 
 
 def work(family: Family, text: str) -> int:
-    """How many functions are called while a text comes, four characters at a time."""
+    """Count how many functions are called while a text comes, four characters at a time."""
     reader = reader_of(family)
     calls = 0
 

@@ -67,7 +67,7 @@ def matcher_of(text: str) -> LLMatcher:
 
 
 def accepts(text: str, answer: str) -> bool:
-    """Whether the answer, and its end there, are of the form."""
+    """Tell whether the answer, and its end there, are of the form."""
     matcher = matcher_of(text)
     tokens = list(answer.encode())
     return (

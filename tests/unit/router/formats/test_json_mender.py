@@ -49,7 +49,7 @@ def dumped(rng: random.Random) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Whether no string has half a character."""
+    """Tell whether no string has half a character."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

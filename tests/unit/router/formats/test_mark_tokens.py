@@ -98,7 +98,7 @@ class Tokens:
         return self.plain.encode(text, add_special_tokens=False).ids
 
     def end(self, ids: list[int], count: int) -> int:
-        """How many characters the first tokens have."""
+        """Count how many characters the first tokens have."""
         return len(self.marked.decode(ids[:count], skip_special_tokens=False))
 
 

@@ -123,7 +123,7 @@ class Ledger:
 
 
 def is_python(family: str, text: str) -> bool:
-    """Whether calls may be Python, of which arguments are no part."""
+    """Tell whether calls may be Python, of which arguments are no part."""
     return family == "pythonic" or (family == "llama_json" and ".call(" in text)
 
 
@@ -186,7 +186,7 @@ def test_whatever_is_not_shown_of_a_mutated_answer_is_form(family: str) -> None:
 
 
 def is_shown(read: str, shown: str) -> bool:
-    """Whether each character of what was read is shown, in this order, or mended."""
+    """Tell whether each character of what was read is shown, in this order, or mended."""
     if read in shown:
         return True
     at = 0
@@ -251,7 +251,7 @@ _GOING_ON = ["[", '{"a":', '"x', '"\\\\', " ", "1", "\\", "[[[],", '{"a": "', '"
 
 
 def work(family: str, text: str) -> int:
-    """How many functions are called while a text comes, four characters at a time."""
+    """Count how many functions are called while a text comes, four characters at a time."""
     parser: Any = FORMATS[family].parser(OFFERED)
     calls = 0
     longest = 0

@@ -89,7 +89,7 @@ def _pythons(text: str, said: str) -> str:
 
 
 def _has_neighbours(text: str) -> bool:
-    """Whether two strings stand side by side."""
+    """Tell whether two strings stand side by side."""
     with contextlib.suppress(tokenize.TokenError, SyntaxError):
         tokens = tokenize.generate_tokens(io.StringIO(text.strip(" \n,")).readline)
         kinds = [token.type for token in tokens if token.type != tokenize.NL]

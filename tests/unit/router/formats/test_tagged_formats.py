@@ -146,7 +146,7 @@ def test_a_mutated_answer_raises_nothing_and_no_cut_changes_it(family: Family) -
 
 
 def work(form: CallFormat, text: str, size: int) -> int:
-    """How many functions are called while a text comes in parts."""
+    """Count how many functions are called while a text comes in parts."""
     parser: Any = form.parser(TOOLS)
     calls = 0
 

@@ -68,22 +68,22 @@ def passing_over(condition: str) -> str:
 
 
 def user(text: Any) -> Message:
-    """What the user says."""
+    """A message of the user."""
     return {"role": "user", "content": text}
 
 
 def system(text: Any) -> Message:
-    """What the operator says."""
+    """A message of the operator."""
     return {"role": "system", "content": text}
 
 
 def developer(text: Any) -> Message:
-    """What the developer says."""
+    """A message of the developer."""
     return {"role": "developer", "content": text}
 
 
 def answer(text: Any, **more: Any) -> Message:
-    """What the assistant says."""
+    """A message of the assistant."""
     return {"role": "assistant", "content": text, **more}
 
 
@@ -99,7 +99,7 @@ def calling(*calls: dict[str, Any], **more: Any) -> Message:
 
 
 def result(text: Any, call_id: str = "", **more: Any) -> Message:
-    """What a call returned."""
+    """A message with what a call returned."""
     return {"role": "tool", **({"tool_call_id": call_id} if call_id else {}), "content": text,
             **more}  # fmt: skip
 

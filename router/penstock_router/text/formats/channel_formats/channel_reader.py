@@ -60,7 +60,7 @@ class ChannelReader(CallParser):
     # Input.
 
     def _is_token(self, mark: str) -> bool:
-        """Whether the mark is a token: then it is a mark wherever it stands."""
+        """Tell whether the mark is a token: then it is a mark wherever it stands."""
         return self._marks.spelled(mark) != mark
 
     def _text_until(self, *marks: str, show: Callable[[str], None]) -> Reading[str]:

@@ -81,7 +81,7 @@ class HarmonyFormat(ChannelFormat):
         return _HarmonyReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """One call, which ends the answer. If not required: any messages of text, and then a call
+        """A call, which ends the answer. If not required: any messages of text, and then a call
         or the last message.
         """
         calls = [
@@ -252,7 +252,7 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         yield from self._ended()
 
     def _begins_with(self, key: str) -> Reading[bool]:
-        """Whether an object comes whose first member is this argument; nothing is consumed."""
+        """Tell whether an object comes whose first member is this argument; nothing is consumed."""
         wanted = f"{{{''.join(_ENCODE(key).split())}:"
         while True:
             there = self._text[self._at : self._at + _MOST_BEFORE]
@@ -297,7 +297,7 @@ def _is_reasoning(header: Header) -> bool:
 
 
 def _is_sure(header: Header) -> bool:
-    """Whether it is a header, also without the mark at its end."""
+    """Tell whether it is a header, also without the mark at its end."""
     return header.is_marked and (header.channel in _CHANNELS or header.recipient != "")
 
 

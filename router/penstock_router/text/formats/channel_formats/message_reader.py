@@ -19,7 +19,7 @@ from penstock_router.text.marks import NO_MARKS, Marks
 
 @dataclass(slots=True)
 class Header:
-    """What is known of a message."""
+    """The facts known of a message."""
 
     channel: str = ""
     recipient: str = ""
@@ -103,7 +103,7 @@ class MessageReader(ChannelReader):
             show(text)
 
     def _is_over(self, mark: str) -> Reading[bool]:
-        """Whether a message ends with this mark, which is held."""
+        """Tell whether a message ends with this mark, which is held."""
         if mark in self._closers:
             return self._is_token(mark) or (yield from self._is_closed())
         if mark not in self._openers:

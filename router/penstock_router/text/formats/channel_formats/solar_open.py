@@ -140,7 +140,7 @@ class _SolarOpenReader(MessageReader, JsonCallParser):
         self._drop()
 
     def _called(self) -> Reading[None]:
-        """All calls of a message, and its end."""
+        """Read the calls of a message, and its end."""
         yield from self._again(_TOOL_CALLS)
         self._has_ended = True
         while (yield from self._any_of(_CALL)) is not None:

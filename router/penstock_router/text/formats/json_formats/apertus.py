@@ -26,7 +26,7 @@ class _ApertusFormat(MarkedJson):
         return _CallParser(self, tools, marks)
 
     def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
-        """One entry of the list."""
+        """An entry of the list."""
         name = json.dumps(tool.name, ensure_ascii=False)
         content = arguments_format(tool, rule)
         return tag(f"{before}{{{name}: ", content, f"}}{behind}")

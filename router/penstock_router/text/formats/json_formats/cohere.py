@@ -35,7 +35,7 @@ _BEGIN, _BETWEEN, _END = f"{_WORD}\n{_FENCE}json\n[\n    ", ",\n    ", f"\n]{_FE
 @dataclass(frozen=True, kw_only=True)
 class _CohereFormat(MarkedJson):
     def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
-        """One action; its id is its number in the conversation."""
+        """An action; its id is its number in the conversation."""
         name = json.dumps(tool.name, ensure_ascii=False)
         content = sequence(
             regex("(0|[1-9][0-9]{0,5})"),
@@ -72,7 +72,7 @@ class CommandRFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """All calls in one code block."""
+        """The calls, in one code block."""
         before, between = '{\n        "tool_name": ', ',\n        "parameters": '
         tags = [call_tag(tool, before, between, "\n    }", rule) for tool in tools]
         calls = one_or_more(tags, _BETWEEN, parallel=rule.parallel)

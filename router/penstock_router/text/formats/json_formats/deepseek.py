@@ -65,7 +65,7 @@ class DeepSeekFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
-        """All calls between one pair of markers."""
+        """The calls, between one pair of markers."""
         shown = [
             f"{_CALL}{self._before}{name}{self._between}{arguments}{self._behind}{_CALL_END}"
             for name, arguments in calls
@@ -73,7 +73,7 @@ class DeepSeekFormat(CallFormat):
         return f"{_CALLS}{self._apart.join(shown)}{_CALLS_END}"
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """All calls between one pair of markers."""
+        """The calls, between one pair of markers."""
         tags = [
             tag(
                 f"{_CALL}{self._before}{tool.name}{self._between}",

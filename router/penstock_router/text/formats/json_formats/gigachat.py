@@ -19,7 +19,7 @@ _ROLE = "function call"
 
 @dataclass(frozen=True)
 class GigaChatFormat(CallFormat):
-    """One call at the end of an answer."""
+    """A call at the end of an answer."""
 
     name: str = "gigachat3"
     marks: tuple[str, ...] = (_CALL, _ROLE_END, _MESSAGE_END)
@@ -43,7 +43,7 @@ class GigaChatFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """One call, as the templates render no more."""
+        """A call, as the templates render no more."""
         begin = f"{_MESSAGE_END}\n\n{_ROLE}{_ROLE_END}\n" if self.is_message else _CALL
         before, between = f'{begin}{{"name": ', ', "arguments": '
         tags = [call_tag(tool, before, between, "}", rule) for tool in tools]

@@ -52,7 +52,7 @@ class KimiK2Format(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """All calls between one pair of markers."""
+        """The calls, between one pair of markers."""
         number = regex("(0|[1-9][0-9]{0,5})")
         tags = [
             tag(

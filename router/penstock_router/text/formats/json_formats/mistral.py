@@ -52,7 +52,7 @@ class MistralFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """One marker, and all calls in one list."""
+        """A marker, and all calls in one list."""
         tags = [self._call_tag(tool, rule) for tool in tools]
         calls = one_or_more(tags, ", ", parallel=rule.parallel)
         if rule.required:

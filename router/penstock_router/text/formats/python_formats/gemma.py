@@ -29,7 +29,7 @@ class GemmaFormat(CallFormat):
 
     @property
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """All marks."""
+        """The marks, each once."""
         return self.begin, self.end, self.quote, self.result
 
     def is_of(self, template: str) -> bool:

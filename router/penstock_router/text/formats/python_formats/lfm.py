@@ -58,7 +58,7 @@ class LfmFormat(CallFormat):
         return _CallParser(_BEGIN, _END, tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """One list between one pair of marks."""
+        """A list between one pair of marks."""
         tags = call_tags(tools, rule, notation=_NOTATION)
         listed = one_or_more(tags, ", ", parallel=rule.parallel)
         opens, closes = f"{_BEGIN}[", f"]{_END}"

@@ -1,1 +1,1 @@
-"""What readers of formats are made of: marks, JSON, Python's literals, tagged arguments."""
+"""The parts of readers of formats: marks, JSON, Python's literals, tagged arguments."""

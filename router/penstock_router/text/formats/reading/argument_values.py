@@ -47,7 +47,7 @@ def _whole(value: str) -> str:
 
 
 def begun_json_of(text: str, kinds: Kinds) -> str:
-    """What is certain of the JSON value, where its text was cut off."""
+    """The certain part of a JSON value whose text was cut off."""
     if not kinds & STRING:
         return text
     begun = text.lstrip()

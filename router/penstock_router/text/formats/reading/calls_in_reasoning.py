@@ -43,7 +43,7 @@ class CallsInReasoning:
         self._is_within_line = False
 
     def feed(self, text: str) -> str:
-        """What is reasoning for sure."""
+        """The text that is reasoning for sure."""
         if self._trial is None and not self._rest and not self._may_begin(text):
             self._note(text)
             return text
@@ -122,7 +122,7 @@ class CallsInReasoning:
         return len(text)
 
     def _are_no_call(self, pieces: Sequence[Piece], before: Sequence[Piece]) -> bool:
-        """Whether the next pieces prove that these and those before are no call."""
+        """Tell whether the next pieces prove that these and those before are no call."""
         has_call = any(piece.kind is PieceKind.CALL for piece in before)
         for piece in pieces:
             if piece.kind is PieceKind.CALL:
@@ -136,7 +136,7 @@ class CallsInReasoning:
         return False
 
     def _are_calls(self) -> bool:
-        """Whether all calls that were read have what their functions require."""
+        """Tell whether all calls that were read have what their functions require."""
         names = [piece.text for piece in self._pieces if piece.kind is PieceKind.CALL]
         arguments = [""] * len(names)
         for piece in self._pieces:

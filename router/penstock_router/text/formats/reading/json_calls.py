@@ -31,7 +31,7 @@ _BESIDES = frozenset({"id", "type", "index", "call_id", "tool_call_id"})
 
 @dataclass(slots=True)
 class Call:
-    """What is known so far of an object that may be a call."""
+    """The facts known so far of an object that may be a call."""
 
     name: str | None = None
     # Arguments that came before the name.
@@ -113,7 +113,7 @@ class JsonCallParser(CallParser):
                 return False
 
     def _closes(self, mender: JsonMender) -> bool:
-        """Whether the answer's end is the value's, of which the rest is shown."""
+        """Tell whether the answer's end is the value's, of which the rest is shown."""
         if self._was_cut or not (self._ends_with_answer and mender.is_between):
             self._arguments(mender.unsaid)
             return False
@@ -347,7 +347,7 @@ def call_tag(
     end: str,
     rule: CallRule,
 ) -> JsonObject:
-    """One call: its name in quotes after `before`, its arguments between `between` and `end`."""
+    """A call: its name in quotes after `before`, its arguments between `between` and `end`."""
     name = json.dumps(tool.name, ensure_ascii=False)
     content = arguments_format(tool, rule)
     return tag(before + name + between, content, end)

@@ -66,20 +66,20 @@ class JsonMender:
         return at
 
     def take(self) -> str:
-        """What was written since this was last asked."""
+        """The text written since this was last asked."""
         said = "".join(self._said)
         self._said.clear()
         return said
 
     @property
     def is_between(self) -> bool:
-        """Whether nothing is missing at its end but its last bracket."""
+        """Tell whether nothing is missing at its end but its last bracket."""
         is_whole = self._state in (self._after, self._first_key, self._first_element)
         return is_whole and len(self._closers) == 1
 
     @property
     def is_in_string(self) -> bool:
-        """Whether a string was begun, and has not ended."""
+        """Tell whether a string was begun, and has not ended."""
         return self._quote != ""
 
     def close(self) -> None:
@@ -337,7 +337,7 @@ class JsonMender:
 
 
 def _meaning(word: str) -> str | None:
-    """What a word or number is in JSON; None if it is nothing."""
+    """The JSON for a word or number; None if there is none."""
     if word in _WORDS or _NUMBER.fullmatch(word):
         return _WORDS.get(word, word)
     for read in _NUMBER_READERS:

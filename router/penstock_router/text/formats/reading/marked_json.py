@@ -109,7 +109,7 @@ class MarkedJson(CallFormat):
         return self.between.join([f"{opens}{each}{closes}" for each in shown])
 
     def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
-        """One call, between two texts."""
+        """A call, between two texts."""
         return call_tag(
             tool,
             f'{before}{{"{self.name_key}": ',

@@ -41,7 +41,7 @@ class Argument:
 
     @property
     def may_be_text(self) -> bool:
-        """Whether it may be a string."""
+        """Tell whether it may be a string."""
         kinds = kinds_of(self.schema, self.schema)
         return not kinds or bool(kinds & STRING)
 

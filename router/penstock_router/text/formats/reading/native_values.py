@@ -97,7 +97,7 @@ class Notation(ABC):
         return either([literal("[]"), sequence(literal("["), listed, literal("]"))])
 
     def _has_members(self, schema: JsonObject) -> bool:
-        """Whether objects can be written member by member."""
+        """Tell whether objects can be written member by member."""
         properties = schema.get("properties")
         is_plain = schema.keys() <= _OF_OBJECTS and isinstance(properties, Mapping)
         return (

@@ -42,7 +42,7 @@ BUILTIN = ".call"
 
 
 def is_identifier(name: str) -> bool:
-    """Whether Python allows an argument of this name."""
+    """Tell whether Python allows an argument of this name."""
     return _IDENTIFIER.fullmatch(name) is not None and name != "" and not name[0].isdigit()
 
 

@@ -112,7 +112,7 @@ class LiteralParser(CallParser):
         self._finish()
 
     def _is_whole(self, num_brackets: int) -> bool:
-        """Whether all values that were begun have ended, and nothing of another has come."""
+        """Tell whether all values that were begun have ended, and nothing of another has come."""
         rest = "".join(self._held) + self._text[self._at :]
         is_closed = not self._missing and len(self._closers) == num_brackets
         return is_closed and not rest.strip(f"{SPACE},")
@@ -308,7 +308,7 @@ class LiteralParser(CallParser):
         self._at += 1
 
     def _is_over_behind(self, *marks: str) -> Reading[bool]:
-        """Whether one of these marks stands here, and is the end of what the model wrote."""
+        """Tell whether one of these marks stands here, and is the end of what the model wrote."""
         mark = yield from self._ahead(*marks)
         if mark is None:
             return False
@@ -319,7 +319,7 @@ class LiteralParser(CallParser):
         return False
 
     def _is_last(self, quote: str, *, is_key: bool) -> Reading[bool]:
-        """Whether the quote that stands here ends its string: by what follows it."""
+        """Tell whether the quote that stands here ends its string: by what follows it."""
         while True:
             behind = self._text[self._at + len(quote) : self._at + len(quote) + _MAX_AHEAD]
             is_last = self._judge(behind, quote, is_key=is_key)
@@ -335,7 +335,7 @@ class LiteralParser(CallParser):
             yield from self._more()
 
     def _judge(self, behind: str, quote: str, *, is_key: bool) -> bool | None:
-        """Whether the text behind a quote shows that it is the last; None: too little text."""
+        """Tell whether the text behind a quote shows that it is the last; None: too little text."""
         rest = behind.lstrip(SPACE)
         if not rest:
             return None
@@ -371,7 +371,7 @@ class LiteralParser(CallParser):
         return rest.lstrip(SPACE) if is_damaged else rest, open_, is_damaged
 
     def _begins_element(self, rest: str, open_: int) -> bool | None:
-        """Whether this is another element within the bracket of this number, or its end."""
+        """Tell whether this is another element within the bracket of this number, or its end."""
         if not rest:
             return None
         if rest[0] in self._closers[:open_] or self._elements_begin[open_ - 1].match(rest):
@@ -381,20 +381,20 @@ class LiteralParser(CallParser):
         return self._at_end(rest)
 
     def _may_begin_element(self, rest: str, open_: int) -> bool:
-        """Whether more text could make an element of it."""
+        """Tell whether more text could make an element of it."""
         if self._elements_begin[open_ - 1] is _ELEMENT:
             return rest in ("r", "R", "u", "U") or any(word.startswith(rest) for word in _WORDS)
         return re.fullmatch(r"[\w.\-]+\s*=?", rest) is not None
 
     def _at_end(self, rest: str) -> bool | None:
-        """Whether a mark of the end stands here; None: it may begin here."""
+        """Tell whether a mark of the end stands here; None: it may begin here."""
         marks = [self._marks.spelled(end) for end in self._ends]
         if any(rest.startswith(mark) for mark in marks):
             return True
         return None if any(mark.startswith(rest) for mark in marks) else False
 
     def _may_follow(self, rest: str) -> bool | None:
-        """Whether this may stand behind all brackets."""
+        """Tell whether this may stand behind all brackets."""
         return True
 
     def _say(self, text: str) -> None:

@@ -96,7 +96,7 @@ class TaggedFormat(CallFormat):
         return has_signs and not any(text in template for text in self.strange)
 
     def begins(self) -> tuple[str, ...]:
-        """What begins a call, or all of them."""
+        """The texts that begin a call, or all of them."""
         begins = (tags.wrap[0] or bare(tags.function[0]) for tags in (self.tags, *self.others))
         return tuple(dict.fromkeys(begins))
 
@@ -158,7 +158,7 @@ class TaggedFormat(CallFormat):
         return text_format(tool, argument)
 
     def _argument_end(self, argument: Argument) -> str:
-        """What stands behind an argument's value."""
+        """The text behind an argument's value."""
         return self.tags.argument[2]
 
 
@@ -315,7 +315,7 @@ class TaggedCallParser(CallParser):
             self._call(name, "{}")
 
     def _is_in_tag(self) -> bool:
-        """Whether an argument has begun of which no value came."""
+        """Tell whether an argument has begun of which no value came."""
         rest = self._text[self._at :]
         begins = (self._marks.spelled(begin) for begin in self._argument_begins)
         return self._names_argument or (rest != "" and any(b.startswith(rest) for b in begins))
@@ -485,14 +485,14 @@ class TaggedCallParser(CallParser):
         return [f"{quote}{key}{quote}{behind}" for key in self._awaited for quote in _QUOTES]
 
     def _behind_argument(self) -> tuple[str, ...]:
-        """What may follow an argument's end."""
+        """The texts that may follow an argument's end."""
         begins = (*self._wraps, *self._function_begins)
         return (*self._argument_begins, *self._ends, *begins)
 
     def _follows(
         self, offset: int, wanted: Sequence[str], *, or_nothing: bool = True
     ) -> Reading[bool]:
-        """Whether one of the texts, or perhaps the answer's end, stands behind white space."""
+        """Tell whether one of the texts, or perhaps the answer's end, stands behind white space."""
         spelled = [self._marks.spelled(text) for text in wanted]
         while True:
             start = self._at + offset

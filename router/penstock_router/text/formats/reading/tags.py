@@ -50,7 +50,7 @@ class Tags:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All texts that may be tokens."""
+        """The texts that may be tokens."""
         parts = (*self.wrap, *self.function, *self.argument, self.value)
         return tuple(dict.fromkeys(bare(part) for part in parts if part.startswith("<")))
 
@@ -81,7 +81,7 @@ def rendered_spaces(template: str, tags: Tags, spaces: Spaces) -> Spaces:
 
 
 def are_rendered(template: str, tags: Tags) -> bool:
-    """Whether the template writes calls with these tags."""
+    """Tell whether the template writes calls with these tags."""
     return _pattern(tags).search(rendered_calls(template)) is not None
 
 
@@ -114,7 +114,7 @@ def _argument(tags: Tags, key: str, value: str) -> str:
 
 
 def is_python_rendered(template: str) -> bool:
-    """Whether the template writes values as Python prints them."""
+    """Tell whether the template writes values as Python prints them."""
     return re.search(r"\bTrue\b", rendered_calls(template, {"probe_left": True})) is not None
 
 

@@ -138,7 +138,7 @@ class _DsmlParser(TaggedCallParser):
             self._arguments(f"{{{json.dumps(key)}: {json_of(text, kinds)}")
 
     def _lacks(self, function: str, key: str) -> bool:
-        """Whether a known function has no such argument."""
+        """Tell whether a known function has no such argument."""
         tool = self._tools.get(function)
         if tool is None:
             return False

@@ -106,7 +106,7 @@ class _ElementFormats:
         self._left = _MAX_ELEMENTS
 
     def value(self, argument: Argument, depth: int = 0) -> JsonObject:
-        """What stands between an element's tags."""
+        """The content between an element's tags."""
         schema = referred(argument.schema, self._root)
         if argument.may_be_text:
             return text_format(self._tool, argument)
