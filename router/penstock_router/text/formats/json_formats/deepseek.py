@@ -100,17 +100,7 @@ class _CallParser(JsonCallParser):
 
     def _read(self) -> Reading[None]:
         yield from self._begin(_CALLS, _CALL, *_OTHER_CALLS)
-        while True:
-            yield from self._one_call()
-            yield from self._after_call()
-            # Whatever follows, this call has ended.
-            while (mark := (yield from self._any_of(_CALL, _CALL_END, _CALLS_END))) is not None:
-                if mark == _CALL:
-                    break
-                yield from self._after_call()
-            if mark is None:
-                return
-            self._fits = False
+        yield from self._calls_in_section(self._one_call, _CALL, _CALL_END, _CALLS_END)
 
     def _one_call(self) -> Reading[None]:
         yield from self._space()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock_router.json_fields import JsonObject
@@ -286,6 +287,22 @@ class JsonCallParser(CallParser):
         # The mark once more means nothing more.
         while (yield from self._any_of(*self._ends)) is not None:
             yield from self._after_call()
+
+    def _calls_in_section(
+        self, one_call: Callable[[], Reading[None]], begin: str, end: str, section_end: str
+    ) -> Reading[None]:
+        """Read calls that `begin` and `end` stand around, up to the end of their section."""
+        while True:
+            yield from one_call()
+            yield from self._after_call()
+            # Whatever follows, this call has ended.
+            while (mark := (yield from self._any_of(begin, end, section_end))) is not None:
+                if mark == begin:
+                    break
+                yield from self._after_call()
+            if mark is None:
+                return
+            self._fits = False
 
     def _brackets_too_many(self, *marks: str) -> Reading[None]:
         """Consume brackets behind a call that stand before its end or one of these marks; others
