@@ -46,6 +46,7 @@ from penstock_router.routes.base import (
     usable_request_id,
     with_body,
 )
+from penstock_router.routes.warnings import warn
 from penstock_router.served_models import ServedModel
 from penstock_router.server import sse
 from penstock_router.text.prompts import PreparedPrompts
@@ -102,8 +103,10 @@ class Call(Generic[AnyRequest]):
         named = _name_request(request, body.asked)
         record = request[RECORD]
         record.stream = body.asked.stream
+        bounds = request.app[ROUTER].config.bound_max_tokens
         asked = dataclasses.replace(
             body.asked,
+            bounds_max_tokens=bounds or body.asked.bounds_max_tokens,
             request_id=request[REQUEST_ID],
             traceparent=record.traceparent,
             caller=caller_of(request),
@@ -262,6 +265,7 @@ async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
         model = await router.models.get(asked.model)
         made = await call.body.work(model, call.earlier)
         assert isinstance(made, PreparedPrompts)
+        warn(call.request, made.warnings)
         job = await make_job(asked, model, made, call.drawn_seed, call.body.images)
     _check_size(job, router.config.max_answer_bytes)
     for shard in router.fleet.shards:

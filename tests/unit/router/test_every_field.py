@@ -36,7 +36,7 @@ from penstock_router.apis.openai.requests import (
     parse_chat,
     parse_completion,
 )
-from penstock_router.json_fields import Field, JsonObject
+from penstock_router.json_fields import Field, JsonObject, Use
 from penstock_shard.ipc.request import Request
 
 ROUTES = {
@@ -368,7 +368,7 @@ async def all_seen(
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_field_has_a_proof(route: str) -> None:
-    served = {name for name, entry in ROUTES[route][1].items() if entry.works}
+    served = {name for name, entry in ROUTES[route][1].items() if entry.use is Use.HONOURED}
     proofs = PROOFS[route].keys()
     assert served - proofs == set(), "a field without a proof that it acts"
     assert proofs - ROUTES[route][1].keys() == set(), "a proof of a field that is not there"
@@ -412,7 +412,7 @@ NOT_SERVED = [
     (route, entry)
     for route, (_, fields) in ROUTES.items()
     for entry in fields.values()
-    if not entry.works
+    if entry.use is Use.REFUSED
 ]
 
 
@@ -596,7 +596,7 @@ def bounded_ends(schema: JsonObject) -> int:
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_stated_bound_is_tried_from_both_sides(route: str) -> None:
     for name, entry in ROUTES[route][1].items():
-        if entry.works:
+        if entry.use is Use.HONOURED:
             tried = [bound for bound in BOUNDS[route] if bound.name == name]
             assert len(tried) >= bounded_ends(entry.kind.schema), name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from penstock_router.apis.openai.requests import (
     parse_completion,
 )
 from penstock_router.errors import BadRequest
-from penstock_router.json_fields import decode_object, read_fields
+from penstock_router.json_fields import WARNINGS, Use, decode_object, read_fields
 from penstock_router.request import ChatRequest, CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -77,8 +78,11 @@ def test_null_is_the_same_as_not_given() -> None:
     assert chat(**dict.fromkeys(names)) == chat()
 
 
-def test_unknown_fields_are_ignored() -> None:
-    assert completion(metadata={"a": 1}, store=True, service_tier="x") == completion()
+def test_unknown_fields_have_no_effect() -> None:
+    plain = completion()
+    given = completion(nothing={"a": 1}, x=True)
+    assert given.warnings == ("unknown fields without effect: 'nothing', 'x'",)
+    assert dataclasses.replace(given, warnings=()) == plain
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,7 @@ def test_unknown_fields_are_ignored() -> None:
         (route, entry)
         for route, fields in (("completion", COMPLETION_FIELDS), ("chat", CHAT_FIELDS))
         for entry in fields.values()
-        if not entry.works
+        if entry.use is Use.REFUSED
     ],
 )
 def test_a_known_field_that_does_not_work_yet_is_refused_by_name_unless_neutral(
@@ -419,8 +423,17 @@ def test_names_that_mean_nothing_are_not_gone_through() -> None:
 
         items = keys = __iter__
 
-    values = read_fields(COMPLETION_FIELDS, Body(prompt="a", nothing=1))
+    many = {f"nothing{number}": 1 for number in range(1025)}
+    values = read_fields(COMPLETION_FIELDS, Body(prompt="a", **many))
     assert values == {"prompt": ("a",)}
+
+
+def test_names_that_mean_nothing_are_named_in_a_warning() -> None:
+    values = read_fields(COMPLETION_FIELDS, {"prompt": "a", "nothing": None, "n0": {}})
+    assert values[WARNINGS] == ("unknown fields without effect: 'n0', 'nothing'",)
+    many = {f"n{number:02}": 1 for number in range(30)}
+    [warning] = read_fields(COMPLETION_FIELDS, {"prompt": "a", **many})[WARNINGS]
+    assert "'n15' and 14 more" in warning
 
 
 def test_too_many_prompts_are_refused_before_any_of_them_is_looked_at() -> None:

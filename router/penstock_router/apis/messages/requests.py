@@ -30,6 +30,7 @@ from penstock_router.json_fields import (
     OBJECT,
     POSITIVE,
     STRING,
+    WARNINGS,
     Field,
     JsonObject,
     Kind,
@@ -182,6 +183,7 @@ def _prompt(values: JsonObject) -> JsonObject:
     continues = values["messages"][-1]["role"] == "assistant"
     return {
         "model": values["model"],
+        WARNINGS: values.get(WARNINGS, ()),
         "messages": [*system, *values["messages"]],
         "images": take_images(values["messages"]),
         "add_special_tokens": False,

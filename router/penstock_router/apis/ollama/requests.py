@@ -30,6 +30,7 @@ from penstock_router.json_fields import (
     OBJECT,
     POSITIVE,
     STRING,
+    WARNINGS,
     Field,
     JsonObject,
     Kind,
@@ -96,7 +97,7 @@ def _read_options(name: str, value: Any) -> JsonObject:
         raise BadRequest(f"{name}.num_predict: must not be 0; -1 is no bound", param=name)
     if "repeat_penalty" in values:
         values["repetition_penalty"] = values.pop("repeat_penalty")
-    served = {key: values[key] for key in values if key in _SAMPLING}
+    served = {key: values[key] for key in values if key in {*_SAMPLING, WARNINGS}}
     return {**served, "max_tokens": length if length > 0 else None}
 
 
@@ -228,6 +229,7 @@ def _chat(values: JsonObject, messages: list[Any], has_prompt: bool) -> OllamaCh
 
 
 def _options(values: JsonObject) -> JsonObject:
+    options = values.get("options", {})
     top_logprobs = values.get("top_logprobs", 0)
     return {
         "model": values["model"].removesuffix(LATEST),
@@ -236,7 +238,8 @@ def _options(values: JsonObject) -> JsonObject:
         "max_tokens_field": "options.num_predict",
         "timeout_s": values.get("timeout"),
         **only_constraint({"format": values.get("format")}),
-        **values.get("options", {}),
+        **options,
+        WARNINGS: (*values.get(WARNINGS, ()), *options.get(WARNINGS, ())),
     }
 
 
@@ -330,6 +333,7 @@ def _embed(values: JsonObject, inputs: tuple[str, ...], *, cuts: bool) -> EmbedR
         truncate_prompt_tokens=-1 if cuts else None,
         truncation_side="right",
         timeout_s=values.get("timeout"),
+        warnings=values.get(WARNINGS, ()),
     )
 
 
