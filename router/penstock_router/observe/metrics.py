@@ -196,6 +196,9 @@ class Metrics:
             "client take too much memory or too many wait.",
             "reason",
         )
+        # Create the series now, so that a rate can be taken of the first refusal.
+        for reason in ("queue_full", "queued_tokens"):
+            self.refused.labels(reason)
 
     def _add_images(self) -> None:
         self.images = self._counter(

@@ -61,6 +61,9 @@ class RequestRecord:
     # The adapter that it named in place of the model; "" for none.
     adapter: str = ""
     stream: bool = False
+    # What it asks for, once its prompts are ready: choices of each, and tokens of each at most.
+    choices: int | None = None
+    max_tokens: int | None = None
 
     # When it was admitted, when its prompts were ready, and when it had all its places.
     admitted_s: float | None = None

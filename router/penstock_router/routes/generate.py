@@ -303,6 +303,8 @@ async def take_places(call: Call[Any], job: Job, ticket: Ticket) -> None:
     record = call.request[RECORD]
     record.model, record.prepared_s = job.model.info.model, time.perf_counter()
     record.adapter = job.model.adapter
+    record.choices = call.asked.n
+    record.max_tokens = max(request.max_tokens or 0 for request in job.requests)
     ticket.charge.follow(record)
     await ticket.start(
         sum(len(prompt.token_ids) for prompt in job.prompts),
