@@ -91,7 +91,7 @@ class Remark:
 
 @dataclass(slots=True)
 class Translation:
-    """What to run, and what is lost."""
+    """The command to run, and what is lost."""
 
     model: str = ""
     copies: int = 1
@@ -162,7 +162,7 @@ def translate(
 def _flags(
     peer: Peer, words: Sequence[str], variables: Mapping[str, str], gpus: int, result: Translation
 ) -> dict[str, Given]:
-    """All flags in effect, by name: those given, those from variables, and defaults."""
+    """Flags in effect, by name: those given, those from variables, and defaults."""
     flags = {name: Given(name, f"--{name}", (value,)) for name, value in peer.defaults.items()}
     if peer.flags_are_variables:
         flags |= {given.name: given for given in _flags_of(peer, variables)}
@@ -176,7 +176,7 @@ def _flags(
 
 
 def _goes_without_saying(rule: Rule, name: str) -> bool:
-    """Whether an ambient variable needs no remark: it keeps its name, or has no effect here."""
+    """Tell whether an ambient variable needs no remark: its name is kept, or has no effect."""
     return rule.to == name or (rule.loss is Loss.NONE and bool(rule.why))
 
 

@@ -31,7 +31,7 @@ def _body_bytes(text: str) -> str:
 
 
 def _threads(text: str) -> str | None:
-    """How many cores `0-31` or `0,2,4` names; of several instances (`0-3|4-7`) those of one."""
+    """The number of cores in `0-31` or `0,2,4`; of several instances (`0-3|4-7`) those of one."""
     if text in ("auto", "nobind"):
         return None
     try:

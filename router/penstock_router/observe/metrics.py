@@ -1,4 +1,4 @@
-"""What the router counts, for Prometheus. What is counted of a request when it has ended is in
+"""Counters of the router, for Prometheus. Those of requests that have ended are in
 `ended_request_metrics`.
 
 With several workers each has its own counters; `prometheus_client` then keeps them in files of a

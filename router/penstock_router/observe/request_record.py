@@ -1,5 +1,4 @@
-"""What became of each request: one record, filled in along the way and passed to listeners at its
-end.
+"""Records what became of each request: filled in along the way, passed to listeners at its end.
 
 The request log, metrics, spans and the console's time line are all made from it, so they cannot
 disagree. A record ends when its last holder releases it: an answer that is made in the background,
