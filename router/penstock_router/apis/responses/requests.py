@@ -16,15 +16,14 @@ import msgspec
 from penstock_client.types import Constraint
 from penstock_router.apis.base import ERRORS, Api
 from penstock_router.apis.images import take_images
-from penstock_router.apis.openai.requests import (
+from penstock_router.apis.openai.fields import (
     CHAT_FIELDS,
     MAX_CHOICES,
     MAX_LOGPROBS,
     OF_CHATS,
     SAMPLING,
-    common_options,
-    template_options,
 )
+from penstock_router.apis.openai.requests import common_options, template_options
 from penstock_router.apis.responses.answers import ResponseAnswer, ResponseEvent, ResponseShape
 from penstock_router.apis.responses.items import INPUT, check_outputs, messages_of
 from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
@@ -310,7 +309,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         include_reasoning=values.get("include_reasoning", True),
         thinking_tokens=values.get("thinking_token_budget"),
         **template_options(values),
-        **tool_options(values, idle=("none", "auto")),
+        **tool_options(values),
         **{**common, **_constraint(values, common)},
     )
     _check(request)
