@@ -21,6 +21,8 @@ class SamplingParams:
     """How a token is drawn. None means the shard's default (from the model's own configuration).
 
     `temperature` below 1e-5 is greedy; `top_k` 0 or -1 turns it off; `seed` is 64 bits, unsigned.
+    `penalty_window_tokens` is how many tokens before the one that is drawn the three penalties look
+    at, of prompt and output: 0 turns them off, None means all.
     """
 
     temperature: float | None = None
@@ -35,6 +37,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] = ()
+    penalty_window_tokens: int | None = None
 
 
 class ConstraintKind(enum.Enum):

@@ -92,6 +92,8 @@ class Options:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    # How many tokens before the next one the three penalties look at; None: all; 0: none.
+    penalty_window_tokens: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -108,7 +110,7 @@ class Options:
     # None: none; 0: of the chosen token; k: also of the k best. Likewise for the prompt's.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # Tokens whose log-probability is reported at every position, besides the best.
+    # Tokens whose log-probability is reported at every position, in place of the k best.
     logprob_token_ids: tuple[int, ...] = ()
     echo: bool = False
     add_special_tokens: bool = True
@@ -143,6 +145,13 @@ class Options:
     exact: bool = False
     session: str = ""
     shard: str = ""
+
+    @property
+    def best_logprobs(self) -> int | None:
+        """How many of the likeliest are reported at each position of the answer; None: nothing is
+        reported, not even the chosen token.
+        """
+        return 0 if self.logprobs is not None and self.logprob_token_ids else self.logprobs
 
     @property
     def places(self) -> tuple[int, str]:

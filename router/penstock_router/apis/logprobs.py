@@ -6,7 +6,7 @@ once: freeing the objects of many tokens would take long and hold up all other r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NotRequired, TypedDict, cast
 
 import msgspec
@@ -100,10 +100,10 @@ class CompletionLogprobs:
         self._offset += len(text)
 
     def _top(self, token_id: int, row: int, columns: Logprobs) -> msgspec.Raw:
-        """The chosen token and the likeliest, by text. If two have the same text, the later is
+        """The chosen token and its alternatives, by text. If two have the same text, the later is
         named by its id, so that the chosen one's value is always found under its own text."""
         top = {self._text_of(token_id): _finite(columns.chosen[row])}
-        for other, value in _top_row(columns, row, self._top_n, self._requested_ids):
+        for other, value in _alternatives(columns, row, self._top_n, self._requested_ids):
             if other != token_id:
                 text = self._text_of(other)
                 top[f"token_id:{other}" if text in top else text] = _finite(value)
@@ -118,8 +118,8 @@ def chat_logprobs(
     requested_ids: Sequence[int],
     as_ids: bool,
 ) -> list[msgspec.Raw]:
-    """A `ChatLogprob` for each token, with exactly the `top_n` likeliest and those of
-    `requested_ids` that are not among them.
+    """A `ChatLogprob` for each token, with exactly the `top_n` likeliest, or in place of these with
+    itself and those of `requested_ids`.
     """
     text_of = token_text(tokenizer, as_ids=as_ids)
 
@@ -130,7 +130,10 @@ def chat_logprobs(
     content: list[msgspec.Raw] = []
     for row, token_id in enumerate(token_ids):
         shown = entry(token_id, columns.chosen[row])
-        top = _top_row(columns, row, columns.top_n, requested_ids)
+        top = _alternatives(columns, row, columns.top_n, requested_ids)
+        if requested_ids:
+            chosen = (token_id, columns.chosen[row])
+            top = [chosen, *(pair for pair in top if pair[0] != token_id)]
         shown["top_logprobs"] = [entry(other, value) for other, value in top]
         content.append(msgspec.Raw(_encode(shown)))
     return content
@@ -151,25 +154,24 @@ def prompt_logprobs(
     for row, token_id in enumerate(token_ids[1:] if columns is not None else ()):
         assert columns is not None
         shown = {str(token_id): entry(token_id, columns.chosen[row], columns.ranks[row])}
-        for rank, (other, value) in enumerate(_top_row(columns, row, top_n), 1):
+        for rank, (other, value) in enumerate(_alternatives(columns, row, top_n), 1):
             shown.setdefault(str(other), entry(other, value, rank))
         rows.append(msgspec.Raw(_encode(shown)))
     return rows
 
 
-def _top_row(
+def _alternatives(
     columns: Logprobs, row: int, top_n: int, requested_ids: Sequence[int] = ()
-) -> Iterable[tuple[int, float]]:
-    """The `top_n` likeliest of a row, and the requested ids that are not among them."""
-    start = row * columns.top_n
-    end = start + min(top_n, columns.top_n)
-    ids, values = columns.top_token_ids[start:end], columns.top_logprobs[start:end]
-    best = list(zip(ids, values, strict=True))
+) -> list[tuple[int, float]]:
+    """The `top_n` likeliest of a row, or in place of these the requested ids, if it has any."""
     if requested_ids and columns.requested:
         count = len(requested_ids)
         requested = columns.requested[row * count : (row + 1) * count]
-        best += [pair for pair in zip(requested_ids, requested, strict=True) if pair[0] not in ids]
-    return best
+        return list(zip(requested_ids, requested, strict=True))
+    start = row * columns.top_n
+    end = start + min(top_n, columns.top_n)
+    ids, values = columns.top_token_ids[start:end], columns.top_logprobs[start:end]
+    return list(zip(ids, values, strict=True))
 
 
 def _finite(value: float) -> float:

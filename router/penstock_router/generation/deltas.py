@@ -208,7 +208,7 @@ class _DeltaLimit(DeltasWrapper):
     def __init__(self, source: Deltas, options: Options, max_bytes: int, hold: Hold) -> None:
         super().__init__(source)
         self._hold = hold
-        columns = 1 + (options.logprobs or 0) + len(options.logprob_token_ids)
+        columns = 1 + (options.best_logprobs or 0) + len(options.logprob_token_ids)
         self._token_bytes = LOGPROB_BYTES * columns
         self._max_bytes = max_bytes
         self._num_bytes = 0

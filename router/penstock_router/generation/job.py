@@ -107,7 +107,7 @@ def _make_request(
         min_tokens=options.min_tokens,
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
-        logprobs=0 if several and options.logprobs is None else options.logprobs,
+        logprobs=0 if several and options.logprobs is None else options.best_logprobs,
         prompt_logprobs=_prompt_logprobs(options),
         logprob_token_ids=options.logprob_token_ids,
         constraint=prepared.constraint,
@@ -203,6 +203,7 @@ def _sampling(options: Options, prepared: PreparedPrompts) -> SamplingParams:
         logit_bias=options.logit_bias,
         bad_words=prepared.bad_words,
         allowed_token_ids=prepared.allowed_token_ids,
+        penalty_window_tokens=options.penalty_window_tokens,
     )
 
 

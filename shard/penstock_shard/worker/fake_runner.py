@@ -377,10 +377,12 @@ class FakeRunner:
 
 def _parameters(request: Request) -> bytes:
     """All that tokens depend on besides the prompt and the output."""
-    parameters = [astuple(request.sampling), request.min_tokens]
+    *sampling, penalty_window_tokens = astuple(request.sampling)
+    parameters = [tuple(sampling), request.min_tokens]
     images = tuple((image.digest, image.offset) for image in request.images)
     others = (request.constraint, request.thinking_budget, request.adapter_hash, images)
-    parameters += [part for part in others if part]
+    # Without these, tokens are what they were before there were such fields.
+    parameters += [part for part in (*others, penalty_window_tokens) if part]
     return repr(tuple(parameters)).encode()
 
 

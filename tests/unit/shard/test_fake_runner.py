@@ -73,6 +73,7 @@ BASE = SamplingParams(temperature=1.0, seed=1)
         {"bad_words": ((5, 6, 7),)},
         {"allowed_token_ids": tuple(range(1, EOS_ID))},
         {"seed": 2},
+        {"penalty_window_tokens": 64},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -348,6 +348,18 @@ def test_any_value_out_of_bounds_is_refused_beside_any_that_are_not(name: str) -
         assert all(part in error.message for part in (name, error.value, error.bound))
 
 
+def test_a_penalty_window_of_0_turns_the_penalties_off_those_of_the_model_too() -> None:
+    asked = _incoming(presence_penalty=0.5, frequency_penalty=-1.0, penalty_window_tokens=0)
+    sampling = _check(asked, repetition_penalty=1.2).sampling
+    assert sampling == _check(_incoming(seed=asked.seed)).sampling
+    kept = _check(_incoming(penalty_window_tokens=9), repetition_penalty=1.2).sampling
+    assert (kept.repetition_penalty, kept.penalty_window_tokens) == (1.2, 9)
+
+
+def test_a_penalty_window_without_a_penalty_is_no_other_request() -> None:
+    assert _check(_incoming(penalty_window_tokens=9)).sampling.penalty_window_tokens is None
+
+
 def test_a_huge_value_is_not_echoed_whole() -> None:
     with pytest.raises(Refusal) as caught:
         _check(_incoming(model="x" * 100_000))
@@ -362,6 +374,7 @@ def test_a_capability_that_is_missing_is_named() -> None:
         "repetition_penalty": 1.1,
         "presence_penalty": 0.1,
         "frequency_penalty": math.nan,
+        "penalty_window_tokens": 0,
         "logit_bias": {1: 0.0},
         "bad_words": [[1]],
         "allowed_token_ids": [1],

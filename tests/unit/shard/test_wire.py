@@ -47,6 +47,7 @@ FULL = GenerationRequest(
         logit_bias={7: -1.0, 0: 100.0},
         bad_words=[[1, 2], [3]],
         allowed_token_ids=[4, 5],
+        penalty_window_tokens=7,
     ),
     max_tokens=9,
     min_tokens=2,
@@ -94,6 +95,7 @@ def test_every_field_reaches_the_engine() -> None:
         frequency_penalty=-0.5,
         logit_bias=((0, 100.0), (7, -1.0)),
         bad_words=((1, 2), (3,)),
+        penalty_window_tokens=7,
     )
     assert found.objective == request.Objective(-1, 1.5, 0.5, 0.25, True)
     assert (found.request_id, found.attempt, found.cache_salt) == ("id", 2, "salt")

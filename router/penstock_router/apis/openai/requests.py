@@ -240,7 +240,7 @@ _COMMON = (
     Field(
         "logprob_token_ids",
         token_ids(at_least=1, at_most=MAX_STOP_TOKEN_IDS),
-        "Report these too; needs logprobs.",
+        "Report these in place of the likeliest; needs logprobs.",
     ),
     Field(
         "truncate_prompt_tokens",
