@@ -19,6 +19,8 @@ from penstock_router.argument_kinds import outline
 Message = dict[str, Any]
 # Width and height in pixels of each image.
 ImageSizes = tuple[tuple[int, int], ...]
+# As a number of log-probabilities: of all tokens that there are.
+WHOLE_VOCABULARY = -1
 # The bound of `Options.session`, in whichever field it was given.
 MAX_SESSION_CHARS = 256
 # The bound of `Options.request_id`, likewise.
@@ -107,7 +109,8 @@ class Options:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    # None: none; 0: of the chosen token; k: also of the k best. Likewise for the prompt's.
+    # None: none; 0: of the chosen token; k: also of the k best, or of the `WHOLE_VOCABULARY`, for
+    # which a job has the number. Likewise for the prompt's.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # Tokens whose log-probability is reported at every position, in place of the k best.

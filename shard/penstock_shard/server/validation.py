@@ -175,10 +175,11 @@ def check(
         _refuse("request_id", len(incoming.request_id), f"1..{MAX_ID_CHARACTERS} characters")
     max_tokens = _check_lengths(incoming, info.max_model_len)
     _check_ids(incoming, info.vocab_size)
+    most = config.most_logprobs(info.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(incoming, name)
-        if asked is not None and asked > config.max_logprobs:
-            _refuse(name, asked, f"0..{config.max_logprobs} (--max-logprobs)")
+        if asked is not None and asked > most:
+            _refuse(name, asked, f"0..{most} (--max-logprobs)")
     if incoming.constraint is not None:
         _check_constraint(incoming.constraint, config.max_constraint_bytes)
     eos = () if incoming.ignore_eos else info.eos_token_ids

@@ -471,6 +471,15 @@ def ids_of(name: str, **beside: Any) -> list[Bound]:
     ]
 
 
+def scores_of(name: str, **beside: Any) -> list[Bound]:
+    """As many as the shards give; the whole vocabulary is more."""
+    return [
+        Bound(name, 0, -2, "at least -1", beside),
+        Bound(name, 20, 21, "at most 20 (--max-logprobs of the model's shards)", beside),
+        Bound(name, 20, -1, "at most 20 (--max-logprobs of the model's shards)", beside),
+    ]
+
+
 INT32_MAX = 2**31 - 1
 COMMON_BOUNDS = [
     # Nothing is done within a millisecond.
@@ -514,7 +523,7 @@ COMMON_BOUNDS = [
     *ids_of("stop_token_ids"),
     Bound("min_tokens", 0, -1, "at least 0"),
     Bound("min_tokens", 12, 13, "12"),
-    *range_of("prompt_logprobs", 0, 20),
+    *scores_of("prompt_logprobs"),
     Bound("truncate_prompt_tokens", -1, -2, "at least -1"),
     Bound("truncate_prompt_tokens", 512, 513, "at most 512"),
     Bound("truncation_side", "left", "middle", "one of left, right"),
@@ -556,7 +565,7 @@ BOUNDS: dict[str, list[Bound]] = {
         Bound("best_of", 1, 0, "at least 1"),
         Bound("best_of", 16384, 16385, "at most 16384", only_read=True),
         Bound("best_of", 2, 1, "at least n (2)", {"n": 2}),
-        *range_of("logprobs", 0, 20),
+        *scores_of("logprobs"),
         Bound("prompt", [499], [500], "Token id 500 is out of vocabulary"),
         Bound("prompt", [0], [-1], "Token id -1 is out of vocabulary"),
         Bound("prompt", "x", "", "non-empty"),
@@ -570,7 +579,7 @@ BOUNDS: dict[str, list[Bound]] = {
         Bound("max_tokens", 1, 0, "at least 1"),
         Bound("max_tokens", CHAT_ROOM, CHAT_ROOM + 1, LENGTH),
         Bound("max_completion_tokens", 1, 0, "at least 1"),
-        *range_of("top_logprobs", 0, 20, logprobs=True),
+        *scores_of("top_logprobs", logprobs=True),
         Bound("tools", [LOOK], [], "must not be empty"),
         Bound("tools", looks(128), looks(129), "at most 128 tools; given: 129", only_read=True),
         Bound("tool_choice", "auto", "any", "none, auto, required", {"tools": [LOOK]}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 from itertools import chain, pairwise
@@ -15,6 +16,7 @@ from unit.router.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
+    FakeShard,
     MemoryRouter,
     fake_logprobs,
     memory_router,
@@ -311,6 +313,77 @@ async def test_requested_ids_leave_the_scores_of_an_echoed_prompt_as_they_are(
     tops = [each["logprobs"]["top_logprobs"][:3] for each in (plain, choice)]
     assert tops[0] == tops[1]
     assert len(choice["logprobs"]["top_logprobs"][3]) == 2
+
+
+@pytest.fixture
+async def unbounded(byte_level: Tokenizer) -> AsyncIterator[MemoryRouter]:
+    """A router of shards that give the whole vocabulary."""
+    limits = dataclasses.replace(INFO.limits, max_logprobs=INFO.vocab_size)
+    shard = FakeShard(info=dataclasses.replace(INFO, limits=limits))
+    fleet = FakeFleet(model_files(byte_level), shards=[shard])
+    async with memory_router(fleet) as served:
+        yield served
+
+
+async def test_minus_one_is_the_whole_vocabulary_streamed_or_not(unbounded: MemoryRouter) -> None:
+    size = INFO.vocab_size
+    fields: dict[str, Any] = {"max_tokens": 3, "return_tokens_as_token_ids": True}
+    [choice] = choices_of(await unbounded.complete([5, 6], logprobs=-1, **fields))
+    assert unbounded.fleet.requests[-1].logprobs == size
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [size] * 3
+    fields |= {"logprobs": True, "top_logprobs": -1, "seed": 3}
+    rows = choices_of(await unbounded.chat(**fields))[0]["logprobs"]["content"]
+    assert [len({entry["token"] for entry in row["top_logprobs"]}) for row in rows] == [size] * 3
+    chunks = chunks_of(await unbounded.chat(stream=True, **fields))
+    streamed = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    assert [row for scores in streamed if scores for row in scores["content"]] == rows
+    scored = choices_of(await unbounded.complete([5, 6, 7], prompt_logprobs=-1, max_tokens=1))
+    assert unbounded.fleet.requests[-1].prompt_logprobs == size
+    assert [len(row) for row in scored[0]["prompt_logprobs"][1:]] == [size] * 2
+
+
+@pytest.mark.parametrize("asked", [-1, 21])
+async def test_more_scores_than_the_shards_give_are_refused_by_name(
+    router: MemoryRouter, asked: int
+) -> None:
+    for answer, name in (
+        (await router.complete(logprobs=asked), "logprobs"),
+        (await router.complete(prompt_logprobs=asked), "prompt_logprobs"),
+        (await router.chat(logprobs=True, top_logprobs=asked), "top_logprobs"),
+        (await router.chat(logprobs=True, top_logprobs=asked, stream=True), "top_logprobs"),
+    ):
+        assert (answer.status, answer.error["param"]) == (400, name)
+        message = answer.error["message"]
+        assert message.startswith(f"{name}: must be at most 20 (--max-logprobs")
+        assert f"given: {asked}" in message
+        assert ("all 500 tokens" in message) == (asked == -1)
+    assert router.fleet.requests == []
+
+
+def _fives(request: GenerationRequest) -> list[int]:
+    return [5] * (request.max_tokens or 1)
+
+
+async def test_more_bytes_of_scores_than_an_answer_holds_are_refused(byte_level: Tokenizer) -> None:
+    limits = dataclasses.replace(INFO.limits, max_logprobs=INFO.vocab_size)
+    shard = FakeShard(info=dataclasses.replace(INFO, limits=limits))
+    fleet = FakeFleet(model_files(byte_level), shards=[shard], script=_fives)
+    row_bytes = 64 * (1 + INFO.vocab_size)
+    async with memory_router(fleet, max_answer_bytes=row_bytes * 4) as router:
+        assert (await router.complete([5, 6], logprobs=-1, max_tokens=4)).status == 200
+        whole = await router.complete([5, 6], logprobs=-1, max_tokens=5)
+        assert (whole.status, whole.error["param"]) == (400, "logprobs")
+        prompt = await router.complete([5] * 5, prompt_logprobs=-1)
+        assert (prompt.status, prompt.error["param"]) == (400, "prompt_logprobs")
+        # A stream holds no more than its reader has left.
+        streamed = await router.complete([5, 6], logprobs=-1, max_tokens=12, stream=True)
+        tops = [
+            top
+            for chunk in chunks_of(streamed)
+            for choice in chunk["choices"]
+            for top in (choice["logprobs"] or {"top_logprobs": []})["top_logprobs"]
+        ]
+        assert len(tops) == 12
 
 
 class _Impossible(FakeFleet):

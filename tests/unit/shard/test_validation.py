@@ -14,6 +14,7 @@ from support.budget import budget, seeded
 from support.engines import EOS_ID, VOCAB_SIZE, runner_info
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.ipc.messages import Ready
 from penstock_shard.ipc.request import (
     Constraint,
     Objective,
@@ -24,6 +25,7 @@ from penstock_shard.ipc.request import (
 )
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.ipc.sampling_ranges import usable_defaults
+from penstock_shard.server.proto_codec import info_response
 from penstock_shard.server.validation import IncomingRequest, Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5, max_constraint_bytes=100)
@@ -358,6 +360,15 @@ def test_a_penalty_window_of_0_turns_the_penalties_off_those_of_the_model_too() 
 
 def test_a_penalty_window_without_a_penalty_is_no_other_request() -> None:
     assert _check(_incoming(penalty_window_tokens=9)).sampling.penalty_window_tokens is None
+
+
+def test_a_shard_without_a_bound_gives_as_many_log_probabilities_as_it_has_tokens() -> None:
+    config, info = ShardConfig(max_logprobs=-1), runner_info()
+    assert info_response(Ready(info, {}, "", ""), config, "i").limits.max_logprobs == VOCAB_SIZE
+    asked = check(_incoming(logprobs=VOCAB_SIZE, prompt_logprobs=VOCAB_SIZE), info, config)
+    assert (asked.logprobs, asked.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
+    with pytest.raises(Refusal, match=f"^logprobs: 1001 .* 0..{VOCAB_SIZE} \\(--max-logprobs"):
+        check(_incoming(logprobs=VOCAB_SIZE + 1), info, config)
 
 
 def test_a_huge_value_is_not_echoed_whole() -> None:
