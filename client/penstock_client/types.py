@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 
@@ -21,6 +21,8 @@ class SamplingParams:
     """Parameters of drawing a token. None is the shard's default (the model's own configuration).
 
     `temperature` below 1e-5 is greedy; `top_k` 0 or -1 turns it off; `seed` is 64 bits, unsigned.
+    `penalty_window_tokens` is how many tokens before the one that is drawn the three penalties look
+    at, of prompt and output: 0 turns them off, None means all.
     """
 
     temperature: float | None = None
@@ -35,6 +37,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] = ()
+    penalty_window_tokens: int | None = None
 
 
 class ConstraintKind(enum.Enum):
@@ -217,16 +220,22 @@ class FinishReason(enum.Enum):
 class Logprobs:
     """Log-probabilities of n tokens, in columns.
 
-    `top_token_ids` and `top_logprobs` hold n times `top_n` entries, row after row, best first;
-    `requested` holds n times as many as the request's `logprob_token_ids`.
+    `top_token_ids` and `top_logprobs` hold n times `top_n` entries, row after row, best first; they
+    are arrays of numbers where there are many. `requested` holds n times as many as the request's
+    `logprob_token_ids`.
     """
 
     chosen: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     top_n: int = 0
-    top_token_ids: list[int] = field(default_factory=list)
-    top_logprobs: list[float] = field(default_factory=list)
+    top_token_ids: MutableSequence[int] = field(default_factory=list)
+    top_logprobs: MutableSequence[float] = field(default_factory=list)
     requested: list[float] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the columns of several entries take on the wire."""
+        return 8 * len(self.top_token_ids) + 4 * len(self.requested)
 
     def extend(self, other: Logprobs) -> None:
         """Append the rows of `other`, which must report the same columns."""
@@ -264,6 +273,13 @@ class Output:
     queue_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+
+    @property
+    def scores_bytes(self) -> int:
+        """What its log-probabilities take on the wire, about."""
+        if self.logprobs is None and self.prompt_logprobs is None:
+            return 0
+        return sum(each.num_bytes for each in (self.logprobs, self.prompt_logprobs) if each)
 
     def merge(self, later: Output) -> None:
         """Append the output that came next, for a reader that was behind."""

@@ -28,14 +28,17 @@ def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
     )
 
 
-def sees_all(info: ShardInfo, request: GenerationRequest) -> bool:
-    """Tell whether the shard's revision of the wire has every field of the request: it would
-    silently drop the others. Fields of the first revision that a shard does not serve it refuses
+def unseen_field(info: ShardInfo, request: GenerationRequest) -> str:
+    """Name a field of the request that the shard's revision of the wire lacks and so silently
+    drops; "" if it has all. Fields of the first revision that a shard does not serve it refuses
     itself.
     """
-    if request.images and "images" not in info.capabilities:
-        return False
-    return request.thinking_budget is None or "thinking_budget" in info.capabilities
+    asked = {
+        "images": bool(request.images),
+        "thinking_budget": request.thinking_budget is not None,
+        "penalty_window_tokens": request.sampling.penalty_window_tokens is not None,
+    }
+    return next((name for name in asked if asked[name] and name not in info.capabilities), "")
 
 
 def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:

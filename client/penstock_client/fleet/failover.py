@@ -30,7 +30,7 @@ from penstock_client.fleet.compatibility import (
     same_adapter,
     same_model,
     same_numerics,
-    sees_all,
+    unseen_field,
 )
 from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
 from penstock_client.fleet.placement.image_puts import PIXELS, ImagePuts, given_up
@@ -343,7 +343,7 @@ class Continuations:
             return False
         if request.numerics and request.numerics != info.numerics_fingerprint:
             return False
-        if not sees_all(info, request):
+        if unseen_field(info, request):
             return False
         if not info.has_adapter(request.adapter, stream.adapter_hash):
             return False

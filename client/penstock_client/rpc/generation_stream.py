@@ -12,12 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
-from penstock_client.errors import PenstockError, ShardFailed
+from penstock_client.errors import InvalidRequest, PenstockError, ShardFailed
 from penstock_client.types import AttemptRecord, Logprobs, Output
+from penstock_common.request_bounds import MAX_UNREAD_SCORES_BYTES
 
 
 def _nobody() -> None:
     """Listens to nothing."""
+
+
+def _too_much_unread() -> InvalidRequest:
+    return InvalidRequest(
+        f"logprobs: more than {MAX_UNREAD_SCORES_BYTES} bytes of them wait for their reader; read "
+        "faster, or ask for fewer of them or of tokens",
+        field="logprobs",
+    )
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -133,11 +142,16 @@ class GenerationStream:
                 self._on_cancel(self)
                 self.fail(ShardFailed(f"request {self.request_id}: {gap}"))
                 return False
+        pending = self._pending
+        if pending and pending.scores_bytes + output.scores_bytes > MAX_UNREAD_SCORES_BYTES:
+            self._on_cancel(self)
+            self.fail(_too_much_unread())
+            return False
         self._next_position += len(output.token_ids)
-        if self._pending is None:
+        if pending is None:
             self._pending = output
         else:
-            self._pending.merge(output)
+            pending.merge(output)
         if output.finish_reason is not None:
             self._ended = True
         return True

@@ -23,7 +23,15 @@ from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.errors import BadRequest
 from penstock_router.generation.client_progress import BEGINNING, ResumePoint
-from penstock_router.generation.deltas import LOGPROB_BYTES, Deltas, Hold, bound, bundle, collect
+from penstock_router.generation.deltas import (
+    LOGPROB_BYTES,
+    Deltas,
+    Hold,
+    bound,
+    bound_each,
+    bundle,
+    collect,
+)
 from penstock_router.generation.generation import Generation
 from penstock_router.generation.job import SEQUENCES_A_TURN, Job, make_job
 from penstock_router.json_fields import STRING, Field, one_of, string, table
@@ -223,11 +231,11 @@ def make_generation(
 
 
 def _deltas(call: Call[Any], generation: Generation, hold: Hold) -> Deltas:
-    deltas = bundle(generation, call.asked.stream_interval)
-    if not call.api.repeats_answer:
-        return deltas
+    deltas, options = bundle(generation, call.asked.stream_interval), generation.job.options
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
-    return bound(deltas, call.asked, max_bytes, hold)
+    if not call.api.repeats_answer:
+        return bound_each(deltas, options, max_bytes)
+    return bound(deltas, options, max_bytes, hold)
 
 
 @contextmanager

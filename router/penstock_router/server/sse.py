@@ -280,7 +280,8 @@ def is_quick(delta: Delta) -> bool:
     if delta.logprobs is None and delta.prompt_logprobs is None:
         return True
     columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
-    return sum(len(one.chosen) * (1 + one.top_n) for one in columns) <= _INLINE_LOGPROBS
+    shown = sum(len(one.chosen) * (1 + one.top_n) + len(one.requested) for one in columns)
+    return shown <= _INLINE_LOGPROBS
 
 
 async def send_each(events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:

@@ -110,7 +110,12 @@ async def test_a_chat_has_the_apis_form(router: MemoryRouter, fleet: FakeFleet) 
     assert body["object"] == "chat.completion"
     assert body["id"].startswith("chatcmpl-")
     [choice] = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "Hello there", "refusal": None}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Hello there",
+        "refusal": None,
+        "reasoning": None,
+    }
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] is None
     # The budget of a chat is the rest of the context; the eos token counts.
