@@ -199,12 +199,12 @@ def prompt_logprobs(
         numbers = _numbers([columns.chosen[row], *values])
         ranked = [b'%b,"rank":%d' % (number, rank) for rank, number in enumerate(numbers)]
         ranked[0] = b'%b,"rank":%d' % (numbers[0], columns.ranks[row])
-        if token_id in ids:
+        others = list(ids)
+        if token_id in others:
             # It stands before the others, with its own rank.
-            place = ids.index(token_id)
-            ids = ids[:place] + ids[place + 1 :]
-            del ranked[place + 1]
-        shown = _around(map(parts.__getitem__, [token_id, *ids]), ranked)
+            place = others.index(token_id)
+            del others[place], ranked[place + 1]
+        shown = _around(map(parts.__getitem__, [token_id, *others]), ranked)
         rows.append(msgspec.Raw(b"{%b}" % b",".join(shown)))
     return rows
 

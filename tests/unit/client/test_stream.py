@@ -253,12 +253,12 @@ async def test_a_reader_may_take_so_many_tokens_at_a_time() -> None:
     stream.feed(_finished([], 5))
     taken = []
     while stream.has_more:
-        output = stream.take(2)
-        assert output is not None
-        assert output.logprobs is not None
-        ids = output.logprobs.top_token_ids[::2]
-        assert list(ids) == output.token_ids
-        taken.append((output.first_position, output.token_ids, output.cached_tokens))
-        last = output.finish_reason
+        part = stream.take(2)
+        assert part is not None
+        assert part.logprobs is not None
+        ids = part.logprobs.top_token_ids[::2]
+        assert list(ids) == part.token_ids
+        taken.append((part.first_position, part.token_ids, part.cached_tokens))
+        last = part.finish_reason
     assert taken == [(0, [0, 1], 3), (2, [2, 3], None), (4, [4], None)]
     assert last is FinishReason.STOP
