@@ -542,6 +542,12 @@ def test_a_refusal_is_told_by_the_exit_status_and_keeps_run_from_serving(
     assert (printed.out, "differ without --hf-overrides" in printed.err) == ("", True)
 
 
+def test_no_bound_of_log_probabilities_is_none_here() -> None:
+    result = read("vllm serve m --max-logprobs -1")
+    assert "--max-logprobs -1" in " ".join(result.arguments)
+    check_parses(result)
+
+
 def test_threads_and_sizes_are_read_as_vllm_reads_them() -> None:
     assert vllm_environment._threads("0-31|32-63") == "32"
     assert vllm_environment._threads("auto") is None
