@@ -48,7 +48,7 @@ from penstock_router.offload.dispatch import Bodies
 from penstock_router.offload.request_templates import Programs
 from penstock_router.offload.text_pool import TextPool
 from penstock_router.openapi import document as openapi
-from penstock_router.routes import admin, console, docs, response_headers
+from penstock_router.routes import admin, console, docs, response_headers, warnings
 from penstock_router.routes.base import (
     ERROR_FORM,
     KEY,
@@ -64,7 +64,7 @@ from penstock_router.routes.base import (
     send,
     usable_request_id,
 )
-from penstock_router.routes.table import ROUTES
+from penstock_router.routes.table import ROUTES, errors_of
 from penstock_router.served_models import Models
 from penstock_router.store.background_responses import Background
 from penstock_router.store.response_store import ResponseStore
@@ -127,6 +127,7 @@ def build_app(
         background=Background(responses),
         keys=Keys(config),
     )
+    app[warnings.LOG] = warnings.WarningLog()
     _tell_of_requests(app, spans)
     app[docs.DOCUMENT] = _openapi_document()
     for route in ROUTES:
@@ -255,7 +256,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     named = usable_request_id(request.headers.get("X-Request-Id"))
     request[REQUEST_ID] = named or uuid.uuid4().hex
     route = _route_of(request)
-    request[ERROR_FORM] = ERRORS if route is None else route.errors
+    request[ERROR_FORM] = errors_of(request.path) if route is None else route.errors
     record = request[RECORD] = _begin_record(request)
     records = request.app[ROUTER].records
     if record.route == console.FILES or (route is not None and route.is_open):

@@ -259,6 +259,11 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "close connections that take longer for a TLS handshake, or to send a request's headers",
     )
     max_body_bytes: int = _count(32 * 1024 * 1024, "longer ones get 413")
+    bound_max_tokens: bool = flag(
+        False,
+        "take a max_tokens beyond the end of the context as up to that end (default: 400); "
+        "messages and Ollama's routes always do",
+    )
     max_answer_bytes: int = _count(
         256 * 1024 * 1024,
         "size of log-probabilities and embeddings in an answer; more get 400",

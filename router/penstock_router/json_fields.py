@@ -1,25 +1,24 @@
 """Fields of JSON bodies: how each is read, which values it may have, and how others are refused.
 
 A `Kind` reads one value and describes itself as a JSON schema, so that what is documented is what
-is checked. A table of `Field`s is a body: known fields that do not work yet are refused unless they
-ask for nothing; fields in no table are ignored, as clients send many of their own; null is the same
-as not given.
+is checked. A table of `Field`s is a body. A field that changes the answer is honoured, or refused
+by name unless its value asks for nothing; another server's name of a field is read as that field;
+a field that cannot change the answer, or that no table has, is taken, and the answer's warnings
+name it. null is the same as not given.
 """
 
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any
 
 import msgspec
 
 from penstock_router.errors import BadRequest
-
-logger = logging.getLogger(__name__)
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -46,23 +45,35 @@ def or_null(schema: JsonObject) -> JsonObject:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+class Use(Enum):
+    """What becomes of a field's value."""
+
+    # It has its effect.
+    HONOURED = auto()
+    # It is refused, once its type is right, unless it asks for nothing.
+    REFUSED = auto()
+    # It has no effect, which a warning says unless it asks for nothing.
+    TAKEN = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a body. One that does not work (`works` False) is refused, once its type is
-    right, unless it equals one of `neutral`: then it asks for nothing.
-    """
+    """One field of a body. A value in `neutral` asks for nothing."""
 
     name: str
     kind: Kind
     help: str = ""
     required: bool = False
-    works: bool = True
+    use: Use = Use.HONOURED
     neutral: tuple[Any, ...] = ()
+    # The field of which this is another server's name; "": it is that field itself.
+    stands_for: str = ""
 
     @property
     def schema(self) -> JsonObject:
         """The JSON schema of the accepted values, null among them."""
-        schema = self.kind.schema if self.works else {"enum": list(self.neutral)}
+        refused = self.use is Use.REFUSED
+        schema = {"enum": list(self.neutral)} if refused else self.kind.schema
         if not self.required:
             schema = or_null(schema)
         return {**schema, "description": self.help} if self.help else schema
@@ -78,7 +89,26 @@ def table(fields: Iterable[Field]) -> Table:
 
 def not_served(name: str, kind: Kind, *neutral: Any, help: str = "Not served.") -> Field:
     """A field that clients may send only to ask for nothing."""
-    return Field(name, kind, help, works=False, neutral=neutral)
+    return Field(name, kind, help, use=Use.REFUSED, neutral=neutral)
+
+
+def taken(name: str, *neutral: Any, help: str = "Taken without effect.") -> Field:
+    """A field of any value that cannot change the answer; `neutral` values need no warning."""
+    return Field(name, ANYTHING, help, use=Use.TAKEN, neutral=neutral)
+
+
+def label(name: str) -> Field:
+    """A field by which clients name their requests for themselves."""
+    nothing = Kind(lambda name, value: None, {})
+    return Field(
+        name, nothing, "The client's own; nothing comes of it.", use=Use.TAKEN, neutral=(None,)
+    )
+
+
+def another_name(name: str, of: Field, kind: Kind | None = None) -> Field:
+    """Another server's name of a field, with that server's bounds if they differ."""
+    help_text = f"Another name of {of.name}."
+    return replace(of, name=name, kind=kind or of.kind, help=help_text, stands_for=of.name)
 
 
 def body_schema(fields: Table) -> JsonObject:
@@ -90,25 +120,62 @@ def body_schema(fields: Table) -> JsonObject:
     }
 
 
+# The key under which `read_fields` says what had no effect.
+WARNINGS = "warnings"
+# How many unknown fields are named in a warning, and the length of a body in which they are sought.
+_NAMED_FIELDS = 16
+_MAX_SOUGHT = 1024
+
+
 def read_fields(fields: Table, body: JsonObject) -> JsonObject:
-    """The values of all fields that the body has and that work."""
+    """The values of all fields that the body has and that are honoured, under their own names, and
+    under `WARNINGS` what of the body has no effect, if anything.
+    """
     values: JsonObject = {}
+    warnings: list[str] = []
     # Over the table's names, not the body's, of which there may be millions.
     for name, entry in fields.items():
         value = body.get(name)
-        if value is not None:
-            parsed = entry.kind.read(name, value)
-            if entry.works:
-                values[name] = parsed
-            elif parsed not in entry.neutral:
+        if value is None:
+            continue
+        parsed = entry.kind.read(name, value)
+        if entry.use is Use.HONOURED:
+            _put(values, entry, parsed)
+        elif parsed not in entry.neutral:
+            if entry.use is Use.REFUSED:
                 text = f"{name}: not served by this server; leave it out"
                 raise BadRequest(text, param=name)
-    if logger.isEnabledFor(logging.DEBUG) and (unknown := body.keys() - fields.keys()):
-        logger.debug("ignored unknown fields: %s", ", ".join(map(shorten, sorted(unknown)[:20])))
+            warnings.append(f"{name}: taken without effect")
     for name, entry in fields.items():
         if entry.required and name not in values:
             raise BadRequest(f"{name}: required", param=name)
+    if len(body) <= _MAX_SOUGHT and not body.keys() <= fields.keys():
+        warnings.append(_name_unknown(body, fields))
+    if warnings:
+        values[WARNINGS] = (*values.get(WARNINGS, ()), *warnings)
     return values
+
+
+def add_warning(values: JsonObject, warning: str) -> None:
+    """Add to the warnings of a body that was read."""
+    values[WARNINGS] = (*values.get(WARNINGS, ()), warning)
+
+
+def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
+    """Keep a value under its field's own name. Raises `BadRequest` if two names of a field have
+    different values.
+    """
+    name = entry.stands_for or entry.name
+    if values.setdefault(name, parsed) != parsed:
+        text = f"{entry.name}: not together with another name of {name} that has another value"
+        raise BadRequest(text, param=entry.name)
+
+
+def _name_unknown(body: JsonObject, fields: Table) -> str:
+    unknown = sorted(body.keys() - fields.keys())
+    names = ", ".join(map(shorten, unknown[:_NAMED_FIELDS]))
+    more = f" and {len(unknown) - _NAMED_FIELDS} more" if len(unknown) > _NAMED_FIELDS else ""
+    return f"unknown fields without effect: {names}{more}"
 
 
 # ---- Bytes -> object ---------------------------------------------------------------------------

@@ -83,6 +83,8 @@ class Options:
     max_tokens: int | None = None
     # The body's field that it came from, for error messages.
     max_tokens_field: str = "max_tokens"
+    # Whether a `max_tokens` beyond the end of the context means up to that end, or is refused.
+    bounds_max_tokens: bool = False
     # The limit if `max_tokens` is None; None: up to the end of the context.
     default_max_tokens: int | None = None
     min_tokens: int | None = None
@@ -148,10 +150,12 @@ class Options:
     exact: bool = False
     session: str = ""
     shard: str = ""
+    # What of the body has no effect on the answer: a line each, for the answer's headers.
+    warnings: tuple[str, ...] = ()
 
     @property
     def best_logprobs(self) -> int | None:
-        """How many of the likeliest are reported at each position of the answer; None: nothing is
+        """The number of the likeliest that are reported at each position of the answer; None: nothing is
         reported, not even the chosen token.
         """
         return 0 if self.logprobs is not None and self.logprob_token_ids else self.logprobs

@@ -8,7 +8,7 @@ from penstock_client.types import GenerationRequest, SamplingParams, ShardInfo
 
 
 def same_model(first: ShardInfo, second: ShardInfo) -> bool:
-    """Whether one shard may continue a request that the other began."""
+    """Tell whether one shard may continue a request that the other began."""
     return (
         first.weights_hash == second.weights_hash
         and first.tokenizer_hash == second.tokenizer_hash
@@ -17,20 +17,21 @@ def same_model(first: ShardInfo, second: ShardInfo) -> bool:
 
 
 def same_adapter(first: ShardInfo, second: ShardInfo, name: str) -> bool:
-    """Whether both have the adapter of this name ("" is none), of the same content."""
+    """Tell whether both have the adapter of this name ("" is none), of the same content."""
     return first.has_adapter(name) and second.has_adapter(name, first.adapter_hash(name))
 
 
 def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
-    """Whether both are known to compute the same bits."""
+    """Tell whether both are known to compute the same bits."""
     return bool(first.numerics_fingerprint) and (
         first.numerics_fingerprint == second.numerics_fingerprint
     )
 
 
 def unseen_field(info: ShardInfo, request: GenerationRequest) -> str:
-    """A field of the request that the shard's revision of the wire lacks and so silently drops;
-    "" if it has all. Fields of the first revision that a shard does not serve it refuses itself.
+    """Name a field of the request that the shard's revision of the wire lacks and so silently
+    drops; "" if it has all. Fields of the first revision that a shard does not serve it refuses
+    itself.
     """
     asked = {
         "images": bool(request.images),

@@ -1,4 +1,4 @@
-"""Whether any shard of a fleet can be expected to take a request, now or later."""
+"""Checks that some shard of a fleet can be expected to take a request, now or later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sequence in flight, as its reader sees it. Pure asyncio; knows no gRPC.
+"""A sequence in flight, as its reader sees it. Pure asyncio; knows no gRPC.
 
 What arrives while the reader is away is merged into one output, so a slow reader costs memory for
 its own tokens and holds up nobody. A reader waits by iterating, or has itself called and takes what
@@ -65,7 +65,7 @@ class GenerationStream:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens have arrived, taken or not, with those given in the request."""
+        """The number of tokens that have arrived, taken or not, with those given in the request."""
         return self._next_position
 
     @property
@@ -75,11 +75,11 @@ class GenerationStream:
 
     @property
     def has_more(self) -> bool:
-        """There is an output that was not taken yet."""
+        """Tell whether an output is left to take."""
         return self._pending is not None
 
     def take(self, at_most: int | None = None) -> Output | None:
-        """All outputs that arrived since the last call, merged; None if there were none. With
+        """Take the outputs that arrived since the last call, merged; None if there were none. With
         `at_most` no more tokens than that: the others can be taken next.
 
         Once all is taken, raises the error that the generation failed with, if any.

@@ -283,7 +283,7 @@ def tokens(response: pb.GenerateResponse) -> Iterator[tuple[int, Output]]:
 
 
 def output(message: pb.Output) -> Output | PenstockError:
-    """One output as our type; an error output as the exception to raise."""
+    """An output as our type; an error output as the exception to raise."""
     if message.HasField("error"):
         return _error(message.error)
     result = Output(list(message.token_ids), message.first_position)
@@ -412,7 +412,7 @@ def errors_of(address: str) -> Iterator[None]:
 
 
 def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
-    """What a shard says of itself.
+    """A shard's message about itself, as our type.
 
     Raises:
         IncompatibleShard: its schema revisions and ours do not overlap.

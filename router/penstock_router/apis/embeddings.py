@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from penstock_router.apis.base import ERRORS, TIMEOUT, BodyKind
-from penstock_router.apis.openai.requests import COMPLETION_FIELDS, prompts
+from penstock_router.apis.openai.fields import COMPLETION_FIELDS, prompts
 from penstock_router.json_fields import (
     BOOLEAN,
     POSITIVE,
     STRING,
+    WARNINGS,
     Field,
     JsonObject,
     one_of,
@@ -85,7 +86,7 @@ class EmbedRequest(CompletionRequest):
 def parse(body: JsonObject) -> EmbedRequest:
     """A body of /v1/embeddings."""
     values = read_fields(FIELDS, body)
-    options = ("model", "truncate_prompt_tokens", "truncation_side", "add_special_tokens")
+    options = (WARNINGS, "model", "truncate_prompt_tokens", "truncation_side", "add_special_tokens")
     return EmbedRequest(
         prompts=values["input"],
         max_tokens=0,

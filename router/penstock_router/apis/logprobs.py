@@ -61,7 +61,7 @@ _Made = TypeVar("_Made")
 
 
 class _Table(dict[int, _Made]):
-    """What is the same for a token wherever it is shown, made when it is first asked for."""
+    """Values that are the same for a token wherever it is shown, made when first asked for."""
 
     def __init__(self, make: Callable[[int], _Made]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def as_id(token_id: int) -> str:
 
 
 def token_text(tokenizer: Tokenizer, *, as_ids: bool) -> TokenText:
-    """How a token is named beside its log-probability."""
+    """Give the function that names tokens beside their log-probabilities."""
     return _tables(tokenizer, as_ids).texts.__getitem__
 
 

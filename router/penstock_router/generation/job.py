@@ -44,6 +44,12 @@ class Job:
     pixels: PixelSource | None = None
 
     @property
+    def ends_with_context(self) -> bool:
+        """Whether the context ends before `max_tokens` do."""
+        wanted, [first, *_] = self.options.max_tokens, self.requests
+        return wanted is None or (first.max_tokens or 0) < wanted
+
+    @property
     def prompts(self) -> tuple[Prompt, ...]:
         return self.prepared.prompts
 
@@ -182,6 +188,8 @@ def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
     if wanted is None:
         default = options.default_max_tokens
         return room if default is None else min(default, room)
+    if wanted > room and options.bounds_max_tokens:
+        return room
     if wanted > room:
         raise ContextExceeded(
             f"This model's maximum context length is {limit} tokens. However, you requested "

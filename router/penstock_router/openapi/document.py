@@ -16,10 +16,12 @@ from penstock_router.errors import ApiError
 from penstock_router.json_fields import STRING, Field, JsonObject, Table, body_schema, table
 from penstock_router.openapi.type_schemas import TypeSchemas
 from penstock_router.request import MAX_REQUEST_ID_CHARS
+from penstock_router.routes import warnings
 from penstock_router.routes.base import Route
 
 _DESCRIPTION = """\
-Bodies are JSON objects. Fields that are not listed are ignored, and null is the same as not given.
+Bodies are JSON objects. Fields that are not listed have no effect, which the header
+x-penstock-warnings says, and null is the same as not given.
 A key is needed only where the router was started with one. Every answer says in X-Request-Id which
 request it is for.
 """
@@ -43,7 +45,8 @@ _ANSWER_HEADERS: JsonObject = {
         "description": "The name of the request.",
         "required": True,
         "schema": {"type": "string"},
-    }
+    },
+    warnings.HEADER: {**warnings.DESCRIPTION, "required": False},
 }
 _RETRY_AFTER: JsonObject = {
     "description": "Seconds to wait before trying again.",

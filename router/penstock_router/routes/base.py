@@ -41,6 +41,7 @@ from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import Records, RequestRecord
 from penstock_router.offload.dispatch import LONG_BYTES, Bodies, Body, Incoming
 from penstock_router.request import MAX_REQUEST_ID_CHARS
+from penstock_router.routes.warnings import warn
 from penstock_router.served_models import Models
 from penstock_router.server.client_address import network_of
 from penstock_router.server.connections import end_answer
@@ -253,6 +254,7 @@ def with_body(
                 request[ERROR_FORM] = body.kind.errors
                 if body.refusal is not None:
                     raise body.refusal
+                warn(request, getattr(body.asked, "warnings", ()))
                 return await handle(request, body)
             finally:
                 # A raised refusal refers to this frame, which would keep the body in memory.

@@ -1,5 +1,6 @@
-"""Headers of every answer: the request's id, security headers for browsers, what is left of the
-key's rate limits, and CORS headers if the operator allows other origins.
+"""Headers of every answer: the request's id, security headers for browsers, what of the request has
+no effect, what is left of the key's rate limits, and CORS headers if the operator allows other
+origins.
 
 A page that has to load anything brings its own policy.
 """
@@ -11,6 +12,7 @@ from collections.abc import MutableMapping
 
 from aiohttp import web, web_response
 
+from penstock_router.routes import warnings
 from penstock_router.routes.base import KEY, REQUEST_ID, ROUTER, Handler
 
 # Set globally: what aiohttp refuses by itself runs no hook. The header must not tell versions.
@@ -46,6 +48,7 @@ async def complete(request: web.Request, response: web.StreamResponse) -> None:
     headers = response.headers
     # A request that is refused before its handler runs has no id yet.
     add(headers, request.get(REQUEST_ID) or uuid.uuid4().hex)
+    warnings.add(headers, request)
     key = request.get(KEY)
     if key is not None:
         headers.update(key.rates.headers())

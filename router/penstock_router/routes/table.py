@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from penstock_router.apis import embeddings, tokenize
-from penstock_router.apis.base import Api
+from penstock_router.apis.base import ERRORS, Api, ErrorForm
 from penstock_router.apis.messages import requests as messages
 from penstock_router.apis.ollama import answers as ollama_answers
 from penstock_router.apis.ollama import requests as ollama
@@ -49,6 +49,19 @@ def _generation(
         framing=api.framing,
         errors=api.errors,
     )
+
+
+# The errors of paths that no route has, by how they begin.
+_FORMS = (
+    ("/api/", ollama_answers.ERRORS),
+    ("/v1/messages", messages.MESSAGES_API.errors),
+    ("/generate", tgi_answers.ERRORS),
+)
+
+
+def errors_of(path: str) -> ErrorForm:
+    """The form of the errors of a path that no route has: that of the API it belongs to."""
+    return next((form for begin, form in _FORMS if path.startswith(begin)), ERRORS)
 
 
 ROUTES: tuple[Route, ...] = (

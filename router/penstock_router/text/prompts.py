@@ -86,6 +86,8 @@ class PreparedPrompts:
     constraint: Constraint | None = None
     # The prompt ends within reasoning.
     reasoning_begun: bool = False
+    # What of the request has no effect with this model: a line each.
+    warnings: tuple[str, ...] = ()
 
 
 def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
@@ -254,6 +256,9 @@ def _truncation(request: Options, model: TextModel) -> Truncation | None:
         may_follow = request.max_tokens
         if may_follow is None:
             may_follow = request.default_max_tokens or 1
+        elif request.bounds_max_tokens:
+            # Half of the context is the prompt's, however much may follow.
+            may_follow = min(may_follow, limit // 2)
         wanted = max(1, limit - max(1, may_follow))
     return Truncation(wanted, request.truncation_side or model.tokenizer.truncation_side)
 

@@ -636,10 +636,10 @@ async def test_unknown_fields_change_nothing(checked: MemoryRouter) -> None:
         "metadata": {"a": 1},
         "store": True,
         "service_tier": "auto",
-        "top_a": 0.5,
+        "depth": 0.5,
         "": 1,
         "logprobs_": [[]],
-        "x" * 10_000: None,
+        "x" * 10_000: 1,
     }
     await checked.complete(seed=1)
     await checked.complete(seed=1, **unknown)

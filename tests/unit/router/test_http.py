@@ -867,6 +867,8 @@ async def test_health_version_and_metrics_answer(router: MemoryRouter) -> None:
     assert f"penstock_router_output_tokens_total{{{model}}} 5.0" in text
     assert f"penstock_router_first_token_seconds_count{{{model}}} 1.0" in text
     assert f"penstock_router_between_tokens_seconds_count{{{model}}} 1.0" in text
+    assert f"penstock_router_request_choices_sum{{{model}}} 1.0" in text
+    assert f"penstock_router_request_max_tokens_sum{{{model}}} 5.0" in text
     assert "penstock_router_sequences_in_flight 0.0" in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import Any, NoReturn
 
@@ -10,14 +11,10 @@ from support.budget import budget, seeded
 from unit.router.router_doubles import random_text
 
 from penstock_router.apis.chat_messages import FunctionCall, assistant_message, tool_message
-from penstock_router.apis.openai.requests import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    parse_chat,
-    parse_completion,
-)
+from penstock_router.apis.openai.fields import CHAT_FIELDS, COMPLETION_FIELDS
+from penstock_router.apis.openai.requests import parse_chat, parse_completion
 from penstock_router.errors import BadRequest
-from penstock_router.json_fields import decode_object, read_fields
+from penstock_router.json_fields import WARNINGS, Use, decode_object, read_fields
 from penstock_router.request import ChatRequest, CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -77,8 +74,11 @@ def test_null_is_the_same_as_not_given() -> None:
     assert chat(**dict.fromkeys(names)) == chat()
 
 
-def test_unknown_fields_are_ignored() -> None:
-    assert completion(metadata={"a": 1}, store=True, service_tier="x") == completion()
+def test_unknown_fields_have_no_effect() -> None:
+    plain = completion()
+    given = completion(nothing={"a": 1}, x=True)
+    assert given.warnings == ("unknown fields without effect: 'nothing', 'x'",)
+    assert dataclasses.replace(given, warnings=()) == plain
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_unknown_fields_are_ignored() -> None:
         (route, entry)
         for route, fields in (("completion", COMPLETION_FIELDS), ("chat", CHAT_FIELDS))
         for entry in fields.values()
-        if not entry.works
+        if entry.use is Use.REFUSED
     ],
 )
 def test_a_known_field_that_does_not_work_yet_is_refused_by_name_unless_neutral(
@@ -102,10 +102,10 @@ def test_a_known_field_that_does_not_work_yet_is_refused_by_name_unless_neutral(
         "modalities": ["audio"],
         "use_beam_search": True,
     }
-    candidates = [asking.get(entry.name), {"a": 1}, ["a"], [1], "a", 7]
+    candidates = [asking.get(entry.name, True), {"a": 1}, ["a"], [1], "a", 7, 2, False, 7.5]
     refusals = []
     for value in candidates:
-        if value is not None:
+        if value not in entry.neutral:
             with pytest.raises(BadRequest) as caught:
                 parse({**base, entry.name: value})
             assert caught.value.param == entry.name
@@ -130,13 +130,13 @@ def test_a_known_field_that_does_not_work_yet_is_refused_by_name_unless_neutral(
         ("n", 16385, "at most 16384"),
         ("n", "2", "an integer"),
         ("n", True, "an integer"),
-        ("max_tokens", -1, "at least 0"),
+        ("max_tokens", -2, "at least 0"),
         ("max_tokens", 10**30, "at most"),
         ("seed", 2**63, "less_than_equal"),
         ("seed", -(2**63) - 1, "greater_than_equal"),
-        ("stop", ["a"] * 5, "at most 4"),
-        ("stop", "", "1 to"),
-        ("stop", ["a", ""], "1 to"),
+        ("stop", ["a"] * 4097, "at most 4096 characters in all strings; given: 4097"),
+        ("stop", "", "at least 1 character"),
+        ("stop", ["a", ""], "at least 1 character"),
         ("stop", [1], "string"),
         ("stop", {"a": 1}, "array"),
         ("stop_token_ids", [-1], "at least 0"),
@@ -204,8 +204,7 @@ def test_values_out_of_bounds_are_refused_by_field(field: str, value: object, wo
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
             "function.arguments: must be an object; given: an array",
         ),
-        ("tools", [], "must not be empty"),
-        ("tool_choice", "auto", "needs tools"),
+        ("tool_choice", "required", "needs tools"),
         ("thinking_token_budget", -1, "at least 0"),
         ("chat_template_kwargs", {"messages": []}, "a field of its own"),
         ("continue_final_message", "x", "true or false"),
@@ -419,8 +418,17 @@ def test_names_that_mean_nothing_are_not_gone_through() -> None:
 
         items = keys = __iter__
 
-    values = read_fields(COMPLETION_FIELDS, Body(prompt="a", nothing=1))
+    many = {f"nothing{number}": 1 for number in range(1025)}
+    values = read_fields(COMPLETION_FIELDS, Body(prompt="a", **many))
     assert values == {"prompt": ("a",)}
+
+
+def test_names_that_mean_nothing_are_named_in_a_warning() -> None:
+    values = read_fields(COMPLETION_FIELDS, {"prompt": "a", "nothing": None, "n0": {}})
+    assert values[WARNINGS] == ("unknown fields without effect: 'n0', 'nothing'",)
+    many = {f"n{number:02}": 1 for number in range(30)}
+    [warning] = read_fields(COMPLETION_FIELDS, {"prompt": "a", **many})[WARNINGS]
+    assert "'n15' and 14 more" in warning
 
 
 def test_too_many_prompts_are_refused_before_any_of_them_is_looked_at() -> None:

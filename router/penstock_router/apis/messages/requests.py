@@ -30,6 +30,7 @@ from penstock_router.json_fields import (
     OBJECT,
     POSITIVE,
     STRING,
+    WARNINGS,
     Field,
     JsonObject,
     Kind,
@@ -182,12 +183,13 @@ def _prompt(values: JsonObject) -> JsonObject:
     continues = values["messages"][-1]["role"] == "assistant"
     return {
         "model": values["model"],
+        WARNINGS: values.get(WARNINGS, ()),
         "messages": [*system, *values["messages"]],
         "images": take_images(values["messages"]),
         "add_special_tokens": False,
         "add_generation_prompt": not continues,
         "continue_final_message": continues,
-        **tool_options(values, idle=("none", "auto")),
+        **tool_options(values),
         **_format(values),
         **_thinking(values),
         "template_kwargs": _template_kwargs(values),

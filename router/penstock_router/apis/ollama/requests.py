@@ -18,7 +18,7 @@ from penstock_router.apis.ollama.answers import (
     OllamaGenerateAnswer,
 )
 from penstock_router.apis.ollama.chat_turns import IMAGES, TURNS, with_images
-from penstock_router.apis.openai.requests import COMPLETION_FIELDS
+from penstock_router.apis.openai.fields import COMPLETION_FIELDS
 from penstock_router.apis.structured_output import constraint_of_schema, only_constraint
 from penstock_router.apis.tools import TOOLS, tool_options
 from penstock_router.errors import BadRequest
@@ -30,6 +30,7 @@ from penstock_router.json_fields import (
     OBJECT,
     POSITIVE,
     STRING,
+    WARNINGS,
     Field,
     JsonObject,
     Kind,
@@ -96,7 +97,7 @@ def _read_options(name: str, value: Any) -> JsonObject:
         raise BadRequest(f"{name}.num_predict: must not be 0; -1 is no bound", param=name)
     if "repeat_penalty" in values:
         values["repetition_penalty"] = values.pop("repeat_penalty")
-    served = {key: values[key] for key in values if key in _SAMPLING}
+    served = {key: values[key] for key in values if key in {*_SAMPLING, WARNINGS}}
     return {**served, "max_tokens": length if length > 0 else None}
 
 
@@ -135,11 +136,6 @@ def _read_think(name: str, value: Any) -> JsonObject:
 _THINK = Kind(_read_think, {"anyOf": [BOOLEAN.schema, _EFFORT.schema]})
 
 
-def _read_tools(name: str, value: Any) -> Any:
-    return () if value == [] else TOOLS.read(name, value)
-
-
-_TOOLS = Kind(_read_tools, {**TOOLS.schema, "minItems": 0})
 _MODEL = Field("model", STRING, "One of /api/tags, with or without :latest.", required=True)
 _KEEP_ALIVE = Field("keep_alive", ANYTHING, "A shard keeps its model: accepted without effect.")
 _SHARED_FIELDS = (
@@ -156,7 +152,7 @@ CHAT_FIELDS = table(
     [
         _MODEL,
         Field("messages", TURNS, "The chat so far; none: only have the model loaded."),
-        Field("tools", _TOOLS, "Functions that the answer may call."),
+        Field("tools", TOOLS, "Functions that the answer may call."),
         *_SHARED_FIELDS,
     ]
 )
@@ -228,6 +224,7 @@ def _chat(values: JsonObject, messages: list[Any], has_prompt: bool) -> OllamaCh
 
 
 def _options(values: JsonObject) -> JsonObject:
+    options = values.get("options", {})
     top_logprobs = values.get("top_logprobs", 0)
     return {
         "model": values["model"].removesuffix(LATEST),
@@ -236,7 +233,8 @@ def _options(values: JsonObject) -> JsonObject:
         "max_tokens_field": "options.num_predict",
         "timeout_s": values.get("timeout"),
         **only_constraint({"format": values.get("format")}),
-        **values.get("options", {}),
+        **options,
+        WARNINGS: (*values.get(WARNINGS, ()), *options.get(WARNINGS, ())),
     }
 
 
@@ -330,6 +328,7 @@ def _embed(values: JsonObject, inputs: tuple[str, ...], *, cuts: bool) -> EmbedR
         truncate_prompt_tokens=-1 if cuts else None,
         truncation_side="right",
         timeout_s=values.get("timeout"),
+        warnings=values.get(WARNINGS, ()),
     )
 
 
