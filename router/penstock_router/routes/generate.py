@@ -22,11 +22,19 @@ from penstock_router.admission.admission import Ticket, TimeLimit
 from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.errors import BadRequest
+from penstock_router.generation.choice import LOGPROB_BYTES
 from penstock_router.generation.client_progress import BEGINNING, ResumePoint
-from penstock_router.generation.deltas import LOGPROB_BYTES, Deltas, Hold, bound, bundle, collect
+from penstock_router.generation.deltas import (
+    Deltas,
+    Hold,
+    bound,
+    bundle,
+    collect,
+)
 from penstock_router.generation.generation import Generation
 from penstock_router.generation.job import SEQUENCES_A_TURN, Job, make_job
 from penstock_router.json_fields import STRING, Field, one_of, string, table
+from penstock_router.observe import endpoint_load
 from penstock_router.observe.request_record import Usage
 from penstock_router.offload.dispatch import LONG_BYTES, Body
 from penstock_router.request import MAX_SESSION_CHARS, Options
@@ -76,6 +84,12 @@ HEADERS = table(
             "Requests with the same value go to the same shard, and its prefix cache.",
         ),
         Field("x-penstock-shard", STRING, "HOST:PORT of the only shard that may serve it."),
+        Field(
+            endpoint_load.ASKED,
+            STRING,
+            "TEXT or JSON: how busy the model's shards are, in a header of an answer that is not "
+            "streamed.",
+        ),
     ]
 )
 
@@ -187,7 +201,16 @@ async def _make_whole(
     response.headers.update(shape.headers())
     if usage.approximate:
         response.headers["x-penstock-continued"] = "approximate"
+    response.headers.update(_load_header(call, job))
     return response
+
+
+def _load_header(call: Call[Any], job: Job) -> dict[str, str]:
+    router, form = call.request.app[ROUTER], call.request.headers.get(endpoint_load.ASKED, "")
+    load = endpoint_load.endpoint_load(
+        form, router.fleet.shards, job.model.info.model, router.admission.queued
+    )
+    return {} if load is None else {endpoint_load.ANSWERED: load}
 
 
 def make_generation(
@@ -211,7 +234,7 @@ def _deltas(call: Call[Any], generation: Generation, hold: Hold) -> Deltas:
     if not call.api.repeats_answer:
         return deltas
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
-    return bound(deltas, call.asked, max_bytes, hold)
+    return bound(deltas, generation.job.options, max_bytes, hold)
 
 
 @contextmanager
@@ -293,6 +316,8 @@ async def take_places(call: Call[Any], job: Job, ticket: Ticket) -> None:
     record = call.request[RECORD]
     record.model, record.prepared_s = job.model.info.model, time.perf_counter()
     record.adapter = job.model.adapter
+    record.choices = call.asked.n
+    record.max_tokens = max(request.max_tokens or 0 for request in job.requests)
     ticket.charge.follow(record)
     await ticket.start(
         sum(len(prompt.token_ids) for prompt in job.prompts),

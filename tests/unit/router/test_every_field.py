@@ -201,6 +201,12 @@ COMMON: dict[str, Proof] = {
     "repetition_penalty": sampling("repetition_penalty", 1.5),
     "presence_penalty": sampling("presence_penalty", -0.5),
     "frequency_penalty": sampling("frequency_penalty", 0.75),
+    "repeat_last_n": Proof(
+        7,
+        lambda seen: seen.engine.sampling.penalty_window_tokens,
+        7,
+        {"repetition_penalty": 1.5},
+    ),
     "seed": sampling("seed", 77),
     "typical_p": sampling("typical_p", 0.5),
     "lora_path": Proof("another", lambda seen: seen.answer.status, 404),
@@ -485,6 +491,15 @@ def ids_of(name: str, **beside: Any) -> list[Bound]:
     ]
 
 
+def scores_of(name: str, **beside: Any) -> list[Bound]:
+    """As many as the shards give; the whole vocabulary is more."""
+    return [
+        Bound(name, 0, -2, "at least -1", beside),
+        Bound(name, 20, 21, "at most 20 (--max-logprobs of the model's shards)", beside),
+        Bound(name, 20, -1, "at most 20 (--max-logprobs of the model's shards)", beside),
+    ]
+
+
 INT32_MAX = 2**31 - 1
 COMMON_BOUNDS = [
     # Nothing is done within a millisecond.
@@ -525,6 +540,7 @@ COMMON_BOUNDS = [
     Bound("stop", ["x"] * 4096, ["x"] * 4097, "at most 4096 characters in all strings"),
     Bound("stop", "x", "", "at least 1 character"),
     Bound("stop", "x" * 4096, ["x", "x" * 4096], "given: 4097"),
+    Bound("repeat_last_n", -1, -2, "at least -1"),
     Bound("typical_p", 0.001, 0, "above 0"),
     Bound("typical_p", 1, 1.001, "at most 1"),
     Bound("lora_path", [None], ["a", "b"], "a string", only_read=True),
@@ -534,7 +550,7 @@ COMMON_BOUNDS = [
     *ids_of("stop_token_ids"),
     Bound("min_tokens", 0, -1, "at least 0"),
     Bound("min_tokens", 12, 13, "12"),
-    *range_of("prompt_logprobs", 0, 20),
+    *scores_of("prompt_logprobs"),
     Bound("truncate_prompt_tokens", -1, -2, "at least -1"),
     Bound("truncate_prompt_tokens", 512, 513, "at most 512"),
     Bound("truncation_side", "left", "middle", "one of left, right"),
@@ -577,7 +593,7 @@ BOUNDS: dict[str, list[Bound]] = {
         Bound("best_of", 1, 0, "at least 1"),
         Bound("best_of", 16384, 16385, "at most 16384", only_read=True),
         Bound("best_of", 2, 1, "at least n (2)", {"n": 2}),
-        *range_of("logprobs", 0, 20),
+        *scores_of("logprobs"),
         Bound("prompt", [499], [500], "Token id 500 is out of vocabulary"),
         Bound("prompt", [0], [-1], "Token id -1 is out of vocabulary"),
         Bound("prompt", "x", "", "non-empty"),
@@ -593,7 +609,7 @@ BOUNDS: dict[str, list[Bound]] = {
         Bound("max_tokens", CHAT_ROOM, CHAT_ROOM + 1, LENGTH),
         Bound("max_completion_tokens", 1, 0, "at least 1"),
         Bound("max_completion_tokens", -1, -2, "at least 1"),
-        *range_of("top_logprobs", 0, 20, logprobs=True),
+        *scores_of("top_logprobs", logprobs=True),
         Bound("tools", looks(16384), looks(16385), "at most 16384 tools", only_read=True),
         Bound("tool_choice", "auto", "any", "none, auto, required", {"tools": [LOOK]}),
         Bound("documents", [{}] * 1000, [{}] * 1001, "at most 1000"),

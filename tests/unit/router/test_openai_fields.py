@@ -142,7 +142,7 @@ def test_a_known_field_that_does_not_work_yet_is_refused_by_name_unless_neutral(
         ("stop_token_ids", [-1], "at least 0"),
         ("stop_token_ids", "a", "array"),
         ("stop_token_ids", [1] * 1025, "at most 1024"),
-        ("logprobs", 21, "at most 20"),
+        ("logprobs", -2, "at least -1"),
         ("logprobs", True, "an integer"),
         ("echo", 1, "true or false"),
         ("stream", "yes", "true or false"),

@@ -49,7 +49,7 @@ from penstock_router.json_fields import (
     token_ids,
     whole_numbers,
 )
-from penstock_router.request import MAX_SESSION_CHARS
+from penstock_router.request import MAX_SESSION_CHARS, WHOLE_VOCABULARY
 from penstock_router.text.stop_strings import MAX_CHARS as MAX_STOPS_CHARS
 
 MAX_CHOICES = 16384
@@ -68,6 +68,9 @@ NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
 
 
 # ---- Kinds of these routes ---------------------------------------------------------------------
+
+# The bound is the shards' own, which is known once a request has its model.
+NUM_LOGPROBS = integer(WHOLE_VOCABULARY, INT32_MAX)
 
 
 def _read_stops(name: str, value: Any) -> tuple[str, ...]:
@@ -256,6 +259,11 @@ SAMPLING = (
     Field("presence_penalty", number(-2, 2), "Subtracted for tokens that the answer has already."),
     Field("frequency_penalty", number(-2, 2), "The same for each time that the answer has them."),
     Field(
+        "repeat_last_n",
+        integer(-1, INT32_MAX),
+        "The penalties count the last so many tokens, as in llama.cpp; 0: none, -1: all.",
+    ),
+    Field(
         "seed",
         SEED,
         "The same request with the same seed gets the same answer; -1: any seed.",
@@ -301,13 +309,14 @@ _COMMON = (
     Field("echo", BOOLEAN, "Begin with the prompt; a chat: with a last message of the assistant."),
     Field(
         "prompt_logprobs",
-        integer(0, MAX_LOGPROBS),
-        "Log-probabilities of the prompt's tokens; of streams only a completion's has any, of 0.",
+        NUM_LOGPROBS,
+        "Log-probabilities of the prompt's tokens, at most the shards' --max-logprobs; -1: of the "
+        "whole vocabulary; of streams only a completion's has any, of 0.",
     ),
     Field(
         "logprob_token_ids",
         token_ids(at_least=1, at_most=MAX_STOP_TOKEN_IDS),
-        "Report these too; needs logprobs.",
+        "Report these in place of the likeliest; needs logprobs.",
     ),
     Field(
         "truncate_prompt_tokens",
@@ -382,14 +391,15 @@ COMPLETION_FIELDS: Table = with_other_servers(
         Field("best_of", integer(1, MAX_CHOICES), "Generate so many, return the n likeliest."),
         Field(
             "logprobs",
-            integer(0, MAX_LOGPROBS),
-            "Return those of each token, and of so many alternatives.",
+            NUM_LOGPROBS,
+            "Return those of each token, and of so many alternatives, at most the shards' "
+            "--max-logprobs; -1: of the whole vocabulary.",
         ),
         not_served("suffix", STRING, ""),
         not_served("prompt_embeds", ANYTHING),
         # Fields of chats that would change the answer: refused, as ignoring them would mislead.
         not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
-        not_served("top_logprobs", integer(0, MAX_LOGPROBS), help=OF_CHATS),
+        not_served("top_logprobs", NUM_LOGPROBS, help=OF_CHATS),
         not_served("tools", ARRAY, help=OF_CHATS),
         not_served("tool_choice", ANYTHING, "none", help=OF_CHATS),
         not_served("thinking_token_budget", ANYTHING, help=OF_CHATS),
@@ -405,8 +415,9 @@ CHAT_FIELDS: Table = with_other_servers(
         Field("logprobs", BOOLEAN, "Return the log-probability of each token."),
         Field(
             "top_logprobs",
-            integer(0, MAX_LOGPROBS),
-            "Alternatives to return for each token; needs logprobs.",
+            NUM_LOGPROBS,
+            "Alternatives to return for each token, at most --max-logprobs of the shards; -1: the "
+            "whole vocabulary; needs logprobs.",
         ),
         Field("add_generation_prompt", BOOLEAN, "Let the template begin the answer; default true."),
         Field("continue_final_message", BOOLEAN, "Continue the last message."),

@@ -91,6 +91,8 @@ def common_options(values: JsonObject) -> JsonObject:
     named = {_RENAMED.get(name, name): value for name, value in values.items()}
     common = {name: value for name, value in named.items() if name in _OPTION_NAMES}
     common |= constraint_options(values)
+    if values.get("repeat_last_n", -1) != -1:
+        common["penalty_window_tokens"] = values["repeat_last_n"]
     if adapter := values.get("lora_path"):
         common["model"] = adapter
     stream = common.get("stream", False)
