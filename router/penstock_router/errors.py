@@ -72,7 +72,8 @@ class ContextExceeded(BadRequest):
     """The prompt, or it and the tokens that may follow, do not fit the model's context.
 
     Its words are OpenAI's; an API that has others makes them of the numbers. `prompt_tokens` is
-    None where a prompt was too long to be counted, or is to be cut to more than the context.
+    None where a prompt was too long to be counted, of which `prompt_chars` tells, or is to be
+    cut to more than the context.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class ContextExceeded(BadRequest):
         *,
         limit_tokens: int,
         prompt_tokens: int | None = None,
+        prompt_chars: int | None = None,
         wanted_tokens: int | None = None,
         param: str | None = None,
     ) -> None:
         super().__init__(message, param=param)
         self.limit_tokens = limit_tokens
         self.prompt_tokens = prompt_tokens
+        self.prompt_chars = prompt_chars
         self.wanted_tokens = wanted_tokens
 
 

@@ -18,7 +18,7 @@ from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, joi
 TEXTS = ("Hello", " world", "\n\n", '"', "\\", "日本", "😀", "{", "</think>", "\x7f")
 
 
-def job_of(choices: int = 1, **options: Any) -> Job:
+def job_of(choices: int = 1, *, ends_with_context: bool = False, **options: Any) -> Job:
     """A chat's, with what shapes read of it."""
     return cast(
         Job,
@@ -31,6 +31,7 @@ def job_of(choices: int = 1, **options: Any) -> Job:
                 tokenizer=None,
             ),
             requests=[None] * choices,
+            ends_with_context=ends_with_context,
             prompts=[SimpleNamespace(token_ids=[1, 2, 3])],
         ),
     )
