@@ -94,6 +94,8 @@ class Options:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    # Penalties count so many of the last tokens; 0: none; None: all.
+    penalty_window_tokens: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
