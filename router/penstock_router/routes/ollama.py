@@ -15,6 +15,7 @@ from aiohttp import web
 from penstock_client.types import ShardInfo
 from penstock_router.apis.base import LINES
 from penstock_router.apis.embeddings import EmbedRequest
+from penstock_router.apis.ollama import model_facts
 from penstock_router.apis.ollama import requests as ollama
 from penstock_router.apis.ollama.answers import (
     EmbedAnswer,
@@ -205,8 +206,8 @@ async def list_tags(request: web.Request) -> web.Response:
             "name": name,
             "model": name,
             "modified_at": _time(models.started_at),
-            "size": 0,
-            "digest": info.weights_hash,
+            "size": info.shape.weight_bytes,
+            "digest": model_facts.digest(info, adapter),
             "details": _details(info, adapter),
         }
         for name, (info, adapter) in models.names().items()
@@ -220,9 +221,9 @@ async def list_running(request: web.Request) -> web.Response:
         {
             "name": info.model,
             "model": info.model,
-            "size": 0,
-            "size_vram": 0,
-            "digest": info.weights_hash,
+            "size": info.shape.weight_bytes,
+            "size_vram": 0 if info.device in ("cpu", "none") else info.shape.weight_bytes,
+            "digest": model_facts.digest(info, ""),
             "details": _details(info, ""),
             "expires_at": _NEVER,
             "context_length": info.max_model_len,
@@ -242,7 +243,7 @@ async def show(request: web.Request) -> web.Response:
         "parameters": "",
         "template": "" if template is None else template.source,
         "details": _details(model.info, model.adapter),
-        "model_info": _model_info(model.info),
+        "model_info": model_facts.model_info(model.info),
         "capabilities": _capabilities(model),
         "modified_at": _time(request.app[ROUTER].models.started_at),
     }
@@ -295,22 +296,11 @@ def _details(info: ShardInfo, adapter: str) -> OllamaDetails:
     return {
         "parent_model": info.model if adapter else "",
         "format": "safetensors",
-        "family": info.architecture,
-        "families": [info.architecture],
-        "parameter_size": "",
-        "quantization_level": info.dtype,
+        "family": model_facts.architecture(info),
+        "families": [model_facts.architecture(info)],
+        "parameter_size": model_facts.parameter_size(info),
+        "quantization_level": model_facts.quantization(info),
     }
-
-
-def _model_info(info: ShardInfo) -> dict[str, Any]:
-    shown: dict[str, Any] = {
-        "general.architecture": info.architecture,
-        f"{info.architecture}.context_length": info.max_model_len,
-        f"{info.architecture}.vocab_size": info.vocab_size,
-    }
-    if info.embedding is not None:
-        shown[f"{info.architecture}.embedding_length"] = info.embedding.size
-    return shown
 
 
 def _capabilities(model: ServedModel) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
-from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router
+from unit.router.router_doubles import INFO, Answer, FakeFleet, MemoryRouter, memory_router
 
+from penstock_client.types import ModelShape
+from penstock_router.apis.ollama import model_facts
 from penstock_router.apis.ollama.names import served_name
 
 ASK = {"model": "fake-model", "prompt": "Hello", "stream": False, "options": {"num_predict": 4}}
@@ -129,7 +132,7 @@ async def test_too_large_a_body_and_a_missing_key_are_one_line(fleet: FakeFleet)
     async with memory_router(fleet, max_body_bytes=100) as router:
         answer = await send(router, "/api/chat", {**ASK, "prompt": "x" * 200})
         assert (answer.status, list(answer.json())) == (413, ["error"])
-    async with memory_router(fleet, api_keys=("secret",)) as router:
+    async with memory_router(fleet, api_key="secret") as router:
         for path in POSTS:
             answer = await send(router, f"/api/{path}", ASK)
             assert (answer.status, list(answer.json())) == (401, ["error"])
@@ -183,6 +186,65 @@ async def test_every_route_finds_a_model_by_its_names(
 ) -> None:
     body = {**ASK, "model": None, "messages": [], "input": "Hi", **name}
     assert (await send(router, f"/api/{path}", body)).status == 200
+
+
+async def test_a_model_is_shown_in_ollamas_words(fleet: FakeFleet) -> None:
+    info = dataclasses.replace(
+        INFO,
+        architecture="Qwen3MoeForCausalLM",
+        dtype="bfloat16",
+        device="cuda:0",
+        shape=ModelShape("qwen3_moe", 30_532_122_624, 61_064_245_248, 48, 2048, 32, 4),
+    )
+    fleet.shards[0].info = info
+    async with memory_router(fleet) as router:
+        shown = (await send(router, "/api/show", {"model": "fake-model"})).json()
+        (listed,) = (await router.get("/api/tags")).json()["models"][:1]
+        (running,) = (await router.get("/api/ps")).json()["models"]
+    details = shown["details"]
+    assert (details["family"], details["families"]) == ("qwen3moe", ["qwen3moe"])
+    assert (details["parameter_size"], details["quantization_level"]) == ("30.5B", "BF16")
+    assert listed["details"] == running["details"] == details
+    assert shown["model_info"] == {
+        "general.architecture": "qwen3moe",
+        "general.parameter_count": 30_532_122_624,
+        "qwen3moe.context_length": 512,
+        "qwen3moe.embedding_length": 2048,
+        "qwen3moe.block_count": 48,
+        "qwen3moe.attention.head_count": 32,
+        "qwen3moe.attention.head_count_kv": 4,
+        "qwen3moe.vocab_size": 500,
+    }
+    assert listed["size"] == running["size"] == running["size_vram"] == 61_064_245_248
+    assert listed["digest"] == running["digest"]
+    assert len(listed["digest"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        ("llama", "LlamaForCausalLM", "llama"),
+        ("mistral", "MistralForCausalLM", "llama"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek2"),
+        ("gpt_oss", "GptOssForCausalLM", "gptoss"),
+        # Of a shard of an earlier version.
+        ("", "Qwen3MoeForCausalLM", "qwen3moe"),
+        ("", "LlavaForConditionalGeneration", "llava"),
+        ("", "GPT2LMHeadModel", "gpt2"),
+    ],
+)
+def test_an_architecture_has_the_name_of_its_kind(kind: str, name: str, expected: str) -> None:
+    info = dataclasses.replace(INFO, architecture=name, shape=ModelShape(kind))
+    assert model_facts.architecture(info) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(8_030_261_248, "8.0B"), (494_032_768, "494.03M"), (12_345, "12K"), (0, "")],
+)
+def test_a_size_is_short(count: int, expected: str) -> None:
+    info = dataclasses.replace(INFO, shape=ModelShape(num_parameters=count))
+    assert model_facts.parameter_size(info) == expected
 
 
 async def test_pulling_what_is_served_is_a_success(router: MemoryRouter) -> None:
