@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from penstock_client.types import (
     GenerationRequest,
@@ -17,11 +18,12 @@ from penstock_client.types import (
     PixelSource,
     PromptImage,
     SamplingParams,
+    ShardInfo,
     ThinkingBudget,
 )
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.images.image import NO_IMAGES, Image, LoadedImages
-from penstock_router.request import ChatRequest, CompletionRequest, Options
+from penstock_router.request import WHOLE_VOCABULARY, ChatRequest, CompletionRequest, Options
 from penstock_router.served_models import ServedModel
 from penstock_router.text.prompts import PreparedPrompts, Prompt
 from penstock_router.text.tokenizer import prompt_too_long
@@ -72,6 +74,7 @@ async def make_job(
     `drawn_seed` is what seeds are made of if the request has none. Yields to the event loop every
     `SEQUENCES_A_TURN` sequences.
     """
+    options = _with_known_logprobs(options, model.info)
     choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     requests: list[GenerationRequest] = []
     unplaced = iter(images.images)
@@ -86,6 +89,28 @@ async def make_job(
             if len(requests) % SEQUENCES_A_TURN == 0:
                 await asyncio.sleep(0)
     return Job(model, options, prepared, tuple(requests), images.pixels)
+
+
+def _with_known_logprobs(options: Options, info: ShardInfo) -> Options:
+    """The options with the number of log-probabilities where the whole vocabulary is asked for.
+    Refuses more than the model's shards give.
+    """
+    most = info.limits.max_logprobs
+    of_chat = "top_logprobs" if isinstance(options, ChatRequest) else "logprobs"
+    known: dict[str, Any] = {}
+    for name, param in (("logprobs", of_chat), ("prompt_logprobs", "prompt_logprobs")):
+        asked: int | None = getattr(options, name)
+        if asked is None:
+            continue
+        known[name] = info.vocab_size if asked == WHOLE_VOCABULARY else asked
+        if known[name] > most:
+            all_ = f", all {info.vocab_size} tokens" if asked == WHOLE_VOCABULARY else ""
+            raise BadRequest(
+                f"{param}: must be at most {most} (--max-logprobs of the model's shards); "
+                f"given: {asked}{all_}",
+                param=param,
+            )
+    return dataclasses.replace(options, **known) if known else options
 
 
 def _placed(prompt: Prompt, images: Iterator[Image]) -> tuple[PromptImage, ...]:
@@ -108,12 +133,12 @@ def _make_request(
     _check_min_tokens(options, max_tokens)
     return GenerationRequest(
         prompt_token_ids=prompt.token_ids,
-        sampling=_sampling(options, prepared),
+        sampling=_sampling(options, prepared, model.info.default_sampling),
         max_tokens=max_tokens,
         min_tokens=options.min_tokens,
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
-        logprobs=0 if several and options.logprobs is None else options.logprobs,
+        logprobs=0 if several and options.logprobs is None else options.best_logprobs,
         prompt_logprobs=_prompt_logprobs(options),
         logprob_token_ids=options.logprob_token_ids,
         constraint=prepared.constraint,
@@ -198,7 +223,23 @@ def _prompt_logprobs(options: Options) -> int | None:
     return max(wanted, default=None)
 
 
-def _sampling(options: Options, prepared: PreparedPrompts) -> SamplingParams:
+# Values with which a penalty changes nothing.
+_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def _penalty_window(options: Options, defaults: SamplingParams) -> int | None:
+    """The window of the penalties; None also where there are none: not all shards know windows."""
+    for name, neutral in _NO_PENALTIES.items():
+        given, default = getattr(options, name), getattr(defaults, name)
+        if (default if given is None else given) not in (None, neutral):
+            return options.penalty_window_tokens
+    return None
+
+
+def _sampling(
+    options: Options, prepared: PreparedPrompts, defaults: SamplingParams
+) -> SamplingParams:
+    """The sampling parameters; those that are None have the model's `defaults`."""
     return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -211,6 +252,7 @@ def _sampling(options: Options, prepared: PreparedPrompts) -> SamplingParams:
         logit_bias=options.logit_bias,
         bad_words=prepared.bad_words,
         allowed_token_ids=prepared.allowed_token_ids,
+        penalty_window_tokens=_penalty_window(options, defaults),
     )
 
 

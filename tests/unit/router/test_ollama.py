@@ -39,7 +39,7 @@ def test_options_are_those_of_every_other_api() -> None:
             "frequency_penalty": 0.4,
             "repeat_last_n": 64,
             "num_predict": 9,
-            "stop": ["a", "", "b"],
+            "stop": ["a", "b"],
             "num_ctx": 4096,
         }
     )
@@ -81,6 +81,7 @@ def test_answers_are_streamed_and_have_no_bound_unless_asked() -> None:
         ({"options": {"num_predict": "32"}}, "num_predict: must be an integer"),
         ({"options": {"num_predict": -3}}, "num_predict: must be at least -2"),
         ({"options": {"stop": [7]}}, "stop: must be a string"),
+        ({"options": {"stop": [""]}}, "stop: a stop string has at least 1"),
         ({"options": []}, "options: must be an object"),
         ({"format": "{no json"}, "format: the text is no JSON"),
         ({"name": "another"}, "name: not together with another name of model"),

@@ -20,7 +20,7 @@ from penstock_router.apis.ollama.answers import (
 )
 from penstock_router.apis.ollama.chat_turns import IMAGES, TURNS, with_images
 from penstock_router.apis.ollama.prompts import OllamaChat, OllamaRaw, prepare
-from penstock_router.apis.openai.requests import COMPLETION_FIELDS, MAX_STOP_CHARS
+from penstock_router.apis.openai.fields import COMPLETION_FIELDS
 from penstock_router.apis.structured_output import constraint_of_schema, only_constraint
 from penstock_router.apis.tools import TOOLS, tool_options
 from penstock_router.errors import BadRequest
@@ -29,7 +29,6 @@ from penstock_router.json_fields import (
     ANYTHING,
     BOOLEAN,
     INT32_MAX,
-    INT64,
     OBJECT,
     STRING,
     WARNINGS,
@@ -56,8 +55,6 @@ from penstock_router.json_fields import (
 from penstock_router.text.prompts import embedding_prompts
 
 _MAX_TOP_LOGPROBS = 20
-# Each is sought in each piece of an answer.
-MAX_STOPS = 1024
 # More than any context has.
 _MAX_CONTEXT_IDS = 10_000_000
 # The highest temperature that shards take; Ollama has no bound.
@@ -84,30 +81,16 @@ def _read_share(name: str, value: Any) -> float:
     return max(_LEAST_SHARE, _SHARE.read(name, value))
 
 
-def _read_stops(name: str, value: Any) -> tuple[str, ...]:
-    """The strings; an empty one ends nothing."""
-    given = [value] if isinstance(value, str) else read_array(name, value)
-    return tuple(stop for stop in _STOPS.read(name, given) if stop)
-
-
 _SHARE = number(0, 1)
-_STOPS = array_of(string(0, MAX_STOP_CHARS), at_most=MAX_STOPS, unit="strings")
-_STOP_FORMS: JsonObject = {"anyOf": [string(0, MAX_STOP_CHARS).schema, _STOPS.schema]}
 OPTIONS = table(
     [
-        Field("seed", INT64, "The same request with it gets the same answer; -1: a random one."),
         Field("temperature", number(0, _MAX_TEMPERATURE), "Randomness; 0: none."),
         Field("top_p", Kind(_read_share, _SHARE.schema), "The likeliest up to this sum."),
         Field("typical_p", Kind(_read_share, _SHARE.schema), "The most typical up to this sum."),
-        *(COMPLETION_FIELDS[name] for name in ("top_k", "min_p")),
-        Field("stop", Kind(_read_stops, _STOP_FORMS), "Strings that end an answer; cut off."),
+        *(COMPLETION_FIELDS[name] for name in ("seed", "top_k", "min_p", "stop")),
         _as("repeat_penalty", "repetition_penalty"),
         *(COMPLETION_FIELDS[name] for name in ("presence_penalty", "frequency_penalty")),
-        Field(
-            "repeat_last_n",
-            integer(-1, INT32_MAX),
-            "Penalties count so many of the last tokens; 0: they are off; default and -1: all.",
-        ),
+        COMPLETION_FIELDS["repeat_last_n"],
         Field(
             "num_predict",
             integer(-2, INT32_MAX),
@@ -129,8 +112,6 @@ def _read_options(name: str, value: Any) -> JsonObject:
     """The sampling fields of a request, by the names that they have there."""
     values = read_fields(OPTIONS, read_object(name, value))
     length, window = values.pop("num_predict", -1), values.pop("repeat_last_n", -1)
-    if values.get("seed") == -1:
-        del values["seed"]
     if "repeat_penalty" in values:
         values["repetition_penalty"] = values.pop("repeat_penalty")
     return {
@@ -192,10 +173,10 @@ def _read_tools(name: str, value: Any) -> Any:
         {**tool, "type": "function"} if isinstance(tool, dict) and not tool.get("type") else tool
         for tool in read_array(name, value)
     ]
-    return () if given == [] else TOOLS.read(name, given)
+    return TOOLS.read(name, given)
 
 
-_TOOLS = Kind(_read_tools, {**TOOLS.schema, "minItems": 0})
+_TOOLS = Kind(_read_tools, TOOLS.schema)
 _MODEL = Field("model", string(1), "One of /api/tags, with or without :latest.", required=True)
 # A model's name, in either field.
 NAMES = (_MODEL, dataclasses.replace(another_name("name", of=_MODEL), required=False))
