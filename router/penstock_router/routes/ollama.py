@@ -25,6 +25,7 @@ from penstock_router.apis.ollama.answers import (
     pull_progress,
 )
 from penstock_router.apis.ollama.names import served_name
+from penstock_router.apis.ollama.prompts import OllamaChat
 from penstock_router.errors import Forbidden
 from penstock_router.json_fields import (
     ANYTHING,
@@ -144,7 +145,7 @@ PULL_FIELDS = table(
 async def answer(call: Call[Any]) -> web.StreamResponse:
     """POST /api/chat and /api/generate: tokens, unless there is nothing to answer."""
     asked = _with_served_name(call.request, call.asked)
-    if not isinstance(asked, ollama.OllamaChat) or not asked.only_loads:
+    if not isinstance(asked, OllamaChat) or not asked.only_loads:
         return await generate.answer(dataclasses.replace(call, asked=asked))
     model = await _loaded(call.request, asked.model)
     is_chat = call.api is ollama.CHAT

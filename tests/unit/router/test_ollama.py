@@ -13,6 +13,7 @@ from unit.router.router_doubles import MemoryRouter
 from penstock_client.types import ConstraintKind
 from penstock_router.apis.ollama import requests as ollama
 from penstock_router.apis.ollama.answers import ChatShape, GenerateShape
+from penstock_router.apis.ollama.prompts import OllamaChat
 from penstock_router.errors import ApiError, BadRequest
 from penstock_router.generation.choice import Delta, EndReason
 from penstock_router.request import CompletionRequest
@@ -21,7 +22,7 @@ from penstock_router.text.answer_pieces import Piece, PieceKind, content_of
 USER = {"role": "user", "content": "Hello"}
 
 
-def chat(**fields: Any) -> ollama.OllamaChat:
+def chat(**fields: Any) -> OllamaChat:
     return ollama.parse_chat({"model": "m", "messages": [USER], **fields})
 
 

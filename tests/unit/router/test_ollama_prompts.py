@@ -15,7 +15,7 @@ from penstock_router.apis.ollama import requests as ollama
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.text.chat_template import load_chat_template
 from penstock_router.text.model_conventions import Conventions
-from penstock_router.text.prompts import PreparedPrompts, TextModel
+from penstock_router.text.prompts import PreparedPrompts, TextModel, chat_prompt
 from penstock_router.text.reasoning import STYLES
 from penstock_router.text.tokenizer import load_tokenizer
 
@@ -165,14 +165,12 @@ def test_finding_what_fits_takes_few_renderings(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered = 0
-    real = prompts.chat_prompt
-
     def count(*args: Any) -> Any:
         nonlocal rendered
         rendered += 1
-        return real(*args)
+        return chat_prompt(*args)
 
-    monkeypatch.setattr(prompts, "chat_prompt", count)
+    monkeypatch.setattr("penstock_router.apis.ollama.prompts.chat_prompt", count)
     prepare(model, [turn(number, words=1) for number in range(4000)])
     assert rendered <= 13
 

@@ -113,16 +113,26 @@ def _shortened(request: OllamaRequest, model: TextModel) -> tuple[OllamaRequest,
     """The request with less in it, and what is left out."""
     max_tokens = _kept_tokens(request, model)
     if isinstance(request, OllamaChat):
-        starts = _starts(request.messages)
-        place = bisect_left(
-            starts, True, key=lambda start: _fits(_begun_at(request, start), model, max_tokens)
-        )
-        request = _begun_at(request, starts[min(place, len(starts) - 1)])
-        if place < len(starts):
-            text = "messages: the oldest are left out, as the prompt was too long"
-            return request, text
+        request, fits = _without_oldest(request, model, max_tokens)
+        if fits:
+            return request, "messages: the oldest are left out, as the prompt was too long"
     cut = dataclasses.replace(request, truncate_prompt_tokens=max_tokens, truncation_side="left")
     return cut, "the beginning of the prompt is cut off, as it was too long"
+
+
+def _without_oldest(chat: OllamaChat, model: TextModel, max_tokens: int) -> tuple[OllamaChat, bool]:
+    """The chat without as few messages as need be, or as may be; and whether it fits so."""
+    starts = _starts(chat.messages)
+
+    def fits(start: int) -> bool:
+        try:
+            chat_prompt(_begun_at(chat, start), model, max_tokens)
+        except ContextExceeded:
+            return False
+        return True
+
+    place = bisect_left(starts, True, key=fits)
+    return _begun_at(chat, starts[min(place, len(starts) - 1)]), place < len(starts)
 
 
 def _kept_tokens(request: OllamaRequest, model: TextModel) -> int:
@@ -151,11 +161,3 @@ def _starts(messages: list[Message]) -> list[int]:
 def _begun_at(request: OllamaChat, start: int) -> OllamaChat:
     systems = [message for message in request.messages[:start] if message["role"] == "system"]
     return dataclasses.replace(request, messages=[*systems, *request.messages[start:]])
-
-
-def _fits(request: OllamaChat, model: TextModel, max_tokens: int) -> bool:
-    try:
-        chat_prompt(request, model, max_tokens)
-    except ContextExceeded:
-        return False
-    return True

@@ -78,7 +78,8 @@ def _of_loading(name: str) -> Field:
 
 
 def _read_share(name: str, value: Any) -> float:
-    return max(_LEAST_SHARE, _SHARE.read(name, value))
+    share: float = _SHARE.read(name, value)
+    return max(_LEAST_SHARE, share)
 
 
 _SHARE = number(0, 1)
