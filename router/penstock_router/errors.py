@@ -126,10 +126,15 @@ class NotFound(ApiError):
     type = "NotFoundError"
 
 
-def unknown_model(name: str) -> NotFound:
-    """The error for a model, or an adapter, that no shard serves."""
-    message = f"The model `{name[:200]}` does not exist; /v1/models lists what is served."
-    return NotFound(message, param="model")
+class UnknownModel(NotFound):
+    """A model, or an adapter, that no shard serves. An API that has other words makes them of the
+    name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name[:200]
+        text = f"The model `{self.name}` does not exist; /v1/models lists what is served."
+        super().__init__(text, param="model")
 
 
 class MethodNotAllowed(ApiError):

@@ -14,6 +14,7 @@ from penstock_router.generation.job import Job
 from penstock_router.observe.request_record import Usage
 from penstock_router.request import ChatRequest
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
+from penstock_router.text.prompts import Prompt
 
 TEXTS = ("Hello", " world", "\n\n", '"', "\\", "日本", "😀", "{", "</think>", "\x7f")
 
@@ -32,7 +33,7 @@ def job_of(choices: int = 1, *, ends_with_context: bool = False, **options: Any)
             ),
             requests=[None] * choices,
             ends_with_context=ends_with_context,
-            prompts=[SimpleNamespace(token_ids=[1, 2, 3])],
+            prompts=[Prompt([1, 2, 3])],
         ),
     )
 

@@ -112,6 +112,8 @@ class BodyKind:
     # (request, model) -> prompts, or an answer to be encoded as JSON. Raises `BadRequest`.
     work: Callable[[Any, TextModel], Any]
     errors: ErrorForm
+    # Whether clients of this API send JSON under any Content-Type.
+    any_type: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class SeveralKinds:
     name: str
     # Raises `BadRequest`.
     choose: Callable[[JsonObject], BodyKind]
+    # As `BodyKind.any_type`.
+    any_type: bool = False
 
 
 AnyKind = BodyKind | SeveralKinds

@@ -133,7 +133,7 @@ def _make_request(
     _check_min_tokens(options, max_tokens)
     return GenerationRequest(
         prompt_token_ids=prompt.token_ids,
-        sampling=_sampling(options, prepared),
+        sampling=_sampling(options, prepared, model.info.default_sampling),
         max_tokens=max_tokens,
         min_tokens=options.min_tokens,
         stop_token_ids=options.stop_token_ids,
@@ -224,7 +224,23 @@ def _prompt_logprobs(options: Options) -> int | None:
     return max(wanted, default=None)
 
 
-def _sampling(options: Options, prepared: PreparedPrompts) -> SamplingParams:
+# Values with which a penalty changes nothing.
+_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def _penalty_window(options: Options, defaults: SamplingParams) -> int | None:
+    """The window of the penalties; None also where there are none: not all shards know windows."""
+    for name, neutral in _NO_PENALTIES.items():
+        given, default = getattr(options, name), getattr(defaults, name)
+        if (default if given is None else given) not in (None, neutral):
+            return options.penalty_window_tokens
+    return None
+
+
+def _sampling(
+    options: Options, prepared: PreparedPrompts, defaults: SamplingParams
+) -> SamplingParams:
+    """The sampling parameters; those that are None have the model's `defaults`."""
     return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -237,7 +253,7 @@ def _sampling(options: Options, prepared: PreparedPrompts) -> SamplingParams:
         logit_bias=options.logit_bias,
         bad_words=prepared.bad_words,
         allowed_token_ids=prepared.allowed_token_ids,
-        penalty_window_tokens=options.penalty_window_tokens,
+        penalty_window_tokens=_penalty_window(options, defaults),
     )
 
 

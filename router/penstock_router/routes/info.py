@@ -11,7 +11,7 @@ from penstock_common.version import VERSION
 from penstock_router.apis.messages.models import MessageModel, message_model, page_of
 from penstock_router.apis.openai import fields as openai
 from penstock_router.apis.tgi import requests as tgi
-from penstock_router.errors import Unavailable, unknown_model
+from penstock_router.errors import Unavailable, UnknownModel
 from penstock_router.observe.exposition import CONTENT_TYPE
 from penstock_router.routes.base import ROUTER, is_anthropics, json_response
 from penstock_router.served_models import Models
@@ -101,7 +101,7 @@ async def get_model(request: web.Request) -> web.Response:
     served = models.names().get(name)
     if served is None:
         # The name stands for any model, and is no model's own.
-        raise unknown_model(name)
+        raise UnknownModel(name)
     if is_anthropics(request):
         return json_response(_message_model(name, served[0], models))
     return json_response(_card(name, *served, models))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from aiohttp import web
 
 from penstock_router.apis import embeddings, tokenize
-from penstock_router.apis.base import ERRORS, Api, ErrorForm
+from penstock_router.apis.base import ERRORS, LINES, Api, ErrorForm
 from penstock_router.apis.messages import models as message_models
 from penstock_router.apis.messages import requests as messages
 from penstock_router.apis.messages.errors import ERRORS as MESSAGE_ERRORS
@@ -72,6 +71,16 @@ def errors_of(request: web.Request, route: Route | None) -> ErrorForm:
 
 def _form_of_path(path: str) -> ErrorForm:
     return next((form for begin, form in _FORMS if path.startswith(begin)), ERRORS)
+
+
+def _refused_change(method: str, path: str) -> Route:
+    return Route(
+        method=method,
+        path=path,
+        handler=ollama_routes.refuse_change,
+        summary="Refused: a model is what a shard was started with.",
+        errors=ollama_answers.ERRORS,
+    )
 
 
 ROUTES: tuple[Route, ...] = (
@@ -185,9 +194,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/api/embed",
-        handler=with_body(
-            ollama.EMBED, functools.partial(embed, render=ollama_routes.render_embeddings)
-        ),
+        handler=with_body(ollama.EMBED, ollama_routes.embed_all),
         summary="Vectors of texts, as Ollama has them.",
         fields=ollama.EMBED_FIELDS,
         headers=HEADERS,
@@ -197,9 +204,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/api/embeddings",
-        handler=with_body(
-            ollama.EMBEDDINGS, functools.partial(embed, render=ollama_routes.render_embedding)
-        ),
+        handler=with_body(ollama.EMBEDDINGS, ollama_routes.embed_one),
         summary="The vector of a text, as older clients of Ollama ask for it.",
         fields=ollama.EMBEDDINGS_FIELDS,
         headers=HEADERS,
@@ -228,10 +233,27 @@ ROUTES: tuple[Route, ...] = (
         handler=ollama_routes.show,
         summary="A model, as Ollama shows it.",
         fields=ollama_routes.SHOW_FIELDS,
-        needs_one_of=("model", "name"),
         answer=ollama_routes.Shown,
         errors=ollama_answers.ERRORS,
     ),
+    Route(
+        method="POST",
+        path="/api/pull",
+        handler=ollama_routes.pull,
+        summary="Success for a model that is served, as Ollama's clients ask before they use it.",
+        fields=ollama_routes.PULL_FIELDS,
+        answer=ollama_routes.Progress,
+        event=ollama_routes.Progress,
+        framing=LINES,
+        errors=ollama_answers.ERRORS,
+    ),
+    _refused_change("POST", "/api/create"),
+    _refused_change("POST", "/api/copy"),
+    _refused_change("POST", "/api/push"),
+    _refused_change("DELETE", "/api/delete"),
+    _refused_change("POST", "/api/blobs/{digest}"),
+    # And with HEAD, by which clients ask whether they have to send one.
+    _refused_change("GET", "/api/blobs/{digest}"),
     Route(
         method="GET",
         path="/api/version",
