@@ -64,6 +64,8 @@ class ImageSource:
 
     url: str
     param: str
+    # Whether a tool's result has it, and so no user chose the model for it.
+    in_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
