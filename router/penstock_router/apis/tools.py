@@ -38,7 +38,8 @@ _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 # ---- Tools -------------------------------------------------------------------------------------
 
 
-def _read_name(name: str, value: Any) -> str:
+def read_name(name: str, value: Any) -> str:
+    """The name of a tool."""
     if not isinstance(value, str) or not _NAME.match(value):
         wanted = f"1 to {MAX_NAME_CHARS} of a-z, A-Z, 0-9, _, - and ."
         raise refusal(name, wanted, value)
@@ -61,7 +62,7 @@ def _tool(
     where: str, function: JsonObject, shown_keys: Iterable[str], parameters_key: str = "parameters"
 ) -> Tool:
     """A tool. Templates see its entries under `shown_keys`, and its parameters."""
-    name = _read_name(f"{where}.name", function.get("name"))
+    name = read_name(f"{where}.name", function.get("name"))
     for key, kind in (("strict", BOOLEAN), ("description", STRING)):
         if function.get(key) is not None:
             kind.read(f"{where}.{key}", function[key])
@@ -88,7 +89,8 @@ def _chat_tool(where: str, value: Any) -> Tool:
     return _tool(f"{where}.function", function, shown)
 
 
-def _flat_tool(where: str, value: Any) -> Tool:
+def read_flat_tool(where: str, value: Any) -> Tool:
+    """A function as responses have it."""
     tool = read_object(where, value)
     _check_type(where, tool.get("type"), "function")
     return _tool(where, tool, _SHOWN)
@@ -159,7 +161,7 @@ def _function_name(where: str, entry: JsonObject) -> str:
 
 
 def _own_name(where: str, entry: JsonObject) -> str:
-    return _read_name(f"{where}.name", entry.get("name"))
+    return read_name(f"{where}.name", entry.get("name"))
 
 
 def _openai_choice(
@@ -215,7 +217,7 @@ def _message_choice(name: str, value: Any) -> ParsedToolChoice:
         case "any":
             return ParsedToolChoice(ToolChoice("required"), parallel=parallel)
         case "tool":
-            tool = _read_name(f"{name}.name", given.get("name"))
+            tool = read_name(f"{name}.name", given.get("name"))
             return ParsedToolChoice(ToolChoice("named", tool), parallel=parallel)
         case other:
             raise refusal(f"{name}.type", "auto, any, tool or none", other)
@@ -328,7 +330,7 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
 TOOLS = Kind(_reader(_chat_tool, 1), _array_form(_CHAT_TOOL, 1))
 CHOICE = Kind(_chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE)))
 # Responses: {"type": "function", "name": ...}.
-FLAT_TOOLS = Kind(_reader(_flat_tool, 0), _array_form(_FLAT_TOOL, 0))
+FLAT_TOOLS = Kind(_reader(read_flat_tool, 0), _array_form(_FLAT_TOOL, 0))
 FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))
 # Messages: {"name": ..., "input_schema": ...}.
 MESSAGE_TOOLS = Kind(_reader(_message_tool, 0), _array_form(_MESSAGE_TOOL, 0))

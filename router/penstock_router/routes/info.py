@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from aiohttp import web
 
 from penstock_client.types import ShardInfo
 from penstock_common.version import VERSION
 from penstock_router.apis.openai import requests as openai
+from penstock_router.apis.responses.models import catalogue
 from penstock_router.apis.tgi import requests as tgi
 from penstock_router.errors import Unavailable, unknown_model
 from penstock_router.observe.exposition import CONTENT_TYPE
@@ -42,6 +43,8 @@ class ModelList(TypedDict):
 
     object: Literal["list"]
     data: list[ModelCard]
+    # For Codex, which says its version in the query.
+    models: NotRequired[list[Any]]
 
 
 class VersionAnswer(TypedDict):
@@ -84,7 +87,7 @@ async def list_models(request: web.Request) -> web.Response:
     if not cards:
         raise Unavailable(f"{models.none_serves()}; try again shortly")
     answer: ModelList = {"object": "list", "data": cards}
-    return json_response(answer)
+    return json_response({**answer, **catalogue(request.query)})
 
 
 async def get_model(request: web.Request) -> web.Response:

@@ -55,6 +55,7 @@ def _generation(
 _FORMS = (
     ("/api/", ollama_answers.ERRORS),
     ("/v1/messages", messages.MESSAGES_API.errors),
+    ("/v1/responses", RESPONSES.errors),
     ("/generate", tgi_answers.ERRORS),
 )
 
@@ -92,6 +93,7 @@ ROUTES: tuple[Route, ...] = (
         method="GET",
         path="/v1/responses/{id}",
         handler=responses.retrieve,
+        errors=RESPONSES.errors,
         summary="A response that is kept.",
         query=responses.RETRIEVE_QUERY,
         answer=ResponseAnswer,
@@ -100,6 +102,7 @@ ROUTES: tuple[Route, ...] = (
         method="DELETE",
         path="/v1/responses/{id}",
         handler=responses.delete,
+        errors=RESPONSES.errors,
         summary="Delete a response that is kept.",
         answer=DeletedAnswer,
     ),
@@ -107,6 +110,7 @@ ROUTES: tuple[Route, ...] = (
         method="POST",
         path="/v1/responses/{id}/cancel",
         handler=responses.cancel,
+        errors=RESPONSES.errors,
         summary="Cancel a response that is made in the background.",
         answer=ResponseAnswer,
     ),
@@ -114,6 +118,7 @@ ROUTES: tuple[Route, ...] = (
         method="GET",
         path="/v1/responses/{id}/input_items",
         handler=responses.input_items,
+        errors=RESPONSES.errors,
         summary="The conversation that a response answers.",
         query=responses.ITEMS_QUERY,
         answer=ItemList,
