@@ -390,7 +390,7 @@ async def test_calls_of_every_kind_are_gone_on_from(byte_level: Tokenizer) -> No
         [("patch", {"input": "x"}), ("mcp__mine__add", {"a": 1}), ("local_shell", {"command": []})],
         tools=tools,
     )
-    outputs = [
+    outputs: list[Any] = [
         {"type": "custom_tool_call_output", "output": "one"},
         {"type": "function_call_output", "output": [{"type": "input_text", "text": "two"}]},
         {"type": "local_shell_call_output", "output": "three"},
