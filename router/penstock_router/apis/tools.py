@@ -1,11 +1,12 @@
-"""Functions that an answer may call, as three APIs describe them -> `Tool` and `ToolChoice`.
+"""Functions that an answer may call, as APIs describe them -> `Tool` and `ToolChoice`.
 
-The APIs are OpenAI's chats, its Responses (flat objects), and Anthropic's Messages.
+The APIs are OpenAI's chats and Anthropic's Messages; `responses/tools.py` has those of Responses.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from penstock_router.json_fields import (
     STRING,
     JsonObject,
     Kind,
+    add_warning,
     or_null,
     read_array,
     read_object,
@@ -25,11 +27,12 @@ from penstock_router.json_fields import (
 )
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 
-# OpenAI's bound.
-MAX_TOOLS = 128
+# More take longer to read than anybody waits; a body's bytes bound them too.
+MAX_TOOLS = 16_384
 # The Model Context Protocol's rule for tool names, which includes OpenAI's.
 MAX_NAME_CHARS = 128
 _NAME_PATTERN = f"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$"
+NAME_SCHEMA: JsonObject = {"type": "string", "pattern": _NAME_PATTERN}
 _NAME = re.compile(_NAME_PATTERN.removesuffix("$") + r"\Z")
 # What templates expect of a function without parameters.
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
@@ -82,6 +85,9 @@ _SHOWN = ("name", "description")
 def _chat_tool(where: str, value: Any) -> Tool:
     tool = read_object(where, value)
     _check_type(where, tool.get("type"), "function")
+    if "function" not in tool and "name" in tool:
+        # Cursor sends tools in the form of responses.
+        return _tool(where, tool, _SHOWN)
     function = read_object(f"{where}.function", tool.get("function"))
     # Some templates read more entries, such as what a function returns. Whether the schema is
     # enforced does not concern templates.
@@ -112,21 +118,13 @@ def _check_type(where: str, given: object, served: str) -> None:
         raise BadRequest(text, param=f"{where}.type")
 
 
-def _reader(tool: Callable[[str, Any], Tool], at_least: int) -> Callable[[str, Any], Any]:
+def _reader(tool: Callable[[str, Any], Tool]) -> Callable[[str, Any], Any]:
     def read(name: str, value: Any) -> tuple[Tool, ...]:
         given = read_array(name, value)
-        if len(given) < at_least:
-            raise BadRequest(f"{name}: must not be empty; leave it out", param=name)
         if len(given) > MAX_TOOLS:
             text = f"{name}: at most {MAX_TOOLS} tools; given: {len(given)}"
             raise BadRequest(text, param=name)
-        tools = [tool(f"{name}[{index}]", item) for index, item in enumerate(given)]
-        names: set[str] = set()
-        for entry in tools:
-            if entry.name in names:
-                raise BadRequest(f"{name}: two are named {entry.name}", param=name)
-            names.add(entry.name)
-        return tuple(tools)
+        return tuple([tool(f"{name}[{index}]", item) for index, item in enumerate(given)])
 
     return read
 
@@ -149,41 +147,26 @@ def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
     if isinstance(value, dict) and "function" in value and "type" not in value:
         # Hugging Face's clients give no type.
         value = {"type": "function", **value}
-    return _openai_choice(name, value, _function_name)
-
-
-def _flat_choice(name: str, value: Any) -> ParsedToolChoice:
-    return _openai_choice(name, value, _own_name)
-
-
-def _function_name(where: str, entry: JsonObject) -> str:
-    return _own_name(f"{where}.function", read_object(f"{where}.function", entry.get("function")))
-
-
-def _own_name(where: str, entry: JsonObject) -> str:
-    return read_name(f"{where}.name", entry.get("name"))
-
-
-def _openai_choice(
-    name: str, value: Any, named: Callable[[str, JsonObject], str]
-) -> ParsedToolChoice:
     words = "none, auto, required or an object that names a function"
     match value:
         case "none" | "auto" | "required":
             return ParsedToolChoice(ToolChoice(value))
         case {"type": "function"}:
-            return ParsedToolChoice(ToolChoice("named", named(name, value)))
+            return ParsedToolChoice(ToolChoice("named", _function_name(name, value)))
         case {"type": "allowed_tools"}:
-            return _read_allowed(name, value, named)
+            return _read_allowed(name, value)
         case {"type": other}:
             raise refusal(f"{name}.type", "function or allowed_tools", other)
     raise refusal(name, words, value)
 
 
-def _read_allowed(
-    name: str, value: JsonObject, named: Callable[[str, JsonObject], str]
-) -> ParsedToolChoice:
-    """The allowed tools: in chats nested under "allowed_tools", in responses flat."""
+def _function_name(where: str, entry: JsonObject) -> str:
+    function = read_object(f"{where}.function", entry.get("function"))
+    return read_name(f"{where}.function.name", function.get("name"))
+
+
+def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
+    """The allowed tools: nested under "allowed_tools", or flat as in responses."""
     key = "allowed_tools"
     held = value
     if value.get(key) is not None:
@@ -199,7 +182,7 @@ def _read_allowed(
     for index, entry in enumerate(entries):
         where = f"{name}.tools[{index}]"
         _check_type(where, read_object(where, entry).get("type"), "function")
-        names.append(named(where, entry))
+        names.append(_function_name(where, entry))
     return ParsedToolChoice(ToolChoice(mode), allowed=tuple(names))
 
 
@@ -226,14 +209,14 @@ def _message_choice(name: str, value: Any) -> ParsedToolChoice:
 # ---- All that a body says of tools -------------------------------------------------------------
 
 
-def tool_options(values: JsonObject, *, idle: Iterable[str] = ("none",)) -> JsonObject:
+def tool_options(values: JsonObject) -> JsonObject:
     """What `tools`, `tool_choice` and `parallel_tool_calls` of a body ask for, as `ChatRequest`
-    takes it. Choices in `idle` are accepted without tools.
+    takes it. May add to the warnings in `values`. Raises `BadRequest`.
     """
-    tools: tuple[Tool, ...] = values.get("tools", ())
+    tools = _last_of_each_name(values)
     asked: ParsedToolChoice = values.get("tool_choice") or ParsedToolChoice(ToolChoice("auto"))
     if not tools:
-        if "tool_choice" in values and asked.choice.mode not in idle:
+        if asked.choice.forces:
             raise BadRequest("tool_choice: needs tools", param="tool_choice")
         return {}
     names = {tool.name for tool in tools}
@@ -246,6 +229,18 @@ def tool_options(values: JsonObject, *, idle: Iterable[str] = ("none",)) -> Json
         tools = tuple(tool for tool in tools if tool.name in asked.allowed)
     parallel = values.get("parallel_tool_calls", True) if asked.parallel is None else asked.parallel
     return {"tools": tools, "tool_choice": asked.choice, "parallel_tool_calls": parallel}
+
+
+def _last_of_each_name(values: JsonObject) -> tuple[Tool, ...]:
+    """The tools. Of several with one name the last counts, of which there is a warning."""
+    given: tuple[Tool, ...] = values.get("tools", ())
+    by_name = {tool.name: tool for tool in given}
+    if len(by_name) == len(given):
+        return given
+    counts = Counter(tool.name for tool in given)
+    repeated = [name for name, count in counts.items() if count > 1]
+    add_warning(values, f"tools: several are named {', '.join(repeated[:16])}; the last counts")
+    return tuple(by_name.values())
 
 
 def check_one_form(request: ChatRequest) -> None:
@@ -261,7 +256,7 @@ def check_one_form(request: ChatRequest) -> None:
 
 def _describe(**forms: JsonObject) -> JsonObject:
     properties = {
-        "name": {"type": "string", "pattern": _NAME_PATTERN},
+        "name": NAME_SCHEMA,
         "description": or_null({"type": "string"}),
         "strict": or_null({"type": "boolean"}),
         **forms,
@@ -269,7 +264,7 @@ def _describe(**forms: JsonObject) -> JsonObject:
     return {"type": "object", "properties": properties, "required": ["name"]}
 
 
-def _array_form(tool: JsonObject, at_least: int) -> JsonObject:
+def _array_form(tool: JsonObject, at_least: int = 0) -> JsonObject:
     return {"type": "array", "items": tool, "minItems": at_least, "maxItems": MAX_TOOLS}
 
 
@@ -290,7 +285,7 @@ _MESSAGE_TOOL = _describe(type={"enum": ["custom", None]}, input_schema=_PARAMET
 _MESSAGE_TOOL["required"] = ["name", "input_schema"]
 _NAMED: JsonObject = {
     "type": "object",
-    "properties": {"name": {"type": "string", "pattern": _NAME_PATTERN}},
+    "properties": {"name": NAME_SCHEMA},
     "required": ["name"],
 }
 
@@ -315,7 +310,6 @@ def _nest(key: str, form: JsonObject) -> JsonObject:
 
 
 _ONE = _add_type("function", _nest("function", _NAMED))
-_FLAT_ONE = _add_type("function", _NAMED)
 
 
 def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
@@ -327,13 +321,10 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
 
 
 # Chats: {"type": "function", "function": {"name": ...}}.
-TOOLS = Kind(_reader(_chat_tool, 1), _array_form(_CHAT_TOOL, 1))
+TOOLS = Kind(_reader(_chat_tool), _array_form({"anyOf": [_CHAT_TOOL, _FLAT_TOOL]}))
 CHOICE = Kind(_chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE)))
-# Responses: {"type": "function", "name": ...}.
-FLAT_TOOLS = Kind(_reader(read_flat_tool, 0), _array_form(_FLAT_TOOL, 0))
-FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))
 # Messages: {"name": ..., "input_schema": ...}.
-MESSAGE_TOOLS = Kind(_reader(_message_tool, 0), _array_form(_MESSAGE_TOOL, 0))
+MESSAGE_TOOLS = Kind(_reader(_message_tool), _array_form(_MESSAGE_TOOL))
 MESSAGE_CHOICE = Kind(
     _message_choice,
     {

@@ -10,12 +10,10 @@ from typing import Self
 
 from penstock_router.errors import BadRequest
 from penstock_router.generation.best_of import pick_best
-from penstock_router.generation.choice import Delta, DeltaBuffer
+from penstock_router.generation.choice import LOGPROB_BYTES, Delta, DeltaBuffer
 from penstock_router.generation.job import Job
 from penstock_router.request import Options
 
-# What a log-probability takes in an answer, with its token's text.
-LOGPROB_BYTES = 64
 # Counts bytes as held in memory, or raises.
 Hold = Callable[[int], None]
 # Something to wait for.
@@ -208,7 +206,7 @@ class _DeltaLimit(DeltasWrapper):
     def __init__(self, source: Deltas, options: Options, max_bytes: int, hold: Hold) -> None:
         super().__init__(source)
         self._hold = hold
-        columns = 1 + (options.logprobs or 0) + len(options.logprob_token_ids)
+        columns = 1 + (options.best_logprobs or 0) + len(options.logprob_token_ids)
         self._token_bytes = LOGPROB_BYTES * columns
         self._max_bytes = max_bytes
         self._num_bytes = 0

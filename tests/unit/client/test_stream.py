@@ -6,8 +6,16 @@ import asyncio
 
 import pytest
 
-from penstock_client import FinishReason, GenerationStream, Logprobs, Output, ShardFailed
+from penstock_client import (
+    FinishReason,
+    GenerationStream,
+    InvalidRequest,
+    Logprobs,
+    Output,
+    ShardFailed,
+)
 from penstock_client import ShardUnavailable as Unavailable
+from penstock_client.rpc import generation_stream
 
 
 def _stream(next_position: int = 0) -> tuple[GenerationStream, list[str]]:
@@ -212,3 +220,45 @@ async def test_the_first_error_ends_a_stream_and_is_the_one_that_counts() -> Non
     assert told == [True]
     with pytest.raises(Unavailable, match="first"):
         await anext(stream)
+
+
+async def test_a_reader_that_leaves_too_many_scores_gets_what_there_is_and_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation_stream, "MAX_UNREAD_SCORES_BYTES", 80)
+    stream, cancelled = _stream()
+
+    def scored(position: int) -> Output:
+        scores = Logprobs([-1.0], [1], 4, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0])
+        return Output([7], position, logprobs=scores)
+
+    stream.feed(scored(0))
+    assert (await anext(stream)).token_ids == [7]
+    for position in range(1, 4):
+        stream.feed(scored(position))
+    assert cancelled == ["r"]
+    assert (await anext(stream)).token_ids == [7, 7]
+    with pytest.raises(InvalidRequest, match="80 bytes") as ended:
+        await anext(stream)
+    assert ended.value.field == "logprobs"
+
+
+async def test_a_reader_may_take_so_many_tokens_at_a_time() -> None:
+    stream, _ = _stream()
+    for position in range(5):
+        scores = Logprobs([-float(position)], [1], 2, [position, 9], [-1.0, -2.0])
+        output = Output([position], position, logprobs=scores, prompt_logprobs=None)
+        output.cached_tokens = 3 if position == 0 else None
+        stream.feed(output)
+    stream.feed(_finished([], 5))
+    taken = []
+    while stream.has_more:
+        part = stream.take(2)
+        assert part is not None
+        assert part.logprobs is not None
+        ids = part.logprobs.top_token_ids[::2]
+        assert list(ids) == part.token_ids
+        taken.append((part.first_position, part.token_ids, part.cached_tokens))
+        last = part.finish_reason
+    assert taken == [(0, [0, 1], 3), (2, [2, 3], None), (4, [4], None)]
+    assert last is FinishReason.STOP

@@ -422,7 +422,7 @@ async def test_whatever_an_agent_sends_is_answered_or_refused_by_name(
     fleet.shards[0].info = dataclasses.replace(INFO, max_model_len=9000)
     fleet.script = lambda request: [*byte_level.encode("Yes.").ids, 0]
     answered = 0
-    count = budget(300, 20_000)
+    count = budget(300, 4_000)
     async with memory_router(fleet) as router:
         for _ in range(count):
             body = varied(rng)

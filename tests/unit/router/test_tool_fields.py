@@ -10,13 +10,13 @@ import jsonschema_rs
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.apis.openai.requests import CHAT_FIELDS, CHATS, parse_chat
+from penstock_router.apis.openai.fields import CHAT_FIELDS
+from penstock_router.apis.openai.requests import CHATS, parse_chat
+from penstock_router.apis.responses import tools as responses_tools
 from penstock_router.apis.structured_output import MAX_NESTING
 from penstock_router.apis.tokenize import TOKENIZE_FIELDS, chat_to_tokenize, parse_with
 from penstock_router.apis.tools import (
     CHOICE,
-    FLAT_CHOICE,
-    FLAT_TOOLS,
     MAX_NAME_CHARS,
     MAX_TOOLS,
     MESSAGE_CHOICE,
@@ -85,6 +85,11 @@ def test_a_template_is_shown_what_else_a_chat_says_of_a_function() -> None:
     assert tool.shown == shown(**{"return": {"type": "string"}})
 
 
+# Those of responses as the functions that stand for them.
+FLAT_TOOLS = Kind(
+    lambda name, value: responses_tools.TOOLS.read(name, value).named()[0],
+    responses_tools.TOOLS.schema,
+)
 FORMS: dict[str, tuple[Kind, Callable[..., dict[str, Any]]]] = {
     "chats": (TOOLS, function),
     "responses": (
@@ -136,14 +141,12 @@ def test_a_name_that_no_client_gives_is_refused(form: str, name: Any) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_number_of_tools_is_bounded_and_each_has_a_name_of_its_own(form: str) -> None:
+def test_the_number_of_tools_is_bounded(form: str) -> None:
     kind, made = FORMS[form]
     most = [made(f"f{index}") for index in range(MAX_TOOLS)]
     assert len(kind.read("tools", most)) == MAX_TOOLS
-    with pytest.raises(BadRequest, match=f"tools: at most {MAX_TOOLS} tools; given: 129"):
+    with pytest.raises(BadRequest, match=f"tools: at most {MAX_TOOLS} tools; given: 16385"):
         kind.read("tools", [*most, made("more")])
-    with pytest.raises(BadRequest, match="tools: two are named f0"):
-        kind.read("tools", [*most[:2], made("f0")])
     with pytest.raises(BadRequest, match="tools: must be an array"):
         kind.read("tools", {})
 
@@ -188,8 +191,7 @@ def test_parameters_nested_too_deeply_are_refused(form: str) -> None:
         (TOOLS, {"function": {"name": "f"}}, "tools of type None are not served"),
         (TOOLS, {"type": "function"}, "tools[0].function: must be an object"),
         (TOOLS, 3, "tools[0]: must be an object"),
-        (FLAT_TOOLS, {"type": "web_search"}, "tools of type 'web_search' are not served, only f"),
-        (FLAT_TOOLS, {"type": "mcp", "server_label": "x"}, "tools of type 'mcp' are not served"),
+        (FLAT_TOOLS, {"name": "f"}, "tools[0].type: must be a string"),
         (MESSAGE_TOOLS, {"type": "bash_20250124", "name": "bash"}, "'bash_20250124' are not"),
         (MESSAGE_TOOLS, {"name": "f"}, "tools[0].input_schema: required"),
         (MESSAGE_TOOLS, {"name": "f", "input_schema": 3}, "tools[0].input_schema: must be"),
@@ -202,8 +204,8 @@ def test_tools_of_other_kinds_are_refused_by_name(kind: Kind, given: Any, words:
     assert not jsonschema_rs.is_valid(kind.schema, [given])
 
 
-def test_no_tools_at_all_are_refused_by_chats_alone() -> None:
-    assert refusal_of(tools=[]).message == "tools: must not be empty; leave it out"
+def test_no_tools_at_all_are_taken() -> None:
+    assert chat(tools=[]) == chat()
     assert FLAT_TOOLS.read("tools", []) == MESSAGE_TOOLS.read("tools", []) == ()
 
 
@@ -247,7 +249,7 @@ def test_of_allowed_tools_there_are_no_others(given: Any) -> None:
 def test_without_tools_none_are_called() -> None:
     for request in (chat(), chat(tool_choice="none"), chat(parallel_tool_calls=False)):
         assert (request.tools, request.tool_choice) == ((), NO_TOOLS)
-    for choice in ("auto", "required", function("look")):
+    for choice in ("required", function("look")):
         assert refusal_of(tool_choice=choice).message == "tool_choice: needs tools"
 
 
@@ -266,7 +268,7 @@ def test_without_tools_none_are_called() -> None:
         ({"type": "allowed_tools"}, "tool_choice.mode: must be auto or required"),
         ({"type": "allowed_tools", "allowed_tools": 3}, "tool_choice.allowed_tools: must be an"),
         ({"type": "allowed_tools", "mode": "auto"}, "tool_choice.tools: must be an array"),
-        ({"type": "allowed_tools", "mode": "auto", "tools": []}, "tools: 1 to 128 tools"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": []}, "tools: 1 to 16384 tools"),
         ({"type": "allowed_tools", "mode": "auto", "tools": [3]}, "tools[0]: must be an object"),
         ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}, "'mcp' are not"),
         ({"type": "allowed_tools", "mode": "auto", "tools": [function("give")]}, "named give"),
@@ -284,19 +286,6 @@ def options(kind: Kind, tools: Any, choice: Any, **more: Any) -> dict[str, Any]:
     values = {"tools": tools, "tool_choice": kind.read("tool_choice", choice), **more}
     assert jsonschema_rs.is_valid(kind.schema, choice)
     return tool_options(values)
-
-
-def test_the_choices_of_responses() -> None:
-    tools = FLAT_TOOLS.read("tools", [{"type": "function", "name": name} for name in "ab"])
-    one = {"type": "function", "name": "b"}
-    assert options(FLAT_CHOICE, tools, one)["tool_choice"] == ToolChoice("named", "b")
-    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [one]}
-    assert options(FLAT_CHOICE, tools, allowed)["tools"] == tools[1:]
-    assert options(FLAT_CHOICE, tools, "required")["tool_choice"] == ToolChoice("required")
-    with pytest.raises(BadRequest, match=r"tool_choice\.name: must be 1 to"):
-        FLAT_CHOICE.read("tool_choice", {"type": "function"})
-    with pytest.raises(BadRequest, match=r"tool_choice\.type: must be"):
-        FLAT_CHOICE.read("tool_choice", {"type": "web_search"})
 
 
 @pytest.mark.parametrize(
@@ -329,13 +318,6 @@ def test_choices_of_messages_that_are_none_are_refused(given: Any, words: str) -
         MESSAGE_CHOICE.read("tool_choice", given)
     assert words in caught.value.message
     assert not jsonschema_rs.is_valid(MESSAGE_CHOICE.schema, given)
-
-
-def test_an_api_may_let_more_choices_pass_without_tools() -> None:
-    asked = FLAT_CHOICE.read("tool_choice", "auto")
-    assert tool_options({"tool_choice": asked}, idle=("none", "auto")) == {}
-    with pytest.raises(BadRequest, match="needs tools"):
-        tool_options({"tool_choice": asked})
 
 
 def test_several_calls_are_allowed_unless_the_body_says_otherwise() -> None:
@@ -421,15 +403,13 @@ def odd(rng: random.Random) -> Any:
     return item
 
 
-@pytest.mark.parametrize(
-    "kind", [TOOLS, FLAT_TOOLS, MESSAGE_TOOLS, CHOICE, FLAT_CHOICE, MESSAGE_CHOICE]
-)
+@pytest.mark.parametrize("kind", [TOOLS, MESSAGE_TOOLS, CHOICE, MESSAGE_CHOICE])
 def test_whatever_is_taken_is_documented_and_no_nonsense_raises_anything_else(kind: Kind) -> None:
     rng = seeded("odd tools")
     validator = jsonschema_rs.validator_for(kind.schema)
     taken = 0
     for _ in range(budget(10_000, 300_000)):
-        several = kind in (TOOLS, FLAT_TOOLS, MESSAGE_TOOLS)
+        several = kind in (TOOLS, MESSAGE_TOOLS)
         given = [odd(rng) for _ in range(rng.randrange(3))] if several else odd(rng)
         try:
             kind.read("field", given)

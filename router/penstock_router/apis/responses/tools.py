@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock_client.types import Constraint, ConstraintKind
-from penstock_router.apis.tools import MAX_NAME_CHARS, MAX_TOOLS, read_flat_tool, read_name
+from penstock_router.apis.tools import (
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
+    NAME_SCHEMA,
+    read_flat_tool,
+    read_name,
+)
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     STRING,
@@ -465,12 +471,11 @@ def _object(kind: JsonObject, required: Sequence[str] = (), **more: JsonObject) 
     }
 
 
-_NAME: JsonObject = {"type": "string"}
 _TEXT: JsonObject = or_null({"type": "string"})
 _FUNCTION_SCHEMA = _object(
     {"enum": [FUNCTION]},
     ["name"],
-    name=_NAME,
+    name=NAME_SCHEMA,
     description=_TEXT,
     strict=or_null({"type": "boolean"}),
     parameters=or_null({"type": "object", "properties": {"type": {"enum": ["object"]}}}),
@@ -478,7 +483,7 @@ _FUNCTION_SCHEMA = _object(
 _CUSTOM_SCHEMA = _object(
     {"enum": [CUSTOM]},
     ["name"],
-    name=_NAME,
+    name=NAME_SCHEMA,
     description=_TEXT,
     format=or_null(
         {
@@ -503,7 +508,7 @@ _MEMBERS: list[JsonObject] = [
 _NAMESPACE_SCHEMA = _object(
     {"enum": [NAMESPACE]},
     ["name", "tools"],
-    name=_NAME,
+    name=NAME_SCHEMA,
     description=_TEXT,
     tools={"type": "array", "items": {"anyOf": _MEMBERS}},
 )
@@ -524,7 +529,7 @@ CHOICE = Kind(
     {
         "anyOf": [
             {"type": "string", "enum": ["none", "auto", "required"]},
-            _object({"enum": list(_NAMED)}, ["name"], name=_NAME, namespace=_TEXT),
+            _object({"enum": list(_NAMED)}, ["name"], name=NAME_SCHEMA, namespace=_TEXT),
             _object({"enum": list(_BY_TYPE)}),
             _allowed_schema(
                 lambda form: _object(
