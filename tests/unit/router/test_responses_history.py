@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import dataclasses
@@ -165,8 +166,8 @@ def test_what_no_model_here_can_be_shown_is_left_out_and_named(kind: str) -> Non
 
 def test_what_another_agent_says_is_the_users_words() -> None:
     parts = [{"type": "input_text", "text": "Done."}, {"type": "encrypted_content", "a": 1}]
-    item = {"type": "agent_message", "author": "/root/a", "recipient": "/root", "content": parts}
-    assert said(item) == [{"role": "user", "content": "/root/a to /root:\nDone."}]
+    item = {"type": "agent_message", "author": "/main/a", "recipient": "/main", "content": parts}
+    assert said(item) == [{"role": "user", "content": "/main/a to /main:\nDone."}]
     assert warnings(item) == (
         "input[1].content[1]: parts of type 'encrypted_content' are left out",
     )
@@ -314,6 +315,30 @@ async def test_errors_are_openais(thinking: FakeFleet) -> None:
         # Chats keep vLLM's.
         chat = await router.post("/v1/chat/completions", {"messages": []})
         assert chat.error["type"] == "BadRequestError"
+
+
+async def test_a_body_of_responses_at_the_route_of_chats_is_told_its_own(
+    thinking: FakeFleet,
+) -> None:
+    async with memory_router(thinking) as router:
+        refused = await router.post("/v1/chat/completions", {"input": [USER], "tools": [ADD]})
+        assert (refused.status, refused.error["param"]) == (400, "messages")
+        assert "is for /v1/responses" in refused.error["message"]
+
+
+async def test_a_response_in_the_background_is_queued_first(thinking: FakeFleet) -> None:
+    thinking.step_s = 0.05
+    async with memory_router(thinking) as router:
+        begun = (await ask(router, "Go.", background=True)).json()
+        assert begun["status"] == "queued"
+        seen = []
+        async with asyncio.timeout(20):
+            while not seen or seen[-1] in ("queued", "in_progress"):
+                shown = (await router.get(f"/v1/responses/{begun['id']}")).json()
+                seen.append(shown["status"])
+                await asyncio.sleep(0.01)
+        assert seen[-1] == "completed"
+        assert "in_progress" in seen
 
 
 async def test_a_websocket_is_refused_so_that_clients_go_on_over_http(thinking: FakeFleet) -> None:

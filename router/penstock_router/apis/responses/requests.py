@@ -190,9 +190,9 @@ _AS_IN_CHATS = (
     *("guided_whitespace_pattern", "guided_decoding_backend"),
 )
 
-# What cannot change an answer here: how long caches keep a prompt, what a client says of itself.
+# What cannot change an answer here: how long caches keep a prompt, where and when it is made.
 _TAKEN = (
-    *("prompt_cache_retention", "prompt_cache_options", "client_metadata", "access_programs"),
+    *("prompt_cache_retention", "prompt_cache_options", "access_programs"),
     *("background_options", "image", "request_country"),
 )
 
@@ -241,6 +241,7 @@ RESPONSES_FIELDS = table(
             "auto: cut a long prompt at its beginning, to what leaves room for max_output_tokens.",
         ),
         Field("metadata", _METADATA, "Shown in the answer."),
+        Field("client_metadata", ANYTHING, "The client's own; nothing comes of it."),
         Field(
             "prompt_cache_key",
             string(0, MAX_SESSION_CHARS),
