@@ -331,7 +331,7 @@ async def test_a_response_in_the_background_is_queued_first(thinking: FakeFleet)
     async with memory_router(thinking) as router:
         begun = (await ask(router, "Go.", background=True)).json()
         assert begun["status"] == "queued"
-        seen = []
+        seen: list[str] = []
         async with asyncio.timeout(20):
             while not seen or seen[-1] in ("queued", "in_progress"):
                 shown = (await router.get(f"/v1/responses/{begun['id']}")).json()

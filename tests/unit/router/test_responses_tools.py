@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema_rs
@@ -100,6 +101,20 @@ def test_of_tools_that_are_named_alike_the_last_counts() -> None:
     assert [tool.name for tool in asked.tools if tool.name == "look"] == ["look"]
     assert asked.tools[0].shown["function"]["description"] == "Again."
     assert any("several are named look" in line for line in asked.warnings)
+    twice = {**MINE, "tools": [*MINE["tools"], MINE["tools"][1]]}
+    assert request(tools=[twice]).warnings == ("tools: several are named write; the last counts",)
+    # Of tools that come again as items nothing is said.
+    more = {"type": "additional_tools", "tools": [LOOK]}
+    given = [{"role": "user", "content": "a"}, more, more]
+    assert request(input=given, tools=[LOOK]).warnings == ()
+
+
+def test_very_many_tools_are_read_in_a_moment() -> None:
+    many = [{**SAY, "name": f"n{number}"} for number in range(16_000)]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": many}
+    begun_s = time.perf_counter()
+    assert len(names(tools=many, tool_choice=choice)) == 16_000
+    assert time.perf_counter() - begun_s < 10
 
 
 @pytest.mark.parametrize("tool", HOSTED)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,8 +20,9 @@ from penstock_router.apis.tools import (
     MAX_NAME_CHARS,
     MAX_TOOLS,
     NAME_SCHEMA,
-    read_flat_tool,
+    SHOWN,
     read_name,
+    read_tool,
 )
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
@@ -74,8 +76,9 @@ class _Entry:
 
     served: ServedTool
     function: Tool
-    # As answers repeat it, if it is of the field `tools`: of a namespace its first one.
+    # As answers repeat it, if it is of the field `tools`: a namespace as its first one.
     shown: JsonObject | None
+    is_of_field: bool = True
 
 
 @dataclass(slots=True)
@@ -102,7 +105,8 @@ class ParsedTools:
         if entry is None:
             self.warnings.append(f"{where}: tools of type {kind[:60]} are left out")
             return
-        self.entries.append(entry if repeated else dataclasses.replace(entry, shown=None))
+        shown = entry.shown if repeated else None
+        self.entries.append(dataclasses.replace(entry, shown=shown, is_of_field=repeated))
 
     def _add_namespace(self, where: str, tool: JsonObject, repeated: bool) -> None:
         name = read_name(f"{where}.name", tool.get("name"))
@@ -119,7 +123,8 @@ class ParsedTools:
                 continue
             if about and index == 0:
                 entry = dataclasses.replace(entry, function=_with_text(entry.function, about))
-            self.entries.append(dataclasses.replace(entry, shown=shown))
+            entry = dataclasses.replace(entry, shown=shown, is_of_field=repeated)
+            self.entries.append(entry)
             shown = None
 
     def named(self) -> tuple[tuple[Tool, ...], dict[str, ServedTool]]:
@@ -152,8 +157,8 @@ class ParsedTools:
 
     def repeated_names(self) -> str:
         """Warn of tools of the same name: a line, or nothing."""
-        keys = [entry.served.key for entry in self.entries if entry.shown is not None]
-        again = dict.fromkeys(key[2] for key in keys if keys.count(key) > 1)
+        counts = Counter(entry.served.key for entry in self.entries if entry.is_of_field)
+        again = dict.fromkeys(key[2] for key, count in counts.items() if count > 1)
         named = ", ".join(list(again)[:16])
         return f"tools: several are named {named}; the last counts" if again else ""
 
@@ -196,7 +201,7 @@ def _with_text(tool: Tool, before: str) -> Tool:
 def _read(where: str, kind: str, tool: JsonObject, namespace: str) -> _Entry | None:
     """A tool; None if it is of a kind that is left out."""
     if kind == FUNCTION:
-        function = read_flat_tool(where, tool)
+        function = read_tool(where, tool, SHOWN)
         shown = {key: tool.get(key) for key in ("name", "description", "parameters")}
         shown = {"type": kind, **shown, "strict": function.strict}
         return _Entry(ServedTool(kind, function.name, namespace), function, shown)
@@ -204,11 +209,11 @@ def _read(where: str, kind: str, tool: JsonObject, namespace: str) -> _Entry | N
         return _read_custom(where, tool, namespace)
     if kind == TOOL_SEARCH and tool.get("execution") == "client":
         given = {"name": kind, **_ABOUT_SEARCH, **_not_null(tool, "description", "parameters")}
-        function = read_flat_tool(where, {"type": FUNCTION, **given})
+        function = read_tool(where, given, SHOWN)
         return _Entry(ServedTool(kind, kind), function, tool)
     if kind in _OF_CLIENTS and not _is_remote(tool):
-        given = {"type": FUNCTION, "name": kind, **_OF_CLIENTS[kind]}
-        return _Entry(ServedTool(kind, kind), read_flat_tool(where, given), tool)
+        given = {"name": kind, **_OF_CLIENTS[kind]}
+        return _Entry(ServedTool(kind, kind), read_tool(where, given, SHOWN), tool)
     return None
 
 
@@ -230,13 +235,12 @@ def _read_custom(where: str, tool: JsonObject, namespace: str) -> _Entry:
     if syntax:
         texts.append(f"The {INPUT} must match this grammar ({syntax}):\n{definition}")
     given = {
-        "type": FUNCTION,
         "name": name,
         "description": "\n\n".join(filter(None, texts)),
         "parameters": _TEXT_PARAMETERS,
     }
     served = ServedTool(CUSTOM, name, namespace, syntax, definition)
-    return _Entry(served, read_flat_tool(where, given), tool)
+    return _Entry(served, read_tool(where, given, SHOWN), tool)
 
 
 def _read_format(name: str, value: Any) -> tuple[str, str]:
@@ -399,10 +403,12 @@ def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> Jso
         if asked.mode in ("required", "named"):
             raise BadRequest("tool_choice: needs tools", param="tool_choice")
         return {}
-    wanted = [name for key in asked.tools for name in _names_of(key, tools, served)]
+    index = _Index(tools, served)
+    wanted = [name for key in asked.tools for name in index.names_of(key)]
     choice = ToolChoice(asked.mode, wanted[0] if asked.mode == "named" else "")
     if asked.mode != "named" and wanted:
-        tools = tuple(tool for tool in tools if tool.name in wanted)
+        allowed = set(wanted)
+        tools = tuple(tool for tool in tools if tool.name in allowed)
     return {
         "tools": tools,
         "served": {tool.name: served[tool.name] for tool in tools if tool.name in served},
@@ -411,18 +417,28 @@ def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> Jso
     }
 
 
-def _names_of(key: ToolKey, tools: Iterable[Tool], served: Mapping[str, ServedTool]) -> list[str]:
-    """The names of the functions that stand for the tool, or for those of the namespace."""
-    kind, namespace, name = key
-    if kind == NAMESPACE:
-        found = [each for each, tool in served.items() if tool.namespace == namespace]
-    else:
-        found = [each for each, tool in served.items() if tool.key == key]
-        found += [tool.name for tool in tools if kind == FUNCTION and tool.name == name]
-    if not found:
-        text = f"tool_choice: none of the tools is the {kind} {namespace} {name}".rstrip()
-        raise BadRequest(" ".join(text.split()), param="tool_choice")
-    return found if kind == NAMESPACE else found[:1]
+class _Index:
+    """Finds the functions that stand for tools as a tool_choice names them."""
+
+    def __init__(self, tools: Iterable[Tool], served: Mapping[str, ServedTool]) -> None:
+        # A function may also be named as the model sees it.
+        self._names = {(FUNCTION, "", tool.name): tool.name for tool in tools}
+        self._names |= {tool.key: name for name, tool in served.items()}
+        self._members: dict[str, list[str]] = defaultdict(list)
+        for name, tool in served.items():
+            self._members[tool.namespace].append(name)
+
+    def names_of(self, key: ToolKey) -> list[str]:
+        """The function, or all those of the namespace. Raises `BadRequest`."""
+        kind, namespace, _ = key
+        if kind == NAMESPACE:
+            found = self._members.get(namespace, [])
+        else:
+            found = [self._names[key]] if key in self._names else []
+        if not found:
+            named = " ".join(filter(None, key))
+            raise BadRequest(f"tool_choice: none of the tools is the {named}", param="tool_choice")
+        return found
 
 
 # ---- Grammars ----------------------------------------------------------------------------------
