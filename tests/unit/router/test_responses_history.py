@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +26,10 @@ from unit.router.router_doubles import (
 )
 
 from penstock_router.apis.responses.encrypted_reasoning import seal, unseal
+from penstock_router.apis.responses.errors import error_object
 from penstock_router.apis.responses.item_reading import INPUT
 from penstock_router.apis.responses.requests import parse_response
-from penstock_router.errors import BadRequest
+from penstock_router.errors import BadRequest, ContextExceeded, TimedOut, TooManyRequests
 
 USER: Any = {"type": "message", "role": "user", "content": "Go."}
 THOUGHT: Any = {"type": "reasoning", "summary": [], "content": None}
@@ -250,6 +252,7 @@ async def test_reasoning_is_sealed_for_who_asks_and_understood_when_it_comes_bac
         streamed = await ask(router, "Go.", include=include, stream=True, store=False)
         events = [json.loads(line[6:]) for line in streamed.body.decode().split("\n")
                   if line.startswith("data: {")]  # fmt: skip
+        assert streamed.headers["x-reasoning-included"] == "true"
         items = [event["item"] for event in events if "output_item" in event["type"]]
         begun, thought, _, text = items
         assert "encrypted_content" not in begun
@@ -315,6 +318,16 @@ async def test_errors_are_openais(thinking: FakeFleet) -> None:
         # Chats keep vLLM's.
         chat = await router.post("/v1/chat/completions", {"messages": []})
         assert chat.error["type"] == "BadRequestError"
+
+
+def test_a_stream_that_fails_says_so_in_codes_that_codex_knows() -> None:
+    full = error_object(TooManyRequests("the queues are full", retry_after_s=3))
+    assert full["code"] == "rate_limit_exceeded"
+    assert re.search(r"try again in\s*(\d+)\s*s", full["message"])
+    long = ContextExceeded("too long", limit_tokens=5)
+    assert error_object(long)["code"] == "context_length_exceeded"
+    assert error_object(BadRequest("no"))["code"] == "invalid_prompt"
+    assert error_object(TimedOut("late"))["code"] == "server_error"
 
 
 async def test_a_body_of_responses_at_the_route_of_chats_is_told_its_own(
