@@ -88,6 +88,8 @@ class PreparedPrompts:
     reasoning_begun: bool = False
     # What of the request has no effect with this model: a line each.
     warnings: tuple[str, ...] = ()
+    # The tools whose grammars the model is shown, and not held to.
+    unenforced: tuple[str, ...] = ()
 
 
 # In place of an image in a tool's result.
