@@ -16,7 +16,7 @@ from itertools import islice
 
 from penstock_client.types import Constraint
 from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
-from penstock_router.errors import BadRequest, ContextExceeded
+from penstock_router.errors import BadRequest, ContextExceeded, ImageUnusable
 from penstock_router.json_fields import INT32_MAX, JsonObject
 from penstock_router.request import (
     ChatRequest,
@@ -228,11 +228,11 @@ def has_images(pieces: Sequence[str], sizes: ImageSizes, model: TextModel) -> bo
     return images is not None and bool(sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0]))
 
 
-def takes_no_images(model: TextModel, param: str = "") -> BadRequest:
+def takes_no_images(model: TextModel, param: str = "") -> ImageUnusable:
     """The error for a request with images."""
     why = f" ({model.images_unusable})" if model.images_unusable else ""
     text = f"the model {model.name} takes no images{why}"
-    return BadRequest(f"{param}: {text}" if param else text, param=param or None)
+    return ImageUnusable(f"{param}: {text}" if param else text, param=param or None)
 
 
 def _encode_pieces(
