@@ -165,6 +165,7 @@ def test_finding_what_fits_takes_few_renderings(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered = 0
+
     def count(*args: Any) -> Any:
         nonlocal rendered
         rendered += 1
