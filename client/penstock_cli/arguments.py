@@ -40,7 +40,7 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shard_tls(parser: argparse.ArgumentParser) -> None:
-    """How to speak to shards over TLS; `shard_tls` reads it."""
+    """Flags for TLS to shards; `shard_tls` reads them."""
     for flag, about in (
         ("--tls-ca-file", "speak TLS to shards, whose certificates come from these authorities"),
         ("--tls-cert-file", "certificate to show to shards that ask for one"),

@@ -132,7 +132,7 @@ def _print_answer(deltas: Iterator[tuple[_Kind, str]]) -> str:
 
 
 def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
-    """One streamed answer, piece by piece.
+    """Yield a streamed answer, piece by piece.
 
     Raises:
         OSError: no connection, or an error status, or the stream ends before the answer does.

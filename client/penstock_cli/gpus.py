@@ -1,4 +1,4 @@
-"""Which GPUs this process may use. Asks the environment and the driver's own tool, not torch."""
+"""GPUs that this process may use, by the environment and the driver's own tool, not torch."""
 
 from __future__ import annotations
 

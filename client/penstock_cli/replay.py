@@ -248,7 +248,7 @@ def numerics_remark(record: AuditRecord, info: ShardInfo) -> str:
 
 
 def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
-    """What to send to this shard for the recorded tokens."""
+    """The request to send to this shard for the recorded tokens."""
     request = record.request
     recorded_tokens = len(request.output_token_ids) + len(record.output_token_ids)
     max_tokens = request.max_tokens
@@ -276,7 +276,7 @@ def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
 
 
 def _ended_early(record: AuditRecord) -> bool:
-    """Whether it ended with an error or an abort, not by the model."""
+    """Tell whether it ended with an error or an abort, not by the model."""
     return record.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
 
 

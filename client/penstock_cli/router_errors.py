@@ -55,7 +55,7 @@ def reason(error: Exception, url: str) -> str:
 
 
 def refusal(status: int, body: bytes) -> str:
-    """What a router, or a server like it, says in an answer with an error status."""
+    """The text of an answer with an error status, of a router or a server like it."""
     line = message_of(body) or f"the server answers {status}"
     return line + NEEDS_KEY if status == 401 else line
 

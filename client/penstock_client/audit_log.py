@@ -64,7 +64,7 @@ def _now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WithheldPrompt:
-    """What is written in place of a prompt; `hash` is what `prompt_hash` gives."""
+    """A record's words in place of a prompt; `hash` is what `prompt_hash` gives."""
 
     tokens: int
     hash: str
@@ -72,7 +72,7 @@ class WithheldPrompt:
 
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
-    """One request and what became of it. Its label is the request's.
+    """A request and what became of it. Its label is the request's.
 
     The request should be the one that was sent: with its seed, also where the user gave none.
     `output_token_ids` are those generated for it, after the request's own `output_token_ids`.
@@ -99,7 +99,7 @@ class AuditRecord:
 
 
 def prompt_hash(prompt_token_ids: Sequence[int], key: bytes) -> str:
-    """What a log with this key writes for this prompt: over its ids as compact JSON."""
+    """The hash that a log with this key writes for this prompt: over its ids as compact JSON."""
     text = compact_json(plain_ids(prompt_token_ids))
     return _hash(text.encode(), key, b"penstock prompt")
 
@@ -468,7 +468,7 @@ class _Follower:
     damaged: int = 0
 
     def problem(self, line: _Line) -> str:
-        """What is wrong between the lines; empty where nothing is."""
+        """The fault between the lines; empty where there is none."""
         last, damaged = self.last, self.damaged
         self.last, self.damaged = line, 0
         if last is None:
@@ -484,7 +484,7 @@ class _Follower:
 
 
 def _take_apart(line: bytes) -> tuple[bytes, dict[str, Any], str]:
-    """What the chain is over, that as JSON, and the chain. Raises `ValueError`."""
+    """The bytes that the chain is over, those as JSON, and the chain. Raises `ValueError`."""
     match = _LINE.fullmatch(line)
     if match is None:
         raise ValueError("is no line of an audit log, or not all of one")
@@ -499,7 +499,7 @@ def _take_apart(line: bytes) -> tuple[bytes, dict[str, Any], str]:
 
 
 def _parse(raw: bytes, key: bytes | None) -> _Line:
-    """One line, checked by itself. Raises `ValueError` saying what is wrong."""
+    """Read a line, checked by itself. Raises `ValueError` saying what is wrong."""
     if not raw.endswith(b"\n"):
         raise ValueError("is cut off")
     body, entry, chain = _take_apart(raw[:-1])

@@ -77,7 +77,7 @@ class ShardFailed(PenstockError):
 
 
 def cause_of(error: PenstockError) -> str:
-    """What metrics call an error that a shard failed a request with."""
+    """The name that metrics have for an error that a shard failed a request with."""
     match error:
         case ShardUnavailable():
             return "engine_died" if error.engine_died else "unavailable"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 
@@ -18,9 +18,11 @@ def random_seed() -> int:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a token is drawn. None means the shard's default (from the model's own configuration).
+    """Parameters of drawing a token. None is the shard's default (the model's own configuration).
 
     `temperature` below 1e-5 is greedy; `top_k` 0 or -1 turns it off; `seed` is 64 bits, unsigned.
+    `penalty_window_tokens` is how many tokens before the one that is drawn the three penalties look
+    at, of prompt and output: 0 turns them off, None means all.
     """
 
     temperature: float | None = None
@@ -35,6 +37,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] = ()
+    penalty_window_tokens: int | None = None
 
 
 class ConstraintKind(enum.Enum):
@@ -71,7 +74,7 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the scheduler should aim for. Lower `priority` runs first."""
+    """Aims for the scheduler. Lower `priority` runs first."""
 
     priority: int | None = None
     deadline_s: float | None = None
@@ -103,7 +106,7 @@ PixelSource = Callable[[PromptImage], Awaitable[bytes | memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to generate.
+    """A sequence to generate.
 
     `output_token_ids` are tokens that were generated and delivered before: generation goes on
     after them, and `max_tokens` and `min_tokens` count them. `logprobs` None reports none, 0 the
@@ -170,7 +173,7 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a request. A higher number ends a lower one and takes over.
+    """An attempt at a request. A higher number ends a lower one and takes over.
 
     `instance_id` names the engine it is for ("" is any); `hand_back` asks the shard to hand the
     request back when its KV blocks run out; a `suspect` was running in two engines that died;
@@ -186,7 +189,7 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class AttemptRecord:
-    """What became of one attempt at a request. Times are `time.perf_counter`'s; None: not yet."""
+    """The outcome of an attempt at a request. Times are `time.perf_counter`'s; None: not yet."""
 
     shard: str
     # Why this shard was chosen: the policy's reason.
@@ -217,16 +220,22 @@ class FinishReason(enum.Enum):
 class Logprobs:
     """Log-probabilities of n tokens, in columns.
 
-    `top_token_ids` and `top_logprobs` hold n times `top_n` entries, row after row, best first;
-    `requested` holds n times as many as the request's `logprob_token_ids`.
+    `top_token_ids` and `top_logprobs` hold n times `top_n` entries, row after row, best first; they
+    are arrays of numbers where there are many. `requested` holds n times as many as the request's
+    `logprob_token_ids`.
     """
 
     chosen: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     top_n: int = 0
-    top_token_ids: list[int] = field(default_factory=list)
-    top_logprobs: list[float] = field(default_factory=list)
+    top_token_ids: MutableSequence[int] = field(default_factory=list)
+    top_logprobs: MutableSequence[float] = field(default_factory=list)
     requested: list[float] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the columns of several entries take on the wire."""
+        return 8 * len(self.top_token_ids) + 4 * len(self.requested)
 
     def extend(self, other: Logprobs) -> None:
         """Append the rows of `other`, which must report the same columns."""
@@ -247,7 +256,7 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Output:
-    """What one request has gained. Only the last output of a request has a `finish_reason`.
+    """News of a request. Only the last output of a request has a `finish_reason`.
 
     `first_position` counts from the request's first output token. `prompt_logprobs` covers the
     prompt from index `prompt_logprobs_start` (the token at index 0 has none). A request that fails
@@ -264,6 +273,13 @@ class Output:
     queue_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+
+    @property
+    def scores_bytes(self) -> int:
+        """What its log-probabilities take on the wire, about."""
+        if self.logprobs is None and self.prompt_logprobs is None:
+            return 0
+        return sum(each.num_bytes for each in (self.logprobs, self.prompt_logprobs) if each)
 
     def merge(self, later: Output) -> None:
         """Append the output that came next, for a reader that was behind."""
@@ -321,7 +337,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a shard serves and how. `instance_id` is new at each start of its engine."""
+    """A shard's model and how it is served. `instance_id` is new at each start of its engine."""
 
     address: str
     schema_revision: int
@@ -364,8 +380,8 @@ class ShardInfo:
     role: str = "both"
 
     def has_adapter(self, name: str, content_hash: str = "") -> bool:
-        """Whether the adapter of this name is loaded, with this content ("" is any). The name "" is
-        the base model, which is always there.
+        """Tell whether the adapter of this name is loaded, with this content ("" is any). The name
+        "" is the base model, which is always there.
         """
         adapter = self.adapters.get(name)
         return not name or (adapter is not None and content_hash in ("", adapter.content_hash))
@@ -378,7 +394,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """How busy a shard is, as it last reported."""
+    """The load of a shard, as it last reported."""
 
     instance_id: str = ""
     running: int = 0
@@ -422,7 +438,7 @@ class BlocksReport:
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress:
-    """How much work a draining shard has left."""
+    """The work that a draining shard has left."""
 
     running: int
     waiting: int

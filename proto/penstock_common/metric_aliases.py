@@ -45,6 +45,19 @@ class Name:
 
 _MODEL = {"model": "model_name"}
 _SHARD = {**_MODEL, "shard": "engine"}
+_CACHE = {
+    **_SHARD,
+    "block_size": "block_size",
+    "blocks": "num_gpu_blocks",
+    "tokens": "kv_cache_size_tokens",
+    "sequences": "kv_cache_max_concurrency",
+    "dtype": "cache_dtype",
+}
+# Reasons of refusals that are bounds of the queue.
+_QUEUE_BOUNDS = {
+    **dict.fromkeys(("queue_full", "key_queue_full", "pushed_out"), "max_num_queued_reqs"),
+    **dict.fromkeys(("queued_tokens", "key_queued_tokens"), "max_num_queued_tokens"),
+}
 _CUT_SHORT = ("disconnect", "slow_reader", "timeout", "shutdown", "abandoned", "aborted")
 _FINISHED = {"stop": "stop", "length": "length", **dict.fromkeys(_CUT_SHORT, "abort")}
 # Pages and probes at the same paths are none.
@@ -79,11 +92,24 @@ VLLM = (
     Name("vllm:num_requests_waiting", _either("shard_waiting", "waiting"), _SHARD),
     Name("vllm:kv_cache_usage_perc", _either("shard_kv_used_ratio", "kv_used_ratio"), _SHARD),
     Name("vllm:gpu_cache_usage_perc", _either("shard_kv_used_ratio", "kv_used_ratio"), _SHARD),
+    Name(
+        "vllm:num_requests_waiting_by_reason",
+        ("penstock_shard_waiting_by_reason",),
+        {**_SHARD, "reason": "reason"},
+    ),
+    Name("vllm:cache_config_info", _either("shard_kv_cache_info", "kv_cache_info"), _CACHE),
     Name("vllm:num_preemptions_total", _either("shard_preemptions", "preemptions"), _SHARD),
     Name("vllm:prompt_tokens_total", _either("prompt_tokens", "prompt_tokens"), _MODEL),
     Name("vllm:generation_tokens_total", _either("output_tokens", "output_tokens"), _MODEL),
     Name("vllm:prefix_cache_queries_total", _either("prompt_tokens", "prompt_tokens"), _MODEL),
     Name("vllm:prefix_cache_hits_total", _either("cached_tokens", "cached_tokens"), _MODEL),
+    Name("vllm:prompt_tokens_cached_total", _either("cached_tokens", "cached_tokens"), _MODEL),
+    Name(
+        "vllm:mm_cache_queries_total",
+        _router("images"),
+        values={"outcome": {"decoded": "", "known": ""}},
+    ),
+    Name("vllm:mm_cache_hits_total", _router("images"), values={"outcome": {"known": ""}}),
     Name("vllm:iteration_tokens_total", ("penstock_shard_step_tokens",), _MODEL),
     Name("vllm:spec_decode_num_draft_tokens_total", ("penstock_shard_draft_tokens",), _MODEL),
     Name("vllm:spec_decode_num_accepted_tokens_total", ("penstock_shard_accepted_tokens",), _MODEL),
@@ -108,6 +134,20 @@ VLLM = (
     Name("vllm:request_inference_time_seconds", _router("inference_seconds"), _MODEL),
     Name("vllm:request_prompt_tokens", _router("request_prompt_tokens"), _MODEL),
     Name("vllm:request_generation_tokens", _router("request_output_tokens"), _MODEL),
+    Name("vllm:request_params_n", _router("request_choices"), _MODEL),
+    Name("vllm:request_params_max_tokens", _router("request_max_tokens"), _MODEL),
+    Name(
+        "vllm:request_prefill_kv_computed_tokens",
+        _router("request_computed_prompt_tokens"),
+        _MODEL,
+    ),
+    Name("vllm:request_num_preemptions", ("penstock_shard_request_preemptions",), _MODEL),
+    Name(
+        "vllm:admission_rejections_total",
+        _router("refused"),
+        {"reason": "reason"},
+        {"reason": _QUEUE_BOUNDS},
+    ),
     Name(
         "vllm:request_success_total",
         _either("requests", "requests"),

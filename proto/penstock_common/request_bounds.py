@@ -13,5 +13,7 @@ MAX_CHOICE_OPTIONS = 1024
 # crashed this one at the same position, and fewer tokens than this are computed but not yet sent
 # when an engine dies.
 TRIAL_TOKENS = 8
+# Log-probabilities of a request that wait for who reads slowly, at either end; beyond that it ends.
+MAX_UNREAD_SCORES_BYTES = 256 * 2**20
 # Below this temperature nothing is drawn.
 GREEDY_TEMPERATURE = 1e-5

@@ -97,10 +97,16 @@ def taken(name: str, *neutral: Any, help: str = "Taken without effect.") -> Fiel
     return Field(name, ANYTHING, help, use=Use.TAKEN, neutral=neutral)
 
 
+def label(name: str) -> Field:
+    """A field by which clients name their requests for themselves."""
+    nothing = Kind(lambda name, value: None, {})
+    return Field(
+        name, nothing, "The client's own; nothing comes of it.", use=Use.TAKEN, neutral=(None,)
+    )
+
+
 def another_name(name: str, of: Field, kind: Kind | None = None) -> Field:
-    """Another server's name of a field, with that server's bounds if they differ. A `kind` that
-    reads None leaves the field out.
-    """
+    """Another server's name of a field, with that server's bounds if they differ."""
     help_text = f"Another name of {of.name}."
     return replace(of, name=name, kind=kind or of.kind, help=help_text, stands_for=of.name)
 
@@ -150,13 +156,16 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     return values
 
 
+def add_warning(values: JsonObject, warning: str) -> None:
+    """Add to the warnings of a body that was read."""
+    values[WARNINGS] = (*values.get(WARNINGS, ()), warning)
+
+
 def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
     """Keep a value under its field's own name. Raises `BadRequest` if two names of a field have
     different values.
     """
     name = entry.stands_for or entry.name
-    if entry.stands_for and parsed is None:
-        return
     if values.setdefault(name, parsed) != parsed:
         text = f"{entry.name}: not together with another name of {name} that has another value"
         raise BadRequest(text, param=entry.name)

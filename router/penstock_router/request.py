@@ -19,6 +19,8 @@ from penstock_router.argument_kinds import outline
 Message = dict[str, Any]
 # Width and height in pixels of each image.
 ImageSizes = tuple[tuple[int, int], ...]
+# As a number of log-probabilities: of all tokens that there are.
+WHOLE_VOCABULARY = -1
 # The bound of `Options.session`, in whichever field it was given.
 MAX_SESSION_CHARS = 256
 # The bound of `Options.request_id`, likewise.
@@ -94,6 +96,8 @@ class Options:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    # How many tokens before the next one the three penalties look at; None: all; 0: none.
+    penalty_window_tokens: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -107,10 +111,11 @@ class Options:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    # None: none; 0: of the chosen token; k: also of the k best. Likewise for the prompt's.
+    # None: none; 0: of the chosen token; k: also of the k best, or of the `WHOLE_VOCABULARY`, for
+    # which a job has the number. Likewise for the prompt's.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # Tokens whose log-probability is reported at every position, besides the best.
+    # Tokens whose log-probability is reported at every position, in place of the k best.
     logprob_token_ids: tuple[int, ...] = ()
     echo: bool = False
     add_special_tokens: bool = True
@@ -147,6 +152,13 @@ class Options:
     shard: str = ""
     # What of the body has no effect on the answer: a line each, for the answer's headers.
     warnings: tuple[str, ...] = ()
+
+    @property
+    def best_logprobs(self) -> int | None:
+        """How many of the likeliest are reported at each position of the answer; None: nothing is
+        reported, not even the chosen token.
+        """
+        return 0 if self.logprobs is not None and self.logprob_token_ids else self.logprobs
 
     @property
     def places(self) -> tuple[int, str]:

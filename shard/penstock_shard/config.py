@@ -230,7 +230,11 @@ class ShardConfig(ObservingConfig):
     )
     max_queued_requests: int = _count(1024, "refuse beyond this many waiting requests")
     max_queued_tokens: int = _count(4_000_000, "refuse beyond this many waiting prompt tokens")
-    max_logprobs: int = _count(20, "most log-probabilities a request may ask for")
+    max_logprobs: int = flag(
+        20,
+        "most log-probabilities a request may ask for at each token; -1: all of the vocabulary",
+        at_least=-1,
+    )
 
     # Draft tokens further ahead than 64 are hardly ever accepted.
     speculative_tokens: int = flag(
@@ -406,6 +410,10 @@ class ShardConfig(ObservingConfig):
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(512 if device == "cpu" else 2048, self.max_num_seqs)
+
+    def most_logprobs(self, vocab_size: int) -> int:
+        """Most log-probabilities of a token, for a model with so many ids."""
+        return vocab_size if self.max_logprobs < 0 else self.max_logprobs
 
     def prefill_tokens(self, device: str) -> int:
         """Most prompt tokens of a step in which other requests decode."""

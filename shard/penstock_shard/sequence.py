@@ -124,6 +124,6 @@ class Sequence:
         """
         known = self.num_prompt_logprobs_sent - start
         if known > 0:
-            prompt_logprobs = prompt_logprobs.without_first(known)
+            prompt_logprobs.drop_first(known)
         self.num_prompt_logprobs_sent += len(prompt_logprobs.chosen)
         return prompt_logprobs

@@ -35,7 +35,7 @@ SAMPLING = tuple(
     for name in (
         *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
         *("presence_penalty", "frequency_penalty", "seed", "logit_bias", "bad_words.token_ids"),
-        "allowed_token_ids",
+        *("allowed_token_ids", "penalty_window_tokens"),
     )
 )
 _PROMPT = [7, 41, 99, 12, 50, 7, 41, 99, 12, 51, 7, 41, 99, 12, 50, 200, 7, 41, 99, 12]
@@ -111,6 +111,9 @@ def _sampling_cases(output: Sequence[int]) -> dict[str, Case]:
         ("allowed_token_ids", sorted({*output[::2], 11, 12, 13})),
     ):
         cases[f"sampling.{name}"] = Case({"sampling": {name.partition(".")[0]: value}})
+    cases["sampling.penalty_window_tokens"] = Case(
+        {"sampling": {"penalty_window_tokens": 3}}, {"sampling": {"frequency_penalty": 1.6}}
+    )
     return cases
 
 

@@ -261,6 +261,21 @@ def test_what_cannot_be_served_is_one_line_before_anything_is_downloaded(
     assert hub.fetched == []
 
 
+def test_parts_that_no_index_lists_are_all_downloaded(hub: Hub, tmp_path: Path) -> None:
+    parts = {
+        f"model-0000{part}-of-00002.safetensors": save({f"w{part}": np.zeros(4, dtype=np.float32)})
+        for part in (1, 2)
+    }
+    whole = {name: data for name, data in FILES.items() if name != "model.safetensors"} | parts
+    hub.models["org/parts"] = whole
+    assert resolve(hub, tmp_path, "org/parts").returncode == 0
+    assert set(parts) < set(hub.fetched)
+    assert "consolidated.safetensors" not in hub.fetched
+    hub.models["org/cut"] = {name: data for name, data in whole.items() if "00002-of" not in name}
+    line = refusal(resolve(hub, tmp_path, "org/cut"))
+    assert "1 of 2 parts of the weights are missing, model-00002-of-00002.safetensors" in line
+
+
 def test_a_disk_that_fills_up_is_one_line(hub: Hub, tmp_path: Path) -> None:
     line = refusal(resolve(hub, tmp_path, "org/good", TEST_DISK_FULL="1"))
     assert "org/good: the disk is full" in line

@@ -24,7 +24,7 @@ from schemathesis.specs.openapi import checks as openapi_checks
 from support.budget import budget, seeded
 from support.processes import Router, Shard, running
 
-from penstock_router.apis.openai.requests import CHAT_FIELDS
+from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.routes.table import ROUTES
 
 Case = schemathesis.Case[Any]

@@ -30,6 +30,8 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "repetition_below_1": {"repetition_penalty": 0.3},
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": 0.9},
+    "repetition_window": {"repetition_penalty": 4.0, "penalty_window_tokens": 3},
+    "frequency_window": {"frequency_penalty": 0.9, "penalty_window_tokens": 4},
     "negative_penalties": {"presence_penalty": -0.5, "frequency_penalty": -0.4},
     "bias": {"logit_bias": ((4, 2.5), (9, -100.0), (0, 1.0))},
     "bad_words": {"bad_words": ((2, 5, 12), (8,), (5, 1), (2, 6), (3, 5, 9)), "temperature": 2.0},
@@ -52,6 +54,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "repetition_penalty": 1.1,
         "presence_penalty": 0.3,
         "frequency_penalty": 0.2,
+        "penalty_window_tokens": 8,
         "logit_bias": ((5, 1.5), (12, 2.0)),
         "bad_words": ((2, 5, 12), (6,)),
         "allowed_token_ids": (0, 2, 3, 5, 6, 9, 12, 15, 18, 21),
@@ -126,10 +129,13 @@ def adjusted_scores(logits: NDArray[np.float32], sequence: Sequence) -> NDArray[
     scores = logits.astype(np.float64)
     prompt = sequence.token_ids[: sequence.num_prompt_tokens].tolist()
     output = sequence.token_ids[sequence.num_prompt_tokens :].tolist()
-    for token in {*prompt, *output}:
+    size = params.penalty_window_tokens
+    window = [*((token, False) for token in prompt), *((token, True) for token in output)]
+    window = window if size is None else window[max(0, len(window) - size) :]
+    for token in {token for token, _ in window}:
         factor = params.repetition_penalty
         scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
-    for token, count in Counter(output).items():
+    for token, count in Counter(token for token, is_output in window if is_output).items():
         scores[token] -= params.presence_penalty + params.frequency_penalty * count
     for token, bias in params.logit_bias:
         scores[token] += bias

@@ -106,6 +106,7 @@ def _random_sampling(rng: random.Random, vocabulary: int) -> SamplingParams:
         "repetition_penalty": maybe(rng.uniform(0.8, 1.5), 1.0),
         "presence_penalty": maybe(rng.uniform(-1, 1), 0.0),
         "frequency_penalty": maybe(rng.uniform(-1, 1), 0.0),
+        "penalty_window_tokens": maybe(rng.choice((1, 6, 30)), None),
         "logit_bias": maybe(tuple((i, rng.uniform(-3, 3)) for i in some[:5]), ()),
         "bad_words": maybe(((some[5],), (some[6], some[7])), ()),
         "allowed_token_ids": maybe(some, ()),

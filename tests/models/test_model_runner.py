@@ -41,10 +41,7 @@ def merge(parts: list[Logprobs | None]) -> Logprobs:
     for part in parts:
         if part is not None:
             merged.top_n = part.top_n
-            merged.chosen += part.chosen
-            merged.ranks += part.ranks
-            merged.top_token_ids += part.top_token_ids
-            merged.top_logprobs += part.top_logprobs
+            merged.extend(part)
     return merged
 
 

@@ -144,3 +144,20 @@ def test_only_rows_that_ask_have_them() -> None:
         for result in results
     ]
     assert found == [None, 0, 2]
+
+
+def test_rows_that_want_all_of_a_vocabulary_leave_others_as_they_are() -> None:
+    vocabulary = 3000
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(3))
+    wanted = [2, vocabulary, None, 20]
+    sequences = [sampling_request(seed=i, logprobs=count) for i, count in enumerate(wanted)]
+    rows = [SampleRow(sequence, 0) for sequence in sequences]
+    together = Drawer().sample(logits, rows)
+    for i, (row, found) in enumerate(zip(rows, together, strict=True)):
+        (alone,) = Drawer().sample(logits[i : i + 1], [row])
+        assert (found.token_id, found.logprobs) == (alone.token_id, alone.logprobs)
+    whole = together[1].logprobs
+    assert whole is not None
+    assert whole.top_token_ids == logits[1].argsort(descending=True, stable=True).tolist()
+    expected = torch.log_softmax(logits[1], dim=0)[whole.top_token_ids]
+    assert whole.top_logprobs == pytest.approx(expected.tolist(), abs=1e-5)

@@ -60,6 +60,12 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "drawn": {"temperature": 1.0},
     "filtered": {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.8, "frequency_penalty": 0.7},
+    "windowed penalties": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.8,
+        "frequency_penalty": 0.7,
+        "penalty_window_tokens": 3,
+    },
     "greedy penalties": {"temperature": 0.0, "presence_penalty": 1.5},
     "bad words": {"temperature": 1.0, "bad_words": ((3, 4), (5,), (6, 7, 8))},
     "allowed": {"temperature": 1.0, "allowed_token_ids": (2, 3, 5, 7)},
@@ -214,7 +220,7 @@ def _prompts() -> list[list[int]]:
 def _samplings() -> list[SamplingParams]:
     return [
         SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.0, repetition_penalty=1.05),
+        SamplingParams(temperature=0.0, repetition_penalty=1.05, penalty_window_tokens=5),
         SamplingParams(temperature=0.3, seed=7),
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.6, top_p=0.8, seed=9, bad_words=((5,), (9, 10))),

@@ -280,3 +280,23 @@ def test_the_whole_is_what_a_shard_says_it_serves(tmp_path: Path) -> None:
     info = load(directory).info
     assert info.architecture == "Mistral3ForConditionalGeneration"
     assert info.max_model_len == CONTEXT
+
+
+def split_without_index(directory: Path) -> None:
+    """Save the weights in two parts that no index lists."""
+    tensors = load_file(directory / WEIGHTS)
+    (directory / WEIGHTS).unlink()
+    for part in (1, 2):
+        name = f"model-0000{part}-of-00002.safetensors"
+        save_file(dict(list(tensors.items())[part - 1 :: 2]), directory / name, {"format": "pt"})
+
+
+# Our decoder, transformers' code, and a text model beside a tower.
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen2_5_vl"])
+def test_parts_that_no_index_lists_give_the_tokens_of_the_one_file(
+    family: str, tmp_path: Path
+) -> None:
+    directory = make_family(tmp_path, family)
+    expected = served(directory)
+    split_without_index(directory)
+    assert served(directory) == expected

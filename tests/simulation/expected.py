@@ -119,4 +119,4 @@ def _prompt_logprobs(runner: FakeRunner, sequence: Sequence) -> Logprobs | None:
 
 def _seen(logprobs: shard_logprobs.Logprobs) -> Logprobs:
     """As a client sees them."""
-    return Logprobs(**{f.name: getattr(logprobs, f.name) for f in dataclasses.fields(logprobs)})
+    return Logprobs(**{f.name: getattr(logprobs, f.name) for f in dataclasses.fields(Logprobs)})

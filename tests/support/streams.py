@@ -102,6 +102,7 @@ def any_request(rng: random.Random, vocab_size: int, *, max_tokens: int = 120) -
         repetition_penalty=rng.choice([None, 1.3]),
         presence_penalty=rng.choice([None, 0.8]),
         frequency_penalty=rng.choice([None, 0.5]),
+        penalty_window_tokens=rng.choice([None, 16]),
         seed=rng.getrandbits(64),
         logit_bias={rng.randrange(vocab_size): 2.0} if rng.random() < 0.3 else {},
         bad_words=[[rng.randrange(vocab_size)]] if rng.random() < 0.2 else (),

@@ -35,7 +35,7 @@ _SAID = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests arrive.
+    """Arrival of requests.
 
     Closed loop: `level` requests at once, the next as soon as one is answered. Open loop: on
     average `level` requests a second whatever the answers, with exponential gaps (a Poisson
@@ -121,7 +121,7 @@ class Server:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request looked like from outside. Times are of `time.perf_counter`."""
+    """A request as seen from outside. Times are of `time.perf_counter`."""
 
     # When it should have been sent: a load that lags behind must not flatter the server.
     due_s: float
@@ -155,7 +155,7 @@ class Answer:
         self.error_kind, self.error = kind, error
 
     def take(self, data: bytes) -> None:
-        """One event of the answer; raises ValueError for what cannot be one."""
+        """Take an event of the answer; raises ValueError for what cannot be one."""
         if data == b"[DONE]":
             self.missing.discard("[DONE]")
             return
@@ -189,7 +189,7 @@ class Answer:
 
 
 def _says(choice: dict[str, Any]) -> bool:
-    """It has a piece of an answer, in the form of completions or of chats."""
+    """Tell whether it has a piece of an answer, in the form of completions or of chats."""
     delta = choice.get("delta") or {}
     return bool(choice.get("text")) or any(delta.get(name) for name in _SAID)
 
@@ -255,7 +255,7 @@ async def _open_loop(
 async def _complete(
     session: aiohttp.ClientSession, server: Server, body: dict[str, Any], due_s: float
 ) -> Answer:
-    """One request, whatever becomes of it: one that fails must not end the others."""
+    """Send a request, whatever becomes of it: one that fails must not end the others."""
     answer = Answer(due_s, missing={"finish_reason"})
     if server.sends_done:
         answer.missing.add("[DONE]")
@@ -284,7 +284,7 @@ def _unanswered(error: Exception, server: Server) -> str:
 
 
 def _cause(error: Exception) -> Exception:
-    """What went wrong below aiohttp."""
+    """Name what went wrong below aiohttp."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error
     if isinstance(error, aiohttp.ServerDisconnectedError):

@@ -1,4 +1,4 @@
-"""What a load looked like, in numbers: a summary for programs, a table and plots for people."""
+"""Figures of a load: a summary for programs, a table and plots for people."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def summarize(
     client_cpu_s: float,
     objective: Objective | None = None,
 ) -> dict[str, Any]:
-    """One load as a JSON object. Rates count whole answers only, over the whole of `wall_s`.
+    """Summarize a load as a JSON object. Rates are of whole answers only, over all of `wall_s`.
 
     `inter_token_ms` are the gaps between events, which may carry several tokens; `tpot_ms` is a
     request's mean per token. `goodput` is there with an objective: the share of all requests,

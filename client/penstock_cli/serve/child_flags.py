@@ -1,4 +1,4 @@
-"""Whether the router and the shards of `penstock serve` take the flags it has for them.
+"""Checks that the router and the shards of `penstock serve` take the flags it has for them.
 
 Asked before anything starts, of their own parsers, which run in processes of their own. What they
 say is put in terms of the command that was typed.
@@ -28,7 +28,7 @@ _NEEDED: dict[str, list[str]] = {_ROUTER: ["--shards", "127.0.0.1:1"], _SHARD: [
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """What a process is to be started with."""
+    """The command line that a process is to be started with."""
 
     flags: Sequence[str]
     # What it gets of our variables, and others.
@@ -37,12 +37,12 @@ class Typed:
 
 
 class Unusable(Exception):
-    """What is wrong with the flags, in one line."""
+    """A fault of the flags, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What came of reading flags: the exit status and what was said."""
+    """The outcome of reading flags: the exit status and what was said."""
 
     status: int
     said: str
@@ -81,7 +81,7 @@ def _read(process: str, flags: Sequence[str], typed: Typed) -> _Reading:
 
 
 def _told(reading: _Reading, process: str, other_process: Typed) -> str:
-    """What the process said, as `penstock serve` says it."""
+    """The process's words, as `penstock serve` says them."""
     if not reading.unknown:
         return reading.said.strip().removeprefix(f"penstock {process}: ")
     flag = reading.unknown.split()[0]

@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _needs_key(api_key: str | None, router_flags: Sequence[str]) -> bool:
-    """Whether callers of the router must send a key."""
+    """Tell whether callers of the router must send a key."""
     variables = ("PENSTOCK_API_KEY", "PENSTOCK_API_KEYS_FILE")
     return (
         bool(api_key)
@@ -218,7 +218,7 @@ def _children(
 
 
 def _copies_blocks(shard_flags: Sequence[str]) -> bool:
-    """Whether shards have memory for copies of KV blocks, and no peers that somebody chose."""
+    """Tell whether shards have memory for copies of KV blocks, and no peers that somebody chose."""
     names = {flag.partition("=")[0] for flag in shard_flags}
     return "--kv-host-bytes" in names and "--kv-peers" not in names
 
@@ -383,7 +383,7 @@ def _last_words(child: _Child, status: int) -> str:
 
 
 def _end_of(status: int) -> str:
-    """What became of a process."""
+    """Say what became of a process."""
     if status >= 0:
         return f"ended with status {status}"
     if -status == signal.SIGKILL:
@@ -438,7 +438,7 @@ async def _greet(url: str, *, needs_key: bool = False) -> None:
 
 
 def _answers(url: str, *, verify: bool) -> bool:
-    """Whether our own router is up; `verify`: with a certificate of an authority known here."""
+    """Ask whether our own router is up; `verify`: with a certificate of an authority known here."""
     context = ssl.create_default_context()
     # It may be for another name than the address at which it is reached here.
     context.check_hostname = False

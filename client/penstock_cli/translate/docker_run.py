@@ -57,7 +57,7 @@ class DockerRun:
 
 
 def is_path(source: str) -> bool:
-    """Whether what is mounted is a folder of the host, and not a volume of docker's."""
+    """Tell whether a folder of the host is mounted, and not a volume of docker's."""
     return source.startswith(("/", ".", "~", "$")) or "/" in source
 
 

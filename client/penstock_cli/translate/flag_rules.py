@@ -1,4 +1,4 @@
-"""What may become of another server's flag: a flag of ours, nothing to do, a loss, or a refusal."""
+"""Rules for another server's flags: a flag of ours, nothing to do, a loss, or a refusal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 
 class Takes(Enum):
-    """Which values a flag takes."""
+    """The values that a flag takes."""
 
     VALUE = ""
     NOTHING = "!"
@@ -34,7 +34,7 @@ class Part(Enum):
 
 
 class Loss(Enum):
-    """How bad it is that a flag has no counterpart."""
+    """The harm done where a flag has no counterpart."""
 
     NONE = "nothing to do"
     LOST = "no counterpart"
@@ -55,7 +55,7 @@ Convert = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one flag is translated. Either `to` is set, or `why` with `loss`."""
+    """The translation of a flag. Either `to` is set, or `why` with `loss`."""
 
     takes: Takes = Takes.VALUE
     to: str = ""
@@ -85,7 +85,7 @@ def rule_of(variable: str, table: Table) -> Rule | None:
 
 
 def named(text: str, rule: Rule) -> Table:
-    """The same rule for several names: `name` takes a value, `name!` none, `name+` several, `name?`
+    """Give one rule to several names: `name` takes a value, `name!` none, `name+` several, `name?`
     one or none. One that takes none has a `--no-name` too."""
     return {
         word.rstrip("!+?"): replace(rule, takes=Takes(word[len(word.rstrip("!+?")) :]))

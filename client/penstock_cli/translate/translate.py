@@ -159,7 +159,7 @@ def _run(result: Translation, folder: Path | None) -> int:
 
 
 def _drop_root(folder: Path) -> bool:
-    """Whether this process is root no more."""
+    """Give up root; tell whether this process is root no more."""
     try:
         problem = drop_root(folder)
     except OSError as error:

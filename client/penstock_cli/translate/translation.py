@@ -23,6 +23,7 @@ from penstock_cli.translate.flag_rules import (
 )
 
 _OFF = frozenset({"0", "false", "f", "n", "no", "off", ""})
+_INVERSES = {"enable": "disable", "disable": "enable"}
 _EVERYWHERE = "0.0.0.0"
 
 
@@ -42,6 +43,8 @@ class Peer:
     defaults: Mapping[str, str]
     # Whether each flag can also be given as an environment variable.
     flags_are_variables: bool
+    # Whether --disable-x switches --enable-x off, and the other way round.
+    has_inverses: bool
     # The value of --metrics-names for its metrics.
     metrics_names: str
     # Its image's environment variables, and the folder in it that holds models.
@@ -57,6 +60,7 @@ VLLM = Peer(
     environment=vllm_environment.ENVIRONMENT,
     defaults={"model": "Qwen/Qwen3-0.6B", "host": _EVERYWHERE},
     flags_are_variables=False,
+    has_inverses=True,
     metrics_names="vllm",
     image_environment={},
     image_home="/root/.cache/huggingface",
@@ -69,6 +73,7 @@ TGI = Peer(
     environment=tgi_flags.ENVIRONMENT,
     defaults={"model-id": "bigscience/bloom-560m", "hostname": _EVERYWHERE, "port": "3000"},
     flags_are_variables=True,
+    has_inverses=False,
     metrics_names="tgi",
     image_environment={"PORT": "80"},
     image_home="/data",
@@ -86,7 +91,7 @@ class Remark:
 
 @dataclass(slots=True)
 class Translation:
-    """What to run, and what is lost."""
+    """The command to run, and what is lost."""
 
     model: str = ""
     copies: int = 1
@@ -157,7 +162,7 @@ def translate(
 def _flags(
     peer: Peer, words: Sequence[str], variables: Mapping[str, str], gpus: int, result: Translation
 ) -> dict[str, Given]:
-    """All flags in effect, by name: those given, those from variables, and defaults."""
+    """Flags in effect, by name: those given, those from variables, and defaults."""
     flags = {name: Given(name, f"--{name}", (value,)) for name, value in peer.defaults.items()}
     if peer.flags_are_variables:
         flags |= {given.name: given for given in _flags_of(peer, variables)}
@@ -171,7 +176,7 @@ def _flags(
 
 
 def _goes_without_saying(rule: Rule, name: str) -> bool:
-    """Whether an ambient variable needs no remark: it keeps its name, or has no effect here."""
+    """Tell whether an ambient variable needs no remark: its name is kept, or has no effect."""
     return rule.to == name or (rule.loss is Loss.NONE and bool(rule.why))
 
 
@@ -250,7 +255,7 @@ def _read_flags(peer: Peer, words: Sequence[str], result: Translation) -> Iterat
 
 
 def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
-    """A flag's name, whether it begins with `no-`, and the value that is attached to it."""
+    """A flag's name, whether this switches it off, and the value that is attached to it."""
     flag, equals, value = word.partition("=")
     attached = value if equals else None
     # --compilation-config.mode: one key of a value that is an object.
@@ -263,7 +268,19 @@ def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
     name = flag[2:].replace("_", "-")
     if name.startswith("no-") and name[3:] in peer.flags:
         return name[3:], True, attached
+    if name not in peer.flags and (inverse := _inverse(peer, name)):
+        return inverse, True, attached
     return name, False, attached
+
+
+def _inverse(peer: Peer, name: str) -> str | None:
+    """The flag that this one switches off."""
+    word, _, rest = name.partition("-")
+    if not peer.has_inverses or word not in _INVERSES:
+        return None
+    inverse = f"{_INVERSES[word]}-{rest}"
+    rule = peer.flags.get(inverse)
+    return inverse if rule is not None and rule.takes is Takes.NOTHING else None
 
 
 def _values(takes: Takes, attached: str | None, rest: list[str]) -> tuple[str, ...]:

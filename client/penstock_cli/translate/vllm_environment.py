@@ -1,4 +1,4 @@
-"""vLLM (0.32): what becomes of each variable of the environment that it reads.
+"""vLLM (0.33): what becomes of each variable of the environment that it reads.
 
 Data alone, beside the flags of `vllm_flags`. A name with a * is a family: all that it fits.
 """
@@ -24,8 +24,14 @@ def _gibibytes(text: str) -> str | None:
     return f"{text}G" if text != "0" else None
 
 
+def _body_bytes(text: str) -> str:
+    if int(text) < 1:
+        raise NotTranslatable(f"{text}: a body always has a bound; give --max-body-bytes")
+    return text
+
+
 def _threads(text: str) -> str | None:
-    """How many cores `0-31` or `0,2,4` names; of several instances (`0-3|4-7`) those of one."""
+    """The number of cores in `0-31` or `0,2,4`; of several instances (`0-3|4-7`) those of one."""
     if text in ("auto", "nobind"):
         return None
     try:
@@ -42,7 +48,7 @@ _BUILD = "is for building vLLM"
 _PROCESS = "how vLLM arranges its own processes; there is nothing of the kind to arrange"
 _DEBUG = "looks into vLLM; --log-level debug and py-spy are what there is here"
 _ONE_SPLIT = "a model is split in one way only: each GPU has a part of every layer"
-_NO_TRANSFER = "KV blocks do not travel between shards"
+_OWN_TRANSFER = "shards fetch KV blocks from each other by penstock's gRPC: see --kv-peers"
 _OWN_TOOLS = "calls are read without expressions, and kept to a schema where `strict` says so"
 _NOBODY = "nothing is reported to anybody"
 
@@ -104,6 +110,13 @@ ENVIRONMENT: Table = {
         "times are --stall-timeout-s, --drain-timeout-s and --max-restarts of shards, and those "
         "that `penstock router --help` lists",
     ),
+    **becomes(
+        "VLLM_HTTP_MAX_REQUEST_BODY_SIZE", "--max-body-bytes", Part.ROUTER, convert=_body_bytes
+    ),
+    **needless("VLLM_REQUEST_BODY_LOG_LEVEL", "no text is ever logged"),
+    **needless(
+        "VLLM_CHAT_TEMPLATE_FUEL", "a template that a request brings has five seconds, no more"
+    ),
     **lost(
         "VLLM_MAX_N_SEQUENCES VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_STOP_STRINGS "
         "VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_BAD_WORDS_TOTAL_TOKENS",
@@ -113,7 +126,8 @@ ENVIRONMENT: Table = {
     **lost("VLLM_ENABLE_COHERE_API", "Cohere's API is not served"),
     **lost(
         "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_ENFORCE_STRICT_TOOL_CALLING "
-        "VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT",
+        "VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT "
+        "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
         _OWN_TOOLS,
     ),
     **needless(
@@ -122,6 +136,10 @@ ENVIRONMENT: Table = {
     ),
     **becomes("VLLM_MAX_IMAGE_PIXELS", "--max-image-pixels", Part.ROUTER),
     **lost("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "give the router --max-image-bytes"),
+    **lost(
+        "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB",
+        "give the router --max-images, --max-image-bytes and --max-image-pixels",
+    ),
     **needless("VLLM_MEDIA_LOADING_THREAD_COUNT", "the router's --image-processes decode images"),
     **needless("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "each redirect is checked as the URL is"),
     **needless(
@@ -149,7 +167,7 @@ ENVIRONMENT: Table = {
     ),
     **needless(
         "VLLM_HOST_IP VLLM_PORT VLLM_LOOPBACK_IP VLLM_RPC_BASE_PATH VLLM_PROCESS_NAME_PREFIX "
-        "VLLM_*MULTIPROC* VLLM_RAY_* VLLM_USE_RAY_* VLLM_RUST_* VLLM_USE_RUST_* VLLM_MQ_* "
+        "VLLM_*MULTIPROC* VLLM_RAY_* VLLM_RUST_* VLLM_USE_RUST_* VLLM_MQ_* "
         "VLLM_MSGPACK_* VLLM_*NIC_* VLLM_TPU_* LOCAL_RANK VLLM_DISTRIBUTED_USE_SPLIT_GROUP "
         "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_USE_SPINLOOP_EXT "
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_GC_DEBUG "
@@ -160,13 +178,13 @@ ENVIRONMENT: Table = {
         "VLLM_DP_* VLLM_RANDOMIZE_DP_* VLLM_PP_* VLLM_XPU_PP_* VLLM_ELASTIC_EP_* VLLM_DBO_* "
         "VLLM_DCP_* VLLM_USE_DIRECT_DCP_* VLLM_DEEPEP* VLLM_*NCCL* VLLM_ALLREDUCE_* "
         "VLLM_FLASHINFER_ALLREDUCE_* VLLM_FLASHINFER_MOE_A2A_* VLLM_SKIP_P2P_CHECK "
-        "VLLM_REPLICATE_EMBED",
+        "VLLM_REPLICATE_EMBED VLLM_STEP5_SHARD_SP_SHARED_EXPERT",
         _ONE_SPLIT,
     ),
     **needless(
         "VLLM_NIXL_* VLLM_P2P_* VLLM_EC_* VLLM_MOONCAKE_* MOONCAKE_* VLLM_KV_EVENTS_* "
         "VLLM_*KV_OFFLOAD*",
-        _NO_TRANSFER,
+        _OWN_TRANSFER,
     ),
     **needless(
         "VLLM_*_COMPILE VLLM_*COMPILE_CACHE* VLLM_*AOT_* VLLM_*CUDAGRAPH* VLLM_*INDUCTOR_* "

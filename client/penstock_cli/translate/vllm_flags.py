@@ -1,4 +1,4 @@
-"""vLLM (0.32): what becomes of each flag of `vllm serve` and of each variable that it reads.
+"""vLLM (0.33): what becomes of each flag of `vllm serve` and of each variable that it reads.
 
 Data alone. Names of flags are without their dashes; `vllm_environment` has the variables.
 """
@@ -27,7 +27,7 @@ from penstock_cli.translate.flag_rules import (
     same,
 )
 
-VERSION = "0.32"
+VERSION = "0.33"
 SHORT = {
     "-q": "quantization",
     "-tp": "tensor-parallel-size",
@@ -73,24 +73,53 @@ _BACKENDS: dict[str, str | None] = {
     "triton_attn": "triton",
     "cpu_attn": "cpu",
 }
-# What is written as JSON or Python between marks of these families; "mistral" is of several, which
-# chat templates tell apart.
+_SAME_TOOL_PARSERS = """
+apertus dots functiongemma gemma4 gigachat3 granite internlm k2_horizon kimi_k2 kimi_k3 lfm2 longcat
+mimo minicpm5 minimax_m2 minimax_m3 olmo3 seed_oss step3 xlam
+"""
+# Between <think> and </think>.
+_THINK_PARSERS = """
+deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 glm45 glm47 granite_thinking_parser holo2 kimi_k2
+ling3 mimo minicpmv minimax_m2 nemotron_v3 olmo3 poolside_v1 qwen3 step3p5 step5
+"""
+# None where the chat template tells: "mistral" is of several formats, "hf" the model's own.
 _TOOL_PARSERS: dict[str, str | None] = {
-    "hermes": "hermes",
-    "llama3_json": "llama_json",
-    "llama4_json": "llama_json",
-    "llama4_pythonic": "pythonic",
-    "pythonic": "pythonic",
-    "mistral": None,
+    **dict.fromkeys(("mistral", "hf")),
+    **dict.fromkeys(("hermes", "qwen3_json", "granite4", "ernie45"), "hermes"),
+    **dict.fromkeys(("llama3_json", "llama4_json"), "llama_json"),
+    **dict.fromkeys(("pythonic", "llama4_pythonic"), "pythonic"),
     "deepseek_v3": "deepseek_v3",
     "deepseek_v31": "deepseek_v31",
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "deepseek_v41"), "deepseek_dsml"),
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml", "step3p5", "step5"), "qwen_xml"),
+    **dict.fromkeys(("glm45", "glm47", "ling3", "poolside_v1"), "glm"),
+    **dict.fromkeys(("cohere_command3", "cohere_command4"), "cohere"),
+    **dict.fromkeys(("hy_v3", "hy_v4"), "hy_v3"),
+    **dict.fromkeys(("jamba", "hunyuan_a13b"), "tool_calls"),
+    **dict.fromkeys(("muse", "muse_glimmer", "musespark1x"), "muse_glimmer"),
+    "openai": "harmony",
+    "phi4_mini_json": "phi4_mini",
+    **{name: name for name in _SAME_TOOL_PARSERS.split()},
 }
 _REASONING_PARSERS: dict[str, str | None] = {
-    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "minimax_m2"), "think"),
-    **dict.fromkeys(("olmo3", "ernie45", "kimi_k2", "nemotron_v3", "step3p5"), "think"),
+    "hf": None,
+    **dict.fromkeys(_THINK_PARSERS.split(), "think"),
+    **dict.fromkeys(("hy_v3", "hy_v4"), "hy_v3"),
+    **dict.fromkeys(("muse", "muse_glimmer", "musespark1x"), "muse_glimmer"),
+    "ernie45": "think_response",
+    "hunyuan_a13b": "think_answer",
+    "cohere_command3": "cohere",
+    "cohere_command4": "cohere_text",
+    "gemma4": "gemma4",
     "granite": "granite",
+    "kimi_k3": "kimi_k3",
+    "minimax_m3": "minimax_m3",
+    # Reasoning stays in the text.
+    "minimax_m2_append_think": "none",
     "mistral": "mistral",
+    "openai_gptoss": "harmony",
     "seed_oss": "seed",
+    "step3": "step3",
 }
 
 
@@ -147,6 +176,11 @@ def _draft_tokens(text: str) -> str:
     return readable_int(str(settings["num_speculative_tokens"]))
 
 
+def _gibibytes(text: str) -> str | None:
+    """The bytes; None where there are none to set."""
+    return str(int(float(text) * 2**30)) if float(text) > 0 else None
+
+
 def _max_loras(text: str) -> str | None:
     # Theirs may be in one step, ours may be loaded: less than our default helps nobody.
     return readable_int(text) if int(readable_int(text)) > _DEFAULT_MAX_LORAS else None
@@ -179,9 +213,9 @@ _ONE_MACHINE = (
 _OWN_PARSERS = "no code of others reads answers; --tool-call-parser and --reasoning-parser choose"
 _KERNELS = "chooses among vLLM's own kernels; --attention-backend is all there is to choose here"
 _COMPILER = "tunes vLLM's compiler and CUDA graphs; there is nothing of the kind to tune"
-_STATE_SPACES = "tunes models with a state instead of a KV cache; they are refused at load"
-_NO_OFFLOAD = "weights and the KV cache stay on the device; choose a model that fits"
-_NO_TRANSFER = "KV blocks do not travel; requests are sent to where their prefix is cached"
+_STATES = "tunes vLLM's kernels for layers with a state; --state-spacing says which are kept"
+_NO_OFFLOAD = "weights stay on the device; choose a model that fits"
+_OWN_TRANSFER = "shards fetch KV blocks from each other by penstock's gRPC: see --kv-peers"
 _OWN_METRICS = "what /metrics has is fixed: docs/metrics.md"
 _DRAFTS = "speculative decoding is by n-grams only, without a draft model: see --speculative-tokens"
 _PROXY = "let a proxy before the router do it"
@@ -274,6 +308,7 @@ FLAGS: Table = {
     **becomes("trust-request-chat-template!", "--trust-request-chat-template", Part.ROUTER),
     **lost("trust-request-mm-kwargs!", _OWN_IMAGES),
     **refused("default-chat-template-kwargs", "write the values into the template", "{}"),
+    **refused("reasoning-effort-map", "write the mapping of efforts into the chat template", "{}"),
     **refused("response-role", "answers are the assistant's", "assistant"),
     **becomes(
         "reasoning-parser",
@@ -295,7 +330,7 @@ FLAGS: Table = {
         "tool-call-parser",
         "--tool-call-parser",
         Part.ROUTER,
-        one_of(_TOOL_PARSERS, "calls of this form stay in the text"),
+        one_of(_TOOL_PARSERS, "the format of calls is what the chat template shows"),
     ),
     **needless("enable-auto-tool-choice!", "tool_choice auto is always there"),
     **needless("exclude-tools-when-tool-choice-none!", "so it is always"),
@@ -341,7 +376,7 @@ FLAGS: Table = {
         "files of flags are not read; write its lines as flags and translate again",
     ),
     **lost("grpc! grpc-port", "shards speak penstock's own gRPC: docs/grpc-api.md"),
-    **lost("enable-scale-out!", _NO_TRANSFER),
+    **lost("enable-scale-out!", _OWN_TRANSFER),
     **lost("cohere-is-reasoning-model! cohere-format", "Cohere's API is not served"),
     **lost("anthropic-disabled-thinking-effort", "thinking is as the model's template has it"),
     **lost("enable-per-request-metrics!", "the log and traces have them, answers do not"),
@@ -398,24 +433,26 @@ FLAGS: Table = {
         "prefix-caching-hash-algo prefix-cache-retention-interval prefix-match-unit",
         "prefixes are found by blake2b of whole blocks and kept while there is room",
     ),
-    **needless("kv-cache-dtype-skip-layers+ disable-hybrid-kv-cache-manager!", "all layers alike"),
+    **needless("kv-cache-dtype-skip-layers+", "all layers alike"),
+    **needless("disable-hybrid-kv-cache-manager!", "each layer keeps no more than it sees"),
     **needless("kv-sharing-fast-prefill! swa-bounded-replay! disable-cascade-attn!", _KERNELS),
     **needless(
         "mamba-backend mamba-ssu-algorithm enable-mamba-cache-stochastic-rounding! "
         "mamba-cache-philox-rounds mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size "
         "mamba-cache-mode enable-mamba-shared-prefix-checkpoint! replayssm-buffer-len "
         "use-replayssm! gdn-prefill-backend kda-prefill-backend kda-decode-backend",
-        _STATE_SPACES,
+        _STATES,
     ),
+    **becomes("kv-offloading-size", "--kv-host-bytes", convert=_gibibytes),
+    **needless("kv-offloading-backend", "--kv-host-bytes has one backend, penstock's own"),
     **lost(
-        "kv-offloading-size kv-offloading-backend offload-backend cpu-offload-gb "
-        "cpu-offload-params+ offload-group-size offload-num-in-group offload-prefetch-step "
-        "offload-params+",
+        "offload-backend cpu-offload-gb cpu-offload-params+ offload-group-size "
+        "offload-num-in-group offload-prefetch-step offload-params+",
         _NO_OFFLOAD,
         "0",
     ),
     **lost(
-        "kv-transfer-config kv-events-config ec-transfer-config ec-manager-config", _NO_TRANSFER
+        "kv-transfer-config kv-events-config ec-transfer-config ec-manager-config", _OWN_TRANSFER
     ),
     **becomes("speculative-config", "--speculative-tokens", convert=_draft_tokens),
     **lost("spec-method spec-model spec-tokens", _DRAFTS),
@@ -427,8 +464,8 @@ FLAGS: Table = {
         _COMPILER,
     ),
     **needless(
-        "moe-backend linear-backend sparse-indexer-topk-backend kernel-config attention-config "
-        "disable-custom-all-reduce! enable-shm-tensor-arena!",
+        "monokernel! moe-backend linear-backend sparse-indexer-topk-backend kernel-config "
+        "attention-config disable-custom-all-reduce! enable-shm-tensor-arena!",
         _KERNELS,
     ),
     **needless(
@@ -451,6 +488,8 @@ FLAGS: Table = {
         "sleep-preserve-parameter-names+",
         _RLHF,
     ),
+    **needless("sleep-mode-backend", "a shard does not sleep: see --enable-sleep-mode"),
+    **needless("watchdog-config", "an engine that stalls is started again: --stall-timeout-s"),
     **needless("enable-cumem-allocator! enable-nccl-comm-suspend!", _PROCESS),
     **needless("fail-on-environ-validation!", "a wrong flag always ends the start"),
     # Images.

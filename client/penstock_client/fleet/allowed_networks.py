@@ -86,7 +86,7 @@ def plain_address(ip: Ip) -> Ip:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is on this machine for certain."""
+    """Tell whether HOST:PORT is on this machine for certain."""
     ip = _ip_of(address)
     return address.startswith("localhost:") or (ip is not None and ip.is_loopback)
 

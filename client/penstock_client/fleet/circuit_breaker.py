@@ -25,11 +25,11 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether there were too many failures in a row, and no success since."""
+        """Tell whether there were too many failures in a row, and no success since."""
         return self._failures >= _THRESHOLD
 
     def allows(self, now_s: float) -> bool:
-        """Whether a request may be sent."""
+        """Tell whether a request may be sent."""
         return not self.is_open or now_s >= self._try_at_s
 
     def record_sent(self, now_s: float) -> None:

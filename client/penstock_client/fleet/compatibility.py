@@ -8,7 +8,7 @@ from penstock_client.types import GenerationRequest, SamplingParams, ShardInfo
 
 
 def same_model(first: ShardInfo, second: ShardInfo) -> bool:
-    """Whether one shard may continue a request that the other began."""
+    """Tell whether one shard may continue a request that the other began."""
     return (
         first.weights_hash == second.weights_hash
         and first.tokenizer_hash == second.tokenizer_hash
@@ -17,24 +17,28 @@ def same_model(first: ShardInfo, second: ShardInfo) -> bool:
 
 
 def same_adapter(first: ShardInfo, second: ShardInfo, name: str) -> bool:
-    """Whether both have the adapter of this name ("" is none), of the same content."""
+    """Tell whether both have the adapter of this name ("" is none), of the same content."""
     return first.has_adapter(name) and second.has_adapter(name, first.adapter_hash(name))
 
 
 def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
-    """Whether both are known to compute the same bits."""
+    """Tell whether both are known to compute the same bits."""
     return bool(first.numerics_fingerprint) and (
         first.numerics_fingerprint == second.numerics_fingerprint
     )
 
 
-def sees_all(info: ShardInfo, request: GenerationRequest) -> bool:
-    """Whether the shard's revision of the wire has every field of the request: it would silently
-    drop the others. Fields of the first revision that a shard does not serve it refuses itself.
+def unseen_field(info: ShardInfo, request: GenerationRequest) -> str:
+    """Name a field of the request that the shard's revision of the wire lacks and so silently
+    drops; "" if it has all. Fields of the first revision that a shard does not serve it refuses
+    itself.
     """
-    if request.images and "images" not in info.capabilities:
-        return False
-    return request.thinking_budget is None or "thinking_budget" in info.capabilities
+    asked = {
+        "images": bool(request.images),
+        "thinking_budget": request.thinking_budget is not None,
+        "penalty_window_tokens": request.sampling.penalty_window_tokens is not None,
+    }
+    return next((name for name in asked if asked[name] and name not in info.capabilities), "")
 
 
 def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:

@@ -185,7 +185,7 @@ class FileSource(_PolledSource):
 
 @dataclass(frozen=True, slots=True)
 class UnionSource:
-    """All addresses that any of several sources has. A source that knows none yet holds up none."""
+    """Addresses that any of several sources has. A source that knows none yet holds up none."""
 
     parts: Sequence[Source]
     clock: Clock = time.monotonic

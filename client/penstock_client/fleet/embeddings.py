@@ -46,7 +46,7 @@ class Embeddings:
         self._calls: dict[ShardState, dict[_Call, None]] = {}
 
     def num_running(self, shard: ShardState) -> int:
-        """How many calls are open to a shard."""
+        """The number of calls that are open to a shard."""
         return len(self._calls.get(shard, ()))
 
     def on_shard_change(self, shard: ShardState) -> None:
@@ -76,7 +76,7 @@ class Embeddings:
     async def _embed(
         self, request: EmbeddingRequest, info: ShardInfo, calls: asyncio.Semaphore
     ) -> list[list[float]]:
-        """One batch, at one shard after another."""
+        """Embed a batch, at one shard after another."""
         failed: set[str] = set()
         error: ShardUnavailable | Overloaded = NoShardAvailable("no shard is ready")
         async with calls:

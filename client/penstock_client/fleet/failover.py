@@ -30,7 +30,7 @@ from penstock_client.fleet.compatibility import (
     same_adapter,
     same_model,
     same_numerics,
-    sees_all,
+    unseen_field,
 )
 from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
 from penstock_client.fleet.placement.image_puts import PIXELS, ImagePuts, given_up
@@ -78,7 +78,7 @@ Ended = Callable[[FleetStream], None]
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long, and how often, a request is tried.
+    """Limits of how long, and how often, a request is tried.
 
     It fails after `wait_s` without a shard that can take it, or after `attempts` in a row that gave
     no token. When engines died of a request, its like is refused for `refuse_s`.
@@ -166,7 +166,7 @@ class Continuations:
         return stream
 
     def num_running(self, shard: ShardState) -> int:
-        """How many streams run on a shard."""
+        """The number of streams that run on a shard."""
         return len(self._on(shard))
 
     def close(self) -> None:
@@ -310,7 +310,7 @@ class Continuations:
     # ---- choosing ----
 
     def _choose(self, stream: FleetStream, among: Sequence[ShardState]) -> Plan:
-        """What the policy chooses among these shards, of which there is one at least."""
+        """The policy's choice among these shards, of which there is one at least."""
         request, source = stream.request, self._kv_source(stream)
         suited = self._roles.prefer(
             stream,
@@ -336,14 +336,14 @@ class Continuations:
         return [shard for shard in shards if self._fits(stream, shard, now_s)]
 
     def _fits(self, stream: FleetStream, shard: ShardState, now_s: float) -> bool:
-        """Whether the request may go to this shard, which serves its model, now."""
+        """Tell whether the request may go to this shard, which serves its model, now."""
         request, info = stream.request, shard.info
         assert info is not None  # it serves the model
         if request.shard and request.shard != shard.address:
             return False
         if request.numerics and request.numerics != info.numerics_fingerprint:
             return False
-        if not sees_all(info, request):
+        if unseen_field(info, request):
             return False
         if not info.has_adapter(request.adapter, stream.adapter_hash):
             return False
@@ -430,7 +430,7 @@ class Continuations:
             self._suspects.add(stream)
 
     def _has_room_elsewhere(self, shard: ShardState, adapter: str) -> bool:
-        """Whether another shard has free KV blocks and would give the same tokens."""
+        """Tell whether another shard has free KV blocks and would give the same tokens."""
         info = shard.info
         return info is not None and any(
             other is not shard

@@ -162,7 +162,7 @@ class Fleet:
             raise NoShardAvailable("the fleet was closed")
 
     def info(self, model: str = "") -> ShardInfo:
-        """What a ready shard that serves `model` ("" is any) says of itself."""
+        """The properties of a ready shard that serves `model` ("" is any)."""
         info = self._serving(model)[0].info
         assert info is not None  # ready implies it
         return info

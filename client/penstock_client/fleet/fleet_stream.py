@@ -1,4 +1,4 @@
-"""One sequence as its reader sees it, whichever shards it runs on, and the state of its attempts.
+"""A sequence as its reader sees it, whichever shards it runs on, and the state of its attempts.
 
 `failover.py` sends it and sends it on; this only keeps the state for that.
 """
@@ -75,7 +75,7 @@ class FleetStream(GenerationStream):
 
     @property
     def context_tokens(self) -> int:
-        """How many tokens prompt and output have so far."""
+        """The number of tokens that prompt and output have so far."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     @property

@@ -49,7 +49,7 @@ class Verification:
         self._ours: set[str] = set()
 
     def owns(self, stream: FleetStream) -> bool:
-        """Whether the stream is one that verifies, not a caller's."""
+        """Tell whether the stream is one that verifies, not a caller's."""
         return stream.request_id in self._ours
 
     def on_stream_end(self, stream: FleetStream) -> None:

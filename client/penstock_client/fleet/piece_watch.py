@@ -53,7 +53,7 @@ class PieceWatch:
             await asyncio.sleep(pause_s)
 
     def _take(self, report: BlocksReport) -> None:
-        """What was known stays in use until a snapshot is complete."""
+        """Take a report. Pieces known before stay in use until a snapshot is complete."""
         pieces = self._shard.pieces_of(report.instance_id)
         if report.snapshot_begins:
             self._snapshot = PieceIndex()

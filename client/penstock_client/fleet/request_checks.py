@@ -1,11 +1,11 @@
-"""Whether any shard of a fleet can be expected to take a request, now or later."""
+"""Checks that some shard of a fleet can be expected to take a request, now or later."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from penstock_client.errors import InvalidRequest, NoShardAvailable, NotServed
-from penstock_client.fleet.compatibility import sees_all
+from penstock_client.fleet.compatibility import unseen_field
 from penstock_client.fleet.shard_state import ShardState, check_served, known_infos, serving
 from penstock_client.types import GenerationRequest
 
@@ -36,8 +36,9 @@ def check_tokenizer(shards: Shards, request: GenerationRequest) -> None:
 def _check_seen(shards: Shards, request: GenerationRequest) -> None:
     """Raises `NotServed` if all shards that serve the model would ignore one of its fields."""
     serving_ = serving(shards.values(), request.model)
-    if serving_ and not any(shard.info and sees_all(shard.info, request) for shard in serving_):
-        name = "images" if request.images else "thinking_budget"
+    unseen = [unseen_field(shard.info, request) for shard in serving_ if shard.info]
+    if unseen and all(unseen):
+        name = unseen[0]
         text = f"{name}: not served by any shard of this model that is ready"
         raise NotServed(text, field=name)
 

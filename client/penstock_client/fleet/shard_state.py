@@ -1,4 +1,4 @@
-"""One shard of a fleet: what is known of it, and the task that keeps that up to date.
+"""A shard of a fleet: what is known of it, and the task that keeps that up to date.
 
 Owns the shard's client, its circuit breaker and the count of what was sent to it. Does not follow
 requests; of other shards it knows only which model a name means.
@@ -40,7 +40,7 @@ _SHUT_DOWN = "shut down after its drain"
 
 
 class ShardState:
-    """What is known of one shard. Only the fleet changes it."""
+    """The state of a shard as far as it is known. Only the fleet changes it."""
 
     def __init__(
         self,
@@ -73,23 +73,23 @@ class ShardState:
 
     @property
     def ready(self) -> bool:
-        """Whether it serves, and takes new requests."""
+        """Tell whether it serves, and takes new requests."""
         load = self.load
         return self.info is not None and load.serving and not load.draining and not self.leaving
 
     @property
     def handing_over(self) -> bool:
-        """Whether it wants its requests moved to other shards."""
+        """Tell whether it wants its requests moved to other shards."""
         return self.leaving or self.load.handing_over
 
     @property
     def in_flight(self) -> int:
-        """How many requests of this client run on it."""
+        """The number of this client's requests that run on it."""
         return self.client.in_flight
 
     @property
     def half_full(self) -> bool:
-        """Whether most of its KV blocks are in use."""
+        """Tell whether most of its KV blocks are in use."""
         return 2 * self.load.referenced_blocks > self.load.num_blocks
 
     def candidate(self) -> Candidate:
@@ -142,7 +142,7 @@ class ShardState:
         return before.adapters.keys() - info.adapters.keys()
 
     def pieces_of(self, instance_id: str) -> HeldPieces:
-        """What this engine of it holds: another one begins with nothing."""
+        """Pieces that this engine of it holds: another one begins with nothing."""
         if self.pieces.instance_id != instance_id:
             self.pieces = HeldPieces(instance_id)
         return self.pieces

@@ -1,1 +1,1 @@
-"""Which shard takes the next request. No I/O and no clock: a policy sees a snapshot and decides."""
+"""Choice of the next request's shard. No I/O and no clock: a policy sees a snapshot and decides."""

@@ -61,14 +61,14 @@ class Policy(Protocol):
     def choose(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
     ) -> Decision:
-        """Which of the candidates, of which there is at least one, takes the request.
+        """Choose which of the candidates, of which there is at least one, takes the request.
 
         `session` is the key that requests of one session share; "" is none.
         """
         ...
 
     def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:
-        """How many tokens of the prompt a candidate holds; 0 where that is not known."""
+        """The number of the prompt's tokens that a candidate holds; 0 where that is not known."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""What an engine's prefix cache holds, as far as it is known here. Decides nothing."""
+"""Contents of an engine's prefix cache, as far as they are known here. Decides nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class HeldPieces:
         self._sent: OrderedDict[int, None] = OrderedDict()
 
     def runs(self, names: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """How many of a prompt's pieces are held, from the first on, in each tier. They are looked
-        for by halves: what is later in a prompt is where it is slower to get, or gone.
+        """Count the pieces of a prompt that are held, from the first on, in each tier. They are
+        looked for by halves: what is later in a prompt is where it is slower to get, or gone.
         """
         start = 0
         while start < len(names) and (tier := self._tier(names[start])) != Tier.GONE:
@@ -49,7 +49,7 @@ class HeldPieces:
             self._sent.popitem(last=False)
 
     def take(self, changes: Mapping[int, Iterable[int]]) -> None:
-        """What the engine tells: names, by the tier where they are now."""
+        """Take the engine's report: names, by the tier where they are now."""
         for tier, names in changes.items():
             for name in names:
                 self.told.put(name, tier)

@@ -33,7 +33,7 @@ class PieceIndex:
         return self._count
 
     def tier(self, name: int) -> int:
-        """Its `Tier`; `GONE` of one that is not there."""
+        """The piece's `Tier`; `GONE` of one that is not there."""
         key = name & ~_TIER
         bucket = self._bucket_of(key)
         place = bisect_left(bucket, key)

@@ -30,7 +30,7 @@ _MAX_TIMES = 2.0
 
 
 class Held(NamedTuple):
-    """How many tokens of the prompt a shard holds, and how many on the device are worth as much."""
+    """Numbers of a prompt's tokens: those a shard holds, and those on the device worth as much."""
 
     tokens: int
     worth: float
@@ -105,7 +105,7 @@ def prompt_pieces(
 
 
 def held_by(candidate: Candidate, names: Sequence[int]) -> Held:
-    """What a shard holds of a prompt with these pieces."""
+    """The share of a prompt with these pieces that a shard holds."""
     size = piece_blocks(candidate.block_size) * candidate.block_size
     tokens, worth = 0, 0.0
     for tier, count in candidate.pieces.runs(names):

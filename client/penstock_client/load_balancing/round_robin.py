@@ -1,4 +1,4 @@
-"""One shard after the other, whatever they have to do. Remembers whose turn was when."""
+"""Takes one shard after the other, whatever they have to do. Remembers whose turn was when."""
 
 from __future__ import annotations
 

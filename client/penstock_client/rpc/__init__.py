@@ -1,1 +1,1 @@
-"""One shard over gRPC: calls, streams, and the translation to protobuf messages."""
+"""A shard over gRPC: calls, streams, and the translation to protobuf messages."""

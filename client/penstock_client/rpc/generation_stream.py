@@ -1,4 +1,4 @@
-"""One sequence in flight, as its reader sees it. Pure asyncio; knows no gRPC.
+"""A sequence in flight, as its reader sees it. Pure asyncio; knows no gRPC.
 
 What arrives while the reader is away is merged into one output, so a slow reader costs memory for
 its own tokens and holds up nobody. A reader waits by iterating, or has itself called and takes what
@@ -12,12 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
-from penstock_client.errors import PenstockError, ShardFailed
+from penstock_client.errors import InvalidRequest, PenstockError, ShardFailed
 from penstock_client.types import AttemptRecord, Logprobs, Output
+from penstock_common.request_bounds import MAX_UNREAD_SCORES_BYTES
 
 
 def _nobody() -> None:
     """Listens to nothing."""
+
+
+def _too_much_unread() -> InvalidRequest:
+    return InvalidRequest(
+        f"logprobs: more than {MAX_UNREAD_SCORES_BYTES} bytes of them wait for their reader; read "
+        "faster, or ask for fewer of them or of tokens",
+        field="logprobs",
+    )
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -56,7 +65,7 @@ class GenerationStream:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens have arrived, taken or not, with those given in the request."""
+        """The number of tokens that have arrived, taken or not, with those given in the request."""
         return self._next_position
 
     @property
@@ -65,7 +74,7 @@ class GenerationStream:
         return self._next_position + self._next_prompt_index
 
     def take(self) -> Output | None:
-        """All outputs that arrived since the last call, merged; None if there were none.
+        """Take the outputs that arrived since the last call, merged; None if there were none.
 
         Once all is taken, raises the error that the generation failed with, if any.
         """
@@ -133,11 +142,16 @@ class GenerationStream:
                 self._on_cancel(self)
                 self.fail(ShardFailed(f"request {self.request_id}: {gap}"))
                 return False
+        pending = self._pending
+        if pending and pending.scores_bytes + output.scores_bytes > MAX_UNREAD_SCORES_BYTES:
+            self._on_cancel(self)
+            self.fail(_too_much_unread())
+            return False
         self._next_position += len(output.token_ids)
-        if self._pending is None:
+        if pending is None:
             self._pending = output
         else:
-            self._pending.merge(output)
+            pending.merge(output)
         if output.finish_reason is not None:
             self._ended = True
         return True

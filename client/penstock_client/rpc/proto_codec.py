@@ -73,6 +73,8 @@ _IMAGE_CHUNK_BYTES = 256 * 1024
 
 # Of protobuf's encoding.
 _LENGTH_DELIMITED = 2
+# More of the best log-probabilities of a token than this come as arrays.
+_MAX_LISTED = 100
 # Whether an array of unsigned integers looks like a packed field.
 _IS_PACKED = sys.byteorder == "little" and array("I").itemsize == 4
 
@@ -281,7 +283,7 @@ def tokens(response: pb.GenerateResponse) -> Iterator[tuple[int, Output]]:
 
 
 def output(message: pb.Output) -> Output | PenstockError:
-    """One output as our type; an error output as the exception to raise."""
+    """An output as our type; an error output as the exception to raise."""
     if message.HasField("error"):
         return _error(message.error)
     result = Output(list(message.token_ids), message.first_position)
@@ -302,14 +304,47 @@ def output(message: pb.Output) -> Output | PenstockError:
 
 
 def _logprobs(message: pb.Logprobs) -> Logprobs:
-    return Logprobs(
+    columns = Logprobs(
         chosen=list(message.chosen),
         ranks=list(message.ranks),
         top_n=message.top_n,
-        top_token_ids=list(message.top_token_ids),
-        top_logprobs=list(message.top_logprobs),
         requested=list(message.requested),
     )
+    if message.top_n <= _MAX_LISTED or not _IS_PACKED:
+        columns.top_token_ids += message.top_token_ids
+        columns.top_logprobs += message.top_logprobs
+        return columns
+    # As they stand on the wire, so they stand in memory: an object for each takes a hundred times
+    # as long.
+    fields = _packed_fields(message.SerializeToString())
+    columns.top_token_ids, columns.top_logprobs = array("I"), array("f")
+    columns.top_token_ids.frombytes(fields[pb.Logprobs.TOP_TOKEN_IDS_FIELD_NUMBER])
+    columns.top_logprobs.frombytes(fields[pb.Logprobs.TOP_LOGPROBS_FIELD_NUMBER])
+    return columns
+
+
+def _packed_fields(data: bytes) -> dict[int, memoryview]:
+    """The length-delimited fields of a message by their numbers; its others are integers."""
+    view, place = memoryview(data), 0
+    fields: dict[int, memoryview] = {}
+    while place < len(view):
+        key, place = _read_varint(view, place)
+        number, place = _read_varint(view, place)
+        if key & 7 == _LENGTH_DELIMITED:
+            fields[key >> 3] = view[place : place + number]
+            place += number
+    return fields
+
+
+def _read_varint(view: memoryview, place: int) -> tuple[int, int]:
+    """An integer of protobuf's encoding, and the place after it."""
+    number = shift = 0
+    while True:
+        byte = view[place]
+        number |= (byte & 127) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 128:
+            return number, place
 
 
 def _error(message: pb.Error) -> PenstockError:
@@ -377,7 +412,7 @@ def errors_of(address: str) -> Iterator[None]:
 
 
 def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
-    """What a shard says of itself.
+    """A shard's message about itself, as our type.
 
     Raises:
         IncompatibleShard: its schema revisions and ours do not overlap.

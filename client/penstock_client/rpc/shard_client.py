@@ -289,7 +289,7 @@ class ShardClient:
     # ---- the other calls ----
 
     async def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
-        """What the shard serves. Raises `ShardUnavailable`, `IncompatibleShard` and others."""
+        """Ask what the shard serves. Raises `ShardUnavailable`, `IncompatibleShard` and others."""
         answer = await self._ask("GetInfo", proto_codec.INFO_REQUEST, timeout_s)
         return proto_codec.shard_info(answer, self.address)
 
@@ -311,7 +311,7 @@ class ShardClient:
                 yield proto_codec.load_report(message)
 
     async def watch_blocks(self) -> AsyncGenerator[BlocksReport, None]:
-        """Which pieces of prefixes the shard holds, then what changes, until the shard goes away.
+        """Yield pieces of prefixes that the shard holds, then changes, until the shard goes away.
         Raises `NotServed` for one that does not tell, and others as `errors` lists them.
         """
         self._require_open()
@@ -379,7 +379,7 @@ class ShardClient:
 
 
 class _SharedCall:
-    """One Generate call and the streams on it, alive until the call breaks or is closed."""
+    """A Generate call and the streams on it, alive until the call breaks or is closed."""
 
     def __init__(
         self, stub: Any, metadata: tuple[tuple[str, str], ...], address: str, clock: Clock

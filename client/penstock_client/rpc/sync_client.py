@@ -124,7 +124,7 @@ class SyncShardClient:
         self._ask("Abort", proto_codec.abort_request(request_ids), _UNARY_TIMEOUT_S)
 
     def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
-        """What the shard serves."""
+        """Ask what the shard serves."""
         answer = self._ask("GetInfo", proto_codec.INFO_REQUEST, timeout_s)
         return proto_codec.shard_info(answer, self.address)
 

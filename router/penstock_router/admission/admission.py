@@ -1,4 +1,4 @@
-"""Which requests are admitted, which of them wait, and for how long each may run.
+"""Admits requests, has them wait, and bounds how long each may run.
 
 An admitted request is *queued*: it is being prepared, or waits for places. Once it has all the
 places that it needs, one for each of its sequences, it is *in flight* until it ends.
@@ -112,7 +112,7 @@ class _Scope:
 
 
 class QueuePace:
-    """How fast places come free: a decaying average since the worker was last idle."""
+    """The pace at which places come free: a decaying average since the worker was last idle."""
 
     def __init__(self, now_s: float) -> None:
         self.begin(now_s)
@@ -140,7 +140,7 @@ class QueuePace:
 
 @dataclass(eq=False, slots=True)
 class _Account(Share):
-    """What a key has, or all keys together: sequences, and prompt tokens that wait for places."""
+    """Holdings of a key, or of all together: sequences, and prompt tokens that wait for places."""
 
     key: str = ""
     # The key has bounds of its own, besides those of all keys together.
@@ -185,11 +185,11 @@ class Ticket(Waiting):
 
     @property
     def waits(self) -> bool:
-        """It is prepared, and has no places yet."""
+        """Tell whether it is prepared, and has no places yet."""
         return self.state == "waiting"
 
     def queued_amount(self, amount: _Amount) -> int:
-        """How many of the queue's sequences or tokens are this request's."""
+        """The number of the queue's sequences or tokens that are this request's."""
         return self.places if amount == "queued" else self.prompt_tokens
 
     async def start(self, prompt_tokens: int, max_output_tokens: int = 0) -> None:

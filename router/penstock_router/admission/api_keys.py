@@ -35,7 +35,7 @@ _NO_DIGEST = bytes(len(key_file_format.digest_of(b"")))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Key:
-    """What is kept of a key; never the key itself."""
+    """A key as it is kept: its hash and its rights, never the key itself."""
 
     # The name that logs, metrics and the console may show.
     name: str
@@ -50,7 +50,7 @@ class Key:
 
 
 class Keys:
-    """All keys of one worker."""
+    """The keys of one worker."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -66,12 +66,12 @@ class Keys:
 
     @property
     def are_asked_for(self) -> bool:
-        """Whether users must show a key; with a file of keys always, even if it has none left."""
+        """Tell whether users must show a key; with a file of keys always, even with none left."""
         return self._config.api_key is not None or self._path is not None
 
     @property
     def has_admins(self) -> bool:
-        """Whether there are keys that open the operator's routes, or may be."""
+        """Tell whether there are keys that open the operator's routes, or may be."""
         return self._config.admin_key is not None or self._path is not None
 
     def find(self, shown: bytes) -> Key | None:

@@ -1,4 +1,4 @@
-"""How much a key may ask for in a minute: requests, and tokens of prompts and outputs.
+"""Bounds what a key may ask for in a minute: requests, and tokens of prompts and outputs.
 
 Token buckets (Turner, New directions in communications, 1986): full at first, refilled steadily,
 never over full. A request with a body takes one from the bucket of requests as it arrives, even if
@@ -39,7 +39,7 @@ class Bucket:
         self._at_s, self.per_minute = now_s, per_minute
 
     def level(self, now_s: float) -> float:
-        """How much is in the bucket; below zero if it is overdrawn."""
+        """The content of the bucket; below zero if it is overdrawn."""
         refilled = self._level + (now_s - self._at_s) * self.per_minute / _MINUTE_S
         return min(float(self.per_minute), refilled)
 
@@ -91,7 +91,7 @@ def _changed(bucket: Bucket | None, per_minute: int | None, now_s: float) -> Buc
 
 
 class Charge:
-    """What one request takes from its key's buckets."""
+    """The share of a request in its key's buckets."""
 
     __slots__ = ("_metrics", "_prompt_tokens", "_rates", "_record", "_taken")
 
@@ -118,7 +118,7 @@ class Charge:
         self._taken = prompt_tokens + outputs
 
     def begin(self, prompt_tokens: int) -> None:
-        """It has its places: from now on its prompt's tokens count as used."""
+        """Note that it has its places: from now on its prompt's tokens count as used."""
         self._prompt_tokens = prompt_tokens
 
     def follow(self, record: RequestRecord) -> None:

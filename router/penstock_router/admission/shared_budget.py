@@ -1,4 +1,4 @@
-"""What clients share: bytes of memory that slow ones hold, connections, places in a queue.
+"""Budgets that clients share: bytes of memory that slow ones hold, connections, places in a queue.
 
 A client may hold at most as much as is still free (the dynamic threshold of Choudhury and Hahne,
 "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998): a greedy one gets half,
@@ -19,7 +19,7 @@ class _Gauge(Protocol):
 
 
 class SharedBudget:
-    """How much of something is held in this process, by client."""
+    """A budget of something in this process, and what of it each client holds."""
 
     def __init__(self, total: int, gauge: _Gauge | None = None) -> None:
         """`gauge` shows how much is held."""
@@ -29,7 +29,7 @@ class SharedBudget:
         self._gauge = gauge
 
     def held_by(self, client: str) -> int:
-        """How much this client holds."""
+        """The amount that this client holds."""
         return self._by_client.get(client, 0)
 
     def hold(self, client: str) -> Holding:
@@ -37,8 +37,8 @@ class SharedBudget:
         return Holding(self, client)
 
     def allows(self, client: str, more: int, own: int = 0) -> bool:
-        """Whether a holding of the client's may grow by this much from `own`. If it is the client's
-        only one, it may take whatever is free, and anything if it is the only one of all.
+        """Tell whether a holding of the client's may grow by this much from `own`. If it is the
+        client's only one, it may take whatever is free, and anything if it is the only one of all.
         """
         if self.held == own:
             return True
@@ -59,7 +59,7 @@ class SharedBudget:
 
 
 class Holding:
-    """What one body, answer or stream holds. Leaving its scope gives all of it back."""
+    """A holding of one body, answer or stream. Leaving its scope gives all of it back."""
 
     __slots__ = ("_budget", "_client", "amount")
 
@@ -85,7 +85,7 @@ class Holding:
 
     @property
     def is_over(self) -> bool:
-        """Whether the client holds more than its share by now."""
+        """Tell whether the client holds more than its share by now."""
         return not self._budget.allows(self._client, 0, self.amount)
 
     def shrink(self, amount: int) -> None:

@@ -1,13 +1,15 @@
 """Log-probabilities as OpenAI's answers show them: of completions, of chats, of prompts.
 
 Values below -9999 are shown as -9999: minus infinity is not JSON. Each token's entry is encoded at
-once: freeing the objects of many tokens would take long and hold up all other requests.
+once: freeing the objects of many tokens would take long and hold up all other requests. What does
+not change of a token is encoded once for all: an entry may list a whole vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NotRequired, TypedDict, cast
+from typing import NotRequired, TypedDict, TypeVar, cast
 
 import msgspec
 
@@ -19,6 +21,8 @@ LOWEST_LOGPROB = -9999.0
 _encode = msgspec.json.encode
 
 TokenText = Callable[[int], str]
+# How many numbers are encoded in one call: no other thread runs meanwhile.
+_NUMBERS_AT_ONCE = 10_000
 
 
 class CompletionColumns(TypedDict):
@@ -53,9 +57,53 @@ class PromptLogprob(TypedDict):
     decoded_token: str
 
 
+_Made = TypeVar("_Made")
+
+
+class _Table(dict[int, _Made]):
+    """What is the same for a token wherever it is shown, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[int], _Made]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token_id: int) -> _Made:
+        made = self[token_id] = self._make(token_id)
+        return made
+
+
+class _Tables:
+    """The tables of a tokenizer: a token's name, and its JSON before its number and after it."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        text_of, bytes_of = tokenizer.token_text, tokenizer.token_bytes
+        self.texts = _Table[str](as_id if as_ids else text_of)
+
+        def chat_parts(token_id: int) -> tuple[bytes, bytes]:
+            name, data = _encode(self.texts[token_id]), _encode(list(bytes_of(token_id)))
+            return b'{"token":%b,"logprob":' % name, b',"bytes":%b}' % data
+
+        def prompt_parts(token_id: int) -> tuple[bytes, bytes]:
+            name = _encode(text_of(token_id))
+            return b'"%d":{"logprob":' % token_id, b',"decoded_token":%b}' % name
+
+        self.chat_parts = _Table[tuple[bytes, bytes]](chat_parts)
+        self.prompt_parts = _Table[tuple[bytes, bytes]](prompt_parts)
+
+
+def as_id(token_id: int) -> str:
+    """A token's name that does not depend on its text."""
+    return f"token_id:{token_id}"
+
+
 def token_text(tokenizer: Tokenizer, *, as_ids: bool) -> TokenText:
     """How a token is named beside its log-probability."""
-    return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.token_text
+    return _tables(tokenizer, as_ids).texts.__getitem__
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(tokenizer: Tokenizer, as_ids: bool) -> _Tables:
+    return _Tables(tokenizer, as_ids)
 
 
 class CompletionLogprobs:
@@ -100,13 +148,14 @@ class CompletionLogprobs:
         self._offset += len(text)
 
     def _top(self, token_id: int, row: int, columns: Logprobs) -> msgspec.Raw:
-        """The chosen token and the likeliest, by text. If two have the same text, the later is
+        """The chosen token and its alternatives, by text. If two have the same text, the later is
         named by its id, so that the chosen one's value is always found under its own text."""
         top = {self._text_of(token_id): _finite(columns.chosen[row])}
-        for other, value in _top_row(columns, row, self._top_n, self._requested_ids):
+        others = _alternatives(columns, row, self._top_n, self._requested_ids)
+        for other, value in zip(*others, strict=True):
             if other != token_id:
                 text = self._text_of(other)
-                top[f"token_id:{other}" if text in top else text] = _finite(value)
+                top[as_id(other) if text in top else text] = _finite(value)
         return msgspec.Raw(_encode(top))
 
 
@@ -118,21 +167,21 @@ def chat_logprobs(
     requested_ids: Sequence[int],
     as_ids: bool,
 ) -> list[msgspec.Raw]:
-    """A `ChatLogprob` for each token, with exactly the `top_n` likeliest and those of
-    `requested_ids` that are not among them.
+    """A `ChatLogprob` for each token, with exactly the `top_n` likeliest, or in place of these with
+    itself and those of `requested_ids`.
     """
-    text_of = token_text(tokenizer, as_ids=as_ids)
-
-    def entry(token_id: int, value: float) -> ChatLogprob:
-        data = tokenizer.token_bytes(token_id)
-        return {"token": text_of(token_id), "logprob": _finite(value), "bytes": list(data)}
-
+    parts = _tables(tokenizer, as_ids).chat_parts
     content: list[msgspec.Raw] = []
     for row, token_id in enumerate(token_ids):
-        shown = entry(token_id, columns.chosen[row])
-        top = _top_row(columns, row, columns.top_n, requested_ids)
-        shown["top_logprobs"] = [entry(other, value) for other, value in top]
-        content.append(msgspec.Raw(_encode(shown)))
+        ids, values = _alternatives(columns, row, columns.top_n, requested_ids)
+        if requested_ids:
+            others = [pair for pair in zip(ids, values, strict=True) if pair[0] != token_id]
+            ids = [token_id, *(other for other, _ in others)]
+            values = [columns.chosen[row], *(value for _, value in others)]
+        head, tail = parts[token_id]
+        chosen = head + _encode(_finite(columns.chosen[row])) + tail[:-1]
+        top = b",".join(_around(map(parts.__getitem__, ids), _numbers(values)))
+        content.append(msgspec.Raw(b'%b,"top_logprobs":[%b]}' % (chosen, top)))
     return content
 
 
@@ -142,34 +191,47 @@ def prompt_logprobs(
     """For each token of a prompt, `PromptLogprob`s by token id: the token itself and the `top_n`
     likeliest at its position. None for the first token.
     """
-
-    def entry(token_id: int, value: float, rank: int) -> PromptLogprob:
-        text = tokenizer.token_text(token_id)
-        return {"logprob": _finite(value), "rank": rank, "decoded_token": text}
-
+    parts = _tables(tokenizer, False).prompt_parts
     rows: list[msgspec.Raw | None] = [None]
     for row, token_id in enumerate(token_ids[1:] if columns is not None else ()):
         assert columns is not None
-        shown = {str(token_id): entry(token_id, columns.chosen[row], columns.ranks[row])}
-        for rank, (other, value) in enumerate(_top_row(columns, row, top_n), 1):
-            shown.setdefault(str(other), entry(other, value, rank))
-        rows.append(msgspec.Raw(_encode(shown)))
+        ids, values = _alternatives(columns, row, top_n)
+        numbers = _numbers([columns.chosen[row], *values])
+        ranked = [b'%b,"rank":%d' % (number, rank) for rank, number in enumerate(numbers)]
+        ranked[0] = b'%b,"rank":%d' % (numbers[0], columns.ranks[row])
+        if token_id in ids:
+            # It stands before the others, with its own rank.
+            place = ids.index(token_id)
+            ids = ids[:place] + ids[place + 1 :]
+            del ranked[place + 1]
+        shown = _around(map(parts.__getitem__, [token_id, *ids]), ranked)
+        rows.append(msgspec.Raw(b"{%b}" % b",".join(shown)))
     return rows
 
 
-def _top_row(
+def _around(parts: Iterable[tuple[bytes, bytes]], numbers: Iterable[bytes]) -> list[bytes]:
+    return [head + number + tail for (head, tail), number in zip(parts, numbers, strict=True)]
+
+
+def _numbers(values: Sequence[float]) -> list[bytes]:
+    """Log-probabilities as JSON."""
+    numbers: list[bytes] = []
+    for start in range(0, len(values), _NUMBERS_AT_ONCE):
+        some = [_finite(value) for value in values[start : start + _NUMBERS_AT_ONCE]]
+        numbers += _encode(some)[1:-1].split(b",")
+    return numbers
+
+
+def _alternatives(
     columns: Logprobs, row: int, top_n: int, requested_ids: Sequence[int] = ()
-) -> Iterable[tuple[int, float]]:
-    """The `top_n` likeliest of a row, and the requested ids that are not among them."""
-    start = row * columns.top_n
-    end = start + min(top_n, columns.top_n)
-    ids, values = columns.top_token_ids[start:end], columns.top_logprobs[start:end]
-    best = list(zip(ids, values, strict=True))
+) -> tuple[Sequence[int], Sequence[float]]:
+    """The `top_n` likeliest of a row, or in place of these the requested ids, if it has any."""
     if requested_ids and columns.requested:
         count = len(requested_ids)
-        requested = columns.requested[row * count : (row + 1) * count]
-        best += [pair for pair in zip(requested_ids, requested, strict=True) if pair[0] not in ids]
-    return best
+        return requested_ids, columns.requested[row * count : (row + 1) * count]
+    start = row * columns.top_n
+    end = start + min(top_n, columns.top_n)
+    return columns.top_token_ids[start:end], columns.top_logprobs[start:end]
 
 
 def _finite(value: float) -> float:

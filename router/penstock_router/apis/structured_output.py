@@ -314,6 +314,7 @@ def only_constraint(asked: Mapping[str, Constraint | None]) -> JsonObject:
 _ASKING = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf", "grammar"),
 )
 
 
@@ -381,6 +382,14 @@ OUTPUTS = Kind(
         },
     },
 )
+
+
+def _or_nothing(kind: Kind) -> Kind:
+    """The same, or an empty text, which asks for nothing."""
+    schema = {"anyOf": [{"const": ""}, kind.schema]}
+    return Kind(lambda name, value: None if value == "" else kind.read(name, value), schema)
+
+
 # vLLM's names for its grammar backends.
 _BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 
@@ -400,6 +409,17 @@ CONSTRAINT_FIELDS = (
     *(
         Field(f"guided_{name}", _LANGUAGES[name], f"As structured_outputs.{name}.")
         for name in ("json", "regex", "choice", "grammar")
+    ),
+    *(
+        Field(
+            name, _or_nothing(_LANGUAGES[language]), f"As structured_outputs.{language}, in {of}."
+        )
+        for name, language, of in (
+            ("json_schema", "json", "llama.cpp and SGLang"),
+            ("regex", "regex", "SGLang"),
+            ("ebnf", "grammar", "SGLang"),
+            ("grammar", "grammar", "llama.cpp, which calls it GBNF"),
+        )
     ),
     Field("guided_whitespace_pattern", _TEXT, "A regular expression; only for JSON."),
     Field(

@@ -13,7 +13,8 @@ from typing import Self, TypedDict
 from penstock_router.apis.base import ERRORS, BodyKind, SeveralKinds
 from penstock_router.apis.chat_messages import MESSAGES
 from penstock_router.apis.images import split_markdown, take_images
-from penstock_router.apis.openai.requests import CHAT_FIELDS, template_options
+from penstock_router.apis.openai.fields import CHAT_FIELDS
+from penstock_router.apis.openai.requests import template_options
 from penstock_router.apis.tgi.answers import ERRORS as TGI_ERRORS
 from penstock_router.apis.tgi.requests import INPUTS
 from penstock_router.apis.tools import tool_options

@@ -6,6 +6,7 @@ The APIs are OpenAI's chats, its Responses (flat objects), and Anthropic's Messa
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from penstock_router.json_fields import (
     STRING,
     JsonObject,
     Kind,
+    add_warning,
     or_null,
     read_array,
     read_object,
@@ -25,8 +27,8 @@ from penstock_router.json_fields import (
 )
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 
-# OpenAI's bound.
-MAX_TOOLS = 128
+# More take longer to read than anybody waits; a body's bytes bound them too.
+MAX_TOOLS = 16_384
 # The Model Context Protocol's rule for tool names, which includes OpenAI's.
 MAX_NAME_CHARS = 128
 _NAME_PATTERN = f"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$"
@@ -81,6 +83,9 @@ _SHOWN = ("name", "description")
 def _chat_tool(where: str, value: Any) -> Tool:
     tool = read_object(where, value)
     _check_type(where, tool.get("type"), "function")
+    if "function" not in tool and "name" in tool:
+        # Cursor sends tools in the form of responses.
+        return _tool(where, tool, _SHOWN)
     function = read_object(f"{where}.function", tool.get("function"))
     # Some templates read more entries, such as what a function returns. Whether the schema is
     # enforced does not concern templates.
@@ -110,21 +115,13 @@ def _check_type(where: str, given: object, served: str) -> None:
         raise BadRequest(text, param=f"{where}.type")
 
 
-def _reader(tool: Callable[[str, Any], Tool], at_least: int) -> Callable[[str, Any], Any]:
+def _reader(tool: Callable[[str, Any], Tool]) -> Callable[[str, Any], Any]:
     def read(name: str, value: Any) -> tuple[Tool, ...]:
         given = read_array(name, value)
-        if len(given) < at_least:
-            raise BadRequest(f"{name}: must not be empty; leave it out", param=name)
         if len(given) > MAX_TOOLS:
             text = f"{name}: at most {MAX_TOOLS} tools; given: {len(given)}"
             raise BadRequest(text, param=name)
-        tools = [tool(f"{name}[{index}]", item) for index, item in enumerate(given)]
-        names: set[str] = set()
-        for entry in tools:
-            if entry.name in names:
-                raise BadRequest(f"{name}: two are named {entry.name}", param=name)
-            names.add(entry.name)
-        return tuple(tools)
+        return tuple([tool(f"{name}[{index}]", item) for index, item in enumerate(given)])
 
     return read
 
@@ -224,14 +221,14 @@ def _message_choice(name: str, value: Any) -> ParsedToolChoice:
 # ---- All that a body says of tools -------------------------------------------------------------
 
 
-def tool_options(values: JsonObject, *, idle: Iterable[str] = ("none",)) -> JsonObject:
+def tool_options(values: JsonObject) -> JsonObject:
     """What `tools`, `tool_choice` and `parallel_tool_calls` of a body ask for, as `ChatRequest`
-    takes it. Choices in `idle` are accepted without tools.
+    takes it. May add to the warnings in `values`. Raises `BadRequest`.
     """
-    tools: tuple[Tool, ...] = values.get("tools", ())
+    tools = _last_of_each_name(values)
     asked: ParsedToolChoice = values.get("tool_choice") or ParsedToolChoice(ToolChoice("auto"))
     if not tools:
-        if "tool_choice" in values and asked.choice.mode not in idle:
+        if asked.choice.forces:
             raise BadRequest("tool_choice: needs tools", param="tool_choice")
         return {}
     names = {tool.name for tool in tools}
@@ -244,6 +241,18 @@ def tool_options(values: JsonObject, *, idle: Iterable[str] = ("none",)) -> Json
         tools = tuple(tool for tool in tools if tool.name in asked.allowed)
     parallel = values.get("parallel_tool_calls", True) if asked.parallel is None else asked.parallel
     return {"tools": tools, "tool_choice": asked.choice, "parallel_tool_calls": parallel}
+
+
+def _last_of_each_name(values: JsonObject) -> tuple[Tool, ...]:
+    """The tools. Of several with one name the last counts, of which there is a warning."""
+    given: tuple[Tool, ...] = values.get("tools", ())
+    by_name = {tool.name: tool for tool in given}
+    if len(by_name) == len(given):
+        return given
+    counts = Counter(tool.name for tool in given)
+    repeated = [name for name, count in counts.items() if count > 1]
+    add_warning(values, f"tools: several are named {', '.join(repeated[:16])}; the last counts")
+    return tuple(by_name.values())
 
 
 def check_one_form(request: ChatRequest) -> None:
@@ -267,7 +276,7 @@ def _describe(**forms: JsonObject) -> JsonObject:
     return {"type": "object", "properties": properties, "required": ["name"]}
 
 
-def _array_form(tool: JsonObject, at_least: int) -> JsonObject:
+def _array_form(tool: JsonObject, at_least: int = 0) -> JsonObject:
     return {"type": "array", "items": tool, "minItems": at_least, "maxItems": MAX_TOOLS}
 
 
@@ -325,13 +334,13 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
 
 
 # Chats: {"type": "function", "function": {"name": ...}}.
-TOOLS = Kind(_reader(_chat_tool, 1), _array_form(_CHAT_TOOL, 1))
+TOOLS = Kind(_reader(_chat_tool), _array_form({"anyOf": [_CHAT_TOOL, _FLAT_TOOL]}))
 CHOICE = Kind(_chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE)))
 # Responses: {"type": "function", "name": ...}.
-FLAT_TOOLS = Kind(_reader(_flat_tool, 0), _array_form(_FLAT_TOOL, 0))
+FLAT_TOOLS = Kind(_reader(_flat_tool), _array_form(_FLAT_TOOL))
 FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))
 # Messages: {"name": ..., "input_schema": ...}.
-MESSAGE_TOOLS = Kind(_reader(_message_tool, 0), _array_form(_MESSAGE_TOOL, 0))
+MESSAGE_TOOLS = Kind(_reader(_message_tool), _array_form(_MESSAGE_TOOL))
 MESSAGE_CHOICE = Kind(
     _message_choice,
     {

@@ -24,6 +24,8 @@ from penstock_router.text.tokenizer import Tokenizer
 
 # With this many tokens in an output, a notification costs little beside processing them.
 _TOKENS_AT_ONCE = 64
+# With more log-probabilities than this, so many tokens take much memory.
+_MANY_LOGPROBS = 1000
 
 # The finish reasons of a choice; an aborted choice has none to show.
 EndReason = Literal["length", "stop", "tool_calls"]
@@ -122,7 +124,9 @@ class Choice:
         self._unstoppable_tokens = options.min_tokens or 0
         # How many tokens `stream` gathers before it notifies. An answer that is not streamed and
         # has no stop strings needs no notification for each token.
-        self.tokens_at_once = 1 if options.stream or options.stop else _TOKENS_AT_ONCE
+        is_wide = (options.best_logprobs or 0) > _MANY_LOGPROBS
+        at_once = options.stream or options.stop or is_wide
+        self.tokens_at_once = 1 if at_once else _TOKENS_AT_ONCE
         self._echo = self._echoed(prompt.text) if options.echo and prompt.text else ""
         self._prompt_logprobs: Logprobs | None = None
 

@@ -319,7 +319,8 @@ class Generation(Deltas):
             return error
         field = self.job.options.constraint_field or "tools"
         kind = TooManyRequests if isinstance(error, Overloaded) else BadRequest
-        return kind(f"{field}: {error}", param=field)
+        reason = str(error).removeprefix(f"{field}: ")
+        return kind(f"{field}: {reason}", param=field)
 
     def _count_cached(self) -> None:
         # Only each prompt's first choice counts: the others hit the blocks that it cached.

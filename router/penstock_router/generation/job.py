@@ -17,11 +17,12 @@ from penstock_client.types import (
     PixelSource,
     PromptImage,
     SamplingParams,
+    ShardInfo,
     ThinkingBudget,
 )
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.images.image import NO_IMAGES, Image, LoadedImages
-from penstock_router.request import ChatRequest, CompletionRequest, Options
+from penstock_router.request import WHOLE_VOCABULARY, ChatRequest, CompletionRequest, Options
 from penstock_router.served_models import ServedModel
 from penstock_router.text.prompts import PreparedPrompts, Prompt
 from penstock_router.text.tokenizer import prompt_too_long
@@ -72,6 +73,7 @@ async def make_job(
     `drawn_seed` is what seeds are made of if the request has none. Yields to the event loop every
     `SEQUENCES_A_TURN` sequences.
     """
+    options = _with_known_logprobs(options, model.info)
     choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     requests: list[GenerationRequest] = []
     unplaced = iter(images.images)
@@ -86,6 +88,28 @@ async def make_job(
             if len(requests) % SEQUENCES_A_TURN == 0:
                 await asyncio.sleep(0)
     return Job(model, options, prepared, tuple(requests), images.pixels)
+
+
+def _with_known_logprobs(options: Options, info: ShardInfo) -> Options:
+    """The options with the number of log-probabilities where the whole vocabulary is asked for.
+    Refuses more than the model's shards give.
+    """
+    most = info.limits.max_logprobs
+    of_chat = "top_logprobs" if isinstance(options, ChatRequest) else "logprobs"
+    known: dict[str, int] = {}
+    for name, param in (("logprobs", of_chat), ("prompt_logprobs", "prompt_logprobs")):
+        asked: int | None = getattr(options, name)
+        if asked is None:
+            continue
+        known[name] = info.vocab_size if asked == WHOLE_VOCABULARY else asked
+        if known[name] > most:
+            all_ = f", all {info.vocab_size} tokens" if asked == WHOLE_VOCABULARY else ""
+            raise BadRequest(
+                f"{param}: must be at most {most} (--max-logprobs of the model's shards); "
+                f"given: {asked}{all_}",
+                param=param,
+            )
+    return dataclasses.replace(options, **known) if known else options
 
 
 def _placed(prompt: Prompt, images: Iterator[Image]) -> tuple[PromptImage, ...]:
@@ -113,7 +137,7 @@ def _make_request(
         min_tokens=options.min_tokens,
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
-        logprobs=0 if several and options.logprobs is None else options.logprobs,
+        logprobs=0 if several and options.logprobs is None else options.best_logprobs,
         prompt_logprobs=_prompt_logprobs(options),
         logprob_token_ids=options.logprob_token_ids,
         constraint=prepared.constraint,
@@ -211,6 +235,7 @@ def _sampling(options: Options, prepared: PreparedPrompts) -> SamplingParams:
         logit_bias=options.logit_bias,
         bad_words=prepared.bad_words,
         allowed_token_ids=prepared.allowed_token_ids,
+        penalty_window_tokens=options.penalty_window_tokens,
     )
 
 

@@ -12,6 +12,8 @@ from penstock_router.observe.request_record import RequestRecord, Usage
 _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _TOKEN_BUCKETS = tuple(float(2**power) for power in range(18))
 
+_CHOICES_BUCKETS = tuple(float(2**power) for power in range(8))
+
 _FINISHED = ("stop", "length")
 
 
@@ -100,6 +102,22 @@ class RequestMetrics:
         self._request_output_tokens = self._histogram(
             "request_output_tokens", "Output tokens of each request.", _TOKEN_BUCKETS
         )
+        self._request_computed_prompt_tokens = self._histogram(
+            "request_computed_prompt_tokens",
+            "Prompt tokens of each request that no prefix cache had.",
+            _TOKEN_BUCKETS,
+        )
+        self._request_choices = self._histogram(
+            "request_choices",
+            "Choices that each request asks for, of each of its prompts.",
+            _CHOICES_BUCKETS,
+        )
+        self._request_max_tokens = self._histogram(
+            "request_max_tokens",
+            "Output tokens that each choice of a request may have: as it asks, or up to the end of "
+            "the context.",
+            _TOKEN_BUCKETS,
+        )
 
     def on_request_end(self, record: RequestRecord) -> None:
         """Count a request of any kind."""
@@ -132,8 +150,13 @@ class RequestMetrics:
     def _count_tokens(self, record: RequestRecord, usage: Usage, ended_s: float) -> None:
         model, num_tokens = record.model, usage.completion_tokens
         self._request_prompt_tokens.labels(model).observe(usage.prompt_tokens)
-        if usage.cached_tokens:
+        if record.choices is not None and record.max_tokens is not None:
+            self._request_choices.labels(model).observe(record.choices)
+            self._request_max_tokens.labels(model).observe(record.max_tokens)
+        if usage.cached_tokens is not None:
             self._cached_tokens.labels(model).inc(usage.cached_tokens)
+            computed = usage.prompt_tokens - usage.cached_tokens
+            self._request_computed_prompt_tokens.labels(model).observe(computed)
         if record.first_token_s is None:
             return
         self._request_output_tokens.labels(model).observe(num_tokens)

@@ -1,4 +1,4 @@
-"""All metrics in Prometheus's text format, written without blocking the event loop for even a
+"""Writes all metrics in Prometheus's text format without blocking the event loop for even a
 millisecond. With several workers their files are read in a thread: some 10 ms of Python, in which
 the loop waits up to 5 ms for the interpreter each time it comes back from its sockets. So they are
 read no more often than workers write them.
@@ -42,7 +42,7 @@ class Exposition:
         self._read_again_at_s = 0.0
 
     async def text(self) -> bytes:
-        """All values in Prometheus' text format."""
+        """Write all values in Prometheus' text format."""
         self._metrics.write_out(time.perf_counter())
         own: Iterable[Metric] = self._metrics.registry.collect()
         if self._several_workers:

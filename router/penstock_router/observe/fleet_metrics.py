@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock_client.types import LoadReport
+from penstock_common.kv_cache_labels import KV_CACHE_HELP, KV_CACHE_LABELS, kv_cache_labels
 from penstock_router.fleet import Fleet, ShardState, state_of
 
 _LABELS = ("shard", "model")
@@ -64,6 +65,7 @@ class FleetCollector(Collector):
         for shard in shards:
             states.add_metric([*_labels(shard), state_of(shard)], 1)
         yield states
+        yield _cache_info(shards)
         for name, text, value in _GAUGES:
             gauge = GaugeMetricFamily(f"penstock_router_shard_{name}", text, labels=_LABELS)
             yield _filled(gauge, shards, value)
@@ -85,6 +87,19 @@ def _filled(
     for shard in shards:
         if shard.info is not None:
             family.add_metric(_labels(shard), value(shard.load))
+    return family
+
+
+def _cache_info(shards: Sequence[ShardState]) -> Metric:
+    family = GaugeMetricFamily(
+        "penstock_router_shard_kv_cache_info", KV_CACHE_HELP, labels=(*_LABELS, *KV_CACHE_LABELS)
+    )
+    for shard in shards:
+        if (info := shard.info) is not None:
+            cache = kv_cache_labels(
+                info.block_size, info.num_blocks, info.kv_sequences, info.kv_dtype
+            )
+            family.add_metric([*_labels(shard), *cache], 1)
     return family
 
 

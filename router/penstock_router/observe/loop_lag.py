@@ -1,4 +1,4 @@
-"""How late the event loop runs its timers: the one number that shows that something blocks it, or
+"""The lag of the event loop's timers: the one number that shows that something blocks it, or
 that it is overloaded.
 
 The lag is measured at the end of a sleep, so that a loop blocked for a second gives one value of a

@@ -1,4 +1,4 @@
-"""What the router counts, for Prometheus. What is counted of a request when it has ended is in
+"""Counters of the router, for Prometheus. Those of requests that have ended are in
 `ended_request_metrics`.
 
 With several workers each has its own counters; `prometheus_client` then keeps them in files of a
@@ -196,6 +196,9 @@ class Metrics:
             "client take too much memory or too many wait.",
             "reason",
         )
+        # Create the series now, so that a rate can be taken of the first refusal.
+        for reason in ("queue_full", "queued_tokens"):
+            self.refused.labels(reason)
 
     def _add_images(self) -> None:
         self.images = self._counter(

@@ -1,4 +1,4 @@
-"""One log line for each request: fields as JSON, words as text.
+"""Writes a log line for each request: fields as JSON, words as text.
 
 Made from the request's record, which has neither texts nor token ids nor keys.
 """

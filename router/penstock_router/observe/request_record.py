@@ -1,5 +1,4 @@
-"""What became of each request: one record, filled in along the way and passed to listeners at its
-end.
+"""Records what became of each request: filled in along the way, passed to listeners at its end.
 
 The request log, metrics, spans and the console's time line are all made from it, so they cannot
 disagree. A record ends when its last holder releases it: an answer that is made in the background,
@@ -61,6 +60,9 @@ class RequestRecord:
     # The adapter that it named in place of the model; "" for none.
     adapter: str = ""
     stream: bool = False
+    # What it asks for, once its prompts are ready: choices of each, and tokens of each at most.
+    choices: int | None = None
+    max_tokens: int | None = None
 
     # When it was admitted, when its prompts were ready, and when it had all its places.
     admitted_s: float | None = None

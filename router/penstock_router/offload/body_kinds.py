@@ -1,4 +1,4 @@
-"""All kinds of bodies, by name, and the two steps that each goes through, wherever they run."""
+"""Kinds of bodies, by name, and the two steps that each goes through, wherever they run."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Incoming:
     """A body as it arrives, kept in pieces: joining those of a long one takes milliseconds."""
 
     def __init__(self, client: str, memory: Holding, queue: Holding, metrics: Metrics) -> None:
-        """What it takes of memory and of the queue is held by `memory` and `queue`."""
+        """Use `memory` and `queue` to hold what it takes of memory and of the queue."""
         self.client = client
         self.pieces: list[bytes] = []
         self.num_bytes = 0

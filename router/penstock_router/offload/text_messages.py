@@ -1,4 +1,4 @@
-"""What a router and its text processes say to each other: a task there, and its outcome back.
+"""Messages between a router and its text processes: a task there, and its outcome back.
 
 A message is MessagePack behind its length. Behind a task come the parts it is about, as they are: a
 body, files. Every message is decoded by its type, and an error travels as its name and its fields:
@@ -34,7 +34,7 @@ MAX_TASK_S = 60.0
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What text work needs to know of a model, besides its files; they stand for the model."""
+    """Facts of a model that text work needs besides its files; they stand for the model."""
 
     name: str
     tokenizer_hash: str
@@ -86,7 +86,7 @@ def encode_task(task: Task, sizes: Sequence[int]) -> bytes:
 
 
 def decode_task(data: bytes) -> tuple[Task, list[int]]:
-    """What `encode_task` encoded, without its length."""
+    """Decode what `encode_task` encoded, without its length."""
     return _TASKS.decode(data)
 
 
@@ -126,7 +126,7 @@ _OUTCOMES: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 
 def encode_outcome(outcome: Outcome | ApiError) -> bytes:
-    """What came of a task."""
+    """Encode what came of a task."""
     match outcome:
         case ApiError():
             return framed(_pack_error(outcome))
@@ -138,7 +138,7 @@ def encode_outcome(outcome: Outcome | ApiError) -> bytes:
 
 
 async def decode_outcome(data: bytes | mmap) -> Outcome:
-    """What `encode_outcome` encoded, without its length; raises an error that came of the task.
+    """Decode what `encode_outcome` encoded, without its length; raises an error of the task.
 
     Ids become arrays.
     """

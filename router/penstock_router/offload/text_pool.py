@@ -52,7 +52,7 @@ Arrival = tuple[float, int]
 
 
 class TextProcess:
-    """One process. It takes one task at a time."""
+    """A process. It takes one task at a time."""
 
     def __init__(self, log_level: str, log_format: str) -> None:
         """Start it, in half a millisecond. Raises `Unavailable`."""
@@ -73,7 +73,7 @@ class TextProcess:
         return self._child.is_alive
 
     def has_room_for(self, task: Task) -> bool:
-        """Whether it has the task's model, or may get it."""
+        """Tell whether it has the task's model, or may get it."""
         if not isinstance(task, Work) or task.model in self._models:
             return True
         return len(self._models) < MAX_MODELS

@@ -23,10 +23,19 @@ from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.errors import BadRequest
 from penstock_router.generation.client_progress import BEGINNING, ResumePoint
-from penstock_router.generation.deltas import LOGPROB_BYTES, Deltas, Hold, bound, bundle, collect
+from penstock_router.generation.deltas import (
+    LOGPROB_BYTES,
+    Deltas,
+    Hold,
+    bound,
+    bound_each,
+    bundle,
+    collect,
+)
 from penstock_router.generation.generation import Generation
 from penstock_router.generation.job import SEQUENCES_A_TURN, Job, make_job
 from penstock_router.json_fields import STRING, Field, one_of, string, table
+from penstock_router.observe import endpoint_load
 from penstock_router.observe.request_record import Usage
 from penstock_router.offload.dispatch import LONG_BYTES, Body
 from penstock_router.request import MAX_SESSION_CHARS, Options
@@ -50,6 +59,7 @@ from penstock_router.routes.warnings import warn
 from penstock_router.served_models import ServedModel
 from penstock_router.server import sse
 from penstock_router.text.prompts import PreparedPrompts
+from penstock_router.text.stop_strings import compile_stops
 
 _Result = TypeVar("_Result")
 
@@ -57,6 +67,8 @@ _Result = TypeVar("_Result")
 _OBJECT_BYTES = 3
 # Answers of at most so many tokens are rendered on the event loop: some tens of microseconds.
 _INLINE_TOKENS = 10_000
+# Stop strings of so many characters are compiled on the event loop, in 0.4 ms.
+_INLINE_STOP_CHARS = 512
 
 # Headers of each route that generates: described here, read below.
 HEADERS = table(
@@ -73,6 +85,12 @@ HEADERS = table(
             "Requests with the same value go to the same shard, and its prefix cache.",
         ),
         Field("x-penstock-shard", STRING, "HOST:PORT of the only shard that may serve it."),
+        Field(
+            endpoint_load.ASKED,
+            STRING,
+            "TEXT or JSON: how busy the model's shards are, in a header of an answer that is not "
+            "streamed.",
+        ),
     ]
 )
 
@@ -184,7 +202,16 @@ async def _make_whole(
     response.headers.update(shape.headers())
     if usage.approximate:
         response.headers["x-penstock-continued"] = "approximate"
+    response.headers.update(_load_header(call, job))
     return response
+
+
+def _load_header(call: Call[Any], job: Job) -> dict[str, str]:
+    router, form = call.request.app[ROUTER], call.request.headers.get(endpoint_load.ASKED, "")
+    load = endpoint_load.endpoint_load(
+        form, router.fleet.shards, job.model.info.model, router.admission.queued
+    )
+    return {} if load is None else {endpoint_load.ANSWERED: load}
 
 
 def make_generation(
@@ -204,11 +231,11 @@ def make_generation(
 
 
 def _deltas(call: Call[Any], generation: Generation, hold: Hold) -> Deltas:
-    deltas = bundle(generation, call.asked.stream_interval)
-    if not call.api.repeats_answer:
-        return deltas
+    deltas, options = bundle(generation, call.asked.stream_interval), generation.job.options
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
-    return bound(deltas, call.asked, max_bytes, hold)
+    if not call.api.repeats_answer:
+        return bound_each(deltas, options, max_bytes)
+    return bound(deltas, options, max_bytes, hold)
 
 
 @contextmanager
@@ -266,6 +293,9 @@ async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
         made = await call.body.work(model, call.earlier)
         assert isinstance(made, PreparedPrompts)
         warn(call.request, made.warnings)
+        if sum(map(len, asked.stop)) > _INLINE_STOP_CHARS:
+            # The generation finds them compiled.
+            await router.threads.run(functools.partial(compile_stops, asked.stop))
         job = await make_job(asked, model, made, call.drawn_seed, call.body.images)
     _check_size(job, router.config.max_answer_bytes)
     for shard in router.fleet.shards:
@@ -287,6 +317,8 @@ async def take_places(call: Call[Any], job: Job, ticket: Ticket) -> None:
     record = call.request[RECORD]
     record.model, record.prepared_s = job.model.info.model, time.perf_counter()
     record.adapter = job.model.adapter
+    record.choices = call.asked.n
+    record.max_tokens = max(request.max_tokens or 0 for request in job.requests)
     ticket.charge.follow(record)
     await ticket.start(
         sum(len(prompt.token_ids) for prompt in job.prompts),

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock_client.types import ShardInfo
 from penstock_common.version import VERSION
-from penstock_router.apis.openai import requests as openai
+from penstock_router.apis.openai import fields as openai
 from penstock_router.apis.tgi import requests as tgi
 from penstock_router.errors import Unavailable, unknown_model
 from penstock_router.observe.exposition import CONTENT_TYPE

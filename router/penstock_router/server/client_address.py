@@ -1,4 +1,4 @@
-"""Which client an address belongs to."""
+"""Tells the client that an address belongs to."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ async def end_answer(request: web.Request, response: web.StreamResponse) -> None
 
 
 def _head_bytes(request: web.Request) -> int:
-    """How long its request line and headers were, but for white space that need not be."""
+    """The length of its request line and headers, but for white space that need not be."""
     line = len(f"{request.method} {request.raw_path} HTTP/1.1\r\n")
     headers = sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
     return line + headers + len("\r\n")

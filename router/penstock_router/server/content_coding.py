@@ -18,7 +18,7 @@ _IS_DEFLATE = 8
 
 
 def inflater_of(codings: Sequence[str]) -> Inflater | None:
-    """What inflates a body with these Content-Encoding headers; None: it is not compressed."""
+    """The inflater of a body with these Content-Encoding headers; None: it is not compressed."""
     coding = ", ".join(codings).strip().lower()
     if coding in ("", "identity"):
         return None

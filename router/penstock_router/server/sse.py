@@ -82,7 +82,7 @@ class EventStream:
 
     @property
     def busy(self) -> bool:
-        """Whether the socket has not taken all that was sent."""
+        """Tell whether the socket has not taken all that was sent."""
         return self._write_timeout.has_unsent
 
     def send_now(self, frames: bytes) -> None:
@@ -276,11 +276,12 @@ async def make_frame(shape: Shape, delta: Delta, threads: Threads) -> bytes | No
 
 
 def is_quick(delta: Delta) -> bool:
-    """Whether its frame may be made on the event loop."""
+    """Tell whether its frame may be made on the event loop."""
     if delta.logprobs is None and delta.prompt_logprobs is None:
         return True
     columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
-    return sum(len(one.chosen) * (1 + one.top_n) for one in columns) <= _INLINE_LOGPROBS
+    shown = sum(len(one.chosen) * (1 + one.top_n) + len(one.requested) for one in columns)
+    return shown <= _INLINE_LOGPROBS
 
 
 async def send_each(events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:

@@ -1,4 +1,4 @@
-"""How long a connection's client may leave an answer unread, whatever writes it.
+"""Bounds how long a connection's client may leave an answer unread, whatever writes it.
 
 A client has the timeout's seconds to spare. They pass while the socket holds bytes that it has not
 taken; what it takes gives time back, a second for each `_BYTES_A_SECOND`, and so does time in which
@@ -45,7 +45,7 @@ class WriteTimeout:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the client has not taken all that was written."""
+        """Tell whether the client has not taken all that was written."""
         return not self._nothing_left.is_set()
 
     async def wait_sent(self) -> None:
@@ -111,7 +111,7 @@ class _Watched(Protocol):
 
 
 def write_timeout_of(transport: asyncio.Transport | None) -> WriteTimeout:
-    """That of the connection. Raises `ConnectionError` if it is closed."""
+    """The connection's timeout. Raises `ConnectionError` if it is closed."""
     watched = None if transport is None else cast(_Watched, transport.get_protocol())
     if watched is None or watched.write_timeout is None:
         raise ConnectionResetError("the client left")

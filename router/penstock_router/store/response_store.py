@@ -161,7 +161,7 @@ class StoreUnavailable(StoreError):
 
 
 class ResponseTooLarge(StoreError):
-    """One document that would take too much of the store; the text is fit for the client."""
+    """A document that would take too much of the store; the text is fit for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def _shorten_log(connection: sqlite3.Connection, wal: str) -> None:
 
 
 class ResponseStore:
-    """One worker's access to the responses of all workers. Belongs to one event loop.
+    """Access of a worker to the responses of all workers. Belongs to one event loop.
 
     Every method may raise `StoreUnavailable`. A call is carried out even if its caller is
     cancelled.
@@ -428,7 +428,7 @@ class ResponseStore:
         return await self._call(self._change, (_REQUEST_CANCEL,), _key(response_id)) > 0
 
     async def cancel_requested(self, response_ids: Collection[str]) -> set[str]:
-        """Which of these responses, which this worker is making, are to be cancelled."""
+        """Find those of these responses, which this worker is making, that are to be cancelled."""
         to_cancel = {*await self._call(self._select, _TO_CANCEL)}
         return {response_id for response_id in response_ids if (_key(response_id),) in to_cancel}
 
@@ -460,13 +460,13 @@ class ResponseStore:
     def _change(
         self, statements: Iterable[str], key: bytes = b"", reader: str | None = None
     ) -> int:
-        """How many rows changed."""
+        """Change rows; returns how many."""
         given = self._given(key, reader)
         with _writing(self._connection):
             return sum(self._connection.execute(one, given).rowcount for one in statements)
 
     def _given(self, key: bytes, reader: str | None = None) -> dict[str, object]:
-        """What statements may ask for."""
+        """Values that statements may ask for."""
         now_s = self._clock()
         return {
             **{"id": key, "reader": reader, "owner": self._owner},

@@ -11,65 +11,102 @@ searched, and stays in the text that is shown.
 from __future__ import annotations
 
 import functools
+import re
+from collections import deque
 from collections.abc import Sequence
 
 from penstock_router.text.marks import TOKEN, plain
 
+# The most characters of all stop strings of a request together.
+MAX_CHARS = 4096
 
-class _Pattern:
-    """One stop string, matched a character at a time (Knuth, Morris and Pratt).
 
-    `matched` is the length of the longest suffix of the text so far that begins the stop string:
-    at once what has to be held back and all that needs to be remembered.
+class _Automaton:
+    """All stop strings, matched a character at a time (Aho and Corasick, 1975): however many there
+    are, a character costs the same.
+
+    A state stands for the longest suffix of the text so far that begins a stop string; `depths` has
+    its length: at once what has to be held back and all that needs to be remembered.
     """
 
-    __slots__ = ("_fallback", "matched", "text")
+    __slots__ = ("_begins", "_fallbacks", "_steps", "_texts", "_whole", "depths")
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0
-        self._fallback = _fallback_table(text)
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        self._texts = texts
+        # For each state the states after a character, and the one to go on from without such.
+        self._steps: list[dict[str, int]] = [{}]
+        self._fallbacks = [0]
+        self.depths = [0]
+        # The first of the stop strings that end in a state; -1: none does.
+        self._whole = [-1]
+        for number, text in enumerate(texts):
+            self._add(number, text)
+        self._set_fallbacks()
+        # Nearly all text is skipped by it.
+        firsts = "".join({re.escape(text[0]) for text in texts})
+        self._begins = re.compile(f"[{firsts}]")
 
-    def advance(self, piece: str, may_stop: bool) -> int | None:
-        """Match `piece`; returns its length up to where the stop string completes, or None.
+    def _add(self, number: int, text: str) -> None:
+        state = 0
+        for depth, character in enumerate(text, 1):
+            known = self._steps[state].get(character)
+            if known is None:
+                known = self._steps[state][character] = len(self._steps)
+                self._steps.append({})
+                self._fallbacks.append(0)
+                self.depths.append(depth)
+                self._whole.append(-1)
+            state = known
+        if self._whole[state] < 0:
+            self._whole[state] = number
 
-        If it must not stop, matching goes on behind each place where the string completes.
+    def _set_fallbacks(self) -> None:
+        """Breadth first, so that those of shorter beginnings are known."""
+        states = deque(self._steps[0].values())
+        while states:
+            state = states.popleft()
+            for character, after in self._steps[state].items():
+                fallback = self._fallbacks[after] = self._step(self._fallbacks[state], character)
+                inner, own = self._whole[fallback], self._whole[after]
+                if inner >= 0 and (own < 0 or inner < own):
+                    self._whole[after] = inner
+                states.append(after)
+
+    def _step(self, state: int, character: str) -> int:
+        while (after := self._steps[state].get(character)) is None:
+            if state == 0:
+                return 0
+            state = self._fallbacks[state]
+        return after
+
+    def advance(self, state: int, piece: str, may_stop: bool) -> tuple[int, int, str | None]:
+        """Match `piece`; returns the state behind it or, if a stop string completes, the position
+        behind that, and the stop string.
+
+        If it must not stop, matching goes on behind each place where a string completes.
         """
-        text, fallback, matched = self.text, self._fallback, self.matched
         position, end = 0, len(piece)
         while position < end:
-            if matched == 0:
-                # Nearly all text is skipped here, at the speed of `find`.
-                position = piece.find(text[0], position)
-                if position < 0:
+            if state == 0:
+                begun = self._begins.search(piece, position)
+                if begun is None:
                     break
-            while matched and piece[position] != text[matched]:
-                matched = fallback[matched]
-            if piece[position] == text[matched]:
-                matched += 1
+                position = begun.start()
+            state = self._step(state, piece[position])
             position += 1
-            if matched == len(text):
+            if self._whole[state] >= 0:
                 if may_stop:
-                    self.matched = 0
-                    return position
-                matched = fallback[matched]
-        self.matched = matched
-        return None
+                    return state, position, self._texts[self._whole[state]]
+                while state and not self._steps[state]:
+                    state = self._fallbacks[state]
+        return state, end, None
 
 
 # Choices of one request have the same stop strings.
 @functools.lru_cache(256)
-def _fallback_table(text: str) -> list[int]:
-    """For each length of a match: the next shorter beginning of `text` that also ends it."""
-    table = [0] * (len(text) + 1)
-    length = 0
-    for position in range(1, len(text)):
-        while length and text[position] != text[length]:
-            length = table[length]
-        if text[position] == text[length]:
-            length += 1
-        table[position + 1] = length
-    return table
+def compile_stops(stops: tuple[str, ...]) -> _Automaton:
+    """The automaton of these stop strings, made in some 0.7 us a character."""
+    return _Automaton(stops)
 
 
 def beginning(text: str, marks: Sequence[str], start: int = 0) -> int:
@@ -89,32 +126,28 @@ def beginning(text: str, marks: Sequence[str], start: int = 0) -> int:
 class StopMatcher:
     """Cuts one choice's text at the first stop string."""
 
-    __slots__ = ("_held", "_include", "_patterns", "active", "stopped_by")
+    __slots__ = ("_automaton", "_held", "_include", "_state", "active", "stopped_by")
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        self._patterns = [_Pattern(stop) for stop in stops]
-        self._include = include_stop
-        self._held = ""
         # Whether there is anything to look for.
         self.active = bool(stops)
+        self._automaton = compile_stops(tuple(stops)) if stops else None
+        self._state = 0
+        self._include = include_stop
+        self._held = ""
         self.stopped_by: str | None = None
 
     def feed(self, piece: str, may_stop: bool = True) -> str:
         """The text that can be shown now. Once `stopped_by` is set, feed nothing more."""
-        if not self._patterns or not piece:
+        if self._automaton is None or not piece:
             return piece
-        found: tuple[int, str] | None = None
-        searched = plain(piece)
-        for pattern in self._patterns:
-            end = pattern.advance(searched, may_stop)
-            if end is not None and (found is None or end < found[0]):
-                found = (end, pattern.text)
-        if found is not None:
-            return self._cut(piece, *found)
+        self._state, end, stop = self._automaton.advance(self._state, plain(piece), may_stop)
+        if stop is not None:
+            return self._cut(piece, end, stop)
         if self._include:
             return piece
         text = self._held + piece
-        keep = _before_last(text, max([pattern.matched for pattern in self._patterns]))
+        keep = _before_last(text, self._automaton.depths[self._state])
         self._held = text[keep:]
         return text[:keep]
 

@@ -20,7 +20,7 @@ from penstock_shard.checkpoint.adapter_files import CONFIG
 from penstock_shard.checkpoint.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from penstock_shard.checkpoint.gguf_files import is_gguf
 from penstock_shard.checkpoint.tokenizer_files import is_template
-from penstock_shard.checkpoint.weight_files import INDEX, WEIGHTS, why_no_weights
+from penstock_shard.checkpoint.weight_files import INDEX, WEIGHTS, unlisted, why_no_weights
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 
@@ -141,7 +141,7 @@ class _Hub:
         info = HfApi().model_info(self.model, revision=self.revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         gguf = self._gguf(list(sizes))
-        if not gguf and needs_weights and not any(name in sizes for name in (WEIGHTS, INDEX)):
+        if not gguf and needs_weights and INDEX not in sizes and not unlisted(sizes):
             raise ModelError(f"{self.model}: {why_no_weights(list(sizes))}")
         wanted = [gguf] if gguf else _wanted(sizes, needs_weights, code)
         missing = sum(
@@ -250,8 +250,8 @@ def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[s
     wanted += [name for name in sizes if _POOLING.fullmatch(name) or is_template(name)]
     if needs_weights:
         # Some repositories hold the same weights twice, the second time as consolidated.*.
-        weights = [name for name in sizes if re.fullmatch(r"model[\w.-]*\.safetensors", name)]
-        wanted += [WEIGHTS] if WEIGHTS in weights else weights
+        weights = [WEIGHTS] if WEIGHTS in sizes else unlisted(sizes)
+        wanted += [name for name in weights if name in sizes]
     return wanted
 
 

@@ -6,7 +6,7 @@ Weights are taken as safetensors and GGUF only, since loading pickles runs what 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from penstock_shard.checkpoint.gguf_files import is_gguf, unfold
 from penstock_shard.checkpoint.hub import fetch_adapter, fetch_model, is_hub_id
 from penstock_shard.checkpoint.weight_files import (
     GGUF,
+    INDEX,
+    has_index,
     read_object,
     stored_tensors,
     weight_files,
@@ -99,6 +101,21 @@ def _check_weights(directory: Path) -> None:
             f"{directory}: {len(missing)} of {len(parts)} parts of the weights are missing, "
             f"{missing[0].name} for one"
         )
+    _check_tensors(directory, [part for part in parts if part.name != GGUF])
+
+
+def _check_tensors(directory: Path, parts: Sequence[Path]) -> None:
+    """Raises ModelError for a part that is cut, and for a tensor that is in two where no index says
+    which is meant.
+    """
+    found: dict[str, Path] = {}
     for part in parts:
-        if part.name != GGUF:
-            stored_tensors(part)
+        tensors = stored_tensors(part)
+        twice = found.keys() & tensors.keys()
+        if twice and not has_index(directory):
+            name = min(twice)
+            raise ModelError(
+                f"{directory}: {found[name].name} and {part.name} both have a tensor {name}, and "
+                f"there is no {INDEX} to say which is meant"
+            )
+        found |= dict.fromkeys(tensors, part)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock_shard.checkpoint.codes.codes import Codes
 from penstock_shard.checkpoint.text_names import text_names
-from penstock_shard.checkpoint.weight_files import weight_files
+from penstock_shard.checkpoint.weight_files import WEIGHTS, has_index, weight_files
 from penstock_shard.errors import ModelError
 
 # Looking up where files are mapped takes a millisecond: not worth it below this size, as all small
@@ -40,6 +40,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         try:
             paths = weight_files(model_dir)
+            self._is_unlisted = paths != [model_dir / WEIGHTS] and not has_index(model_dir)
             if not paths:
                 raise ModelError(f"{model_dir}: cannot load the weights: there are none")
             for path in paths:
@@ -59,7 +60,8 @@ class Checkpoint:
     @property
     def is_plain(self) -> bool:
         """Whether transformers can read the model from the files by itself."""
-        return self.names.root in ("model.", "") and not self.names.leaves_out
+        of_text = self.names.root in ("model.", "") and not self.names.leaves_out
+        return of_text and not self._is_unlisted
 
     def for_transformers(self) -> Checkpoint:
         """What the code of transformers for the model's type can load."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,9 @@ GGUF = "model.gguf"
 INDEX = "model.safetensors.index.json"
 
 _PICKLES = (".bin", ".pt", ".pth")
+_PART = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
+# Weights of an adapter, and the same weights once more under other names.
+_BESIDE = ("adapter_", "consolidated")
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -32,18 +36,48 @@ class StoredTensor(msgspec.Struct):
 
 def weight_files(directory: Path) -> list[Path]:
     """The one file, else those of the index, as transformers chooses them, else that of a GGUF
-    file; [] if there is none.
+    file, else all that are there without an index; [] if there is none.
 
     Raises ModelError for an index that cannot be read, OSError for what the system refuses.
     """
     if (directory / WEIGHTS).exists():
         return [directory / WEIGHTS]
-    if not (directory / INDEX).exists():
-        return [directory / GGUF] if (directory / GGUF).exists() else []
+    if not has_index(directory):
+        gguf = directory / GGUF
+        names = [path.name for path in directory.iterdir()]
+        return [gguf] if gguf.exists() else [directory / name for name in unlisted(names)]
     weight_map = read_object(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{directory / INDEX}: names no weights")
     return [directory / name for name in sorted(set(weight_map.values()))]
+
+
+def has_index(directory: Path) -> bool:
+    """Whether a file lists the parts of the weights."""
+    return (directory / INDEX).exists()
+
+
+def unlisted(names: Iterable[str]) -> list[str]:
+    """Weights that no index lists, among the names of files: those that begin with "model" if there
+    are such, else the others. All parts of a set of which one is there, so that one may be missing.
+    """
+    files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+    chosen = [name for name in files if name.startswith("model")]
+    chosen = chosen or [name for name in files if not name.startswith(_BESIDE)]
+    return sorted({part for name in chosen for part in _set_of(name, files)})
+
+
+def _set_of(name: str, files: Sequence[str]) -> list[str]:
+    """All parts of the set that this one is of; itself if it is whole."""
+    part = _PART.fullmatch(name)
+    if part is None:
+        return [name]
+    prefix, number, total = part.groups()
+    names = [
+        f"{prefix}-{each:0{len(number)}}-of-{total}.safetensors" for each in range(int(total) + 1)
+    ]
+    # Some count from 0.
+    return names[:-1] if names[0] in files else names[1:]
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -188,6 +188,13 @@ class Output(msgspec.Struct, array_like=True):
     def is_last(self) -> bool:
         return self.finish is not None or self.error is not None
 
+    @property
+    def scores_bytes(self) -> int:
+        """What its log-probabilities take on the wire, about."""
+        if self.logprobs is None and self.prompt_logprobs is None:
+            return 0
+        return sum(each.num_bytes for each in (self.logprobs, self.prompt_logprobs) if each)
+
     def merge(self, later: Output) -> None:
         """Append a later output to this one, for a reader that is behind."""
         self.token_ids += later.token_ids

@@ -53,6 +53,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     # Sequences of ids that the output must not contain.
     bad_words: tuple[tuple[int, ...], ...] = ()
+    # How many tokens before the next one the penalties look at; None: all. Only with a penalty.
+    penalty_window_tokens: int | None = None
 
 
 # The languages of constraints, as the wire's Constraint names them.

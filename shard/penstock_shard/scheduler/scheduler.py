@@ -447,7 +447,7 @@ class Scheduler:
         for sequence in self._policy.queue(self._waiting, budget, now_s):
             if self._is_long(sequence) and budget.long_tokens == 0:
                 continue
-            if sequence.needs_prompt_logprobs and budget.scored_tokens == 0:
+            if sequence.needs_prompt_logprobs and not budget.scorable(sequence):
                 continue
             if not free_seqs or not self._chunk_limit(sequence, budget):
                 return

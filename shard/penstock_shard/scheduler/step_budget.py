@@ -15,6 +15,10 @@ from penstock_shard.sequence import Sequence
 # Time that long prompts may take beside decodes, relative to the time of the decodes alone.
 _LONG_SHARE = 0.8
 UNBOUNDED_S = float("inf")
+# A scored token counts once more for each so many log-probabilities that are wanted of it, but no
+# more often than that: those of a step go to the server as one message.
+_WIDE_LOGPROBS = 16_384
+_MOST_OFTEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,8 @@ class StepBudget:
         limit = self.most_prompt_tokens(sequence)
         if sequence.needs_prompt_logprobs:
             scored = sequence.num_prompt_tokens - 1 - sequence.num_computed
-            limit = limit if scored <= self.scored_tokens else min(limit, self.scored_tokens)
+            room = self.scorable(sequence)
+            limit = limit if scored <= room else min(limit, room)
         if not is_long:
             return limit
         limit = min(limit, self.long_tokens)
@@ -95,13 +100,22 @@ class StepBudget:
         if self.tokens == of_all:
             return True
         is_scored = sequence.needs_prompt_logprobs
-        return count <= self.tokens and not (is_scored and count > self.scored_tokens)
+        return count <= self.tokens and not (is_scored and count > self.scorable(sequence))
+
+    def scorable(self, sequence: Sequence) -> int:
+        """How many of its prompt's tokens may still be scored."""
+        return self.scored_tokens // _score_weight(sequence)
 
     def take_chunk(self, row: Row, *, is_long: bool) -> None:
         """Subtract this chunk of a prompt; that of an image may be more than there was for it."""
         self.tokens -= row.count
         self.prompt_tokens = max(0, self.prompt_tokens - row.count)
-        self.scored_tokens -= row.scored
+        self.scored_tokens -= row.scored * _score_weight(row.sequence)
         if is_long:
             self.long_tokens = max(0, self.long_tokens - row.count)
             self.long_s -= self.step_time.prompt_s(row.start, row.count)
+
+
+def _score_weight(sequence: Sequence) -> int:
+    """How often each of its scored tokens counts."""
+    return min(_MOST_OFTEN, 1 + (sequence.request.prompt_logprobs or 0) // _WIDE_LOGPROBS)

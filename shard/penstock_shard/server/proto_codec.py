@@ -54,6 +54,11 @@ _FILE_CHUNK_BYTES = 64 * 1024
 _RESPONSE_BYTES = 256 * 1024
 # Most tokens in the columns of one response, at 12 bytes each.
 _MAX_COLUMN = 16_384
+# Columns as the wire has them: this, a length, their bytes.
+_IDS_TAG, _LOGPROBS_TAG = (
+    bytes([pb.Logprobs.DESCRIPTOR.fields_by_name[name].number << 3 | 2])
+    for name in ("top_token_ids", "top_logprobs")
+)
 _NO_NUMBERS: Mapping[tuple[str, int], int] = {}
 
 _FINISH: Mapping[FinishReason, pb.Finish.Reason] = {
@@ -202,7 +207,7 @@ def _pieces(output: Output) -> Iterator[Output]:
         head.prompt_logprobs_start = output.prompt_logprobs_start
         head.queue_s, output.queue_s = output.queue_s, None
         yield head
-        output.prompt_logprobs = prompt_scores = prompt_scores.without_first(rows)
+        prompt_scores.drop_first(rows)
         output.prompt_logprobs_start += rows
     while len(output.token_ids) > (rows := _rows(scores)):
         head = Output(
@@ -214,7 +219,7 @@ def _pieces(output: Output) -> Iterator[Output]:
         head.prompt_logprobs_start = output.prompt_logprobs_start
         if scores is not None:
             head.logprobs = scores.first(rows)
-            output.logprobs = scores = scores.without_first(rows)
+            scores.drop_first(rows)
         yield head
         output.token_ids = output.token_ids[rows:]
         output.first_position += rows
@@ -259,8 +264,10 @@ def _set_logprobs(message: pb.Logprobs, logprobs: Logprobs) -> None:
     message.chosen.extend(logprobs.chosen)
     message.ranks.extend(logprobs.ranks)
     message.top_n = logprobs.top_n
-    message.top_token_ids.extend(logprobs.top_token_ids)
-    message.top_logprobs.extend(logprobs.top_logprobs)
+    # There may be as many as a vocabulary has: their bytes are copied once, and none is looked at.
+    for tag, column in ((_IDS_TAG, logprobs.best_ids), (_LOGPROBS_TAG, logprobs.best_logprobs)):
+        if column:
+            message.MergeFromString(b"%b%b%b" % (tag, _varint(len(column)), column))
     message.requested.extend(logprobs.requested)
 
 
@@ -285,7 +292,10 @@ def info_response(ready: Ready, config: ShardConfig, instance_id: str) -> pb.Inf
         tokenizer_hash=ready.tokenizer_hash,
         default_sampling=_default_sampling(info.default_sampling),
         limits=message_from(
-            pb.Limits, config, max_num_batched_tokens=config.batched_tokens(info.device)
+            pb.Limits,
+            config,
+            max_num_batched_tokens=config.batched_tokens(info.device),
+            max_logprobs=config.most_logprobs(info.vocab_size),
         ),
         capabilities=sorted(info.capabilities | ({"prefetch"} if config.kv_peers else set())),
         embedding=None if info.embedding is None else _embedding_defaults(info.embedding),

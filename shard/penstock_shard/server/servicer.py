@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
+from penstock_common.request_bounds import MAX_UNREAD_SCORES_BYTES
 from penstock_proto.transport import FIELD_METADATA
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code
@@ -56,10 +57,14 @@ _CALLER_NAMES = ("x509_subject_alternative_name", "x509_common_name", "x509_pem_
 class Outbox:
     """Outputs that wait to be written to one call, merged per request.
 
-    Its size is bounded: one output per request of the call, with at most that request's tokens.
+    Its size is bounded: one output per request of the call, with at most that request's tokens, and
+    so many bytes of log-probabilities. A request with more is told to `end`, by id and attempt.
     """
 
-    def __init__(self, namespace: str = "") -> None:
+    def __init__(
+        self, namespace: str = "", end: Callable[[str, int], object] = lambda *_: None
+    ) -> None:
+        self._end = end
         self._outputs: dict[tuple[str, int], Output] = {}
         self._changed = asyncio.Event()
         self._taken = asyncio.Event()
@@ -81,6 +86,12 @@ class Outbox:
         waiting = self._outputs.get(key)
         if waiting is None:
             self._outputs[key] = output
+        elif waiting.is_last:
+            # It was ended here, and this is how the engine tells of that.
+            return
+        elif waiting.scores_bytes + output.scores_bytes > MAX_UNREAD_SCORES_BYTES:
+            output = self._outputs[key] = _too_much_unread(waiting)
+            self._end(self.namespace + output.request_id, output.attempt)
         else:
             waiting.merge(output)
         if output.is_last:
@@ -119,6 +130,16 @@ class Outbox:
         self._num_being_written = len(outputs)
         self._taken.set()
         return list(outputs.values())
+
+
+def _too_much_unread(waiting: Output) -> Output:
+    text = (
+        f"logprobs: more than {MAX_UNREAD_SCORES_BYTES} bytes of them wait for their reader; read "
+        "faster, or ask for fewer of them or of tokens"
+    )
+    error = Error(Code.INVALID_ARGUMENT, text, field="logprobs")
+    position = waiting.first_position
+    return Output(waiting.request_id, waiting.attempt, position, [], error=error)
 
 
 def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
@@ -160,7 +181,7 @@ class ShardServicer(proto_codec.Servicer):
     async def Generate(
         self, request_iterator: AsyncIterator[Any], context: Context
     ) -> AsyncIterator[Any]:
-        outbox = Outbox(_namespace(context))
+        outbox = Outbox(_namespace(context), self._engine.abort)
         reader = asyncio.create_task(self._read(request_iterator, outbox))
         reader.add_done_callback(partial(_close, outbox))
         self._outboxes.add(outbox)

@@ -60,6 +60,7 @@ _NEUTRAL: Mapping[str, object] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
+    "penalty_window_tokens": None,
     "min_tokens": 0,
     "priority": 0,
     "time_to_first_token_s": None,
@@ -71,6 +72,11 @@ _NEUTRAL: Mapping[str, object] = {
     "prompt_logprobs": None,
 }
 _NEUTRAL_SAMPLING = SamplingParams()
+_NO_PENALTIES: Mapping[str, float] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 _NO_OBJECTIVE = Objective()
 _NEUTRAL_WHEN_EMPTY = (
     *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "images"),
@@ -116,6 +122,7 @@ class IncomingRequest:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    penalty_window_tokens: int | None = None
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: abc.Sequence[TokenIds] = ()
@@ -168,10 +175,11 @@ def check(
         _refuse("request_id", len(incoming.request_id), f"1..{MAX_ID_CHARACTERS} characters")
     max_tokens = _check_lengths(incoming, info.max_model_len)
     _check_ids(incoming, info.vocab_size)
+    most = config.most_logprobs(info.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(incoming, name)
-        if asked is not None and asked > config.max_logprobs:
-            _refuse(name, asked, f"0..{config.max_logprobs} (--max-logprobs)")
+        if asked is not None and asked > most:
+            _refuse(name, asked, f"0..{most} (--max-logprobs)")
     if incoming.constraint is not None:
         _check_constraint(incoming.constraint, config.max_constraint_bytes)
     eos = () if incoming.ignore_eos else info.eos_token_ids
@@ -473,8 +481,14 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
         top_k, seed = 0, 0
     else:
         seed = _seed_of(incoming.request_id) if incoming.seed is None else incoming.seed
+    window = incoming.penalty_window_tokens
+    if window == 0:
+        values |= _NO_PENALTIES
+    if all(values[name] == neutral for name, neutral in _NO_PENALTIES.items()):
+        window = None
     return SamplingParams(
         **values,
+        penalty_window_tokens=window,
         top_k=max(0, top_k),
         seed=seed,
         # Sorted, as a protobuf map has no order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -12,6 +13,8 @@ from penstock_shard.structured_output.json_schema.schema import prepared
 from penstock_shard.structured_output.json_schema.whitespace import json_writing
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
+# An escape of eight digits, behind an even number of backslashes.
+_CODE_POINT = re.compile(r"(?<!\\)((?:\\\\)*)\\U([0-9A-Fa-f]{8})")
 _EBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
 
 
@@ -40,9 +43,22 @@ def lark_of(text: str) -> str:
     if not _EBNF.search(text):
         return text
     try:
-        return any_to_lark(text)
+        return any_to_lark(_CODE_POINT.sub(_character, text))
     except GbnfToLarkError as error:
         raise ConstraintRefused(f"grammar: {error}") from error
+    except Exception as error:
+        # What the library raises for a rule that is missing is of no class of its own.
+        if type(error) is not Exception:
+            raise
+        raise ConstraintRefused(f"grammar: {error}") from error
+
+
+def _character(escaped: re.Match[str]) -> str:
+    """A character for its escape: Lark has none for those of more than four digits."""
+    number = int(escaped[2], 16)
+    if 0xFFFF < number <= sys.maxunicode:
+        return escaped[1] + chr(number)
+    return escaped[0]
 
 
 def unforced(lark: str) -> str:

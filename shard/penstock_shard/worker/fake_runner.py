@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import abc, deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,7 @@ class FakeRunner:
         self._images = FakeImages()
         self._kv = kv
         self._ordinary_ids = ordinary_ids
+        self._special_ids = sorted({*range(info.vocab_size)} - {*ordinary_ids})
         self._step_s = step_s
         self._eos_rate = eos_rate
         self._crash_on = crash_on
@@ -258,7 +260,8 @@ class FakeRunner:
         if request.logprobs is not None:
             result.logprobs = Logprobs(top_n=request.logprobs)
             self._add_logprobs(result.logprobs, draw, token_id, request.logprobs)
-            self._add_requested(result.logprobs, draw, token_id, request.logprob_token_ids)
+            requested = self._logprobs_of(draw, token_id, request.logprob_token_ids)
+            result.logprobs.requested += requested
 
     def _crash_if_told(self, sequence: _Sequence) -> None:
         if self._crash_on in sequence.token_ids[: sequence.num_prompt_tokens]:
@@ -345,26 +348,27 @@ class FakeRunner:
         return columns
 
     def _add_logprobs(self, columns: Logprobs, draw: bytes, token_id: int, top_n: int) -> None:
-        """The chosen token is the most likely; the others follow it in steps of a quarter."""
+        """The chosen token is the most likely; the others follow it in steps of a quarter: the
+        ordinary ones, from where the draw says, and then all others.
+        """
         chosen = _chosen_logprob(draw)
         columns.chosen.append(chosen)
         columns.ranks.append(1)
-        base = _second(draw)
-        ids = (self._ordinary_ids[(base + i) % len(self._ordinary_ids)] for i in range(top_n + 1))
-        others = [other_id for other_id in ids if other_id != token_id]
-        for rank, other_id in enumerate([token_id, *others][:top_n]):
-            columns.top_token_ids.append(other_id)
-            columns.top_logprobs.append(chosen - 0.25 * rank)
+        base, count = _second(draw), len(self._ordinary_ids)
+        ordinary = (self._ordinary_ids[(base + i) % count] for i in range(count))
+        others = (i for i in chain(ordinary, self._special_ids) if i != token_id)
+        ids = [token_id, *islice(others, max(0, top_n - 1))][:top_n]
+        columns.add_best(ids, self._logprobs_of(draw, token_id, ids))
 
-    def _add_requested(
-        self, columns: Logprobs, draw: bytes, token_id: int, requested: abc.Sequence[int]
-    ) -> None:
-        """What `_add_logprobs` would give these ids, were its list long enough."""
-        chosen_place = self._place(draw, token_id)
-        for other_id in requested:
+    def _logprobs_of(self, draw: bytes, token_id: int, ids: abc.Iterable[int]) -> list[float]:
+        """Those of `ids` where `token_id` was drawn."""
+        chosen, chosen_place = _chosen_logprob(draw), self._place(draw, token_id)
+        logprobs = list[float]()
+        for other_id in ids:
             place = self._place(draw, other_id)
             rank = 0 if other_id == token_id else place + (place < chosen_place)
-            columns.requested.append(_chosen_logprob(draw) - 0.25 * rank)
+            logprobs.append(chosen - 0.25 * rank)
+        return logprobs
 
     def _place(self, draw: bytes, token_id: int) -> int:
         """An id's place among the ordinary ids, from where the draw starts; other ids follow."""
@@ -377,10 +381,12 @@ class FakeRunner:
 
 def _parameters(request: Request) -> bytes:
     """All that tokens depend on besides the prompt and the output."""
-    parameters = [astuple(request.sampling), request.min_tokens]
+    *sampling, penalty_window_tokens = astuple(request.sampling)
+    parameters = [tuple(sampling), request.min_tokens]
     images = tuple((image.digest, image.offset) for image in request.images)
     others = (request.constraint, request.thinking_budget, request.adapter_hash, images)
-    parameters += [part for part in others if part]
+    # Without these, tokens are what they were before there were such fields.
+    parameters += [part for part in (*others, penalty_window_tokens) if part]
     return repr(tuple(parameters)).encode()
 
 

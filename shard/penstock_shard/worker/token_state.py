@@ -6,7 +6,7 @@ numpy and plain integers only.
 
 from __future__ import annotations
 
-from collections import abc
+from collections import abc, deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -63,6 +63,77 @@ class TokenCounts:
         self._ids[self._size] = token_id
         self._size += 1
         return self._size - 1
+
+
+class WindowCounts:
+    """Distinct tokens among the last `size` of the prompt and the output, and how often each is in
+    the output's part of these; adding one costs two table look-ups.
+    """
+
+    def __init__(self, size: int, prompt: abc.Sequence[int], output: abc.Sequence[int]) -> None:
+        self._size = size
+        recent_output = _last(output, size)
+        recent_prompt = _last(prompt, size - len(recent_output))
+        recent = np.concatenate([recent_prompt, recent_output])
+        known, places, totals = np.unique(recent, return_inverse=True, return_counts=True)
+        generated = np.bincount(places[len(recent_prompt) :], minlength=len(known))
+        # Columns: a token, how often the output's part has it, how often all of the window.
+        self._columns = np.stack([known, generated, totals])
+        self._num_distinct = len(known)
+        self._places = {token_id: place for place, token_id in enumerate(known.tolist())}
+        self._tokens = deque(recent.tolist())
+        self._num_prompt_tokens = len(recent_prompt)
+
+    @property
+    def ids(self) -> TokenIds:
+        return self._columns[0, : self._num_distinct]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Beside `ids`; 0 for a token that only the prompt's part has."""
+        return self._columns[1, : self._num_distinct]
+
+    def add(self, token_id: int) -> None:
+        """Move the window on by one token of the output."""
+        place = self._places.get(token_id)
+        if place is None:
+            place = self._append(token_id)
+        self._columns[1:, place] += 1
+        self._tokens.append(token_id)
+        if len(self._tokens) > self._size:
+            self._drop_first()
+
+    def _append(self, token_id: int) -> int:
+        place = self._places[token_id] = self._num_distinct
+        if place == self._columns.shape[1]:
+            spare = np.zeros((3, max(_SPARE_PLACES, place)), dtype=np.int64)
+            self._columns = np.concatenate([self._columns, spare], axis=1)
+        self._columns[:, place] = token_id, 0, 0
+        self._num_distinct += 1
+        return place
+
+    def _drop_first(self) -> None:
+        token_id = self._tokens.popleft()
+        place = self._places[token_id]
+        if self._num_prompt_tokens:
+            self._num_prompt_tokens -= 1
+        else:
+            self._columns[1, place] -= 1
+        self._columns[2, place] -= 1
+        if self._columns[2, place] == 0:
+            self._remove(token_id, place)
+
+    def _remove(self, token_id: int, place: int) -> None:
+        """Have the last one take its place."""
+        del self._places[token_id]
+        self._num_distinct -= 1
+        if place < self._num_distinct:
+            self._columns[:, place] = self._columns[:, self._num_distinct]
+            self._places[int(self._columns[0, place])] = place
+
+
+def _last(tokens: abc.Sequence[int], count: int) -> TokenIds:
+    return np.array(tokens[max(0, len(tokens) - count) :], dtype=np.int64)
 
 
 class BadWords:

@@ -1218,6 +1218,16 @@ async def test_who_waits_when_the_fleet_is_closed_is_told(make: Make) -> None:
         await anext(stream)
 
 
+async def test_a_penalty_window_goes_to_a_shard_that_has_the_field(make: Make) -> None:
+    world = make("old")
+    windowed = SamplingParams(penalty_window_tokens=64)
+    with pytest.raises(NotServed, match="penalty_window_tokens") as refused:
+        world.start(sampling=windowed)
+    assert refused.value.field == "penalty_window_tokens"
+    world.add("new", capabilities=frozenset({"penalty_window_tokens"}))
+    assert world.where(world.start(sampling=windowed)) == "new"
+
+
 async def test_other_models_shards_do_not_make_up_for_what_a_model_s_own_lack(make: Make) -> None:
     world = make("a")
     world.add(

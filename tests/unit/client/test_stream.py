@@ -6,8 +6,16 @@ import asyncio
 
 import pytest
 
-from penstock_client import FinishReason, GenerationStream, Logprobs, Output, ShardFailed
+from penstock_client import (
+    FinishReason,
+    GenerationStream,
+    InvalidRequest,
+    Logprobs,
+    Output,
+    ShardFailed,
+)
 from penstock_client import ShardUnavailable as Unavailable
+from penstock_client.rpc import generation_stream
 
 
 def _stream(next_position: int = 0) -> tuple[GenerationStream, list[str]]:
@@ -212,3 +220,24 @@ async def test_the_first_error_ends_a_stream_and_is_the_one_that_counts() -> Non
     assert told == [True]
     with pytest.raises(Unavailable, match="first"):
         await anext(stream)
+
+
+async def test_a_reader_that_leaves_too_many_scores_gets_what_there_is_and_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation_stream, "MAX_UNREAD_SCORES_BYTES", 80)
+    stream, cancelled = _stream()
+
+    def scored(position: int) -> Output:
+        scores = Logprobs([-1.0], [1], 4, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0])
+        return Output([7], position, logprobs=scores)
+
+    stream.feed(scored(0))
+    assert (await anext(stream)).token_ids == [7]
+    for position in range(1, 4):
+        stream.feed(scored(position))
+    assert cancelled == ["r"]
+    assert (await anext(stream)).token_ids == [7, 7]
+    with pytest.raises(InvalidRequest, match="80 bytes") as ended:
+        await anext(stream)
+    assert ended.value.field == "logprobs"

@@ -57,6 +57,7 @@ VALUES = {
     "PREFIX_CACHING": "0",
     "cors-allow-origin": "https://a.example",
     "allowed-origins": '["https://a.example"]',
+    "kv-offloading-size": "1.5",
     "lora-modules": '{"name": "mine", "path": "/adapters/mine"}',
     "lora-adapters": "mine=/adapters/mine",
     "max-loras": "16",
@@ -101,9 +102,32 @@ def test_every_flag_has_a_rule_that_knows_what_it_takes(peer: Peer) -> None:
     words = listed(f"{peer.name.lower()}_flags")
     names = {word[0].rstrip("!+?"): word[0] for word in words}
     assert {name: name + rule.takes.value for name, rule in peer.flags.items()} == names
-    short = {short: word[0].rstrip("!+?") for word in words for short in word[1:]}
+    others = {other: word[0].rstrip("!+?") for word in words for other in word[1:]}
+    short = {other: name for other, name in others.items() if not other.startswith("--")}
     # -O is what FlexibleArgumentParser adds for --optimization-level.
     assert short == {k: v for k, v in peer.short.items() if k != "-O"}
+
+
+def test_every_flag_that_switches_another_off_is_read_as_that() -> None:
+    inverses = {
+        inverse: word[0].rstrip("!")
+        for word in listed("vllm_flags")
+        for inverse in word[1:]
+        if inverse.startswith("--")
+    }
+    assert len(inverses) > 40
+    for inverse, name in inverses.items():
+        (given,) = translation._read_flags(VLLM, [inverse], Translation())
+        assert (given.name, given.negated, given.subject) == (name, True, inverse)
+
+
+def test_one_that_is_no_flags_inverse_is_unknown() -> None:
+    for command in (
+        "vllm serve m --disable-port",
+        "vllm serve m --enable-what",
+        "text-generation-launcher --enable-custom-kernels",
+    ):
+        assert read(command).refused
 
 
 @pytest.mark.parametrize("peer", [VLLM, TGI], ids=lambda peer: peer.name)
@@ -219,6 +243,18 @@ def test_every_parser_of_answers_that_has_a_counterpart_is_one_of_ours(
     assert of(result, flag)[0] in (Loss.LOST, Loss.REFUSED)
 
 
+def test_every_parser_of_answers_has_a_counterpart_but_a_few() -> None:
+    known = {"tool": vllm_flags._TOOL_PARSERS, "reasoning": vllm_flags._REASONING_PARSERS}
+    theirs: dict[str, set[str]] = {"tool": set(), "reasoning": set()}
+    for kind, name in listed("vllm_parsers"):
+        theirs[kind].add(name)
+    assert all(table.keys() <= theirs[kind] for kind, table in known.items())
+    assert theirs["tool"] - known["tool"].keys() == {"beam", "inkling", "plamo3"}
+    assert theirs["reasoning"] - known["reasoning"].keys() == {
+        *("beam", "inkling", "k2_horizon", "plamo3"),
+    }
+
+
 @pytest.mark.parametrize("theirs", vllm_flags._BACKENDS)
 def test_every_attention_backend_that_has_a_counterpart_is_one_of_ours(theirs: str) -> None:
     result = read(f"vllm serve m --attention-backend {theirs.upper()}")
@@ -233,9 +269,11 @@ def test_vllms_triton_backend_is_ours() -> None:
 
 
 def test_what_is_switched_off_is_left_out_or_switched_off_here() -> None:
-    result = read("vllm serve m --no-trust-remote-code --no-enable-prefix-caching --no-enable-lora")
-    assert result.shard == ["--no-enable-prefix-caching"]
-    assert result.remarks == []
+    switched = "--no-trust-remote-code --no-enable-prefix-caching --no-enable-lora"
+    for written in (switched, switched.replace("--no-enable", "--disable")):
+        result = read(f"vllm serve m {written}")
+        assert result.shard == ["--no-enable-prefix-caching"]
+        assert result.remarks == []
 
 
 def test_a_flag_that_may_be_repeated_keeps_all_its_values() -> None:
@@ -259,13 +297,13 @@ def test_short_names_and_keys_of_objects_are_known(flag: str) -> None:
 @pytest.mark.parametrize(
     ("command", "subject", "text"),
     [
-        ("vllm serve m --maxmodel-len 4 5 --port 9", "--maxmodel-len", "no flag of vLLM 0.32"),
+        ("vllm serve m --maxmodel-len 4 5 --port 9", "--maxmodel-len", "no flag of vLLM 0.33"),
         ("text-generation-launcher --foo", "--foo", "no flag of TGI 3.3"),
         ("vllm serve m --max-num-batched-tokens many", "--max-num-batched-tokens", "'many'"),
         ("vllm serve m --block-size x", "--block-size", "'x' is no value"),
         ("vllm serve m --dtype", "--dtype", "no value"),
         ("vllm serve m --chat-template {{x}}", "--chat-template", "into a file"),
-        ("vllm serve m --reasoning-parser openai_gptoss", "--reasoning-parser", "is not told from"),
+        ("vllm serve m --reasoning-parser inkling", "--reasoning-parser", "is not told from"),
         ("QUANTIZE=eetq text-generation-launcher", "QUANTIZE", "not served; give"),
         ("vllm serve m -tp two", "-tp", "'two' is no value"),
         ("vllm serve m -tp 1.5", "-tp", "'1.5' is no value"),
@@ -421,7 +459,7 @@ def test_vllms_snippet_becomes_a_command_on_the_host() -> None:
     result = read(
         "docker run --runtime nvidia --gpus '\"device=1,2\"' --rm -itd --name x --ipc=host "
         "-v ~/.cache/huggingface:/root/.cache/huggingface --env HF_TOKEN -e VLLM_API_KEY=k "
-        "-p 127.0.0.1:9000:8000 vllm/vllm-openai:v0.32.0 --model m --max-model-len 4K",
+        "-p 127.0.0.1:9000:8000 vllm/vllm-openai:v0.33.0 --model m --max-model-len 4K",
         {"HF_TOKEN": "t"},
     )
     assert result.arguments == shlex.split(
@@ -540,6 +578,15 @@ def test_a_refusal_is_told_by_the_exit_status_and_keeps_run_from_serving(
     assert translate.main(["--run", "--", command]) == 2
     printed = capsys.readouterr()
     assert (printed.out, "differ without --hf-overrides" in printed.err) == ("", True)
+
+
+def test_the_bounds_of_memory_and_of_bodies_are_kept() -> None:
+    result = read("VLLM_HTTP_MAX_REQUEST_BODY_SIZE=99 vllm serve m --kv-offloading-size 0.5")
+    assert result.shard == ["--kv-host-bytes", str(2**29)]
+    assert result.router[2:] == ["--max-body-bytes", "99"]
+    result = read("VLLM_HTTP_MAX_REQUEST_BODY_SIZE=0 vllm serve m --kv-offloading-size 0")
+    assert (result.shard, result.router[2:]) == ([], [])
+    assert of(result, "VLLM_HTTP_MAX_REQUEST_BODY_SIZE")[0] is Loss.LOST
 
 
 def test_threads_and_sizes_are_read_as_vllm_reads_them() -> None:

@@ -51,6 +51,7 @@ FULL = GenerationRequest(
         logit_bias={7: -1.0},
         bad_words=[[1, 2], [3]],
         allowed_token_ids=[4, 5],
+        penalty_window_tokens=7,
     ),
     max_tokens=9,
     min_tokens=2,

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from penstock_common.kv_cache_labels import KV_CACHE_LABELS, kv_cache_labels
 from penstock_common.metric_aliases import SETS, translate
 from penstock_common.shared_flags import METRIC_NAMES
 
@@ -15,6 +16,16 @@ VLLM = {
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
     "vllm:gpu_cache_usage_perc": "gauge",
+    "vllm:num_requests_waiting_by_reason": "gauge",
+    "vllm:cache_config_info": "gauge",
+    "vllm:admission_rejections_total": "counter",
+    "vllm:prompt_tokens_cached_total": "counter",
+    "vllm:mm_cache_queries_total": "counter",
+    "vllm:mm_cache_hits_total": "counter",
+    "vllm:request_num_preemptions": "histogram",
+    "vllm:request_params_n": "histogram",
+    "vllm:request_params_max_tokens": "histogram",
+    "vllm:request_prefill_kv_computed_tokens": "histogram",
     "vllm:num_preemptions_total": "counter",
     "vllm:prompt_tokens_total": "counter",
     "vllm:generation_tokens_total": "counter",
@@ -151,3 +162,44 @@ def test_labels_that_all_samples_have_are_put_in_and_ours_come_out_as_they_are()
 def test_without_a_set_nothing_is_added() -> None:
     ours = GaugeMetricFamily("penstock_router_sequences_queued", "…", value=3)
     assert list(translate([ours], [])) == [ours]
+
+
+def test_refusals_of_a_full_queue_are_rejections_by_whichever_bound_it_was() -> None:
+    ours = CounterMetricFamily("penstock_router_refused", "Refused.", labels=("reason",))
+    for value, reason in enumerate(("queue_full", "key_queue_full", "queued_tokens", "images"), 1):
+        ours.add_metric([reason], value)
+    name = "vllm:admission_rejections_total"
+    assert values(one(list(translate([ours], ["vllm"])), "vllm:admission_rejections")) == {
+        (name, (("reason", "max_num_queued_reqs"),)): 3,
+        (name, (("reason", "max_num_queued_tokens"),)): 3,
+    }
+
+
+def test_images_that_were_known_are_hits_and_those_that_were_refused_are_not_asked_for() -> None:
+    ours = CounterMetricFamily("penstock_router_images", "Images.", labels=("outcome",))
+    for outcome, value in (("decoded", 2), ("known", 3), ("refused", 4)):
+        ours.add_metric([outcome], value)
+    families = list(translate([ours], ["vllm"]))
+    queries, hits = "vllm:mm_cache_queries", "vllm:mm_cache_hits"
+    assert values(one(families, queries)) == {(f"{queries}_total", ()): 5}
+    assert values(one(families, hits)) == {(f"{hits}_total", ()): 3}
+
+
+def test_the_size_of_the_cache_has_the_labels_that_schedulers_read() -> None:
+    ours = GaugeMetricFamily(
+        "penstock_router_shard_kv_cache_info", "…", labels=("shard", "model", *KV_CACHE_LABELS)
+    )
+    ours.add_metric(["s0", "m", *kv_cache_labels(16, 100, 0, "float32")], 1)
+    (sample,) = one(list(translate([ours], ["vllm"])), "vllm:cache_config_info").samples
+    assert (sample.value, sample.labels) == (
+        1,
+        {
+            "engine": "s0",
+            "model_name": "m",
+            "block_size": "16",
+            "num_gpu_blocks": "100",
+            "kv_cache_size_tokens": "1600",
+            "kv_cache_max_concurrency": "",
+            "cache_dtype": "float32",
+        },
+    )

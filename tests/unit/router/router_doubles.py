@@ -386,14 +386,17 @@ class CachingFleet(FakeFleet):
 def fake_logprobs(
     token_ids: Iterable[int], top_n: int, requested_ids: Sequence[int] = ()
 ) -> Logprobs:
-    """The chosen token of even id is the best one; of odd id it is not among the best."""
+    """The chosen token of even id is the best one; of odd id it is not among the best, unless all
+    are asked for.
+    """
     columns = Logprobs(top_n=top_n)
     for token_id in token_ids:
         best = token_id % 2 == 0
         columns.chosen.append(-0.5 if best else -5.25)
         columns.ranks.append(1 if best else 40)
-        others = [(token_id + 3 + k) % INFO.vocab_size for k in range(top_n)]
-        row = [token_id, *others][:top_n] if best else others
+        others = [(token_id + 3 + k) % INFO.vocab_size for k in range(top_n + 1)]
+        others = [other for other in others if other != token_id][:top_n]
+        row = [token_id, *others][:top_n] if best or len(others) < top_n else others
         columns.top_token_ids += row
         columns.top_logprobs += [-0.5 - 0.25 * k for k in range(top_n)]
         known = dict(zip(row, columns.top_logprobs[-top_n:], strict=True)) if top_n else {}

@@ -208,7 +208,7 @@ async def test_a_watcher_hears_of_a_request_from_its_tokens_to_its_end() -> None
 async def test_who_comes_later_is_told_of_what_was_but_not_of_reads_and_probes() -> None:
     async with memory_router(fleet()) as router:
         assert (await router.complete("Hello", max_tokens=2)).status == 200
-        assert (await router.complete("Hello", max_tokens=-1)).status == 400
+        assert (await router.complete("Hello", max_tokens=-2)).status == 400
         assert (await router.get("/health")).status == 200
         assert (await router.get("/v1/models")).status == 200
         async with watching(router) as watcher:

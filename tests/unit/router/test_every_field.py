@@ -30,15 +30,14 @@ from unit.router.router_doubles import (
 )
 
 from penstock_client.types import GenerationRequest
-from penstock_router.apis.openai.requests import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    parse_chat,
-    parse_completion,
-)
+from penstock_router.apis.openai.fields import CHAT_FIELDS, COMPLETION_FIELDS
+from penstock_router.apis.openai.other_servers import with_other_servers
+from penstock_router.apis.openai.requests import parse_chat, parse_completion
 from penstock_router.json_fields import Field, JsonObject, Use
 from penstock_shard.ipc.request import Request
 
+# Those of other servers' clients are proved in `test_other_servers.py`.
+OF_OTHERS = with_other_servers([]).keys()
 ROUTES = {
     "completion": ("/v1/completions", COMPLETION_FIELDS),
     "chat": ("/v1/chat/completions", CHAT_FIELDS),
@@ -54,7 +53,7 @@ NEEDED: dict[str, JsonObject] = {
 # Shows every variable that a field can set.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{{ mood }}{{ reasoning_effort }}"
+    "{% endfor %}{{ mood }}{{ reasoning_effort }}{{ enable_thinking }}"
     "{% for document in documents or [] %}{{ document.text }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -202,7 +201,15 @@ COMMON: dict[str, Proof] = {
     "repetition_penalty": sampling("repetition_penalty", 1.5),
     "presence_penalty": sampling("presence_penalty", -0.5),
     "frequency_penalty": sampling("frequency_penalty", 0.75),
+    "repeat_last_n": Proof(
+        7,
+        lambda seen: seen.engine.sampling.penalty_window_tokens,
+        7,
+        {"repetition_penalty": 1.5},
+    ),
     "seed": sampling("seed", 77),
+    "typical_p": sampling("typical_p", 0.5),
+    "lora_path": Proof("another", lambda seen: seen.answer.status, 404),
     "logit_bias": sampling("logit_bias", {"7": 1.5, "3": -101}, ((3, -100.0), (7, 1.5))),
     "allowed_token_ids": sampling("allowed_token_ids", [4, 5], (4, 5)),
     "bad_words": Proof(["fox"], lambda seen: IDS["fox"] in joins(seen), True),
@@ -255,7 +262,6 @@ COMMON: dict[str, Proof] = {
     "session_id": Proof("ours", lambda seen: seen.requests[0].session, "ours"),
     # What is left when it is sent; a tenth of a second is for the router to end it.
     "timeout": Proof(60, lambda seen: round(_deadline_s(seen.engine)), 60),
-    "user": inert("somebody"),
     "response_format": constraint({"type": "json_object"}, "json_object", ()),
     "structured_outputs": constraint({"regex": "a+"}, "regex", "a+"),
     "guided_json": constraint({"type": "array"}, "json_schema", '{"type":"array"}'),
@@ -265,6 +271,10 @@ COMMON: dict[str, Proof] = {
     "guided_whitespace_pattern": constraint(
         " ?", "json_schema", '{"x-guidance":{"whitespace_pattern":" ?"}}', guided_json={}
     ),
+    "json_schema": constraint({"type": "array"}, "json_schema", '{"type":"array"}'),
+    "regex": constraint("a+", "regex", "a+"),
+    "ebnf": constraint('root ::= "a"', "grammar", 'root ::= "a"'),
+    "grammar": constraint('root ::= "a"', "grammar", 'root ::= "a"'),
     "guided_decoding_backend": inert("xgrammar"),
     # Works for its neutral value only, and has a bound that says so.
     "length_penalty": inert(1.0),
@@ -325,6 +335,9 @@ CHAT: dict[str, Proof] = {
     ),
     "documents": Proof([{"text": "a deed"}], lambda seen: "a deed" in seen.prompt, True),
     "reasoning_effort": Proof("high", lambda seen: "high" in seen.prompt, True),
+    "enable_thinking": Proof(False, lambda seen: "False" in seen.prompt, True),
+    "thinking": Proof({"type": "disabled"}, lambda seen: "False" in seen.prompt, True),
+    "reasoning": Proof({"effort": "high"}, lambda seen: "high" in seen.prompt, True),
     "include_reasoning": Proof(
         False,
         lambda seen: "hm" in json.dumps(seen.choice),
@@ -350,7 +363,9 @@ PROOFS: dict[str, dict[str, Proof]] = {"completion": COMPLETION, "chat": CHAT}
 
 
 async def all_seen(
-    route: str, bodies: Sequence[Mapping[str, Any]], proof: Proof = COMMON["user"]
+    route: str,
+    bodies: Sequence[Mapping[str, Any]],
+    proof: Proof = COMMON["guided_decoding_backend"],
 ) -> list[Seen]:
     """What comes of each body."""
     fleet = CheckedFleet(
@@ -368,7 +383,11 @@ async def all_seen(
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_field_has_a_proof(route: str) -> None:
-    served = {name for name, entry in ROUTES[route][1].items() if entry.use is Use.HONOURED}
+    served = {
+        name
+        for name, entry in ROUTES[route][1].items()
+        if entry.use is Use.HONOURED and not entry.stands_for
+    }
     proofs = PROOFS[route].keys()
     assert served - proofs == set(), "a field without a proof that it acts"
     assert proofs - ROUTES[route][1].keys() == set(), "a proof of a field that is not there"
@@ -382,7 +401,7 @@ async def test_a_field_acts(route: str, name: str) -> None:
     without = {**NEEDED[route], **proof.beside}
     given = {**without, name: proof.value}
     seen, plain = await all_seen(route, [given, without], proof)
-    assert seen.answer.status == (404 if name == "model" else 200), seen.answer.body
+    assert seen.answer.status == (404 if proof.value == "another" else 200), seen.answer.body
     assert plain.answer.status == 200, plain.answer.body
     if proof.inert:
         assert proof.view(seen) == proof.view(plain)
@@ -403,8 +422,9 @@ ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": ({},),
-    "verbosity": ("medium",),
     "logits_processors": ([],),
+    "watermarking": (False,),
+    "return_prompt_text": (False,),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
@@ -412,7 +432,7 @@ NOT_SERVED = [
     (route, entry)
     for route, (_, fields) in ROUTES.items()
     for entry in fields.values()
-    if entry.use is Use.REFUSED
+    if entry.use is Use.REFUSED and entry.name not in OF_OTHERS
 ]
 
 
@@ -471,6 +491,15 @@ def ids_of(name: str, **beside: Any) -> list[Bound]:
     ]
 
 
+def scores_of(name: str, **beside: Any) -> list[Bound]:
+    """As many as the shards give; the whole vocabulary is more."""
+    return [
+        Bound(name, 0, -2, "at least -1", beside),
+        Bound(name, 20, 21, "at most 20 (--max-logprobs of the model's shards)", beside),
+        Bound(name, 20, -1, "at most 20 (--max-logprobs of the model's shards)", beside),
+    ]
+
+
 INT32_MAX = 2**31 - 1
 COMMON_BOUNDS = [
     # Nothing is done within a millisecond.
@@ -508,13 +537,20 @@ COMMON_BOUNDS = [
     ),
     Bound("bad_words", ["fox"] * 128, ["fox"] * 129, "at most 128"),
     Bound("bad_words", ["x"], [""], "1 to"),
-    Bound("stop", ["x"] * 4, ["x"] * 5, "at most 4"),
-    Bound("stop", "x", "", "1 to 1024"),
-    Bound("stop", "x" * 1024, "x" * 1025, "1 to 1024"),
+    Bound("stop", ["x"] * 4096, ["x"] * 4097, "at most 4096 characters in all strings"),
+    Bound("stop", "x", "", "at least 1 character"),
+    Bound("stop", "x" * 4096, ["x", "x" * 4096], "given: 4097"),
+    Bound("repeat_last_n", -1, -2, "at least -1"),
+    Bound("typical_p", 0.001, 0, "above 0"),
+    Bound("typical_p", 1, 1.001, "at most 1"),
+    Bound("lora_path", [None], ["a", "b"], "a string", only_read=True),
+    Bound("regex", "", 3, "a string"),
+    Bound("ebnf", "", 3, "a string"),
+    Bound("grammar", "", 3, "a string"),
     *ids_of("stop_token_ids"),
     Bound("min_tokens", 0, -1, "at least 0"),
     Bound("min_tokens", 12, 13, "12"),
-    *range_of("prompt_logprobs", 0, 20),
+    *scores_of("prompt_logprobs"),
     Bound("truncate_prompt_tokens", -1, -2, "at least -1"),
     Bound("truncate_prompt_tokens", 512, 513, "at most 512"),
     Bound("truncation_side", "left", "middle", "one of left, right"),
@@ -551,12 +587,13 @@ BOUNDS: dict[str, list[Bound]] = {
         *ids_of("logprob_token_ids", logprobs=1),
         Bound("logprob_token_ids", [4], [], "at least 1", {"logprobs": 1}),
         Bound("max_tokens", 1, 0, "at least 1 without echo"),
-        Bound("max_tokens", 0, -1, "at least 0", {"echo": True}),
+        Bound("max_tokens", 0, -2, "at least 0", {"echo": True}),
+        Bound("max_tokens", -1, 1.5, "an integer"),
         Bound("max_tokens", 12, 13, LENGTH, {"prompt": [5] * 500}),
         Bound("best_of", 1, 0, "at least 1"),
         Bound("best_of", 16384, 16385, "at most 16384", only_read=True),
         Bound("best_of", 2, 1, "at least n (2)", {"n": 2}),
-        *range_of("logprobs", 0, 20),
+        *scores_of("logprobs"),
         Bound("prompt", [499], [500], "Token id 500 is out of vocabulary"),
         Bound("prompt", [0], [-1], "Token id -1 is out of vocabulary"),
         Bound("prompt", "x", "", "non-empty"),
@@ -568,11 +605,12 @@ BOUNDS: dict[str, list[Bound]] = {
         *ids_of("logprob_token_ids", logprobs=True),
         Bound("logprob_token_ids", [4], [], "at least 1", {"logprobs": True}),
         Bound("max_tokens", 1, 0, "at least 1"),
+        Bound("max_tokens", -1, -2, "at least 1"),
         Bound("max_tokens", CHAT_ROOM, CHAT_ROOM + 1, LENGTH),
         Bound("max_completion_tokens", 1, 0, "at least 1"),
-        *range_of("top_logprobs", 0, 20, logprobs=True),
-        Bound("tools", [LOOK], [], "must not be empty"),
-        Bound("tools", looks(128), looks(129), "at most 128 tools; given: 129", only_read=True),
+        Bound("max_completion_tokens", -1, -2, "at least 1"),
+        *scores_of("top_logprobs", logprobs=True),
+        Bound("tools", looks(16384), looks(16385), "at most 16384 tools", only_read=True),
         Bound("tool_choice", "auto", "any", "none, auto, required", {"tools": [LOOK]}),
         Bound("documents", [{}] * 1000, [{}] * 1001, "at most 1000"),
         Bound("messages", [{"role": "user", "content": ""}], [], "at least one message"),
@@ -596,7 +634,7 @@ def bounded_ends(schema: JsonObject) -> int:
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_stated_bound_is_tried_from_both_sides(route: str) -> None:
     for name, entry in ROUTES[route][1].items():
-        if entry.use is Use.HONOURED:
+        if entry.use is Use.HONOURED and not entry.stands_for:
             tried = [bound for bound in BOUNDS[route] if bound.name == name]
             assert len(tried) >= bounded_ends(entry.kind.schema), name
 

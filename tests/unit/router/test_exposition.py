@@ -65,6 +65,9 @@ async def test_a_shard_that_is_gone_has_a_state_and_no_numbers() -> None:
     assert "penstock_router_shards_serving 1.0" in text
     assert "penstock_router_shards 2.0" in text
     assert text.count("gone:1") == 1
+    size = 'block_size="16",blocks="100",dtype="float32"'
+    line = f'model="{INFO.model}",sequences="",shard="here:1",tokens="1600"'
+    assert f"shard_kv_cache_info{{{size},{line}}} 1.0" in text
 
 
 async def test_files_of_several_workers_are_read_once_for_all_who_ask_and_again_when_old(

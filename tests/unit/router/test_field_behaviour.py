@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 from itertools import chain, pairwise
@@ -15,6 +16,7 @@ from unit.router.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
+    FakeShard,
     MemoryRouter,
     fake_logprobs,
     memory_router,
@@ -209,8 +211,6 @@ async def test_prompt_logprobs_stand_in_the_choice_or_on_top(
     ids = list(fleet.requests[0].prompt_token_ids)
     check_prompt_logprobs(chat["prompt_logprobs"], ids, 2, byte_level)
     assert all("prompt_logprobs" not in choice for choice in chat["choices"])
-    plain = (await router.complete([5, 6])).json()
-    assert "prompt_logprobs" not in plain["choices"][0]
 
 
 async def test_more_prompt_logprobs_than_logprobs_leave_the_echo_as_it_is(
@@ -249,7 +249,31 @@ async def test_the_prompts_own_logprobs_come_with_a_streams_first_event_of_each_
     assert found == {choice["index"]: choice["prompt_logprobs"] for choice in whole}
 
 
-async def test_requested_ids_are_reported_once_beside_the_best(
+async def test_what_nobody_asked_for_is_null_in_an_answer_and_absent_from_a_stream(
+    router: MemoryRouter,
+) -> None:
+    """As clients written for vLLM read it: as attributes."""
+    completion = (await router.complete([5, 6])).json()
+    chat = (await router.chat("fox")).json()
+    of_prompts, of_answers = (
+        {"prompt_token_ids", "prompt_logprobs"},
+        {"service_tier", "kv_transfer_params"},
+    )
+    for shown, names in (
+        (completion, of_answers),
+        (completion["choices"][0], {*of_prompts, "token_ids", "logprobs"}),
+        (chat, {*of_answers, *of_prompts}),
+        (chat["choices"][0], {"token_ids", "logprobs"}),
+        (chat["choices"][0]["message"], {"refusal", "reasoning"}),
+    ):
+        assert {name for name in names if shown[name] is None} == names
+    for answer in (await router.complete([5], stream=True), await router.chat(stream=True)):
+        for chunk in chunks_of(answer):
+            seen = {*chunk, *(name for choice in chunk["choices"] for name in choice)}
+            assert not seen & {*of_prompts, *of_answers, "token_ids"}
+
+
+async def test_requested_ids_are_reported_once_in_place_of_the_best(
     router: MemoryRouter, fleet: FakeFleet
 ) -> None:
     fleet.script = lambda request: [50, 51]
@@ -257,18 +281,109 @@ async def test_requested_ids_are_reported_once_beside_the_best(
     fields: dict[str, Any] = {"logprob_token_ids": requested, "return_tokens_as_token_ids": True}
     [choice] = choices_of(await router.complete(logprobs=1, **fields))
     assert fleet.requests[0].logprob_token_ids == (60, 50, 53)
+    assert fleet.requests[0].logprobs == 0
     assert choice["logprobs"]["top_logprobs"] == [
         {"token_id:50": -0.5, "token_id:60": -80.0, "token_id:53": -73.0},
-        {"token_id:51": -5.25, "token_id:54": -0.5, "token_id:60": -80.0, "token_id:50": -70.0,
-         "token_id:53": -73.0},
-    ]  # fmt: skip
-    chat = await router.chat(logprobs=True, top_logprobs=2, **fields)
-    rows = choices_of(chat)[0]["logprobs"]["content"]
-    assert [[entry["token"] for entry in row["top_logprobs"]] for row in rows] == [
-        ["token_id:50", "token_id:53", "token_id:60"],
-        ["token_id:54", "token_id:55", "token_id:60", "token_id:50", "token_id:53"],
+        {"token_id:51": -5.25, "token_id:60": -80.0, "token_id:50": -70.0, "token_id:53": -73.0},
     ]
-    assert rows[0]["token"] == "token_id:50"
+    for top in ({"top_logprobs": 2}, {}):
+        whole = await router.chat(logprobs=True, **top, **fields)
+        chunks = chunks_of(await router.chat(stream=True, logprobs=True, **top, **fields))
+        streamed = [
+            row
+            for chunk in chunks
+            for choice in chunk["choices"]
+            for row in (choice["logprobs"] or {"content": []})["content"]
+        ]
+        rows = choices_of(whole)[0]["logprobs"]["content"]
+        assert rows == streamed
+        assert [[entry["token"] for entry in row["top_logprobs"]] for row in rows] == [
+            ["token_id:50", "token_id:60", "token_id:53"],
+            ["token_id:51", "token_id:60", "token_id:50", "token_id:53"],
+        ]
+        assert rows[0]["token"] == "token_id:50"
+
+
+async def test_requested_ids_leave_the_scores_of_an_echoed_prompt_as_they_are(
+    router: MemoryRouter,
+) -> None:
+    fields: dict[str, Any] = {"echo": True, "logprobs": 3, "max_tokens": 1}
+    [plain] = choices_of(await router.complete([5, 6, 7], **fields))
+    [choice] = choices_of(await router.complete([5, 6, 7], logprob_token_ids=[60], **fields))
+    tops = [each["logprobs"]["top_logprobs"][:3] for each in (plain, choice)]
+    assert tops[0] == tops[1]
+    assert len(choice["logprobs"]["top_logprobs"][3]) == 2
+
+
+@pytest.fixture
+async def unbounded(byte_level: Tokenizer) -> AsyncIterator[MemoryRouter]:
+    """A router of shards that give the whole vocabulary."""
+    limits = dataclasses.replace(INFO.limits, max_logprobs=INFO.vocab_size)
+    shard = FakeShard(info=dataclasses.replace(INFO, limits=limits))
+    fleet = FakeFleet(model_files(byte_level), shards=[shard])
+    async with memory_router(fleet) as served:
+        yield served
+
+
+async def test_minus_one_is_the_whole_vocabulary_streamed_or_not(unbounded: MemoryRouter) -> None:
+    size = INFO.vocab_size
+    fields: dict[str, Any] = {"max_tokens": 3, "return_tokens_as_token_ids": True}
+    [choice] = choices_of(await unbounded.complete([5, 6], logprobs=-1, **fields))
+    assert unbounded.fleet.requests[-1].logprobs == size
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [size] * 3
+    fields |= {"logprobs": True, "top_logprobs": -1, "seed": 3}
+    rows = choices_of(await unbounded.chat(**fields))[0]["logprobs"]["content"]
+    assert [len({entry["token"] for entry in row["top_logprobs"]}) for row in rows] == [size] * 3
+    chunks = chunks_of(await unbounded.chat(stream=True, **fields))
+    streamed = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    assert [row for scores in streamed if scores for row in scores["content"]] == rows
+    scored = choices_of(await unbounded.complete([5, 6, 7], prompt_logprobs=-1, max_tokens=1))
+    assert unbounded.fleet.requests[-1].prompt_logprobs == size
+    assert [len(row) for row in scored[0]["prompt_logprobs"][1:]] == [size] * 2
+
+
+@pytest.mark.parametrize("asked", [-1, 21])
+async def test_more_scores_than_the_shards_give_are_refused_by_name(
+    router: MemoryRouter, asked: int
+) -> None:
+    for answer, name in (
+        (await router.complete(logprobs=asked), "logprobs"),
+        (await router.complete(prompt_logprobs=asked), "prompt_logprobs"),
+        (await router.chat(logprobs=True, top_logprobs=asked), "top_logprobs"),
+        (await router.chat(logprobs=True, top_logprobs=asked, stream=True), "top_logprobs"),
+    ):
+        assert (answer.status, answer.error["param"]) == (400, name)
+        message = answer.error["message"]
+        assert message.startswith(f"{name}: must be at most 20 (--max-logprobs")
+        assert f"given: {asked}" in message
+        assert ("all 500 tokens" in message) == (asked == -1)
+    assert router.fleet.requests == []
+
+
+def _fives(request: GenerationRequest) -> list[int]:
+    return [5] * (request.max_tokens or 1)
+
+
+async def test_more_bytes_of_scores_than_an_answer_holds_are_refused(byte_level: Tokenizer) -> None:
+    limits = dataclasses.replace(INFO.limits, max_logprobs=INFO.vocab_size)
+    shard = FakeShard(info=dataclasses.replace(INFO, limits=limits))
+    fleet = FakeFleet(model_files(byte_level), shards=[shard], script=_fives)
+    row_bytes = 64 * (1 + INFO.vocab_size)
+    async with memory_router(fleet, max_answer_bytes=row_bytes * 4) as router:
+        assert (await router.complete([5, 6], logprobs=-1, max_tokens=4)).status == 200
+        whole = await router.complete([5, 6], logprobs=-1, max_tokens=5)
+        assert (whole.status, whole.error["param"]) == (400, "logprobs")
+        prompt = await router.complete([5] * 5, prompt_logprobs=-1)
+        assert (prompt.status, prompt.error["param"]) == (400, "prompt_logprobs")
+        # A stream holds no more than its reader has left.
+        streamed = await router.complete([5, 6], logprobs=-1, max_tokens=12, stream=True)
+        tops = [
+            top
+            for chunk in chunks_of(streamed)
+            for choice in chunk["choices"]
+            for top in (choice["logprobs"] or {"top_logprobs": []})["top_logprobs"]
+        ]
+        assert len(tops) == 12
 
 
 class _Impossible(FakeFleet):
@@ -395,6 +510,13 @@ async def test_usage_in_streams_comes_when_and_as_often_as_asked(router: MemoryR
                     assert "usage" not in chunk
                 else:
                     assert (chunk["usage"] is None) == (frames == "null")
+            if frames == "all":
+                counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+                # A chunk with a role says what there was before it: nothing.
+                assert counts == sorted(counts)
+                opening = 2 if ask == router.chat else 0
+                assert counts[:opening] == [0] * opening
+                assert counts[opening] > 0
 
 
 # ---- Templates and errors ----------------------------------------------------------------------
@@ -514,10 +636,10 @@ async def test_unknown_fields_change_nothing(checked: MemoryRouter) -> None:
         "metadata": {"a": 1},
         "store": True,
         "service_tier": "auto",
-        "top_a": 0.5,
+        "depth": 0.5,
         "": 1,
         "logprobs_": [[]],
-        "x" * 10_000: None,
+        "x" * 10_000: 1,
     }
     await checked.complete(seed=1)
     await checked.complete(seed=1, **unknown)

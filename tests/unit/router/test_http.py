@@ -110,7 +110,12 @@ async def test_a_chat_has_the_apis_form(router: MemoryRouter, fleet: FakeFleet) 
     assert body["object"] == "chat.completion"
     assert body["id"].startswith("chatcmpl-")
     [choice] = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "Hello there", "refusal": None}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Hello there",
+        "refusal": None,
+        "reasoning": None,
+    }
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] is None
     # The budget of a chat is the rest of the context; the eos token counts.
@@ -862,6 +867,8 @@ async def test_health_version_and_metrics_answer(router: MemoryRouter) -> None:
     assert f"penstock_router_output_tokens_total{{{model}}} 5.0" in text
     assert f"penstock_router_first_token_seconds_count{{{model}}} 1.0" in text
     assert f"penstock_router_between_tokens_seconds_count{{{model}}} 1.0" in text
+    assert f"penstock_router_request_choices_sum{{{model}}} 1.0" in text
+    assert f"penstock_router_request_max_tokens_sum{{{model}}} 5.0" in text
     assert "penstock_router_sequences_in_flight 0.0" in text
 
 

@@ -66,7 +66,7 @@ async def test_a_record_has_the_times_and_tokens_of_an_answer(
 async def test_a_refused_request_has_a_record_that_names_the_field_and_no_value(
     router: MemoryRouter, ended: list[RequestRecord]
 ) -> None:
-    await router.complete("a secret", max_tokens=-1)
+    await router.complete("a secret", max_tokens=-2)
     record = await last_record(router, ended)
     assert (record.status, record.outcome) == (400, "refused")
     assert record.error == "BadRequestError: max_tokens"

@@ -91,6 +91,24 @@ def test_tokens_are_counted_and_those_that_were_cached() -> None:
     assert registry.get_sample_value("penstock_router_generation_seconds_count", MODEL) == 1
 
 
+def test_what_requests_ask_for_and_what_no_cache_had_is_counted() -> None:
+    registry = counted(
+        record(choices=4, max_tokens=300),
+        record(choices=1, max_tokens=20, usage=Usage(50, 5, cached_tokens=0)),
+        # Of one that no shard took up it is not known; an embedding has no output.
+        record(usage=Usage(50)),
+    )
+
+    def of(name: str) -> tuple[float | None, float | None]:
+        sample = registry.get_sample_value
+        name = f"penstock_router_request_{name}"
+        return sample(f"{name}_count", MODEL), sample(f"{name}_sum", MODEL)
+
+    assert of("choices") == (2, 5)
+    assert of("max_tokens") == (2, 320)
+    assert of("computed_prompt_tokens") == (2, 18 + 50)
+
+
 def test_a_request_that_got_no_token_has_neither_prefill_nor_decode() -> None:
     cut = record(first_token_s=None, outcome="disconnect", usage=Usage(50))
     registry = counted(cut)

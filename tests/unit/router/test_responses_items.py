@@ -268,7 +268,6 @@ def test_other_fields_of_chats_that_shape_an_answer_act_here_too() -> None:
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),

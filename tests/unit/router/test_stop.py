@@ -6,7 +6,7 @@ import pytest
 from support.budget import budget, seeded
 
 from penstock_router.text.marks import TOKEN
-from penstock_router.text.stop_strings import StopMatcher, _fallback_table, beginning
+from penstock_router.text.stop_strings import StopMatcher, beginning, compile_stops
 
 
 def run(
@@ -148,8 +148,26 @@ def test_what_is_held_back_always_begins_a_stop() -> None:
             assert held == fed[len(fed) - longest :]
 
 
-def test_choices_with_the_same_stop_string_share_its_table() -> None:
-    assert _fallback_table("abab") is _fallback_table("abab")
+def test_choices_with_the_same_stop_strings_share_what_finds_them() -> None:
+    assert compile_stops(("abab", "b")) is compile_stops(("abab", "b"))
+
+
+def test_of_many_stop_strings_the_first_to_complete_is_found_however_the_text_is_cut() -> None:
+    rng = seeded("many stops")
+    for _ in range(budget(300, 20_000)):
+        stops = ["".join(rng.choices("abc", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 9))]
+        text = "".join(rng.choices("abcd", k=30))
+        ends = {stop: text.find(stop) + len(stop) for stop in reversed(stops) if stop in text}
+        first = min(ends.values(), default=None)
+        wanted = next((stop for stop in stops if first and ends.get(stop) == first), None)
+        matcher, shown, at = StopMatcher(stops), "", 0
+        while at < len(text) and matcher.stopped_by is None:
+            size = rng.randint(1, 5)
+            shown += matcher.feed(text[at : at + size])
+            at += size
+        shown += matcher.flush()
+        assert matcher.stopped_by == wanted, (stops, text)
+        assert shown == (text if first is None else text[: first - len(wanted or "")])
 
 
 def test_the_longest_end_that_may_become_a_mark_is_found() -> None:

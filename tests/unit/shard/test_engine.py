@@ -7,11 +7,17 @@ from collections import deque
 import msgspec
 import pytest
 from support.budget import budget, seeded
-from support.engines import CACHE_GROUPS, EOS_ID, EngineUnderTest, make_engine, make_request
+from support.engines import (
+    CACHE_GROUPS,
+    EOS_ID,
+    EngineUnderTest,
+    logprobs_of,
+    make_engine,
+    make_request,
+)
 from support.shadow import ShadowRunner
 
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.messages import Output, Work
 from penstock_shard.ipc.request import FinishReason, Objective
 from penstock_shard.worker.base import RowResult
@@ -273,12 +279,12 @@ def test_a_request_is_told_how_often_it_was_preempted() -> None:
 
 
 def test_merged_outputs_read_as_one() -> None:
-    first = Output("r", 0, 3, [1], logprobs=Logprobs([-1.0], [1], 1, [1], [-1.0]))
-    later = Output("r", 0, 4, [2], logprobs=Logprobs([-2.0], [2], 1, [9], [-0.5]))
+    first = Output("r", 0, 3, [1], logprobs=logprobs_of([-1.0], [1], 1, [(1, -1.0)]))
+    later = Output("r", 0, 4, [2], logprobs=logprobs_of([-2.0], [2], 1, [(9, -0.5)]))
     later.finish = FinishReason.STOP
     first.merge(later)
     assert (first.token_ids, first.first_position, first.is_last) == ([1, 2], 3, True)
-    assert first.logprobs == Logprobs([-1.0, -2.0], [1, 2], 1, [1, 9], [-1.0, -0.5])
+    assert first.logprobs == logprobs_of([-1.0, -2.0], [1, 2], 1, [(1, -1.0), (9, -0.5)])
 
 
 def test_eos_comes_only_at_its_rate() -> None:

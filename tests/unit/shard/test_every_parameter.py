@@ -88,7 +88,10 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
     "logit_bias": ({7: -1.0, 0: 100.0}, ((0, 100.0), (7, -1.0))),
     "bad_words": ([[1, 2], [3]], ((1, 2), (3,))),
     "allowed_token_ids": ([4, 5], (4, 5)),
+    "penalty_window_tokens": (64, 64),
 }
+# What acts beside another parameter only, and that one.
+BESIDE: dict[str, dict[str, Any]] = {"penalty_window_tokens": {"presence_penalty": 0.5}}
 OBJECTIVE: dict[str, tuple[Any, Any]] = {
     "priority": (-3, -3),
     "deadline_s": (1.5, 1.5),
@@ -132,7 +135,8 @@ def test_a_field_of_the_request_reaches_the_engine(name: str) -> None:
 @pytest.mark.parametrize("name", SAMPLING)
 def test_a_sampling_parameter_reaches_the_engine(name: str) -> None:
     value, wanted = SAMPLING[name]
-    sent = dataclasses.replace(PLAIN, sampling=SamplingParams(**{name: value}))
+    sampling = SamplingParams(**{name: value}, **BESIDE.get(name, {}))
+    sent = dataclasses.replace(PLAIN, sampling=sampling)
     assert getattr(submitted(sent).sampling, name) == wanted
     assert getattr(submitted(PLAIN).sampling, name) != wanted
 

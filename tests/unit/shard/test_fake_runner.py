@@ -73,6 +73,7 @@ BASE = SamplingParams(temperature=1.0, seed=1)
         {"bad_words": ((5, 6, 7),)},
         {"allowed_token_ids": tuple(range(1, EOS_ID))},
         {"seed": 2},
+        {"penalty_window_tokens": 64},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -182,6 +183,22 @@ def test_top_logprobs_have_the_size_asked_for_and_start_with_the_chosen_token() 
     assert len(set(result.logprobs.top_token_ids)) == 5
     assert result.logprobs.top_token_ids[0] == result.token_id
     assert result.logprobs.top_logprobs[0] == result.logprobs.chosen[0]
+
+
+def test_a_whole_vocabulary_is_listed_once_and_as_it_is_when_asked_for_by_id() -> None:
+    runner = _runner()
+    size = runner.info.vocab_size
+    sequence = make_sequence(logprobs=size)
+    runner.launch(_batch(_row(sequence)))
+    listed = runner.collect()[0].logprobs
+    assert listed is not None
+    assert sorted(listed.top_token_ids) == list(range(size))
+    assert listed.top_logprobs == sorted(listed.top_logprobs, reverse=True)
+    asked = changed(sequence, logprob_token_ids=tuple(listed.top_token_ids))
+    runner.launch(_batch(_row(asked)))
+    found = runner.collect()[0].logprobs
+    assert found is not None
+    assert found.requested == listed.top_logprobs
 
 
 def test_a_row_in_the_middle_of_a_prompt_samples_nothing() -> None:

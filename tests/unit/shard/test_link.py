@@ -7,13 +7,12 @@ import socket
 import struct
 
 import pytest
-from support.engines import runner_info
+from support.engines import logprobs_of, runner_info
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
-from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import FinishReason, Objective, Request, SamplingParams
 
 REQUEST = Request(
@@ -100,7 +99,7 @@ async def test_messages_from_the_engine_arrive_as_they_were_sent() -> None:
         1,
         4,
         [7],
-        Logprobs([-0.5], [1], 1, [7], [-0.5], [-2.0]),
+        logprobs_of([-0.5], [1], 1, [(7, -0.5)], [-2.0]),
         None,
         1,
         3,

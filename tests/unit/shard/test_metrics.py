@@ -162,6 +162,37 @@ async def test_requests_are_counted_by_how_they_end(supervisor: EngineSupervisor
     assert value(metrics, "aborted_tokens_total") == 1
 
 
+async def test_a_request_tells_at_its_end_how_often_it_was_preempted(
+    supervisor: EngineSupervisor,
+) -> None:
+    for name, work in (("a", messages.Work(5, 2)), ("b", None)):
+        supervisor.submit(submit(name), lambda output: None)
+        give(supervisor, Output(name, 0, 0, [], finish=FinishReason.STOP, work=work), steps=1)
+    assert value(supervisor.metrics, "request_preemptions_count") == 1
+    assert value(supervisor.metrics, "request_preemptions_sum") == 2
+
+
+async def test_what_the_engine_has_not_queued_waits_for_something_else(
+    supervisor: EngineSupervisor,
+) -> None:
+    registry = CollectorRegistry()
+    registry.register(ShardCollector(supervisor, ShardConfig()))
+    for name in ("a", "b"):
+        supervisor.submit(submit(name), lambda output: None)
+    supervisor._ready = None
+
+    def waiting(reason: str) -> float | None:
+        name = "penstock_shard_waiting_by_reason"
+        return registry.get_sample_value(name, {"reason": reason})
+
+    assert (waiting("capacity"), waiting("deferred")) == (0, 2)
+    supervisor.load = messages.Load(waiting=1)
+    assert (waiting("capacity"), waiting("deferred")) == (1, 1)
+    supervisor.load = messages.Load(waiting=1, running=1)
+    assert (waiting("capacity"), waiting("deferred")) == (1, 0)
+    assert registry.get_sample_value("penstock_shard_waiting") == 1
+
+
 async def test_an_engine_that_dies_is_counted_and_what_ran_in_it(
     supervisor: EngineSupervisor,
 ) -> None:
@@ -213,6 +244,11 @@ def test_what_a_token_and_a_sequence_take_is_as_the_runner_says() -> None:
     )
     supervisor._ready = messages.Ready(info, {}, "", "")
     assert sizes() == [288, 2**40, 3, 2**20, 18]
+    (family,) = (f for f in registry.collect() if f.name == "penstock_shard_kv_cache_info")
+    (sample,) = family.samples
+    tokens = str(info.num_blocks * info.block_size)
+    labels = {"block_size": str(info.block_size), "blocks": "40", "tokens": tokens}
+    assert sample.labels == {**labels, "sequences": "3", "dtype": info.kv_dtype}
     supervisor.load = messages.Load(kept_states=5, state_hits_total=7)
     assert registry.get_sample_value("penstock_shard_kept_states") == 5
     assert registry.get_sample_value("penstock_shard_state_hits_total") == 7

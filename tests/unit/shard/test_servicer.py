@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from support.engines import make_request, runner_info
+from support.engines import logprobs_of, make_request, runner_info
 
 from penstock_client import Output as ClientOutput
 from penstock_client.rpc import proto_codec
@@ -22,6 +22,7 @@ from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server import servicer
 from penstock_shard.server import supervisor as engine_supervisor
 from penstock_shard.server.early_aborts import EarlyAborts
 from penstock_shard.server.servicer import Outbox, ShardServicer
@@ -33,13 +34,8 @@ def _output(request_id: str = "r", attempt: int = 0, **fields: object) -> link.O
 
 
 def _logprobs(count: int, top_n: int) -> Logprobs:
-    return Logprobs(
-        [-float(i) for i in range(count)],
-        [1] * count,
-        top_n,
-        list(range(count * top_n)),
-        [-1.0] * (count * top_n),
-    )
+    best = [(token_id, -1.0) for token_id in range(count * top_n)]
+    return logprobs_of([-float(i) for i in range(count)], [1] * count, top_n, best)
 
 
 # ---- responses ----
@@ -84,6 +80,29 @@ async def test_a_caller_that_reads_nothing_is_given_no_room_for_more() -> None:
     assert not waiting.done()
     assert len(await outbox.take()) == 4096
     await waiting
+
+
+async def test_a_request_ends_whose_scores_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "MAX_UNREAD_SCORES_BYTES", 1000)
+    ended: list[tuple[str, int]] = []
+    outbox = Outbox("a/", lambda *which: ended.append(which))
+
+    def scored(request_id: str, position: int) -> link.Output:
+        return link.Output(f"a/{request_id}", 1, position, [5], logprobs=_logprobs(1, 60))
+
+    for position in range(3):
+        outbox.put(scored("behind", position))
+        outbox.put(scored("read", position))
+        if position == 1:
+            # Read in between.
+            del outbox._outputs["read", 1]
+    assert ended == [("a/behind", 1)]
+    outbox.put(link.Output("a/behind", 1, 3, [], finish=FinishReason.ABORTED))
+    behind, read = await outbox.take()
+    assert (behind.request_id, read.request_id, read.error) == ("behind", "read", None)
+    assert behind.error is not None
+    assert (behind.error.code, behind.error.field) == (Code.INVALID_ARGUMENT, "logprobs")
+    assert "1000 bytes" in behind.error.message
 
 
 async def test_what_is_being_written_counts_as_unread() -> None:

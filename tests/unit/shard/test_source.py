@@ -17,6 +17,7 @@ from penstock_shard.checkpoint.model_source import (
     resolve_adapter,
     resolve_model,
 )
+from penstock_shard.checkpoint.weight_files import unlisted, weight_files
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 
@@ -123,6 +124,49 @@ def test_a_directory_without_weights_needs_to_be_dummy(model: Path) -> None:
     check_directory(model, needs_weights=False)
     assert resolve(str(model), load_format="dummy") == model
     assert resolve(str(model), runner="fake") == model
+
+
+def without_index(model: Path) -> Path:
+    (model / "model.safetensors.index.json").unlink()
+    return model
+
+
+def test_parts_that_no_index_lists_are_taken(model: Path) -> None:
+    assert resolve(str(without_index(model))) == model
+    (model / "consolidated.safetensors").write_bytes(b"the same once more")
+    assert [path.name for path in weight_files(model)] == ["model-00001-of-00002.safetensors", PART]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"],
+        ["model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors"],
+        ["weights-1-of-2.safetensors", "weights-2-of-2.safetensors"],
+        ["model.00.safetensors", "model.01.safetensors"],
+        ["gptq_model-4bit-128g.safetensors"],
+    ],
+)
+def test_files_without_an_index_may_have_any_names(names: list[str]) -> None:
+    others = ["adapter_model.safetensors", "config.json", "a/b.safetensors"]
+    assert unlisted([*names, *others]) == names
+
+
+@pytest.mark.parametrize("lost", ["model-00001-of-00002.safetensors", PART])
+def test_a_part_that_no_index_lists_is_missed_by_the_name_of_another(
+    model: Path, lost: str
+) -> None:
+    (without_index(model) / lost).unlink()
+    assert f"1 of 2 parts of the weights are missing, {lost}" in refusal(model)
+
+
+def test_a_tensor_in_two_parts_without_an_index_is_refused_by_name(model: Path) -> None:
+    tensors = {f"w{i}": np.ones((8, 8), dtype=np.float32) for i in (2, 1)}
+    save_file(tensors, model / PART)
+    # An index says which of them is meant.
+    assert resolve(str(model)) == model
+    line = refusal(without_index(model))
+    assert f"model-00001-of-00002.safetensors and {PART} both have a tensor w1" in line
 
 
 def test_pickled_weights_are_refused_by_name(model: Path) -> None:

@@ -93,6 +93,21 @@ def test_a_chunk_that_scores_all_that_is_left_ends_with_tokens_that_are_not_scor
     assert budget.chunk_limit(scored, is_long=False, probes=False) == limit
 
 
+def test_tokens_of_which_a_whole_vocabulary_is_scored_are_few_in_a_step() -> None:
+    wide = make_sequence("r", [1] * 400, prompt_logprobs=150_000)
+    narrow = make_sequence("s", [1] * 400, prompt_logprobs=20)
+    budget = StepBudget(256, StepTime(), scored_tokens=111)
+    budget.bound_prompts(StepSize(0, 0, 0), LONGEST)
+    assert budget.chunk_limit(narrow, is_long=False, probes=False) == 111
+    assert budget.chunk_limit(wide, is_long=False, probes=False) == 11
+    assert not budget.has_room(wide, 12, 300)
+    budget.take_chunk(Row(wide, 0, 11, samples=False, scored=11), is_long=False)
+    assert (budget.scorable(narrow), budget.scorable(wide)) == (1, 0)
+    # None is so wide that it would never have a turn.
+    widest = make_sequence("t", [1] * 400, prompt_logprobs=2_000_000)
+    assert StepBudget(256, StepTime(), scored_tokens=16).scorable(widest) == 1
+
+
 @pytest.mark.parametrize("aged", [True, False])
 def test_whoever_has_waited_for_too_long_has_some_tokens_whatever_the_time(aged: bool) -> None:
     budget = TimedBudget(256, _learned(), time_s=0.0, is_aged=lambda sequence: aged)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from support.budget import budget, seeded
 
-from penstock_shard.worker.token_state import BadWords, TokenCounts
+from penstock_shard.worker.token_state import BadWords, TokenCounts, WindowCounts
 
 
 def test_counts_follow_the_output_wherever_they_began() -> None:
@@ -23,6 +23,26 @@ def test_counts_follow_the_output_wherever_they_began() -> None:
         assert len(found) == len(counts.ids)
         assert found.keys() == {*prompt, *output}
         assert {i: n for i, n in found.items() if n} == Counter(output)
+
+
+def test_a_window_counts_the_last_tokens_only_wherever_it_began() -> None:
+    rng = seeded("window counts")
+    for _ in range(budget(60, 2000)):
+        vocabulary = rng.choice([3, 50, 5000])
+        prompt = rng.choices(range(vocabulary), k=rng.randint(0, 80))
+        output = rng.choices(range(vocabulary), k=rng.randint(0, 300))
+        size = rng.choice([1, 2, 7, 64, 200, 1000])
+        known = rng.randint(0, len(output))
+        counts = WindowCounts(size, prompt, output[:known])
+        for place in range(known, len(output) + 1):
+            marked = [*((i, 0) for i in prompt), *((i, 1) for i in output[:place])][-size:]
+            found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
+            assert len(found) == len(counts.ids) <= size
+            assert found.keys() == {token_id for token_id, _ in marked}
+            expected = Counter(token_id for token_id, is_output in marked if is_output)
+            assert {i: n for i, n in found.items() if n} == expected
+            if place < len(output):
+                counts.add(output[place])
 
 
 def test_what_completes_a_bad_word_is_what_would_contain_it() -> None:

@@ -14,6 +14,7 @@ from support.budget import budget, seeded
 from support.engines import EOS_ID, VOCAB_SIZE, runner_info
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.ipc.messages import Ready
 from penstock_shard.ipc.request import (
     Constraint,
     Objective,
@@ -24,6 +25,7 @@ from penstock_shard.ipc.request import (
 )
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.ipc.sampling_ranges import usable_defaults
+from penstock_shard.server.proto_codec import info_response
 from penstock_shard.server.validation import IncomingRequest, Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5, max_constraint_bytes=100)
@@ -348,6 +350,27 @@ def test_any_value_out_of_bounds_is_refused_beside_any_that_are_not(name: str) -
         assert all(part in error.message for part in (name, error.value, error.bound))
 
 
+def test_a_penalty_window_of_0_turns_the_penalties_off_those_of_the_model_too() -> None:
+    asked = _incoming(presence_penalty=0.5, frequency_penalty=-1.0, penalty_window_tokens=0)
+    sampling = _check(asked, repetition_penalty=1.2).sampling
+    assert sampling == _check(_incoming(seed=asked.seed)).sampling
+    kept = _check(_incoming(penalty_window_tokens=9), repetition_penalty=1.2).sampling
+    assert (kept.repetition_penalty, kept.penalty_window_tokens) == (1.2, 9)
+
+
+def test_a_penalty_window_without_a_penalty_is_no_other_request() -> None:
+    assert _check(_incoming(penalty_window_tokens=9)).sampling.penalty_window_tokens is None
+
+
+def test_a_shard_without_a_bound_gives_as_many_log_probabilities_as_it_has_tokens() -> None:
+    config, info = ShardConfig(max_logprobs=-1), runner_info()
+    assert info_response(Ready(info, {}, "", ""), config, "i").limits.max_logprobs == VOCAB_SIZE
+    asked = check(_incoming(logprobs=VOCAB_SIZE, prompt_logprobs=VOCAB_SIZE), info, config)
+    assert (asked.logprobs, asked.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
+    with pytest.raises(Refusal, match=f"^logprobs: 1001 .* 0..{VOCAB_SIZE} \\(--max-logprobs"):
+        check(_incoming(logprobs=VOCAB_SIZE + 1), info, config)
+
+
 def test_a_huge_value_is_not_echoed_whole() -> None:
     with pytest.raises(Refusal) as caught:
         _check(_incoming(model="x" * 100_000))
@@ -362,6 +385,7 @@ def test_a_capability_that_is_missing_is_named() -> None:
         "repetition_penalty": 1.1,
         "presence_penalty": 0.1,
         "frequency_penalty": math.nan,
+        "penalty_window_tokens": 0,
         "logit_bias": {1: 0.0},
         "bad_words": [[1]],
         "allowed_token_ids": [1],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from array import array
 
 import pytest
-from support.engines import EOS_ID, packed, runner_info
+from support.engines import EOS_ID, logprobs_of, packed, runner_info
 
 from penstock_client import Adapter as ClientAdapter
 from penstock_client import (
@@ -47,6 +48,7 @@ FULL = GenerationRequest(
         logit_bias={7: -1.0, 0: 100.0},
         bad_words=[[1, 2], [3]],
         allowed_token_ids=[4, 5],
+        penalty_window_tokens=7,
     ),
     max_tokens=9,
     min_tokens=2,
@@ -94,6 +96,7 @@ def test_every_field_reaches_the_engine() -> None:
         frequency_penalty=-0.5,
         logit_bias=((0, 100.0), (7, -1.0)),
         bad_words=((1, 2), (3,)),
+        penalty_window_tokens=7,
     )
     assert found.objective == request.Objective(-1, 1.5, 0.5, 0.25, True)
     assert (found.request_id, found.attempt, found.cache_salt) == ("id", 2, "salt")
@@ -156,7 +159,8 @@ def test_requested_logprobs_come_back_however_they_are_merged_and_cut() -> None:
 
     def output(first: int) -> messages.Output:
         numbers = [float(i) for i in range(first, first + count)]
-        scores = Logprobs(numbers, [1] * count, 0, [], [], [n for n in numbers for _ in (0, 1)])
+        requested = [n for n in numbers for _ in (0, 1)]
+        scores = logprobs_of(numbers, [1] * count, requested=requested)
         return messages.Output("r", 0, first, [5] * count, scores)
 
     merged = output(0)
@@ -197,8 +201,8 @@ def test_an_error_comes_after_the_tokens_that_it_was_merged_with() -> None:
 def test_a_token_with_more_alternatives_than_a_response_holds_is_one_alone() -> None:
     # As many as a shard with such a --max-logprobs is asked for.
     top_n = 40_000
-    ids, values = list(range(top_n)), [-1.0] * top_n
-    scores = Logprobs([-0.5, -0.25], [1, 1], top_n, ids * 2, values * 2)
+    best = [(token_id, -1.0) for token_id in range(top_n)]
+    scores = logprobs_of([-0.5, -0.25], [1, 1], top_n, best * 2)
     output = messages.Output("id", 0, 0, [7, 8], scores, prompt_logprobs=scores.first(2))
     pieces = [each for response in shard_codec.responses([output]) for each in response.outputs]
     assert [list(each.token_ids) for each in pieces] == [[], [7], [8]]
@@ -206,11 +210,37 @@ def test_a_token_with_more_alternatives_than_a_response_holds_is_one_alone() -> 
     assert [len(each.logprobs.top_token_ids) for each in pieces] == [0, top_n, top_n]
 
 
+def test_a_whole_vocabulary_comes_as_arrays_with_the_same_numbers() -> None:
+    vocabulary = 5_000
+    best = [((7 * i) % vocabulary, -0.25 * i) for i in range(2 * vocabulary)]
+    scores = logprobs_of([-0.5, -1.25], [1, 300], vocabulary, best, [-7.0, -8.0])
+    output = messages.Output("id", 0, 0, [7, 8], scores)
+    found: list[ClientOutput] = []
+    for response in shard_codec.responses([output]):
+        for message in pb.GenerateResponse.FromString(response.SerializeToString()).outputs:
+            piece = proto_codec.output(message)
+            assert isinstance(piece, ClientOutput)
+            found.append(piece)
+    whole, *others = found
+    for other in others:
+        whole.merge(other)
+    columns = whole.logprobs
+    assert columns is not None
+    assert isinstance(columns.top_token_ids, array)
+    assert [*zip(columns.top_token_ids, columns.top_logprobs, strict=True)] == best
+    assert (columns.chosen, columns.ranks, columns.requested) == (
+        [-0.5, -1.25], [1, 300], [-7.0, -8.0],
+    )  # fmt: skip
+    columns.drop_first(1)
+    assert [*columns.top_token_ids] == [token_id for token_id, _ in best[vocabulary:]]
+
+
 def test_columns_are_cut_between_tokens() -> None:
-    columns = Logprobs([-1.0, -2.0], [1, 2], 1, [7, 8], [-1.0, -3.0], [1.0, 2.0, 3.0, 4.0])
-    assert columns.first(1) == Logprobs([-1.0], [1], 1, [7], [-1.0], [1.0, 2.0])
-    assert columns.without_first(1) == Logprobs([-2.0], [2], 1, [8], [-3.0], [3.0, 4.0])
+    columns = logprobs_of([-1.0, -2.0], [1, 2], 1, [(7, -1.0), (8, -3.0)], [1.0, 2.0, 3.0, 4.0])
     assert columns.first(0).requested == []
+    assert columns.first(1) == logprobs_of([-1.0], [1], 1, [(7, -1.0)], [1.0, 2.0])
+    columns.drop_first(1)
+    assert columns == logprobs_of([-2.0], [2], 1, [(8, -3.0)], [3.0, 4.0])
 
 
 def test_outputs_of_one_token_share_columns_where_the_caller_numbers_its_attempts() -> None:
@@ -220,7 +250,7 @@ def test_outputs_of_one_token_share_columns_where_the_caller_numbers_its_attempt
         messages.Output("bundled", 0, 7, [70, 71]),
         messages.Output("last", 0, 8, [80], finish=request.FinishReason.STOP),
         messages.Output("first", 0, 0, [90], cached_tokens=0, queue_s=0.5),
-        messages.Output("scored", 0, 9, [91], Logprobs([-1.0], [1], 0, [], [], [])),
+        messages.Output("scored", 0, 9, [91], Logprobs([-1.0], [1])),
         messages.Output("numbered too", 2, 3, [30]),
     ]
     ids = ("numbered", "another attempt", "bundled", "last", "first", "scored", "numbered too")

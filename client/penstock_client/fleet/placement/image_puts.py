@@ -27,8 +27,8 @@ _Key = tuple[str, str]
 
 
 def given_up(error: PenstockError) -> PenstockError:
-    """What a stream ends with after its last attempt: no fault of its own, if pixels were dropped
-    each time before it came.
+    """The error that ends a stream after its last attempt: no fault of its own, if pixels were
+    dropped each time before it came.
     """
     is_dropped = isinstance(error, InvalidRequest) and error.field == PIXELS
     return Overloaded(_NO_ROOM) if is_dropped else error
@@ -59,7 +59,7 @@ class ImagePuts:
             task.cancel()
 
     def hold(self, stream: FleetStream, shard: ShardState) -> bool:
-        """Whether a stream waits until its images are at the shard where it goes."""
+        """Tell whether a stream waits until its images are at the shard where it goes."""
         if stream in self._waiting:
             return True
         missing = self._missing(stream, shard)

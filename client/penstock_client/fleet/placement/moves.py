@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether the shard can be told to fetch."""
+        """Tell whether the shard can be told to fetch."""
         info = self.shard.info
         return bool(self.kv_source) and info is not None and "prefetch" in info.capabilities
 
@@ -82,7 +82,7 @@ class Moves:
             mover.cancel()
 
     def hold(self, stream: FleetStream, plan: Plan) -> bool:
-        """Whether a stream waits until its blocks are where it goes."""
+        """Tell whether a stream waits until its blocks are where it goes."""
         if stream in self._ready:
             return False
         if stream in self._calls or stream in self._waiting.get(_address(stream), ()):
@@ -165,5 +165,5 @@ class Moves:
 
 
 def _address(stream: FleetStream) -> str:
-    """Of the shard where it runs; empty if it runs on none."""
+    """The address of the shard where it runs; empty if it runs on none."""
     return "" if stream.shard is None else stream.shard.address

@@ -1,4 +1,4 @@
-"""Which requests leave a shard where they wait, while another shard has room for them.
+"""Chooses requests to leave a shard where they wait, while another shard has room for them.
 
 A queue grows where requests are longer than the policy could know, and a shard that joins begins
 with none. What waits loses nothing when it goes, and disturbs no other request.
@@ -46,11 +46,11 @@ class Rebalancing:
         self._task.cancel()
 
     def is_chosen(self, stream: FleetStream) -> bool:
-        """Whether it was chosen, and has not left its shard since."""
+        """Tell whether it was chosen, and has not left its shard since."""
         return stream in self._chosen
 
     def discard(self, stream: FleetStream) -> None:
-        """It has left its shard, or no shard has room for it."""
+        """Forget a stream that has left its shard, or for which no shard has room."""
         self._chosen.discard(stream)
 
     async def _run(self) -> None:
@@ -88,8 +88,8 @@ class Rebalancing:
 
 
 def has_room(target: ShardState, left: ShardState) -> bool:
-    """Whether what waits at one shard should go to another: none waits there for its turn, most KV
-    blocks are free, and it has less than half the work.
+    """Tell whether what waits at one shard should go to another: none waits there for its turn,
+    most KV blocks are free, and it has less than half the work.
     """
     if target.load.waiting or target.half_full:
         return False

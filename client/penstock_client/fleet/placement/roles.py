@@ -1,4 +1,4 @@
-"""Which shards suit a request by their roles: a preference, as each serves whatever it is sent.
+"""Shards that suit a request by their roles: a preference, as each serves whatever it is sent.
 
 Long prompts are computed on shards of the role "prefill", which then are left for others once their
 KV blocks are there: no stream waits in a step for the prompt of another.
@@ -18,7 +18,7 @@ _PREFILL, _DECODE = "prefill", "decode"
 
 
 class Roles:
-    """What suits which stream."""
+    """Preferences of shards for streams."""
 
     def __init__(self, prefill_tokens: int) -> None:
         """Prompts of at least so many tokens, with the output that is to be computed again, are for
@@ -33,7 +33,7 @@ class Roles:
         kv_source: str,
         held_tokens: Callable[[ShardState], int],
     ) -> Sequence[ShardState]:
-        """Those of the shards that suit the stream; all of them if none does. Little is to be
+        """Shards among these that suit the stream; all of them if none does. Little is to be
         computed of one whose KV blocks are at `kv_source`, or that a shard holds `held_tokens` of.
         """
         decoding = [shard for shard in shards if suits_decode(shard)]
@@ -46,8 +46,8 @@ class Roles:
 
 
 def wants_to_leave(stream: FleetStream) -> bool:
-    """Whether the prompt of a stream was computed by a prefill shard, so that it may go on at
-    another.
+    """Tell whether the prompt of a stream was computed by a prefill shard, so that it may go on
+    at another.
     """
     shard = stream.shard
     return (

@@ -189,7 +189,7 @@ def _prompt(values: JsonObject) -> JsonObject:
         "add_special_tokens": False,
         "add_generation_prompt": not continues,
         "continue_final_message": continues,
-        **tool_options(values, idle=("none", "auto")),
+        **tool_options(values),
         **_format(values),
         **_thinking(values),
         "template_kwargs": _template_kwargs(values),

@@ -18,7 +18,7 @@ from penstock_router.apis.ollama.answers import (
     OllamaGenerateAnswer,
 )
 from penstock_router.apis.ollama.chat_turns import IMAGES, TURNS, with_images
-from penstock_router.apis.openai.requests import COMPLETION_FIELDS
+from penstock_router.apis.openai.fields import COMPLETION_FIELDS
 from penstock_router.apis.structured_output import constraint_of_schema, only_constraint
 from penstock_router.apis.tools import TOOLS, tool_options
 from penstock_router.errors import BadRequest
@@ -136,11 +136,6 @@ def _read_think(name: str, value: Any) -> JsonObject:
 _THINK = Kind(_read_think, {"anyOf": [BOOLEAN.schema, _EFFORT.schema]})
 
 
-def _read_tools(name: str, value: Any) -> Any:
-    return () if value == [] else TOOLS.read(name, value)
-
-
-_TOOLS = Kind(_read_tools, {**TOOLS.schema, "minItems": 0})
 _MODEL = Field("model", STRING, "One of /api/tags, with or without :latest.", required=True)
 _KEEP_ALIVE = Field("keep_alive", ANYTHING, "A shard keeps its model: accepted without effect.")
 _SHARED_FIELDS = (
@@ -157,7 +152,7 @@ CHAT_FIELDS = table(
     [
         _MODEL,
         Field("messages", TURNS, "The chat so far; none: only have the model loaded."),
-        Field("tools", _TOOLS, "Functions that the answer may call."),
+        Field("tools", TOOLS, "Functions that the answer may call."),
         *_SHARED_FIELDS,
     ]
 )

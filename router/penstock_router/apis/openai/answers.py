@@ -8,6 +8,7 @@ event's id must identify one position in the answer.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict, cast
@@ -69,13 +70,15 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionColumns | None
     finish_reason: EndReason | None
     stop_reason: NotRequired[str | int | None]
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+    token_ids: NotRequired[list[int] | None]
+    prompt_token_ids: NotRequired[list[int] | None]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None] | None]
 
 
 class CompletionAnswer(TypedDict):
-    """An answer of /v1/completions, or an event of its stream."""
+    """An answer of /v1/completions, or an event of its stream. What nobody asked for is null in the
+    answer, and not in the event at all.
+    """
 
     id: str
     object: Literal["text_completion"]
@@ -84,6 +87,8 @@ class CompletionAnswer(TypedDict):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: NotRequired[UsageObject | None]
+    service_tier: NotRequired[None]
+    kv_transfer_params: NotRequired[None]
 
 
 class CalledFunction(TypedDict):
@@ -103,14 +108,14 @@ class ToolCall(TypedDict):
 
 class ChatMessage(TypedDict):
     """The assistant's message. `content` is null if there are calls and no text. Reasoning has two
-    names, as clients read one or the other.
+    names, as clients read one or the other; one of them is there, as null, if there is none.
     """
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
-    reasoning: NotRequired[str]
+    reasoning: str | None
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -122,11 +127,11 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: EndReason | None
     stop_reason: str | int | None
-    token_ids: NotRequired[list[int]]
+    token_ids: list[int] | None
 
 
 class ChatAnswer(TypedDict):
-    """An answer of /v1/chat/completions."""
+    """An answer of /v1/chat/completions. What nobody asked for is null."""
 
     id: str
     object: Literal["chat.completion"]
@@ -135,8 +140,10 @@ class ChatAnswer(TypedDict):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageObject
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
+    service_tier: None
+    kv_transfer_params: None
 
 
 class CalledFunctionDelta(TypedDict):
@@ -270,9 +277,12 @@ class _OpenAIShape(ABC):
     def _full_chunk(self, choices: Sequence[Mapping[str, Any]], **more: object) -> bytes:
         body = {**self._head, "choices": choices, **more}
         if self._options.include_usage:
-            continuous = self._options.continuous_usage
-            body.setdefault("usage", usage_object(self._usage) if continuous else None)
+            body.setdefault("usage", self._usage_so_far(self._usage))
         return data_frame(_encode(body))
+
+    def _usage_so_far(self, usage: Usage) -> UsageObject | None:
+        """The `usage` of a chunk that is not the last, in a stream that has any."""
+        return usage_object(usage) if self._options.continuous_usage else None
 
     def closing(self) -> list[bytes]:
         """The usage if it was asked for, and [DONE]."""
@@ -289,8 +299,14 @@ class _OpenAIShape(ABC):
         return {}
 
     def _answer(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        usage = usage_object(self._usage)
-        return {**self._head, "object": self.object_name, "choices": choices, "usage": usage}
+        return {
+            **self._head,
+            "object": self.object_name,
+            "choices": choices,
+            "usage": usage_object(self._usage),
+            "service_tier": None,
+            "kv_transfer_params": None,
+        }
 
     def _prompt_logprobs(self, delta: Delta) -> list[dict[str, PromptLogprob] | None]:
         prompt = self._job.prompts[delta.index // self._options.n]
@@ -335,17 +351,15 @@ class CompletionShape(_OpenAIShape):
     def chunk(self, delta: Delta) -> bytes | None:
         """A delta as a frame; the first of each choice has its prompt's log-probabilities."""
         if self._options.prompt_logprobs is not None and delta.index not in self._begun:
-            return self._full_chunk([self._choice(delta)])
+            return self._full_chunk([self._chunk_choice(delta)])
         return super().chunk(delta)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        return self._answer([self._choice(delta) for delta in deltas])
+        unasked = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
+        return self._answer([{**unasked, **self._chunk_choice(delta)} for delta in deltas])
 
     def _chunk_choice(self, delta: Delta) -> CompletionChoice:
-        return self._choice(delta)
-
-    def _choice(self, delta: Delta) -> CompletionChoice:
         first = delta.index not in self._begun
         self._begun.add(delta.index)
         choice: CompletionChoice = {
@@ -399,7 +413,10 @@ class ChatShape(_OpenAIShape):
     def opening(self) -> list[bytes]:
         """One chunk for each choice, with its role."""
         prompt_ids = self._job.prompts[0].token_ids
-        more = {"prompt_token_ids": list(prompt_ids)} if self._has_ids else {}
+        more: JsonObject = {"prompt_token_ids": list(prompt_ids)} if self._has_ids else {}
+        # It comes with the first token, and says what there was before.
+        before = dataclasses.replace(self._usage, completion_tokens=0)
+        usage = {"usage": self._usage_so_far(before)} if self._options.include_usage else {}
         first: ChatDelta = {"role": "assistant", "content": ""}
         frames = []
         for index in range(len(self._job.requests)):
@@ -409,7 +426,7 @@ class ChatShape(_OpenAIShape):
                 "logprobs": None,
                 "finish_reason": None,
             }
-            frames.append(self._full_chunk([choice], **more))
+            frames.append(self._full_chunk([choice], **more, **usage))
             # All choices have one prompt, which may be long: it is shown once.
             more = {}
         return frames
@@ -417,14 +434,21 @@ class ChatShape(_OpenAIShape):
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The answer that is not streamed."""
         answer = self._answer([self._choice(delta) for delta in deltas])
-        if self._has_ids:
-            answer["prompt_token_ids"] = list(self._job.prompts[0].token_ids)
-        if self._options.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._prompt_logprobs(deltas[0])
+        prompt_ids, shows = (
+            self._job.prompts[0].token_ids,
+            self._options.prompt_logprobs is not None,
+        )
+        answer["prompt_token_ids"] = list(prompt_ids) if self._has_ids else None
+        answer["prompt_logprobs"] = self._prompt_logprobs(deltas[0]) if shows else None
         return answer
 
     def _message(self, delta: Delta) -> ChatMessage:
-        message: ChatMessage = {"role": "assistant", "content": delta.text, "refusal": None}
+        message: ChatMessage = {
+            "role": "assistant",
+            "content": delta.text,
+            "refusal": None,
+            "reasoning": None,
+        }
         if delta.pieces is None:
             return message
         if reasoning := _text_of(PieceKind.REASONING, delta.pieces):
@@ -436,16 +460,14 @@ class ChatShape(_OpenAIShape):
         return message
 
     def _choice(self, delta: Delta) -> ChatChoice:
-        choice: ChatChoice = {
+        return {
             "index": delta.index,
             "message": self._message(delta),
             "logprobs": self._logprobs_of(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if self._has_ids else None,
         }
-        if self._has_ids:
-            choice["token_ids"] = delta.token_ids
-        return choice
 
     def _pieces_chunk(self, delta: Delta, pieces: Sequence[Piece]) -> bytes | None:
         # Nearly always there is one piece, of text.

@@ -16,15 +16,14 @@ import msgspec
 from penstock_client.types import Constraint
 from penstock_router.apis.base import ERRORS, Api
 from penstock_router.apis.images import take_images
-from penstock_router.apis.openai.requests import (
+from penstock_router.apis.openai.fields import (
     CHAT_FIELDS,
     MAX_CHOICES,
     MAX_LOGPROBS,
     OF_CHATS,
     SAMPLING,
-    common_options,
-    template_options,
 )
+from penstock_router.apis.openai.requests import common_options, template_options
 from penstock_router.apis.responses.answers import ResponseAnswer, ResponseEvent, ResponseShape
 from penstock_router.apis.responses.items import INPUT, check_outputs, messages_of
 from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
@@ -186,7 +185,7 @@ _AS_IN_CHATS = (
     *("logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens"),
     *("spaces_between_special_tokens", "stream", "stream_interval", "chat_template"),
     *("chat_template_kwargs", "priority", "slo", "is_latency_sensitive", "cache_salt"),
-    *("request_id", "session_id", "timeout", "user"),
+    *("request_id", "session_id", "timeout"),
     *("include_reasoning", "thinking_token_budget", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("guided_whitespace_pattern", "guided_decoding_backend"),
@@ -236,7 +235,10 @@ RESPONSES_FIELDS = table(
             string(0, MAX_SESSION_CHARS),
             "Requests that should meet the same shard's cache; session_id goes before it.",
         ),
-        Field("safety_identifier", STRING, "Shown in the answer, and nothing else comes of it."),
+        *(
+            Field(name, STRING, "Shown in the answer, and nothing else comes of it.")
+            for name in ("user", "safety_identifier")
+        ),
         Field(
             "service_tier",
             one_of("auto", "default", "flex", "scale", "priority"),
@@ -310,7 +312,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         include_reasoning=values.get("include_reasoning", True),
         thinking_tokens=values.get("thinking_token_budget"),
         **template_options(values),
-        **tool_options(values, idle=("none", "auto")),
+        **tool_options(values),
         **{**common, **_constraint(values, common)},
     )
     _check(request)

@@ -24,6 +24,7 @@ _WAIT_BUCKETS_S = (
 )
 _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _POWERS_OF_TWO = tuple(float(2**power) for power in range(15))
+_PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 # Outcomes whose tokens nobody may have wanted; a caller may also have had enough of them.
 _CUT_SHORT = ("aborted", "deadline_exceeded")
 
@@ -56,6 +57,12 @@ class ShardMetrics:
         )
         self._prefill_seconds = self._histogram(
             "prefill_seconds", "From a request's first step to its first token.", _WAIT_BUCKETS_S
+        )
+        self._request_preemptions = self._histogram(
+            "request_preemptions",
+            "How often each request that the engine ended was preempted: stopped, to be computed "
+            "again.",
+            _PREEMPTIONS,
         )
         self._restarts = self._counter("engine_restarts", "Engines that died or were killed.")
 
@@ -121,6 +128,8 @@ class ShardMetrics:
         outcome = _outcome(last)
         self._requests.labels(outcome).inc()
         self._request_seconds.observe(seconds)
+        if last.work is not None:
+            self._request_preemptions.observe(last.work.preemptions)
         if outcome in _CUT_SHORT:
             self._aborted_tokens.inc(num_tokens)
 

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock_common.kv_cache_labels import KV_CACHE_HELP, KV_CACHE_LABELS, kv_cache_labels
 from penstock_common.metric_aliases import translate
 from penstock_common.version import VERSION
 from penstock_shard.config import ShardConfig
@@ -55,7 +56,10 @@ def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metr
     queued_tokens = engine.queued_tokens + load.prefill_tokens_left
     text = "Tokens left to compute before the sequences that wait or prefill can decode."
     yield _gauge("queued_tokens", text, queued_tokens)
-    yield from _kv_cache(load, None if engine.ready is None else engine.ready.info)
+    yield _waiting(engine.num_waiting, load.waiting)
+    info = None if engine.ready is None else engine.ready.info
+    yield _cache_info(info)
+    yield from _kv_cache(load, info)
     yield CounterMetricFamily(
         "penstock_shard_preemptions",
         "Preemptions: sequences stopped, to be computed again.",
@@ -63,6 +67,27 @@ def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metr
     )
     yield from _images(engine)
     yield _info(engine, config)
+
+
+def _waiting(num_waiting: int, num_queued: int) -> Metric:
+    text = (
+        "Sequences waiting, by reason: capacity (for room in a step), deferred (for what they need "
+        "before: a constraint's check, images, KV blocks from elsewhere)."
+    )
+    family = GaugeMetricFamily("penstock_shard_waiting_by_reason", text, labels=("reason",))
+    family.add_metric(["capacity"], num_queued)
+    family.add_metric(["deferred"], max(0, num_waiting - num_queued))
+    return family
+
+
+def _cache_info(info: RunnerInfo | None) -> Metric:
+    family = GaugeMetricFamily(
+        "penstock_shard_kv_cache_info", KV_CACHE_HELP, labels=KV_CACHE_LABELS
+    )
+    if info is not None:
+        cache = kv_cache_labels(info.block_size, info.num_blocks, info.kv_sequences, info.kv_dtype)
+        family.add_metric(cache, 1)
+    return family
 
 
 def _images(engine: EngineSupervisor) -> Iterator[Metric]:

@@ -2,7 +2,8 @@
 
 repetition_penalty, on tokens of the prompt and the output: positive logits are divided by it,
 others multiplied (Keskar et al., "CTRL", 2019). Then presence_penalty and frequency_penalty, on
-tokens of the output: the first is subtracted once, the second as often as the token occurs.
+tokens of the output: the first is subtracted once, the second as often as the token occurs. With
+penalty_window_tokens, "the prompt and the output" are their last so many tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from penstock_shard.device.async_copy import to_device
 from penstock_shard.ipc.request import Request
 from penstock_shard.worker.base import Admission
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, elements
-from penstock_shard.worker.token_state import TokenCounts
+from penstock_shard.worker.token_state import TokenCounts, WindowCounts
 
 _LARGEST_LOGIT = torch.finfo(torch.float32).max
 
@@ -31,9 +32,13 @@ class _Counted(LogitsState):
             admission.token_ids[:num_prompt_tokens],
             admission.token_ids[num_prompt_tokens:],
         )
-        # Tokens of the output, and with a repetition penalty of the prompt too.
-        repeats = self.sampling.repetition_penalty != 1.0
-        self.counts = TokenCounts(prompt if repeats else (), output)
+        self.counts: TokenCounts | WindowCounts
+        if self.sampling.penalty_window_tokens is not None:
+            self.counts = WindowCounts(self.sampling.penalty_window_tokens, prompt, output)
+        else:
+            # Tokens of the output, and with a repetition penalty of the prompt too.
+            repeats = self.sampling.repetition_penalty != 1.0
+            self.counts = TokenCounts(prompt if repeats else (), output)
 
     def append(self, token_id: int) -> None:
         self.counts.add(token_id)

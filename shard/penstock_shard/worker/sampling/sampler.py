@@ -49,6 +49,8 @@ SAMPLER_REVISION = 1
 # draw.
 _NO_LOGITS = -1
 _NO_TOKEN = -2
+# More than a usual request's: what OpenAI serves.
+_FEW_LOGPROBS = 20
 # A sequence's uniform numbers are computed for this many positions at once.
 _POSITIONS = 16
 _Index = NDArray[np.intp]
@@ -172,10 +174,16 @@ class Sampler:
             tokens.index_copy_(0, places, drawn)
             codes.index_copy_(0, places, torch.where(before < 0, before, drawn))
 
-    def _score(self, logits: Tensor, tokens: Tensor, rows: SampleRows) -> _Scored | None:
-        wanted = np.flatnonzero(self._known.scored[rows.slots])
-        if not len(wanted):
-            return None
+    def _score(self, logits: Tensor, tokens: Tensor, rows: SampleRows) -> list[_Scored]:
+        """Apart from the others those that want much more: all of one call are ranked as far."""
+        best = self._known.best_logprobs[rows.slots]
+        few = np.flatnonzero((best >= 0) & (best <= _FEW_LOGPROBS))
+        many = np.flatnonzero(best > _FEW_LOGPROBS)
+        return [self._score_rows(logits, tokens, rows, some) for some in (few, many) if len(some)]
+
+    def _score_rows(
+        self, logits: Tensor, tokens: Tensor, rows: SampleRows, wanted: _Index
+    ) -> _Scored:
         requests = [self._requests[slot] for slot in rows.slots[wanted].tolist()]
         if len(wanted) < len(tokens):
             places = to_device(wanted, logits.device)
@@ -227,7 +235,7 @@ class PendingSamples:
     _codes: Tensor
     _rows: SampleRows
     _prepared: PreparedShaping
-    _scored: _Scored | None
+    _scored: abc.Sequence[_Scored]
 
     @property
     def known_tokens(self) -> Integers:
@@ -244,9 +252,9 @@ class PendingSamples:
                 if code < 0:
                     results[i] = self._failure(i, code)
         self._prepared.advance(codes)
-        if self._scored is not None:
-            found = self._scored.scores.finish()
-            for i, logprobs in zip(self._scored.rows.tolist(), found, strict=True):
+        for scored in self._scored:
+            found = scored.scores.finish()
+            for i, logprobs in zip(scored.rows.tolist(), found, strict=True):
                 if results[i].error is None:
                     results[i].logprobs = logprobs
         return results
@@ -269,9 +277,10 @@ class _SamplingColumns:
         # The columns of `draw.Columns` except `uniform`, which is computed here from `_seeds`.
         self._parameters = np.zeros((0, len(Columns._fields) - 1))
         self._seeds = np.zeros(0, dtype=np.uint64)
-        # Whether its tokens depend on those before them; whether it wants log-probabilities.
+        # Whether its tokens depend on those before them.
         self.stateful = np.zeros(0, dtype=np.bool_)
-        self.scored = np.zeros(0, dtype=np.bool_)
+        # How many of the best log-probabilities it wants; -1: none, not even the token's own.
+        self.best_logprobs: Integers = np.zeros(0, dtype=np.int64)
         # Uniform numbers for one run of `_POSITIONS` positions, and which run: 1 is the first, 0
         # none.
         self._uniforms = np.zeros((0, _POSITIONS))
@@ -294,7 +303,7 @@ class _SamplingColumns:
             sampling.typical_p,
         )
         self._seeds[slot] = sampling.seed
-        self.scored[slot] = request.logprobs is not None
+        self.best_logprobs[slot] = -1 if request.logprobs is None else request.logprobs
         self._runs[slot] = 0
 
     def columns(self, rows: SampleRows, chosen: _Index) -> Columns:
@@ -324,7 +333,7 @@ class _SamplingColumns:
         self._parameters = grown(self._parameters, capacity)
         self._seeds = grown(self._seeds, capacity)
         self.stateful = grown(self.stateful, capacity)
-        self.scored = grown(self.scored, capacity)
+        self.best_logprobs = grown(self.best_logprobs, capacity)
         self._uniforms = grown(self._uniforms, capacity)
         self._runs = grown(self._runs, capacity)
 

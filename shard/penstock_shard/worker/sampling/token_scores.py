@@ -37,14 +37,14 @@ class TokenScores:
             self._ranks.tolist(),
             self._requested.tolist(),
         )
-        top, ids = self._top.numpy(), self._top_ids.numpy()
+        top, ids = self._top.numpy(), self._top_ids.numpy().astype("<u4")
         columns = [
             Logprobs(
                 chosen=[chosen[i]],
                 ranks=[ranks[i]],
                 top_n=min(count, self._vocabulary),
-                top_token_ids=ids[i, :count].tolist(),
-                top_logprobs=top[i, :count].tolist(),
+                best_ids=bytearray(ids[i, :count].tobytes()),
+                best_logprobs=bytearray(top[i, :count].tobytes()),
             )
             for i, count in enumerate(self._counts)
         ]

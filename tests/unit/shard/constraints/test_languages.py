@@ -102,6 +102,8 @@ def test_a_grammar_may_be_lark_or_ebnf():
     ebnf = 'root ::= item ("," item)*\nitem ::= [a-z]+'
     assert _allows(Constraint("grammar", ebnf), "a,bc")
     assert not _allows(Constraint("grammar", ebnf), "a,")
+    assert _allows(Constraint("grammar", r'root ::= "\U0001F600" [\u3041-\u309F]'), "😀あ")
+    assert _allows(Constraint("grammar", r'root ::= "\\U0001F600"'), r"\U0001F600")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,8 @@ def test_a_grammar_may_be_lark_or_ebnf():
         (Constraint("grammar", " \n"), "grammar: it is empty"),
         (Constraint("grammar", "root ::= ("), "grammar: "),
         (Constraint("grammar", "start: missing"), "grammar: "),
+        (Constraint("grammar", "root ::= missing"), "grammar: Rule 'missing' not found"),
+        (Constraint("grammar", 'root ::= "a"\nb ::= ('), "grammar: Expected ')' at line 2"),
         (Constraint("json_schema", "{'a'}"), "json_schema: not JSON"),
         (Constraint("json_schema", '{"minimum": NaN}'), "json_schema: NaN is not JSON"),
         (Constraint("json_schema", "3"), "json_schema: 3 is no schema"),

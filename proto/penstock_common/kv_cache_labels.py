@@ -1,0 +1,15 @@
+"""The size of a KV cache as labels of a metric, alike at routers and shards."""
+
+from __future__ import annotations
+
+KV_CACHE_LABELS = ("block_size", "blocks", "tokens", "sequences", "dtype")
+KV_CACHE_HELP = (
+    "Always 1; the labels say how large the KV cache is: tokens of a block, blocks, tokens in all, "
+    "sequences as long as the context (empty where not known)."
+)
+
+
+def kv_cache_labels(block_size: int, blocks: int, sequences: int, dtype: str) -> list[str]:
+    """The values of `KV_CACHE_LABELS`; `sequences` is 0 where that is not known."""
+    known = str(sequences) if sequences else ""
+    return [*map(str, (block_size, blocks, blocks * block_size)), known, dtype]

@@ -1,0 +1,32 @@
+"""The load of a model's shards as a header of its answers, for gateways that choose by it (ORCA),
+under the names that vLLM uses there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from penstock_router.fleet import ShardState
+
+# The header that asks for it, by naming a form; and that of the answer.
+ASKED = "endpoint-load-metrics-format"
+ANSWERED = "endpoint-load-metrics"
+
+
+def endpoint_load(form: str, shards: Iterable[ShardState], model: str, queued: int) -> str | None:
+    """The header's value in the form TEXT or JSON, None for any other form. `queued` sequences wait
+    in the router.
+    """
+    serving = [shard for shard in shards if shard.info is not None and shard.info.model == model]
+    loads = [shard.load for shard in serving if shard.ready]
+    num_blocks = sum(load.num_blocks for load in loads)
+    named = {
+        "kv_cache_usage_perc": sum(load.referenced_blocks for load in loads) / max(1, num_blocks),
+        "num_requests_waiting": float(queued + sum(load.waiting for load in loads)),
+    }
+    if form.upper() == "JSON":
+        return f"JSON {json.dumps({'named_metrics': named})}"
+    if form.upper() == "TEXT":
+        return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+    return None
