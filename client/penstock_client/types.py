@@ -234,7 +234,7 @@ class Logprobs:
 
     @property
     def num_bytes(self) -> int:
-        """What the columns of several entries take on the wire."""
+        """Bytes that the columns of several entries take on the wire."""
         return 8 * len(self.top_token_ids) + 4 * len(self.requested)
 
     def extend(self, other: Logprobs) -> None:
@@ -245,6 +245,18 @@ class Logprobs:
         self.top_token_ids += other.top_token_ids
         self.top_logprobs += other.top_logprobs
         self.requested += other.requested
+
+    def first(self, count: int) -> Logprobs:
+        """The first `count` rows."""
+        requested_n = len(self.requested) // len(self.chosen) if self.chosen else 0
+        return Logprobs(
+            chosen=self.chosen[:count],
+            ranks=self.ranks[:count],
+            top_n=self.top_n,
+            top_token_ids=self.top_token_ids[: count * self.top_n],
+            top_logprobs=self.top_logprobs[: count * self.top_n],
+            requested=self.requested[: count * requested_n],
+        )
 
     def drop_first(self, count: int) -> None:
         """Remove the first `count` rows."""
@@ -276,10 +288,24 @@ class Output:
 
     @property
     def scores_bytes(self) -> int:
-        """What its log-probabilities take on the wire, about."""
+        """Bytes of its log-probabilities on the wire, about."""
         if self.logprobs is None and self.prompt_logprobs is None:
             return 0
         return sum(each.num_bytes for each in (self.logprobs, self.prompt_logprobs) if each)
+
+    def take_first(self, count: int) -> Output:
+        """Take off the first `count` tokens, which are not all, and what comes before them."""
+        first = Output(self.token_ids[:count], self.first_position)
+        first.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        first.prompt_logprobs_start = self.prompt_logprobs_start
+        first.cached_tokens, self.cached_tokens = self.cached_tokens, None
+        first.queue_s, self.queue_s = self.queue_s, None
+        del self.token_ids[:count]
+        self.first_position += count
+        if self.logprobs is not None:
+            first.logprobs = self.logprobs.first(count)
+            self.logprobs.drop_first(count)
+        return first
 
     def merge(self, later: Output) -> None:
         """Append the output that came next, for a reader that was behind."""

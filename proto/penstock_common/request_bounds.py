@@ -14,6 +14,6 @@ MAX_CHOICE_OPTIONS = 1024
 # when an engine dies.
 TRIAL_TOKENS = 8
 # Log-probabilities of a request that wait for who reads slowly, at either end; beyond that it ends.
-MAX_UNREAD_SCORES_BYTES = 256 * 2**20
+MAX_UNREAD_SCORES_BYTES = 64 * 2**20
 # Below this temperature nothing is drawn.
 GREEDY_TEMPERATURE = 1e-5

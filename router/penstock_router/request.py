@@ -155,8 +155,8 @@ class Options:
 
     @property
     def best_logprobs(self) -> int | None:
-        """How many of the likeliest are reported at each position of the answer; None: nothing is
-        reported, not even the chosen token.
+        """The number of the likeliest that are reported at each position of the answer; None:
+        nothing is reported, not even the chosen token.
         """
         return 0 if self.logprobs is not None and self.logprob_token_ids else self.logprobs
 

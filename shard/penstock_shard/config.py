@@ -412,7 +412,7 @@ class ShardConfig(ObservingConfig):
         return max(512 if device == "cpu" else 2048, self.max_num_seqs)
 
     def most_logprobs(self, vocab_size: int) -> int:
-        """Most log-probabilities of a token, for a model with so many ids."""
+        """Bound the log-probabilities of a token, for a model with so many ids."""
         return vocab_size if self.max_logprobs < 0 else self.max_logprobs
 
     def prefill_tokens(self, device: str) -> int:

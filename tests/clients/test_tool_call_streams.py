@@ -63,8 +63,8 @@ class _ReadStream(GenerationStream):
 
     taken: asyncio.Event
 
-    def take(self) -> Output | None:
-        output = super().take()
+    def take(self, at_most: int | None = None) -> Output | None:
+        output = super().take(at_most)
         self.taken.set()
         return output
 

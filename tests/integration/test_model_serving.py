@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,3 +216,47 @@ async def test_scores_of_a_prompt_are_the_models_own(toy: Served) -> None:
     assert columns["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
     for value, top in zip(columns["token_logprobs"][1:], columns["top_logprobs"][1:], strict=True):
         assert value in top.values()
+
+
+@pytest.fixture
+def unbounded(tmp_path: Path) -> Iterator[Served]:
+    """The built-in model, which gives the scores of its whole vocabulary."""
+    flags = ("--runner", "model", "--device", "cpu", "--threads", "1", "--kv-memory", "64M")
+    served = Served(tmp_path / "log", *flags, "--dtype", "float32", "--max-logprobs", "-1")
+    with contextlib.closing(served):
+        served.wait_healthy(timeout_s=90)
+        yield served
+
+
+async def test_a_whole_vocabulary_of_scores_is_the_models_own(unbounded: Served) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = [5, 60, 70, 300, 20, 9]
+    model = AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32)
+    body: dict[str, Any] = {"prompt": [ids], "max_tokens": 3, "temperature": 0}
+    body |= {"prompt_logprobs": -1, "logprobs": -1, "return_tokens_as_token_ids": True}
+    status, answer = await _post(
+        unbounded.url, "/v1/completions", {**body, "return_token_ids": True}
+    )
+    assert status == 200, answer
+    [choice] = answer["choices"]
+    whole = [*ids, *choice["token_ids"]]
+    with torch.inference_mode():
+        scores = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+    size = scores.shape[1]
+    rows = [
+        *(
+            {int(i): each["logprob"] for i, each in row.items()}
+            for row in choice["prompt_logprobs"][1:]
+        ),
+        *(
+            {int(name.removeprefix("token_id:")): value for name, value in row.items()}
+            for row in choice["logprobs"]["top_logprobs"]
+        ),
+    ]
+    assert len(rows) == len(whole) - 1
+    for row, expected in zip(rows, scores, strict=False):
+        assert sorted(row) == list(range(size))
+        found = torch.tensor([row[i] for i in range(size)])
+        assert torch.allclose(found, expected, atol=1e-4)

@@ -513,7 +513,7 @@ def _differences(
     found = []
     if outcome.token_ids != answer.token_ids[:count]:
         found.append(f"tokens {outcome.token_ids} are not {answer.token_ids[:count]}")
-    scores = None if answer.logprobs is None else _first(answer.logprobs, count)
+    scores = None if answer.logprobs is None else answer.logprobs.first(count)
     if count and outcome.logprobs != scores:
         found.append("its log-probabilities are others")
     if outcome.finish_reason is not None:
@@ -522,19 +522,6 @@ def _differences(
         if outcome.prompt_logprobs != answer.prompt_logprobs:
             found.append("the log-probabilities of its prompt are others")
     return found
-
-
-def _first(logprobs: Logprobs, count: int) -> Logprobs:
-    """The first rows."""
-    requested_n = len(logprobs.requested) // max(1, len(logprobs.chosen))
-    return Logprobs(
-        logprobs.chosen[:count],
-        logprobs.ranks[:count],
-        logprobs.top_n,
-        logprobs.top_token_ids[: count * logprobs.top_n],
-        logprobs.top_logprobs[: count * logprobs.top_n],
-        logprobs.requested[: count * requested_n],
-    )
 
 
 def _name(outcome: Outcome) -> str:

@@ -128,6 +128,11 @@ def _context(text: str) -> str | None:
     return None if text.lower() in ("auto", "-1") else readable_int(text)
 
 
+def _bound_or_none(text: str) -> str:
+    """Read a number; -1 is no bound here too."""
+    return text if text == "-1" else readable_int(text)
+
+
 def _block_size(text: str) -> str:
     if int(text) % 16:
         raise NotTranslatable(f"{text}: blocks hold a multiple of 16 tokens")
@@ -396,9 +401,7 @@ FLAGS: Table = {
             "keys and values are as precise as the weights: more memory, no other answers",
         ),
     ),
-    **becomes(
-        "max-logprobs", "--max-logprobs", convert=at_least(1, "there is a bound; name a number")
-    ),
+    **becomes("max-logprobs", "--max-logprobs", convert=_bound_or_none),
     **becomes("max-num-queued-reqs", "--max-queued-requests", Part.ROUTER),
     **becomes(
         "max-num-queued-tokens",

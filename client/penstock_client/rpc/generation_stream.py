@@ -73,12 +73,21 @@ class GenerationStream:
         """Grows with every token, and with every log-probability of the prompt, that arrives."""
         return self._next_position + self._next_prompt_index
 
-    def take(self) -> Output | None:
-        """Take the outputs that arrived since the last call, merged; None if there were none.
+    @property
+    def has_more(self) -> bool:
+        """Tell whether an output is left to take."""
+        return self._pending is not None
+
+    def take(self, at_most: int | None = None) -> Output | None:
+        """Take the outputs that arrived since the last call, merged; None if there were none. With
+        `at_most` no more tokens than that: the others can be taken next.
 
         Once all is taken, raises the error that the generation failed with, if any.
         """
-        output, self._pending = self._pending, None
+        output = self._pending
+        if output is not None and at_most is not None and len(output.token_ids) > at_most:
+            return output.take_first(at_most)
+        self._pending = None
         if output is None and self._error is not None:
             # All streams of a connection share one error: it must not collect all their tracebacks.
             raise self._error.with_traceback(None)

@@ -61,7 +61,7 @@ _Made = TypeVar("_Made")
 
 
 class _Table(dict[int, _Made]):
-    """What is the same for a token wherever it is shown, made when it is first asked for."""
+    """Values that are the same for a token wherever it is shown, made when first asked for."""
 
     def __init__(self, make: Callable[[int], _Made]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def as_id(token_id: int) -> str:
 
 
 def token_text(tokenizer: Tokenizer, *, as_ids: bool) -> TokenText:
-    """How a token is named beside its log-probability."""
+    """Give the function that names tokens beside their log-probabilities."""
     return _tables(tokenizer, as_ids).texts.__getitem__
 
 
@@ -199,12 +199,12 @@ def prompt_logprobs(
         numbers = _numbers([columns.chosen[row], *values])
         ranked = [b'%b,"rank":%d' % (number, rank) for rank, number in enumerate(numbers)]
         ranked[0] = b'%b,"rank":%d' % (numbers[0], columns.ranks[row])
-        if token_id in ids:
+        others = list(ids)
+        if token_id in others:
             # It stands before the others, with its own rank.
-            place = ids.index(token_id)
-            ids = ids[:place] + ids[place + 1 :]
-            del ranked[place + 1]
-        shown = _around(map(parts.__getitem__, [token_id, *ids]), ranked)
+            place = others.index(token_id)
+            del others[place], ranked[place + 1]
+        shown = _around(map(parts.__getitem__, [token_id, *others]), ranked)
         rows.append(msgspec.Raw(b"{%b}" % b",".join(shown)))
     return rows
 

@@ -24,8 +24,9 @@ from penstock_router.text.tokenizer import Tokenizer
 
 # With this many tokens in an output, a notification costs little beside processing them.
 _TOKENS_AT_ONCE = 64
-# With more log-probabilities than this, so many tokens take much memory.
-_MANY_LOGPROBS = 1000
+# What a log-probability takes in an answer, with its token's text; and those of a delta.
+LOGPROB_BYTES = 64
+_MOST_SCORES_BYTES = 8 * 2**20
 
 # The finish reasons of a choice; an aborted choice has none to show.
 EndReason = Literal["length", "stop", "tool_calls"]
@@ -124,9 +125,12 @@ class Choice:
         self._unstoppable_tokens = options.min_tokens or 0
         # How many tokens `stream` gathers before it notifies. An answer that is not streamed and
         # has no stop strings needs no notification for each token.
-        is_wide = (options.best_logprobs or 0) > _MANY_LOGPROBS
-        at_once = options.stream or options.stop or is_wide
-        self.tokens_at_once = 1 if at_once else _TOKENS_AT_ONCE
+        self.tokens_at_once = 1 if options.stream or options.stop else _TOKENS_AT_ONCE
+        # How many tokens a delta has at most, so that its log-probabilities take little memory.
+        scores_bytes = LOGPROB_BYTES * (options.best_logprobs or 0)
+        self.most_tokens = max(1, _MOST_SCORES_BYTES // scores_bytes) if scores_bytes else None
+        if self.most_tokens is not None:
+            self.tokens_at_once = min(self.tokens_at_once, self.most_tokens)
         self._echo = self._echoed(prompt.text) if options.echo and prompt.text else ""
         self._prompt_logprobs: Logprobs | None = None
 
@@ -246,21 +250,8 @@ class Choice:
             if self._stop.stopped_by is not None:
                 delta.token_ids = delta.token_ids[:count]
                 if delta.logprobs is not None:
-                    delta.logprobs = first_rows(delta.logprobs, count)
+                    delta.logprobs = delta.logprobs.first(count)
                 break
         if unstoppable:
             self._unstoppable_tokens = max(unstoppable - len(token_ids), 0)
         return texts
-
-
-def first_rows(columns: Logprobs, count: int) -> Logprobs:
-    """The first `count` rows of `columns`."""
-    requested_n = len(columns.requested) // len(columns.chosen) if columns.chosen else 0
-    return Logprobs(
-        chosen=columns.chosen[:count],
-        ranks=columns.ranks[:count],
-        top_n=columns.top_n,
-        top_token_ids=columns.top_token_ids[: count * columns.top_n],
-        top_logprobs=columns.top_logprobs[: count * columns.top_n],
-        requested=columns.requested[: count * requested_n],
-    )

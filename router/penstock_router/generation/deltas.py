@@ -10,12 +10,10 @@ from typing import Self
 
 from penstock_router.errors import BadRequest
 from penstock_router.generation.best_of import pick_best
-from penstock_router.generation.choice import Delta, DeltaBuffer
+from penstock_router.generation.choice import LOGPROB_BYTES, Delta, DeltaBuffer
 from penstock_router.generation.job import Job
 from penstock_router.request import Options
 
-# What a log-probability takes in an answer, with its token's text.
-LOGPROB_BYTES = 64
 # Counts bytes as held in memory, or raises.
 Hold = Callable[[int], None]
 # Something to wait for.
@@ -201,53 +199,22 @@ def bound(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Delta
 
     Raises `BadRequest` once they take more than `max_bytes`, and what `hold` raises.
     """
-    return deltas if options.logprobs is None else _AnswerLimit(deltas, options, max_bytes, hold)
+    return deltas if options.logprobs is None else _DeltaLimit(deltas, options, max_bytes, hold)
 
 
-def bound_each(deltas: Deltas, options: Options, max_bytes: int) -> Deltas:
-    """The same deltas, for a reader that keeps one at a time.
-
-    Raises `BadRequest` where the log-probabilities of one take more than `max_bytes`: what a reader
-    leaves is one when it comes back.
-    """
-    return deltas if options.logprobs is None else _DeltaLimit(deltas, options, max_bytes)
-
-
-class _ScoredDeltas(DeltasWrapper):
-    """Deltas with log-probabilities, which know what these take in an answer."""
-
-    def __init__(self, source: Deltas, options: Options, max_bytes: int) -> None:
+class _DeltaLimit(DeltasWrapper):
+    def __init__(self, source: Deltas, options: Options, max_bytes: int, hold: Hold) -> None:
         super().__init__(source)
+        self._hold = hold
         columns = 1 + (options.best_logprobs or 0) + len(options.logprob_token_ids)
         self._token_bytes = LOGPROB_BYTES * columns
         self._max_bytes = max_bytes
-
-    def _bytes_of(self, delta: Delta) -> int:
-        return self._token_bytes * len(delta.token_ids)
-
-
-class _DeltaLimit(_ScoredDeltas):
-    def take(self) -> Delta | None:
-        delta = self._source.take()
-        if delta is not None and self._bytes_of(delta) > self._max_bytes:
-            raise BadRequest(
-                f"logprobs: more than {self._max_bytes} bytes of them wait for their reader; read "
-                "faster, or ask for fewer of them",
-                param="logprobs",
-            )
-        return delta
-
-
-class _AnswerLimit(_ScoredDeltas):
-    def __init__(self, source: Deltas, options: Options, max_bytes: int, hold: Hold) -> None:
-        super().__init__(source, options, max_bytes)
-        self._hold = hold
         self._num_bytes = 0
 
     def take(self) -> Delta | None:
         delta = self._source.take()
         if delta is not None:
-            num_bytes = self._bytes_of(delta)
+            num_bytes = self._token_bytes * len(delta.token_ids)
             self._num_bytes += num_bytes
             if self._num_bytes > self._max_bytes:
                 raise BadRequest(

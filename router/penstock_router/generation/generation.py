@@ -276,15 +276,15 @@ class Generation(Deltas):
 
     def _take_of(self, choice: Choice) -> Delta | None:
         try:
-            output = choice.stream.take()
+            output = choice.stream.take(choice.most_tokens)
         except (RequestRefused, Overloaded) as error:
             raise self._refused(error) from None
         if output is None:
             if choice.stream.ended:
                 raise ShardFailed("the shard ended the request without saying why")
             return None
-        if choice.stream.ended and output.finish_reason is None:
-            # The stream ended with an error, which its next `take` raises. It will not notify
+        if choice.stream.has_more or (choice.stream.ended and output.finish_reason is None):
+            # There is more, or an error that the next `take` raises. The stream will not notify
             # again, so queue the choice here.
             choice.has_output = True
             self._with_output.append(choice)

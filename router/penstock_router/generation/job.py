@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from penstock_client.types import (
     GenerationRequest,
@@ -96,7 +97,7 @@ def _with_known_logprobs(options: Options, info: ShardInfo) -> Options:
     """
     most = info.limits.max_logprobs
     of_chat = "top_logprobs" if isinstance(options, ChatRequest) else "logprobs"
-    known: dict[str, int] = {}
+    known: dict[str, Any] = {}
     for name, param in (("logprobs", of_chat), ("prompt_logprobs", "prompt_logprobs")):
         asked: int | None = getattr(options, name)
         if asked is None:

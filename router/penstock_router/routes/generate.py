@@ -22,13 +22,12 @@ from penstock_router.admission.admission import Ticket, TimeLimit
 from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.errors import BadRequest
+from penstock_router.generation.choice import LOGPROB_BYTES
 from penstock_router.generation.client_progress import BEGINNING, ResumePoint
 from penstock_router.generation.deltas import (
-    LOGPROB_BYTES,
     Deltas,
     Hold,
     bound,
-    bound_each,
     bundle,
     collect,
 )
@@ -231,11 +230,11 @@ def make_generation(
 
 
 def _deltas(call: Call[Any], generation: Generation, hold: Hold) -> Deltas:
-    deltas, options = bundle(generation, call.asked.stream_interval), generation.job.options
-    max_bytes = call.request.app[ROUTER].config.max_answer_bytes
+    deltas = bundle(generation, call.asked.stream_interval)
     if not call.api.repeats_answer:
-        return bound_each(deltas, options, max_bytes)
-    return bound(deltas, options, max_bytes, hold)
+        return deltas
+    max_bytes = call.request.app[ROUTER].config.max_answer_bytes
+    return bound(deltas, generation.job.options, max_bytes, hold)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Logprobs:
 
     @property
     def num_bytes(self) -> int:
-        """What the columns take on the wire, about."""
+        """Bytes that the columns take on the wire, about."""
         return len(self.best_ids) + len(self.best_logprobs) + _ITEM_BYTES * len(self.requested)
 
     def add_best(self, token_ids: abc.Sequence[int], logprobs: abc.Sequence[float]) -> None:

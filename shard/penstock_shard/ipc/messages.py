@@ -190,7 +190,7 @@ class Output(msgspec.Struct, array_like=True):
 
     @property
     def scores_bytes(self) -> int:
-        """What its log-probabilities take on the wire, about."""
+        """Bytes of its log-probabilities on the wire, about."""
         if self.logprobs is None and self.prompt_logprobs is None:
             return 0
         return sum(each.num_bytes for each in (self.logprobs, self.prompt_logprobs) if each)

@@ -103,7 +103,7 @@ class StepBudget:
         return count <= self.tokens and not (is_scored and count > self.scorable(sequence))
 
     def scorable(self, sequence: Sequence) -> int:
-        """How many of its prompt's tokens may still be scored."""
+        """The number of its prompt's tokens that may still be scored."""
         return self.scored_tokens // _score_weight(sequence)
 
     def take_chunk(self, row: Row, *, is_long: bool) -> None:
@@ -117,5 +117,5 @@ class StepBudget:
 
 
 def _score_weight(sequence: Sequence) -> int:
-    """How often each of its scored tokens counts."""
+    """The weight of each of its scored tokens."""
     return min(_MOST_OFTEN, 1 + (sequence.request.prompt_logprobs or 0) // _WIDE_LOGPROBS)

@@ -267,7 +267,7 @@ def _set_logprobs(message: pb.Logprobs, logprobs: Logprobs) -> None:
     # There may be as many as a vocabulary has: their bytes are copied once, and none is looked at.
     for tag, column in ((_IDS_TAG, logprobs.best_ids), (_LOGPROBS_TAG, logprobs.best_logprobs)):
         if column:
-            message.MergeFromString(b"%b%b%b" % (tag, _varint(len(column)), column))
+            message.MergeFromString(b"".join((tag, _varint(len(column)), column)))
     message.requested.extend(logprobs.requested)
 
 

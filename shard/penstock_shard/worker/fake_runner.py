@@ -361,7 +361,7 @@ class FakeRunner:
         columns.add_best(ids, self._logprobs_of(draw, token_id, ids))
 
     def _logprobs_of(self, draw: bytes, token_id: int, ids: abc.Iterable[int]) -> list[float]:
-        """Those of `ids` where `token_id` was drawn."""
+        """Log-probabilities of `ids` where `token_id` was drawn."""
         chosen, chosen_place = _chosen_logprob(draw), self._place(draw, token_id)
         logprobs = list[float]()
         for other_id in ids:

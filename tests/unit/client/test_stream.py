@@ -241,3 +241,24 @@ async def test_a_reader_that_leaves_too_many_scores_gets_what_there_is_and_an_er
     with pytest.raises(InvalidRequest, match="80 bytes") as ended:
         await anext(stream)
     assert ended.value.field == "logprobs"
+
+
+async def test_a_reader_may_take_so_many_tokens_at_a_time() -> None:
+    stream, _ = _stream()
+    for position in range(5):
+        scores = Logprobs([-float(position)], [1], 2, [position, 9], [-1.0, -2.0])
+        output = Output([position], position, logprobs=scores, prompt_logprobs=None)
+        output.cached_tokens = 3 if position == 0 else None
+        stream.feed(output)
+    stream.feed(_finished([], 5))
+    taken = []
+    while stream.has_more:
+        part = stream.take(2)
+        assert part is not None
+        assert part.logprobs is not None
+        ids = part.logprobs.top_token_ids[::2]
+        assert list(ids) == part.token_ids
+        taken.append((part.first_position, part.token_ids, part.cached_tokens))
+        last = part.finish_reason
+    assert taken == [(0, [0, 1], 3), (2, [2, 3], None), (4, [4], None)]
+    assert last is FinishReason.STOP

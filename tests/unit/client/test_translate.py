@@ -580,6 +580,12 @@ def test_a_refusal_is_told_by_the_exit_status_and_keeps_run_from_serving(
     assert (printed.out, "differ without --hf-overrides" in printed.err) == ("", True)
 
 
+def test_no_bound_of_log_probabilities_is_none_here() -> None:
+    result = read("vllm serve m --max-logprobs -1")
+    assert "--max-logprobs -1" in " ".join(result.arguments)
+    check_parses(result)
+
+
 def test_the_bounds_of_memory_and_of_bodies_are_kept() -> None:
     result = read("VLLM_HTTP_MAX_REQUEST_BODY_SIZE=99 vllm serve m --kv-offloading-size 0.5")
     assert result.shard == ["--kv-host-bytes", str(2**29)]

@@ -394,7 +394,9 @@ def fake_logprobs(
         best = token_id % 2 == 0
         columns.chosen.append(-0.5 if best else -5.25)
         columns.ranks.append(1 if best else 40)
-        others = [(token_id + 3 + k) % INFO.vocab_size for k in range(top_n + 1)]
+        others = [
+            (token_id + 3 + k) % INFO.vocab_size for k in range(min(top_n + 1, INFO.vocab_size))
+        ]
         others = [other for other in others if other != token_id][:top_n]
         row = [token_id, *others][:top_n] if best or len(others) < top_n else others
         columns.top_token_ids += row

@@ -13,7 +13,7 @@ from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Out
 from penstock_router.apis.base import Envelope
 from penstock_router.apis.tgi.answers import GenerateRequest
 from penstock_router.apis.tgi.requests import GENERATE_STREAM
-from penstock_router.generation.choice import Choice, Delta, DeltaBuffer, first_rows
+from penstock_router.generation.choice import Choice, Delta, DeltaBuffer
 from penstock_router.generation.job import Job
 from penstock_router.observe.request_record import Usage
 from penstock_router.request import CompletionRequest
@@ -226,7 +226,7 @@ def test_an_id_out_of_the_vocabulary_has_no_text(model: ServedModel) -> None:
 
 def test_first_rows_cut_every_column() -> None:
     columns = Logprobs([-1.0, -2.0], [1, 2], 2, [5, 6, 7, 8], [-0.1, -0.2, -0.3, -0.4], [-9.0] * 6)
-    assert first_rows(columns, 1) == Logprobs([-1.0], [1], 2, [5, 6], [-0.1, -0.2], [-9.0] * 3)
+    assert columns.first(1) == Logprobs([-1.0], [1], 2, [5, 6], [-0.1, -0.2], [-9.0] * 3)
 
 
 # ---- Long answers ------------------------------------------------------------------------------

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from penstock_client.types import Logprobs
-from penstock_router.errors import BadRequest, Unavailable
+from penstock_router.errors import Unavailable
 from penstock_router.generation.choice import Delta
-from penstock_router.generation.deltas import LOGPROB_BYTES, Deltas, bound_each, bundle, for_each
-from penstock_router.request import CompletionRequest
+from penstock_router.generation.deltas import Deltas, bundle, for_each
 
 
 class _Failing(Deltas):
@@ -67,20 +65,3 @@ def test_an_error_that_was_held_back_leaves_no_reference_cycle() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
-
-
-def test_a_stream_ends_where_more_scores_wait_than_an_answer_may_have() -> None:
-    options = CompletionRequest(prompts=([5],), logprobs=3, stream=True)
-    one, three = (
-        Delta(0, "a", [5], logprobs=Logprobs()),
-        Delta(0, "b", [5] * 3, logprobs=Logprobs()),
-    )
-    taken = bound_each(_Failing([one, one, three]), options, LOGPROB_BYTES * 4 * 2)
-    assert [taken.take(), taken.take()] == [one, one]
-    with pytest.raises(BadRequest, match="more than 512 bytes of them wait"):
-        taken.take()
-
-
-def test_without_scores_no_stream_is_bound() -> None:
-    deltas = _Failing([])
-    assert bound_each(deltas, CompletionRequest(prompts=([5],)), 1) is deltas

@@ -175,7 +175,7 @@ class Sampler:
             codes.index_copy_(0, places, torch.where(before < 0, before, drawn))
 
     def _score(self, logits: Tensor, tokens: Tensor, rows: SampleRows) -> list[_Scored]:
-        """Apart from the others those that want much more: all of one call are ranked as far."""
+        """Score rows that want much more apart: all of one call are ranked as far."""
         best = self._known.best_logprobs[rows.slots]
         few = np.flatnonzero((best >= 0) & (best <= _FEW_LOGPROBS))
         many = np.flatnonzero(best > _FEW_LOGPROBS)
