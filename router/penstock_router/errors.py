@@ -72,7 +72,8 @@ class ContextExceeded(BadRequest):
     """The prompt, or it and the tokens that may follow, do not fit the model's context.
 
     Its words are OpenAI's; an API that has others makes them of the numbers. `prompt_tokens` is
-    None where a prompt was too long to be counted, or is to be cut to more than the context.
+    None where a prompt was too long to be counted, of which `prompt_chars` tells, or is to be
+    cut to more than the context.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class ContextExceeded(BadRequest):
         *,
         limit_tokens: int,
         prompt_tokens: int | None = None,
+        prompt_chars: int | None = None,
         wanted_tokens: int | None = None,
         param: str | None = None,
     ) -> None:
         super().__init__(message, param=param)
         self.limit_tokens = limit_tokens
         self.prompt_tokens = prompt_tokens
+        self.prompt_chars = prompt_chars
         self.wanted_tokens = wanted_tokens
 
 
@@ -118,10 +121,15 @@ class NotFound(ApiError):
     type = "NotFoundError"
 
 
-def unknown_model(name: str) -> NotFound:
-    """The error for a model, or an adapter, that no shard serves."""
-    message = f"The model `{name[:200]}` does not exist; /v1/models lists what is served."
-    return NotFound(message, param="model")
+class UnknownModel(NotFound):
+    """A model, or an adapter, that no shard serves. An API that has other words makes them of the
+    name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name[:200]
+        text = f"The model `{self.name}` does not exist; /v1/models lists what is served."
+        super().__init__(text, param="model")
 
 
 class MethodNotAllowed(ApiError):

@@ -38,7 +38,7 @@ class Tool:
     parameters: dict[str, Any] | None = None
     # Whether the schema is enforced even if calling a tool is optional.
     strict: bool = False
-    # The tool as the chat template gets it.
+    # The tool as the chat template gets it; {}: the prompt shows it in a message, or not at all.
     shown: dict[str, Any] = field(default_factory=dict)
 
 
@@ -155,8 +155,8 @@ class Options:
 
     @property
     def best_logprobs(self) -> int | None:
-        """The number of the likeliest that are reported at each position of the answer; None:
-        nothing is reported, not even the chosen token.
+        """The number of the likeliest that are reported at each position of the answer; None: not
+        even the chosen token is reported.
         """
         return 0 if self.logprobs is not None and self.logprob_token_ids else self.logprobs
 
@@ -207,6 +207,8 @@ class ChatRequest(Options):
     # Whether reasoning is shown, and how many tokens it may have; None: any number.
     include_reasoning: bool = True
     thinking_tokens: int | None = None
+    # Whether a model that cannot be kept to so many refuses them, or answers without that bound.
+    requires_thinking_budget: bool = True
     # The request's own template, allowed only with --trust-request-chat-template.
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)

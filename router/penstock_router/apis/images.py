@@ -70,8 +70,9 @@ def read_image_block(name: str, block: JsonObject) -> Part:
 
 
 def data_part(name: str, data: Any) -> Part:
-    """Ollama's: base64 alone. What it is of is seen from its content."""
-    return image_part(f"data:image/png;base64,{STRING.read(name, data)}", name)
+    """Ollama's: base64 alone, or a data URL. What it is of is seen from its content."""
+    text = STRING.read(name, data)
+    return image_part(text if text.startswith("data:") else f"data:image/png;base64,{text}", name)
 
 
 def split_markdown(name: str, text: str) -> tuple[list[str], tuple[ImageSource, ...]]:

@@ -117,7 +117,25 @@ def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
             separators=_separators(model),
         ),
         reasoning_begun=begun,
+        warnings=_warnings(request, model),
     )
+
+
+def thinking_mark_ids(model: TextModel) -> tuple[int, int] | None:
+    """The tokens that begin and end the model's reasoning, by which it is kept within a number of
+    tokens; None if it does not have one at each end.
+    """
+    style = model.conventions.reasoning
+    begin_id, end_id = map(model.tokenizer.token_id, style.marks if style else ("", ""))
+    return None if begin_id is None or end_id is None else (begin_id, end_id)
+
+
+def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
+    if not isinstance(request, ChatRequest) or request.requires_thinking_budget:
+        return ()
+    if request.thinking_tokens is None or thinking_mark_ids(model) is not None:
+        return ()
+    return ("thinking.budget_tokens: the model does not mark its reasoning, which has no bound",)
 
 
 def _separators(model: TextModel) -> tuple[str, str] | None:
@@ -306,10 +324,11 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
         )
     messages, tools = request.messages, tools_of(request)
     tool_format = model.conventions.tool_format
-    if tools and not template.takes_tools:
-        messages = _add_system_text(messages, instructions(tools, tool_format))
+    shown_tools = [tool for tool in tools if tool.shown]
+    if shown_tools and not template.takes_tools:
+        messages = _add_system_text(messages, instructions(shown_tools, tool_format))
     shown, documents, kwargs = (
-        [tool.shown for tool in tools] or None,
+        [tool.shown for tool in shown_tools] or None,
         request.documents,
         template.thinking(request.template_kwargs),
     )

@@ -10,6 +10,7 @@ import jsonschema_rs
 import pytest
 from support.budget import budget, seeded
 
+from penstock_router.apis.messages import tools as message_tools
 from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import CHATS, parse_chat
 from penstock_router.apis.structured_output import MAX_NESTING
@@ -20,8 +21,6 @@ from penstock_router.apis.tools import (
     FLAT_TOOLS,
     MAX_NAME_CHARS,
     MAX_TOOLS,
-    MESSAGE_CHOICE,
-    MESSAGE_TOOLS,
     TOOLS,
     check_one_form,
     tool_options,
@@ -35,6 +34,9 @@ from penstock_router.request import NO_TOOLS, ChatRequest, Tool, ToolChoice
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+OF_MESSAGES = Kind(
+    lambda name, value: message_tools.TOOLS.read(name, value).tools, message_tools.TOOLS.schema
+)
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -93,7 +95,7 @@ FORMS: dict[str, tuple[Kind, Callable[..., dict[str, Any]]]] = {
         lambda name="look", **more: {"type": "function", "name": name, **more},
     ),
     "messages": (
-        MESSAGE_TOOLS,
+        OF_MESSAGES,
         lambda name="look", parameters=PARAMETERS, **more: {
             **{"name": name, "input_schema": parameters},
             **more,
@@ -118,7 +120,7 @@ def test_all_forms_say_the_same(form: str) -> None:
 
 def test_what_is_for_servers_of_others_is_not_shown() -> None:
     given = {"name": "f", "input_schema": PARAMETERS, "cache_control": {"type": "ephemeral"}}
-    [tool] = MESSAGE_TOOLS.read("tools", [{**given, "type": "custom"}])
+    [tool] = OF_MESSAGES.read("tools", [{**given, "type": "custom"}])
     assert tool.shown == shown("f", parameters=PARAMETERS)
     [tool] = FLAT_TOOLS.read("tools", [{"type": "function", "name": "f", "defer_loading": True}])
     assert tool.shown == shown("f")
@@ -189,9 +191,7 @@ def test_parameters_nested_too_deeply_are_refused(form: str) -> None:
         (TOOLS, 3, "tools[0]: must be an object"),
         (FLAT_TOOLS, {"type": "web_search"}, "tools of type 'web_search' are not served, only f"),
         (FLAT_TOOLS, {"type": "mcp", "server_label": "x"}, "tools of type 'mcp' are not served"),
-        (MESSAGE_TOOLS, {"type": "bash_20250124", "name": "bash"}, "'bash_20250124' are not"),
-        (MESSAGE_TOOLS, {"name": "f"}, "tools[0].input_schema: required"),
-        (MESSAGE_TOOLS, {"name": "f", "input_schema": 3}, "tools[0].input_schema: must be"),
+        (OF_MESSAGES, {"name": "f", "input_schema": 3}, "tools[0].input_schema: must be"),
     ],
 )
 def test_tools_of_other_kinds_are_refused_by_name(kind: Kind, given: Any, words: str) -> None:
@@ -203,7 +203,7 @@ def test_tools_of_other_kinds_are_refused_by_name(kind: Kind, given: Any, words:
 
 def test_no_tools_at_all_are_taken() -> None:
     assert chat(tools=[]) == chat()
-    assert FLAT_TOOLS.read("tools", []) == MESSAGE_TOOLS.read("tools", []) == ()
+    assert FLAT_TOOLS.read("tools", []) == OF_MESSAGES.read("tools", []) == ()
 
 
 # ---- Choice ------------------------------------------------------------------------------------
@@ -309,8 +309,8 @@ def test_the_choices_of_responses() -> None:
     ],
 )  # fmt: skip
 def test_the_choices_of_messages(given: Any, wanted: ToolChoice, parallel: bool) -> None:
-    tools = MESSAGE_TOOLS.read("tools", [{"name": "a", "input_schema": PARAMETERS}])
-    found = options(MESSAGE_CHOICE, tools, given)
+    tools = OF_MESSAGES.read("tools", [{"name": "a", "input_schema": PARAMETERS}])
+    found = options(message_tools.CHOICE, tools, given)
     assert found == {"tools": tools, "tool_choice": wanted, "parallel_tool_calls": parallel}
 
 
@@ -325,9 +325,9 @@ def test_the_choices_of_messages(given: Any, wanted: ToolChoice, parallel: bool)
 )
 def test_choices_of_messages_that_are_none_are_refused(given: Any, words: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        MESSAGE_CHOICE.read("tool_choice", given)
+        message_tools.CHOICE.read("tool_choice", given)
     assert words in caught.value.message
-    assert not jsonschema_rs.is_valid(MESSAGE_CHOICE.schema, given)
+    assert not jsonschema_rs.is_valid(message_tools.CHOICE.schema, given)
 
 
 def test_several_calls_are_allowed_unless_the_body_says_otherwise() -> None:
@@ -414,14 +414,14 @@ def odd(rng: random.Random) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", [TOOLS, FLAT_TOOLS, MESSAGE_TOOLS, CHOICE, FLAT_CHOICE, MESSAGE_CHOICE]
+    "kind", [TOOLS, FLAT_TOOLS, OF_MESSAGES, CHOICE, FLAT_CHOICE, message_tools.CHOICE]
 )
 def test_whatever_is_taken_is_documented_and_no_nonsense_raises_anything_else(kind: Kind) -> None:
     rng = seeded("odd tools")
     validator = jsonschema_rs.validator_for(kind.schema)
     taken = 0
     for _ in range(budget(10_000, 300_000)):
-        several = kind in (TOOLS, FLAT_TOOLS, MESSAGE_TOOLS)
+        several = kind in (TOOLS, FLAT_TOOLS, OF_MESSAGES)
         given = [odd(rng) for _ in range(rng.randrange(3))] if several else odd(rng)
         try:
             kind.read("field", given)
