@@ -29,6 +29,7 @@ from penstock_router.errors import (
     MethodNotAllowed,
     NotFound,
     Unauthorized,
+    UpgradeRefused,
     log_error,
 )
 from penstock_router.fleet import Fleet
@@ -325,6 +326,8 @@ def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
     if isinstance(error, web.HTTPNotFound):
         return NotFound(f"no such route: {where}")
     if isinstance(error, web.HTTPMethodNotAllowed):
+        if request.headers.get("Upgrade", "").lower() == "websocket":
+            return UpgradeRefused(f"no WebSocket is served: {where}; send a POST over HTTP")
         allowed = ", ".join(sorted(error.allowed_methods))
         return MethodNotAllowed(f"wrong method: {where}; allowed: {allowed}")
     return BadRequest(error.reason)

@@ -3,6 +3,7 @@
 ApiError                  500  a defect of ours
 ├── GenerationFailed      500  the shard failed
 ├── BadRequest            400  the request is at fault; `param` names the field
+│   ├── PreviousNotFound       no response is stored that it goes on from
 │   ├── ContextExceeded        its prompt, or that and what may follow, is too long
 │   ├── ImageUnusable          it has an image with which nothing can be done
 │   └── TemplateFailed         the chat template cannot render it
@@ -11,6 +12,7 @@ ApiError                  500  a defect of ours
 ├── NotFound              404  unknown model or route
 ├── MethodNotAllowed      405
 ├── BodyTooLarge          413
+├── UpgradeRefused        426  a WebSocket was asked for
 ├── TooManyRequests       429  no room now; Retry-After says when to come back
 ├── Unavailable           503  no shard serves, or the router is stopping
 └── TimedOut              504  the request's time is up
@@ -42,6 +44,8 @@ class ApiError(Exception):
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
+    # The word by which an API's clients know it, where it has one.
+    code: str | None = None
     # Whole seconds; None: to try again is of no use.
     retry_after_s: int | None = None
 
@@ -67,6 +71,12 @@ class BadRequest(ApiError):
 
     status = 400
     type = "BadRequestError"
+
+
+class PreviousNotFound(BadRequest):
+    """No response is stored under the id that the request goes on from."""
+
+    code = "previous_response_not_found"
 
 
 class ContextExceeded(BadRequest):
@@ -142,6 +152,16 @@ class MethodNotAllowed(ApiError):
 
     status = 405
     type = "MethodNotAllowedError"
+
+
+class UpgradeRefused(ApiError):
+    """A WebSocket was asked for; 426 has Codex go on over HTTP at once."""
+
+    status = 426
+    type = "UpgradeRequiredError"
+
+    def headers(self) -> dict[str, str]:
+        return {"Upgrade": "HTTP/1.1"}
 
 
 class BodyTooLarge(ApiError):

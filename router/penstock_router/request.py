@@ -40,6 +40,9 @@ class Tool:
     strict: bool = False
     # The tool as the chat template gets it; {}: the prompt shows it in a message, or not at all.
     shown: dict[str, Any] = field(default_factory=dict)
+    # What its only argument, a string, must be where calls have strings as they are: a format of a
+    # structural tag.
+    text_format: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class ImageSource:
 
     url: str
     param: str
+    # Whether a tool's result has it, and so no user chose the model for it.
+    in_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Functions that an answer may call, as OpenAI's APIs describe them -> `Tool` and `ToolChoice`.
+"""Functions that a chat's answer may call, as OpenAI describes them -> `Tool` and `ToolChoice`.
 
-The APIs are its chats and its Responses (flat objects). Other APIs read theirs by the same rules.
+Other APIs read theirs by the same rules.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MAX_TOOLS = 16_384
 # The Model Context Protocol's rule for tool names, which includes OpenAI's.
 MAX_NAME_CHARS = 128
 _NAME_PATTERN = f"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$"
+NAME_SCHEMA: JsonObject = {"type": "string", "pattern": _NAME_PATTERN}
 _NAME = re.compile(_NAME_PATTERN.removesuffix("$") + r"\Z")
 # What templates expect of a function without parameters.
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
@@ -41,6 +42,7 @@ _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 
 
 def read_name(name: str, value: Any) -> str:
+    """The name of a tool."""
     if not isinstance(value, str) or not _NAME.match(value):
         wanted = f"1 to {MAX_NAME_CHARS} of a-z, A-Z, 0-9, _, - and ."
         raise refusal(name, wanted, value)
@@ -93,12 +95,6 @@ def _chat_tool(where: str, value: Any) -> Tool:
     return read_tool(f"{where}.function", function, shown)
 
 
-def _flat_tool(where: str, value: Any) -> Tool:
-    tool = read_object(where, value)
-    _check_type(where, tool.get("type"), "function")
-    return read_tool(where, tool, SHOWN)
-
-
 def _check_type(where: str, given: object, served: str) -> None:
     if given != served:
         text = f"{where}.type: tools of type {shorten(given)} are not served, only {served}"
@@ -134,41 +130,26 @@ def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
     if isinstance(value, dict) and "function" in value and "type" not in value:
         # Hugging Face's clients give no type.
         value = {"type": "function", **value}
-    return _openai_choice(name, value, _function_name)
-
-
-def _flat_choice(name: str, value: Any) -> ParsedToolChoice:
-    return _openai_choice(name, value, _own_name)
-
-
-def _function_name(where: str, entry: JsonObject) -> str:
-    return _own_name(f"{where}.function", read_object(f"{where}.function", entry.get("function")))
-
-
-def _own_name(where: str, entry: JsonObject) -> str:
-    return read_name(f"{where}.name", entry.get("name"))
-
-
-def _openai_choice(
-    name: str, value: Any, named: Callable[[str, JsonObject], str]
-) -> ParsedToolChoice:
     words = "none, auto, required or an object that names a function"
     match value:
         case "none" | "auto" | "required":
             return ParsedToolChoice(ToolChoice(value))
         case {"type": "function"}:
-            return ParsedToolChoice(ToolChoice("named", named(name, value)))
+            return ParsedToolChoice(ToolChoice("named", _function_name(name, value)))
         case {"type": "allowed_tools"}:
-            return _read_allowed(name, value, named)
+            return _read_allowed(name, value)
         case {"type": other}:
             raise refusal(f"{name}.type", "function or allowed_tools", other)
     raise refusal(name, words, value)
 
 
-def _read_allowed(
-    name: str, value: JsonObject, named: Callable[[str, JsonObject], str]
-) -> ParsedToolChoice:
-    """The allowed tools: in chats nested under "allowed_tools", in responses flat."""
+def _function_name(where: str, entry: JsonObject) -> str:
+    function = read_object(f"{where}.function", entry.get("function"))
+    return read_name(f"{where}.function.name", function.get("name"))
+
+
+def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
+    """The allowed tools: nested under "allowed_tools", or flat as in responses."""
     key = "allowed_tools"
     held = value
     if value.get(key) is not None:
@@ -184,7 +165,7 @@ def _read_allowed(
     for index, entry in enumerate(entries):
         where = f"{name}.tools[{index}]"
         _check_type(where, read_object(where, entry).get("type"), "function")
-        names.append(named(where, entry))
+        names.append(_function_name(where, entry))
     return ParsedToolChoice(ToolChoice(mode), allowed=tuple(names))
 
 
@@ -238,7 +219,7 @@ def check_one_form(request: ChatRequest) -> None:
 
 def describe(**forms: JsonObject) -> JsonObject:
     properties = {
-        "name": {"type": "string", "pattern": _NAME_PATTERN},
+        "name": NAME_SCHEMA,
         "description": or_null({"type": "string"}),
         "strict": or_null({"type": "boolean"}),
         **forms,
@@ -265,7 +246,7 @@ _FLAT_TOOL = describe(type=_FUNCTION, parameters=_MAYBE)
 _FLAT_TOOL["required"] = ["type", "name"]
 NAMED: JsonObject = {
     "type": "object",
-    "properties": {"name": {"type": "string", "pattern": _NAME_PATTERN}},
+    "properties": {"name": NAME_SCHEMA},
     "required": ["name"],
 }
 
@@ -290,7 +271,6 @@ def _nest(key: str, form: JsonObject) -> JsonObject:
 
 
 _ONE = add_type("function", _nest("function", NAMED))
-_FLAT_ONE = add_type("function", NAMED)
 
 
 def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
@@ -304,6 +284,3 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
 # Chats: {"type": "function", "function": {"name": ...}}.
 TOOLS = Kind(_reader(_chat_tool), array_form({"anyOf": [_CHAT_TOOL, _FLAT_TOOL]}))
 CHOICE = Kind(_chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE)))
-# Responses: {"type": "function", "name": ...}.
-FLAT_TOOLS = Kind(_reader(_flat_tool), array_form(_FLAT_TOOL))
-FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))

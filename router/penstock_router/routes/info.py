@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from aiohttp import web
 
@@ -10,6 +10,7 @@ from penstock_client.types import ShardInfo
 from penstock_common.version import VERSION
 from penstock_router.apis.messages.models import MessageModel, message_model, page_of
 from penstock_router.apis.openai import fields as openai
+from penstock_router.apis.responses.models import catalogue
 from penstock_router.apis.tgi import requests as tgi
 from penstock_router.errors import Unavailable, UnknownModel
 from penstock_router.observe.exposition import CONTENT_TYPE
@@ -43,6 +44,8 @@ class ModelList(TypedDict):
 
     object: Literal["list"]
     data: list[ModelCard]
+    # For Codex, which says its version in the query.
+    models: NotRequired[list[Any]]
 
 
 class VersionAnswer(TypedDict):
@@ -89,7 +92,7 @@ async def list_models(request: web.Request) -> web.Response:
         return json_response(page_of(of_messages, request.query))
     cards = [_card(name, info, adapter, models) for name, (info, adapter) in served]
     answer: ModelList = {"object": "list", "data": cards}
-    return json_response(answer)
+    return json_response({**answer, **catalogue(request.query)})
 
 
 async def get_model(request: web.Request) -> web.Response:

@@ -14,6 +14,7 @@ from aiohttp import web, web_response
 
 from penstock_router.apis.messages.errors import ERRORS as MESSAGE_ERRORS
 from penstock_router.apis.messages.errors import shown_id
+from penstock_router.apis.responses.errors import ERRORS as RESPONSES_ERRORS
 from penstock_router.routes import warnings
 from penstock_router.routes.base import ERROR_FORM, KEY, REQUEST_ID, ROUTER, Handler
 
@@ -53,6 +54,9 @@ async def complete(request: web.Request, response: web.StreamResponse) -> None:
     add(headers, request_id)
     if request.get(ERROR_FORM) is MESSAGE_ERRORS:
         headers["request-id"] = shown_id(request_id)
+    if request.get(ERROR_FORM) is RESPONSES_ERRORS:
+        # Codex would add what it guesses of earlier reasoning to a usage that counts it already.
+        headers["x-reasoning-included"] = "true"
     warnings.add(headers, request)
     key = request.get(KEY)
     if key is not None:

@@ -58,6 +58,7 @@ def _generation(
 _FORMS = (
     ("/api/", ollama_answers.ERRORS),
     ("/v1/messages", MESSAGE_ERRORS),
+    ("/v1/responses", RESPONSES.errors),
     ("/generate", tgi_answers.ERRORS),
 )
 
@@ -111,6 +112,7 @@ ROUTES: tuple[Route, ...] = (
         method="GET",
         path="/v1/responses/{id}",
         handler=responses.retrieve,
+        errors=RESPONSES.errors,
         summary="A response that is kept.",
         query=responses.RETRIEVE_QUERY,
         answer=ResponseAnswer,
@@ -119,6 +121,7 @@ ROUTES: tuple[Route, ...] = (
         method="DELETE",
         path="/v1/responses/{id}",
         handler=responses.delete,
+        errors=RESPONSES.errors,
         summary="Delete a response that is kept.",
         answer=DeletedAnswer,
     ),
@@ -126,6 +129,7 @@ ROUTES: tuple[Route, ...] = (
         method="POST",
         path="/v1/responses/{id}/cancel",
         handler=responses.cancel,
+        errors=RESPONSES.errors,
         summary="Cancel a response that is made in the background.",
         answer=ResponseAnswer,
     ),
@@ -133,6 +137,7 @@ ROUTES: tuple[Route, ...] = (
         method="GET",
         path="/v1/responses/{id}/input_items",
         handler=responses.input_items,
+        errors=RESPONSES.errors,
         summary="The conversation that a response answers.",
         query=responses.ITEMS_QUERY,
         answer=ItemList,

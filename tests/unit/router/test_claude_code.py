@@ -297,7 +297,21 @@ async def test_what_is_for_servers_of_anthropic_is_named(served: MemoryRouter) -
 
 # ---- Anything may be odd -----------------------------------------------------------------------
 
-ODD = (None, True, 0, -1, 1.5, 10**30, "", "x", [], [None], {}, {"type": "text"}, [[]])
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**30,
+    "",
+    "x",
+    [],
+    [None],
+    {},
+    {"type": "text"},
+    [[]],
+)
 Change = Callable[[Any, Any, random.Random], None]
 
 

@@ -16,7 +16,7 @@ SCHEMA = {"type": "object", "properties": {"url": {"type": "string"}}, "required
 SEARCH = {"name": "ToolSearch", "description": "Finds tools.", "input_schema": {"type": "object"}}
 FETCH = {"name": "WebFetch", "description": "Fetches.", "input_schema": SCHEMA}
 DEFERRED = {**FETCH, "defer_loading": True}
-SHOWN = {
+SHOWN: dict[str, Any] = {
     "type": "function",
     "function": {"name": "WebFetch", "description": "Fetches.", "parameters": SCHEMA},
 }

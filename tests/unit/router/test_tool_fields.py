@@ -13,12 +13,11 @@ from support.budget import budget, seeded
 from penstock_router.apis.messages import tools as message_tools
 from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import CHATS, parse_chat
+from penstock_router.apis.responses import tools as responses_tools
 from penstock_router.apis.structured_output import MAX_NESTING
 from penstock_router.apis.tokenize import TOKENIZE_FIELDS, chat_to_tokenize, parse_with
 from penstock_router.apis.tools import (
     CHOICE,
-    FLAT_CHOICE,
-    FLAT_TOOLS,
     MAX_NAME_CHARS,
     MAX_TOOLS,
     TOOLS,
@@ -88,6 +87,11 @@ def test_a_template_is_shown_what_else_a_chat_says_of_a_function() -> None:
     assert tool.shown == shown(**{"return": {"type": "string"}})
 
 
+# Those of responses as the functions that stand for them.
+FLAT_TOOLS = Kind(
+    lambda name, value: responses_tools.TOOLS.read(name, value).named()[0],
+    responses_tools.TOOLS.schema,
+)
 FORMS: dict[str, tuple[Kind, Callable[..., dict[str, Any]]]] = {
     "chats": (TOOLS, function),
     "responses": (
@@ -189,8 +193,7 @@ def test_parameters_nested_too_deeply_are_refused(form: str) -> None:
         (TOOLS, {"function": {"name": "f"}}, "tools of type None are not served"),
         (TOOLS, {"type": "function"}, "tools[0].function: must be an object"),
         (TOOLS, 3, "tools[0]: must be an object"),
-        (FLAT_TOOLS, {"type": "web_search"}, "tools of type 'web_search' are not served, only f"),
-        (FLAT_TOOLS, {"type": "mcp", "server_label": "x"}, "tools of type 'mcp' are not served"),
+        (FLAT_TOOLS, {"name": "f"}, "tools[0].type: must be a string"),
         (OF_MESSAGES, {"name": "f", "input_schema": 3}, "tools[0].input_schema: must be"),
     ],
 )
@@ -283,19 +286,6 @@ def options(kind: Kind, tools: Any, choice: Any, **more: Any) -> dict[str, Any]:
     values = {"tools": tools, "tool_choice": kind.read("tool_choice", choice), **more}
     assert jsonschema_rs.is_valid(kind.schema, choice)
     return tool_options(values)
-
-
-def test_the_choices_of_responses() -> None:
-    tools = FLAT_TOOLS.read("tools", [{"type": "function", "name": name} for name in "ab"])
-    one = {"type": "function", "name": "b"}
-    assert options(FLAT_CHOICE, tools, one)["tool_choice"] == ToolChoice("named", "b")
-    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [one]}
-    assert options(FLAT_CHOICE, tools, allowed)["tools"] == tools[1:]
-    assert options(FLAT_CHOICE, tools, "required")["tool_choice"] == ToolChoice("required")
-    with pytest.raises(BadRequest, match=r"tool_choice\.name: must be 1 to"):
-        FLAT_CHOICE.read("tool_choice", {"type": "function"})
-    with pytest.raises(BadRequest, match=r"tool_choice\.type: must be"):
-        FLAT_CHOICE.read("tool_choice", {"type": "web_search"})
 
 
 @pytest.mark.parametrize(
@@ -413,15 +403,13 @@ def odd(rng: random.Random) -> Any:
     return item
 
 
-@pytest.mark.parametrize(
-    "kind", [TOOLS, FLAT_TOOLS, OF_MESSAGES, CHOICE, FLAT_CHOICE, message_tools.CHOICE]
-)
+@pytest.mark.parametrize("kind", [TOOLS, OF_MESSAGES, CHOICE, message_tools.CHOICE])
 def test_whatever_is_taken_is_documented_and_no_nonsense_raises_anything_else(kind: Kind) -> None:
     rng = seeded("odd tools")
     validator = jsonschema_rs.validator_for(kind.schema)
     taken = 0
     for _ in range(budget(10_000, 300_000)):
-        several = kind in (TOOLS, FLAT_TOOLS, OF_MESSAGES)
+        several = kind in (TOOLS, OF_MESSAGES)
         given = [odd(rng) for _ in range(rng.randrange(3))] if several else odd(rng)
         try:
             kind.read("field", given)
