@@ -67,6 +67,9 @@ class ImageSource:
 
     url: str
     param: str
+    # Whether a model that sees no images may be told in words that it is there; else the request is
+    # refused.
+    may_be_words: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from penstock_router.errors import BadRequest
@@ -27,11 +28,20 @@ def image_part(url: str, param: str) -> Part:
     return {"type": "image", "source": ImageSource(url, param)}
 
 
-def take_images(messages: Iterable[Message]) -> tuple[ImageSource, ...]:
-    """Take the sources out of the parts of messages."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return tuple(part.pop("source") for part in parts if part["type"] == "image")
+def take_images(
+    messages: Iterable[Message], *, tools_may_be_words: bool = False
+) -> tuple[ImageSource, ...]:
+    """Take the sources out of the parts of messages. Those that tools gave back `may_be_words`, if
+    so asked.
+    """
+    sources: list[ImageSource] = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part["type"] == "image":
+                words = tools_may_be_words and message["role"] == "tool"
+                sources.append(replace(part.pop("source"), may_be_words=words))
+    return tuple(sources)
 
 
 def read_image_url(name: str, part: JsonObject) -> Part:

@@ -243,8 +243,11 @@ class Body:
 
     async def _load_images(self, model: ServedModel) -> None:
         sources, self._sources = self._sources, ()
-        if sources and model.text.image_tokens is None:
-            raise takes_no_images(model.text, sources[0].param)
+        if model.text.image_tokens is None:
+            for source in sources:
+                if not source.may_be_words:
+                    raise takes_no_images(model.text, source.param)
+            return
         bodies = self._bodies
         self.images = await load_images(
             bodies.images, sources, self._incoming.client, bodies.max_images
