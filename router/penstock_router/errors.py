@@ -5,6 +5,7 @@ ApiError                  500  a defect of ours
 ├── BadRequest            400  the request is at fault; `param` names the field
 │   ├── PreviousNotFound       no response is stored that it goes on from
 │   ├── ContextExceeded        its prompt, or that and what may follow, is too long
+│   ├── ImageUnusable          it has an image with which nothing can be done
 │   └── TemplateFailed         the chat template cannot render it
 ├── Unauthorized          401  missing or wrong API key
 ├── Forbidden             403  not opened by the operator
@@ -101,6 +102,10 @@ class ContextExceeded(BadRequest):
         self.prompt_tokens = prompt_tokens
         self.prompt_chars = prompt_chars
         self.wanted_tokens = wanted_tokens
+
+
+class ImageUnusable(BadRequest):
+    """An image that is none, or one too many, or one for a model that takes no images."""
 
 
 class TemplateFailed(BadRequest):

@@ -67,9 +67,8 @@ class ImageSource:
 
     url: str
     param: str
-    # Whether a model that sees no images may be told in words that it is there; else the request is
-    # refused.
-    may_be_words: bool = False
+    # Whether a tool's result has it, and so no user chose the model for it.
+    in_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)

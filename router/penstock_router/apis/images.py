@@ -28,19 +28,16 @@ def image_part(url: str, param: str) -> Part:
     return {"type": "image", "source": ImageSource(url, param)}
 
 
-def take_images(
-    messages: Iterable[Message], *, tools_may_be_words: bool = False
-) -> tuple[ImageSource, ...]:
-    """Take the sources out of the parts of messages. Those that tools gave back `may_be_words`, if
-    so asked.
-    """
+def take_images(messages: Iterable[Message]) -> tuple[ImageSource, ...]:
+    """Take the sources out of the parts of messages."""
     sources: list[ImageSource] = []
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if part["type"] == "image":
-                words = tools_may_be_words and message["role"] == "tool"
-                sources.append(replace(part.pop("source"), may_be_words=words))
+                source = part.pop("source")
+                is_result = message["role"] == "tool"
+                sources.append(replace(source, in_result=True) if is_result else source)
     return tuple(sources)
 
 

@@ -243,10 +243,10 @@ class Body:
 
     async def _load_images(self, model: ServedModel) -> None:
         sources, self._sources = self._sources, ()
-        if model.text.image_tokens is None:
-            for source in sources:
-                if not source.may_be_words:
-                    raise takes_no_images(model.text, source.param)
+        if sources and model.text.image_tokens is None:
+            if wanted := [source for source in sources if not source.in_result]:
+                raise takes_no_images(model.text, wanted[0].param)
+            # The text says that the model sees none of these.
             return
         bodies = self._bodies
         self.images = await load_images(

@@ -322,7 +322,7 @@ ROUTES = [
 
 
 async def _asked(router: MemoryRouter, headers: dict[str, str]) -> list[tuple[int, bytes]]:
-    given = {"Content-Type": "application/json", **headers}
+    given = {"Content-Type": "application/json", "X-Request-Id": "one", **headers}
     answers = [await router.request(method, path, body, given) for method, path, body in ROUTES]
     return [(answer.status, answer.body) for answer in answers]
 

@@ -181,6 +181,7 @@ async def test_what_fails_after_the_first_token_ends_in_an_error_event(
     events = events_of((await ask(router, stream=True)).body)
     assert events[-1][0] == "error"
     assert events[-1][1]["error"]["type"] == "api_error"
+    assert events[-1][1]["request_id"] == f"req_{events[0][1]['message']['id'][4:]}"
     assert "message_stop" not in [name for name, _ in events]
 
 

@@ -106,6 +106,7 @@ BODIES: Mapping[str, JsonObject] = {
     "/api/embed": {"model": INFO.model, "input": "a"},
     "/api/embeddings": {"model": INFO.model, "prompt": "a"},
     "/api/show": {"model": INFO.model},
+    "/api/pull": {"model": INFO.model},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from unit.router.router_doubles import INFO, Answer, FakeFleet, MemoryRouter, memory_router
 
-from penstock_client.types import ModelShape
+from penstock_client.types import ModelShape, SamplingParams
 from penstock_router.apis.ollama import model_facts
 from penstock_router.apis.ollama.names import served_name
 
@@ -288,3 +288,26 @@ async def test_an_answer_s_context_is_prompt_and_answer_and_goes_on(
     assert list(second.prompt_token_ids) == [*last["context"], *first.prompt_token_ids]
     raw = await send(router, "/api/generate", {**ASK, "raw": True})
     assert "context" not in raw.json()
+
+
+@pytest.mark.parametrize(
+    ("options", "default", "window"),
+    [
+        ({}, None, None),
+        ({"repeat_penalty": 1.0, "presence_penalty": 0}, None, None),
+        ({"repeat_penalty": 1.1}, None, 64),
+        ({"frequency_penalty": 0.5}, None, 64),
+        ({}, 1.05, 64),
+        ({"repeat_penalty": 1.0}, 1.05, None),
+    ],
+)
+async def test_a_window_is_asked_for_only_where_there_are_penalties(
+    fleet: FakeFleet, options: dict[str, float], default: float | None, window: int | None
+) -> None:
+    """Shards of earlier versions know none, and clients send Ollama's default."""
+    defaults = SamplingParams(repetition_penalty=default)
+    fleet.shards[0].info = dataclasses.replace(INFO, default_sampling=defaults)
+    async with memory_router(fleet) as router:
+        asked = {**ASK, "options": {"num_predict": 1, "repeat_last_n": 64, **options}}
+        assert (await send(router, "/api/generate", asked)).status == 200
+    assert fleet.requests[-1].sampling.penalty_window_tokens == window

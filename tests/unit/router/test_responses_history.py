@@ -202,8 +202,8 @@ async def test_a_model_that_sees_nothing_is_told_of_the_image_of_a_tool(
                 router, [USER, calls, {**output, "output": given}], truncation="auto"
             )
             assert answer.status == 200, answer.body
-            assert "the model sees no images" in answer.headers["x-penstock-warnings"]
-            assert "[an image, which you cannot see]" in prompt_of(thinking, byte_level)
+            assert "the model cannot see them" in answer.headers["x-penstock-warnings"]
+            assert "(an image, which this model cannot see)" in prompt_of(thinking, byte_level)
         # What a user shows is no tool's: nobody would know that the model did not see it.
         refused = await ask(router, [{"role": "user", "content": [image]}])
         assert (refused.status, refused.error["param"]) == (400, "input[0].content[0]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NotRequired, TypedDict
 
 from penstock_router.apis.base import ErrorForm, event_frame
-from penstock_router.errors import ApiError, ContextExceeded
+from penstock_router.errors import ApiError, ContextExceeded, ImageUnusable
 from penstock_router.json_fields import JsonObject
 
 # How many characters a token has at the least in most texts, where none were counted.
@@ -45,15 +45,16 @@ def _error_answer(error: ApiError) -> JsonObject:
 
 
 def _words(error: ApiError) -> str:
-    """The message: of a prompt that is too long in the words by which clients know to shorten it.
-    They read how much too long it is from the numbers.
-    """
+    """The message, in words by which clients know what to leave out before they try again."""
+    if isinstance(error, ImageUnusable):
+        return f"Could not process image: {error.message}"
     if not isinstance(error, ContextExceeded):
         return error.message
     limit, given = error.limit_tokens, error.prompt_tokens
     if given is None:
-        given = max(limit + 1, (error.prompt_chars or 0) // _CHARS_A_TOKEN)
-    return f"prompt is too long: {given} tokens > {limit} maximum"
+        given = (error.prompt_chars or 0) // _CHARS_A_TOKEN
+    # A prompt that fills the context is too long too.
+    return f"prompt is too long: {max(given, limit + 1)} tokens > {limit} maximum"
 
 
 def name_request(answer: JsonObject, request_id: str) -> JsonObject:

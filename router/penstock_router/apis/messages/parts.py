@@ -96,13 +96,18 @@ def _read_document(at: str, block: JsonObject, context: Context) -> list[Part]:
     elif kind == "content":
         parts = _read_content(f"{at}.source.content", source.get("content"), context)
     else:
-        text = (
-            f"{at}: documents are read from a source of type text or content, not {shorten(kind)}; "
-            "send their text"
-        )
-        raise BadRequest(text, param=at)
+        raise _unreadable(at, source)
     _note_citations(at, block, context)
     return [*_headed(at, block, "Document: ", ("title", "context")), *parts]
+
+
+def _unreadable(at: str, source: JsonObject) -> BadRequest:
+    if source.get("media_type") == "application/pdf":
+        # Clients know by these words that they have to leave it out.
+        return BadRequest(f"{at}: this server does not support PDF input; send text", param=at)
+    kind = shorten(source.get("type"))
+    text = f"{at}: documents are read from a source of type text or content, not {kind}"
+    return BadRequest(text, param=at)
 
 
 def _note_citations(at: str, block: JsonObject, context: Context) -> None:

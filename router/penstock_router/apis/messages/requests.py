@@ -5,6 +5,7 @@ Turns, tools, thinking and answers have modules of their own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from penstock_router.apis.base import TIMEOUT, Api, BodyKind
@@ -164,7 +165,10 @@ FIELDS = table([*_PROMPT_FIELDS, *_ANSWER_FIELDS])
 COUNT_FIELDS = table(
     [
         *_PROMPT_FIELDS,
-        *(taken(entry.name, help="No tokens come of it here.") for entry in _ANSWER_FIELDS),
+        *(
+            replace(label(entry.name), help="For answers; nothing is counted by it.")
+            for entry in _ANSWER_FIELDS
+        ),
     ]
 )
 

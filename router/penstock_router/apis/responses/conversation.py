@@ -14,7 +14,6 @@ import msgspec
 from penstock_router.apis.chat_messages import (
     FunctionCall,
     assistant_message,
-    joined,
     tool_message,
 )
 from penstock_router.apis.responses.item_parts import content_of, text_of
@@ -34,7 +33,7 @@ from penstock_router.apis.responses.tools import (
 )
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Message
-from penstock_router.text.contents import Content, Part, text_part
+from penstock_router.text.contents import Content
 
 CALLS = (
     *("function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"),
@@ -78,22 +77,6 @@ def messages_of(
             called[call.call_id] = call.name
         said.add(item, call)
     return messages + said.message()
-
-
-def without_images(messages: Sequence[Message]) -> list[Message]:
-    """The messages for a model that sees none: in place of each image of a tool's the words that it
-    is there. An agent keeps it in its conversation, which would else be refused for ever.
-    """
-    return [
-        {**message, "content": joined([_in_words(part) for part in message["content"]])}
-        if message["role"] == "tool" and isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
-
-
-def _in_words(part: Part) -> Part:
-    return text_part("[an image, which you cannot see]") if part["type"] == "image" else part
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from penstock_router.apis.openai.fields import (
 )
 from penstock_router.apis.openai.requests import common_options, template_options
 from penstock_router.apis.responses.answers import ResponseAnswer, ResponseEvent, ResponseShape
-from penstock_router.apis.responses.conversation import messages_of, without_images
+from penstock_router.apis.responses.conversation import messages_of
 from penstock_router.apis.responses.errors import ERRORS
 from penstock_router.apis.responses.item_reading import INPUT, ParsedInput
 from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
@@ -320,7 +320,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
     messages = messages_of(
         repeated["instructions"], given.items, options.get("served", {}), given.places
     )
-    images = take_images(messages, tools_may_be_words=True)
+    images = take_images(messages)
     # Each response is stored with all that it answers, and images would be stored again and again.
     repeated["store"] = repeated["store"] and not images
     common = common_options({**values, **renamed, **_warnings(values, given, tools)})
@@ -432,9 +432,7 @@ def _repeat_fields(values: JsonObject, tools: ParsedTools) -> EchoedFields:
 
 def _prepare(asked: ResponsesRequest, model: TextModel) -> PreparedPrompts:
     tools, unenforced = hold_to_grammars(asked.tools, asked.served, model.conventions.tool_format)
-    messages = asked.messages if model.image_tokens else without_images(asked.messages)
-    prepared = prepare_prompts(dataclasses.replace(asked, tools=tools, messages=messages), model)
-    unseen = messages != asked.messages
+    prepared = prepare_prompts(dataclasses.replace(asked, tools=tools), model)
     return dataclasses.replace(
         prepared,
         conversation=msgspec.json.encode(asked.items) if asked.store else b"",
@@ -442,7 +440,6 @@ def _prepare(asked: ResponsesRequest, model: TextModel) -> PreparedPrompts:
         unenforced=unenforced,
         warnings=(
             *prepared.warnings,
-            *(["input: the model sees no images, and is told of those of tools"] if unseen else []),
             *(f"tools: the grammar of {name} is shown, not enforced" for name in unenforced),
         ),
     )
