@@ -226,7 +226,7 @@ FAULTS = [
     Fault(
         "What a reader has not taken is replaced by what comes next",
         "GenerationStream._accept",
-        becomes("self._pending.merge(output)", "self._pending = output"),
+        becomes("pending.merge(output)", "self._pending = output"),
         caught_by="test_what_arrives_while_the_reader_is_away_is_merged",
         simulated=True,
     ),

@@ -19,7 +19,7 @@ from penstock_router.text.prompts import Prompt
 TEXTS = ("Hello", " world", "\n\n", '"', "\\", "日本", "😀", "{", "</think>", "\x7f")
 
 
-def job_of(choices: int = 1, **options: Any) -> Job:
+def job_of(choices: int = 1, *, ends_with_context: bool = False, **options: Any) -> Job:
     """A chat's, with what shapes read of it."""
     return cast(
         Job,
@@ -32,6 +32,7 @@ def job_of(choices: int = 1, **options: Any) -> Job:
                 tokenizer=None,
             ),
             requests=[None] * choices,
+            ends_with_context=ends_with_context,
             prompts=[Prompt([1, 2, 3])],
         ),
     )

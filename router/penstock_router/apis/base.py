@@ -92,6 +92,8 @@ class ErrorForm:
     # The last frames of a stream that fails.
     frames: Callable[[ApiError], bytes]
     status: Callable[[ApiError], int] = lambda error: error.status
+    # (what `body` returns, the request's id) -> the same with the id, where the API shows it.
+    name_request: Callable[[JsonObject, str], JsonObject] = lambda answer, request_id: answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.images.image import NO_IMAGES, Image, LoadedImages
 from penstock_router.request import WHOLE_VOCABULARY, ChatRequest, CompletionRequest, Options
 from penstock_router.served_models import ServedModel
-from penstock_router.text.prompts import PreparedPrompts, Prompt
+from penstock_router.text.prompts import PreparedPrompts, Prompt, thinking_mark_ids
 from penstock_router.text.tokenizer import prompt_too_long
 
 # How many sequences are made, or changed, in one turn of the event loop: each takes some 6 us.
@@ -164,15 +164,16 @@ def _make_request(
 def _thinking_budget(options: Options, model: ServedModel, begun: bool) -> ThinkingBudget | None:
     if not isinstance(options, ChatRequest) or options.thinking_tokens is None:
         return None
-    style = model.text.conventions.reasoning
-    begin_id, end_id = map(model.tokenizer.token_id, style.marks if style else ("", ""))
-    if begin_id is None or end_id is None:
+    ids = thinking_mark_ids(model.text)
+    if ids is None:
+        if not options.requires_thinking_budget:
+            return None
         raise BadRequest(
             f"thinking_token_budget: {model.info.model} does not mark its reasoning by a token at "
             "each end, so it cannot be kept within a number of tokens",
             param="thinking_token_budget",
         )
-    return ThinkingBudget(options.thinking_tokens, begin_id, end_id, begun)
+    return ThinkingBudget(options.thinking_tokens, *ids, begun)
 
 
 def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:

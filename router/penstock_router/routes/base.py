@@ -194,6 +194,11 @@ def caller_of(request: web.Request) -> str:
     return hashlib.blake2b(client, digest_size=8, key=_CALLER_KEY).hexdigest()
 
 
+def is_anthropics(request: web.Request) -> bool:
+    """Whether the client speaks Anthropic's API: none but its clients send this header."""
+    return "anthropic-version" in request.headers
+
+
 def usable_request_id(given: str | None) -> str | None:
     """The caller's id if it is fit for a header and a log line, else None."""
     if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
