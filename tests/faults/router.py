@@ -205,4 +205,16 @@ FAULTS = [
         becomes("places[each['tool_call_id']]", "0"),
         caught_by="test_results_stand_in_the_order_of_their_calls",
     ),
+    Fault(
+        "A page of another origin may send a body that is not said to be JSON",
+        "_is_welcome",
+        always('"*" in allowed'),
+        caught_by="test_a_page_of_another_origin_sends_nothing_without_asking",
+    ),
+    Fault(
+        "A chat is cut between a call and its result",
+        "_starts",
+        always('message["role"] != "tool"'),
+        caught_by="test_a_result_is_not_parted_from_its_call",
+    ),
 ]
