@@ -32,13 +32,14 @@ ANTHROPIC := .venv-clients/anthropic
 SCHEMA_SUITE := .venv-clients/json-schema-test-suite
 TESTED_WITH := $(ANTHROPIC)/.done $(SCHEMA_SUITE)/.done
 # `make soak` needs the others too, and the chat templates of real models that llama-cpp-python's source
-# holds: they take minutes. Without Node its client is not tested, which
-# the tests say.
+# holds: they take minutes. Without Node its clients and the coding agents are not tested, which the
+# tests say.
 SDKS := .venv-clients/sdks
 HARNESSES := .venv-clients/harnesses
 NODE := .venv-clients/node
+AGENTS := .venv-clients/agents
 CHAT_TEMPLATES := .venv-clients/chat-templates
-SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(CHAT_TEMPLATES)/.done $(if $(shell command -v npm),$(NODE)/.done)
+SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(CHAT_TEMPLATES)/.done $(if $(shell command -v npm),$(NODE)/.done $(AGENTS)/.done)
 # What reads environments and writes down what is in them.
 AUDIT := .venv-clients/audit
 # Most of their modules are never imported: compiling them all takes a third of the time, which uv does
@@ -189,14 +190,25 @@ $(CHAT_TEMPLATES)/.done: tests/clients/chat_templates.txt | $(BIN)/python
 	@rm $(CHAT_TEMPLATES)/llama_cpp_python-*.tar.gz
 	@touch $@
 
-# What examples/node needs, and what is generated from the proto: the example itself is not copied.
-$(NODE)/.done: examples/node/package-lock.json proto/penstock_proto/shard.proto | $(VENV)/.dev
-	@echo "Installing the Node example's packages into $(NODE): about 10 MB to download."
+# What examples/node needs, and what is generated from the proto: the example itself is not copied. Then
+# released clients, which the example does without.
+$(NODE)/.done: examples/node/package-lock.json tests/clients/node.txt proto/penstock_proto/shard.proto | $(VENV)/.dev
+	@echo "Installing the Node example's packages and clients into $(NODE): about 20 MB to download."
 	@mkdir -p $(NODE)
 	@cp examples/node/package.json examples/node/package-lock.json $(NODE)
 	@npm ci --prefix $(NODE) --ignore-scripts --no-audit --no-fund --loglevel=error >/dev/null
 	@PROTOC=$(abspath $(BIN)/python)' -m grpc_tools.protoc' PROTO=$(abspath proto/penstock_proto) \
 		npm run --prefix $(NODE) --silent generate
+	@npm install --prefix $(NODE) --no-save --ignore-scripts --no-audit --no-fund --loglevel=error \
+		$$(grep -v '^#' tests/clients/node.txt) >/dev/null
+	@touch $@
+
+# Each brings a binary for this platform, whatever its wrapper asks of Node.
+$(AGENTS)/.done: tests/clients/agents.txt
+	@echo "Installing coding agents into $(AGENTS): about 300 MB to download."
+	@rm -rf $(AGENTS) && mkdir -p $(AGENTS)
+	@npm install --prefix $(AGENTS) --ignore-scripts --no-audit --no-fund --loglevel=error \
+		$$(grep -v '^#' $<) >/dev/null
 	@touch $@
 
 # Environments as the images have them.

@@ -61,7 +61,7 @@ _OF_THE_PAIR = {
     f"tests/integration/test_{name}.py"
     for name in (
         *("cli", "examples", "http", "openai_client", "openai_responses", "readme"),
-        *("reflection", "tool_round_trip"),
+        *("odd_constraints", "reflection", "tool_round_trip"),
     )
 }
 _OF_THE_TOY = {

@@ -362,6 +362,22 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model's files say of its size; 0 or empty where they do not."""
+
+    # As config.json names its kind, such as "llama".
+    model_type: str = ""
+    num_parameters: int = 0
+    # Of the weights, as they are stored.
+    weight_bytes: int = 0
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_heads: int = 0
+    # Of keys and values.
+    num_kv_heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ShardInfo:
     """A shard's model and how it is served. `instance_id` is new at each start of its engine."""
 
@@ -404,6 +420,7 @@ class ShardInfo:
     num_states: int = 0
     # "prefill" or "decode": what it should be sent if others are there for the rest.
     role: str = "both"
+    shape: ModelShape = ModelShape()
 
     def has_adapter(self, name: str, content_hash: str = "") -> bool:
         """Tell whether the adapter of this name is loaded, with this content ("" is any). The name

@@ -321,7 +321,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("schema_revision", "min_schema_revision", "version", "instance_id", "model", "model_aliases", "revision", "architecture", "weights_hash", "tokenizer_hash", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "block_size", "num_blocks", "limits", "dtype", "kv_dtype", "device", "attention_backend", "capabilities", "batch_invariant", "numerics_fingerprint", "adapters", "embedding", "loaded_adapters", "kv_bytes_per_token", "kv_bytes_per_sequence", "kv_sequences", "state_bytes", "num_states", "role")
+    __slots__ = ("schema_revision", "min_schema_revision", "version", "instance_id", "model", "model_aliases", "revision", "architecture", "weights_hash", "tokenizer_hash", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "block_size", "num_blocks", "limits", "dtype", "kv_dtype", "device", "attention_backend", "capabilities", "batch_invariant", "numerics_fingerprint", "adapters", "embedding", "loaded_adapters", "kv_bytes_per_token", "kv_bytes_per_sequence", "kv_sequences", "state_bytes", "num_states", "role", "shape")
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MIN_SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +355,7 @@ class InfoResponse(_message.Message):
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_STATES_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
     schema_revision: int
     min_schema_revision: int
     version: str
@@ -388,7 +389,26 @@ class InfoResponse(_message.Message):
     state_bytes: int
     num_states: int
     role: str
-    def __init__(self, schema_revision: _Optional[int] = ..., min_schema_revision: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., batch_invariant: _Optional[bool] = ..., numerics_fingerprint: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., embedding: _Optional[_Union[EmbeddingDefaults, _Mapping]] = ..., loaded_adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_sequence: _Optional[int] = ..., kv_sequences: _Optional[int] = ..., state_bytes: _Optional[int] = ..., num_states: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+    shape: ModelShape
+    def __init__(self, schema_revision: _Optional[int] = ..., min_schema_revision: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., batch_invariant: _Optional[bool] = ..., numerics_fingerprint: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., embedding: _Optional[_Union[EmbeddingDefaults, _Mapping]] = ..., loaded_adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_sequence: _Optional[int] = ..., kv_sequences: _Optional[int] = ..., state_bytes: _Optional[int] = ..., num_states: _Optional[int] = ..., role: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ...) -> None: ...
+
+class ModelShape(_message.Message):
+    __slots__ = ("model_type", "num_parameters", "weight_bytes", "num_layers", "hidden_size", "num_heads", "num_kv_heads")
+    MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    model_type: str
+    num_parameters: int
+    weight_bytes: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    def __init__(self, model_type: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "content_hash", "source", "rank")

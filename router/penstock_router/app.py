@@ -29,6 +29,7 @@ from penstock_router.errors import (
     MethodNotAllowed,
     NotFound,
     Unauthorized,
+    UpgradeRefused,
     log_error,
 )
 from penstock_router.fleet import Fleet
@@ -256,7 +257,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     named = usable_request_id(request.headers.get("X-Request-Id"))
     request[REQUEST_ID] = named or uuid.uuid4().hex
     route = _route_of(request)
-    request[ERROR_FORM] = errors_of(request.path) if route is None else route.errors
+    request[ERROR_FORM] = errors_of(request, route)
     record = request[RECORD] = _begin_record(request)
     records = request.app[ROUTER].records
     if record.route == console.FILES or (route is not None and route.is_open):
@@ -325,6 +326,8 @@ def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
     if isinstance(error, web.HTTPNotFound):
         return NotFound(f"no such route: {where}")
     if isinstance(error, web.HTTPMethodNotAllowed):
+        if request.headers.get("Upgrade", "").lower() == "websocket":
+            return UpgradeRefused(f"no WebSocket is served: {where}; send a POST over HTTP")
         allowed = ", ".join(sorted(error.allowed_methods))
         return MethodNotAllowed(f"wrong method: {where}; allowed: {allowed}")
     return BadRequest(error.reason)
@@ -332,7 +335,8 @@ def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
     form = request[ERROR_FORM]
-    response = json_response(form.body(error), status=form.status(error))
+    answer = form.name_request(form.body(error), request[REQUEST_ID])
+    response = json_response(answer, status=form.status(error))
     request[RECORD].record_error(error.type, error.param)
     response.headers.update(error.headers())
     return response

@@ -3,13 +3,16 @@
 ApiError                  500  a defect of ours
 ├── GenerationFailed      500  the shard failed
 ├── BadRequest            400  the request is at fault; `param` names the field
+│   ├── PreviousNotFound       no response is stored that it goes on from
 │   ├── ContextExceeded        its prompt, or that and what may follow, is too long
+│   ├── ImageUnusable          it has an image with which nothing can be done
 │   └── TemplateFailed         the chat template cannot render it
 ├── Unauthorized          401  missing or wrong API key
 ├── Forbidden             403  not opened by the operator
 ├── NotFound              404  unknown model or route
 ├── MethodNotAllowed      405
 ├── BodyTooLarge          413
+├── UpgradeRefused        426  a WebSocket was asked for
 ├── TooManyRequests       429  no room now; Retry-After says when to come back
 ├── Unavailable           503  no shard serves, or the router is stopping
 └── TimedOut              504  the request's time is up
@@ -41,6 +44,8 @@ class ApiError(Exception):
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
+    # The word by which an API's clients know it, where it has one.
+    code: str | None = None
     # Whole seconds; None: to try again is of no use.
     retry_after_s: int | None = None
 
@@ -68,11 +73,18 @@ class BadRequest(ApiError):
     type = "BadRequestError"
 
 
+class PreviousNotFound(BadRequest):
+    """No response is stored under the id that the request goes on from."""
+
+    code = "previous_response_not_found"
+
+
 class ContextExceeded(BadRequest):
     """The prompt, or it and the tokens that may follow, do not fit the model's context.
 
     Its words are OpenAI's; an API that has others makes them of the numbers. `prompt_tokens` is
-    None where a prompt was too long to be counted, or is to be cut to more than the context.
+    None where a prompt was too long to be counted, of which `prompt_chars` tells, or is to be
+    cut to more than the context.
     """
 
     def __init__(
@@ -81,13 +93,19 @@ class ContextExceeded(BadRequest):
         *,
         limit_tokens: int,
         prompt_tokens: int | None = None,
+        prompt_chars: int | None = None,
         wanted_tokens: int | None = None,
         param: str | None = None,
     ) -> None:
         super().__init__(message, param=param)
         self.limit_tokens = limit_tokens
         self.prompt_tokens = prompt_tokens
+        self.prompt_chars = prompt_chars
         self.wanted_tokens = wanted_tokens
+
+
+class ImageUnusable(BadRequest):
+    """An image that is none, or one too many, or one for a model that takes no images."""
 
 
 class TemplateFailed(BadRequest):
@@ -118,10 +136,15 @@ class NotFound(ApiError):
     type = "NotFoundError"
 
 
-def unknown_model(name: str) -> NotFound:
-    """The error for a model, or an adapter, that no shard serves."""
-    message = f"The model `{name[:200]}` does not exist; /v1/models lists what is served."
-    return NotFound(message, param="model")
+class UnknownModel(NotFound):
+    """A model, or an adapter, that no shard serves. An API that has other words makes them of the
+    name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name[:200]
+        text = f"The model `{self.name}` does not exist; /v1/models lists what is served."
+        super().__init__(text, param="model")
 
 
 class MethodNotAllowed(ApiError):
@@ -129,6 +152,16 @@ class MethodNotAllowed(ApiError):
 
     status = 405
     type = "MethodNotAllowedError"
+
+
+class UpgradeRefused(ApiError):
+    """A WebSocket was asked for; 426 has Codex go on over HTTP at once."""
+
+    status = 426
+    type = "UpgradeRequiredError"
+
+    def headers(self) -> dict[str, str]:
+        return {"Upgrade": "HTTP/1.1"}
 
 
 class BodyTooLarge(ApiError):

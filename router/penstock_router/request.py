@@ -38,8 +38,11 @@ class Tool:
     parameters: dict[str, Any] | None = None
     # Whether the schema is enforced even if calling a tool is optional.
     strict: bool = False
-    # The tool as the chat template gets it.
+    # The tool as the chat template gets it; {}: the prompt shows it in a message, or not at all.
     shown: dict[str, Any] = field(default_factory=dict)
+    # What its only argument, a string, must be where calls have strings as they are: a format of a
+    # structural tag.
+    text_format: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class ImageSource:
 
     url: str
     param: str
+    # Whether a tool's result has it, and so no user chose the model for it.
+    in_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ class Options:
     @property
     def best_logprobs(self) -> int | None:
         """The number of the likeliest that are reported at each position of the answer; None: not
-        even the chosen token is.
+        even the chosen token is reported.
         """
         return 0 if self.logprobs is not None and self.logprob_token_ids else self.logprobs
 
@@ -207,6 +212,8 @@ class ChatRequest(Options):
     # Whether reasoning is shown, and how many tokens it may have; None: any number.
     include_reasoning: bool = True
     thinking_tokens: int | None = None
+    # Whether a model that cannot be kept to so many refuses them, or answers without that bound.
+    requires_thinking_budget: bool = True
     # The request's own template, allowed only with --trust-request-chat-template.
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from penstock_client.errors import PenstockError, RequestRefused
 from penstock_client.types import ShardInfo
 from penstock_router.config import RouterConfig
-from penstock_router.errors import BadRequest, Unavailable, unavailable_model, unknown_model
+from penstock_router.errors import BadRequest, Unavailable, UnknownModel, unavailable_model
 from penstock_router.fleet import Fleet, state_of
 from penstock_router.text.chat_template import (
     ChatTemplate,
@@ -251,7 +251,7 @@ class Models:
                 text = "model: needed, as several are served; see /v1/models"
                 raise BadRequest(text, param="model")
             return infos[0], ""
-        raise unknown_model(name)
+        raise UnknownModel(name)
 
     def _meant(self, name: str, infos: Sequence[ShardInfo]) -> str:
         """The name an operator's alias stands for; shards' own names take precedence over it."""

@@ -23,7 +23,7 @@ TIMEOUT_S = 100.0
 # talk to any server in its offline mode.
 _TELLTALE = ("PYTHONPATH", "HF_HUB_OFFLINE")
 # What only `make soak` installs.
-_OF_THE_SOAK = ("harnesses", "node", "sdks")
+_OF_THE_SOAK = ("agents", "harnesses", "node", "sdks")
 # litellm's prices come with it, and would be looked up anew.
 _NO_DOWNLOADS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
@@ -41,6 +41,11 @@ def python_of(environment: str) -> Path:
 def node_packages() -> Path:
     """Where packages for Node and what is generated from the proto are; skips as `python_of`."""
     return _made("node")
+
+
+def agent_packages() -> Path:
+    """Where coding agents are; skips as `python_of`."""
+    return _made("agents")
 
 
 def _made(environment: str) -> Path:

@@ -85,7 +85,7 @@ def test_a_batchs_usage_counts_all_that_was_generated(seen) -> None:
     [
         ("bad value", "BadRequestError", "temperature"),
         ("unknown model", "NotFoundError", NO_MODEL),
-        ("too long", "ContextOverflowError", "This model's maximum context length is 2048"),
+        ("too long", "BadRequestError", "This model's maximum context length is 2048"),
         ("wrong key", "AuthenticationError", ""),
     ],
 )
@@ -97,3 +97,8 @@ def test_an_error_is_of_the_clients_own_class_and_says_why(seen, case, kind, wor
 
 def test_the_right_key_opens(seen) -> None:
     assert seen["errors"]["right key"]["kinds"] == []
+
+
+def test_a_prompt_that_is_too_long_has_the_code_that_tells(seen) -> None:
+    """The client looks for it in the error's text, where openai's since 3 no longer has it."""
+    assert seen["errors"]["too long"]["code"] == "context_length_exceeded"

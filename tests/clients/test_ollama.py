@@ -98,8 +98,11 @@ def test_the_models_are_listed_and_shown(seen) -> None:
     ("case", "status", "words"),
     [
         ("bad value", 400, "temperature"),
-        ("unknown model", 404, NO_MODEL),
-        ("too long", 400, "context"),
+        ("unknown model", 404, f"model '{NO_MODEL}' not found"),
+        ("unknown pull", 404, f"model '{NO_MODEL}' not found"),
+        ("create", 403, "not served"),
+        ("delete", 403, "not served"),
+        ("thinking", 400, "does not support thinking"),
         ("image", 400, "takes no images"),
         ("wrong key", 401, "API key"),
     ],
@@ -109,6 +112,30 @@ def test_an_error_is_its_class_its_status_and_a_line(seen, case, status, words) 
     assert error["kinds"][0] == "ResponseError"
     assert words in error["text"]
     assert f"(status code: {status})" in error["text"]
+
+
+def test_a_prompt_that_is_too_long_is_cut(seen) -> None:
+    assert seen["errors"]["too long"]["kinds"] == []
+
+
+def test_pulling_what_is_served_ends_with_success(seen) -> None:
+    assert seen["pulled"][-1] == "success"
+
+
+def test_the_options_of_the_documentation_are_taken(seen) -> None:
+    assert 0 < seen["documented"]["eval_count"] <= 6
+
+
+def test_a_context_goes_on_after_prompt_and_answer(seen) -> None:
+    remembered = seen["remembered"]
+    assert remembered["context"] == sum(remembered["first"])
+    # The conversation begins once.
+    assert remembered["second"][0] == remembered["context"] + remembered["first"][0] - 1
+
+
+def test_an_empty_input_has_no_vector(seen) -> None:
+    assert len(seen["vectors"]["several"]) == 2
+    assert seen["vectors"]["none"] == []
 
 
 def test_a_key_opens(seen) -> None:

@@ -236,8 +236,8 @@ def _comparable(name: str, arguments: str) -> tuple[str, Any]:
     ("client", "environment", "call_reason", "plain_reason"),
     [
         ("openai", "dev", "tool_calls", "stop"),
-        # An older one, as litellm needs it.
-        pytest.param("openai", "sdks", "tool_calls", "stop", marks=pytest.mark.soak),
+        # An older one.
+        pytest.param("openai", "anthropic", "tool_calls", "stop", marks=pytest.mark.soak),
         ("anthropic", "anthropic", "tool_use", "end_turn"),
     ],
 )

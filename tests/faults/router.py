@@ -44,6 +44,24 @@ FAULTS = [
         caught_by="test_what_a_stream_s_deadline_is_does_not_depend_on_when_its_sequences_are_sent",
     ),
     Fault(
+        "The halves of a character in a tool's text are shown one by one",
+        "_escaped",
+        never("0xDC00 <= low < 0xE000"),
+        caught_by="test_the_text_is_the_string_wherever_its_json_is_cut",
+    ),
+    Fault(
+        "A tool takes the name of another",
+        "_free_name",
+        never("name in taken"),
+        caught_by="test_no_two_tools_are_shown_by_one_name",
+    ),
+    Fault(
+        "A grammar counts as enforced where calls are JSON",
+        "hold_to_grammars",
+        never("tool_format is None or not tool_format.writes_plain_strings"),
+        caught_by="test_a_grammar_that_is_not_enforced_is_named",
+    ),
+    Fault(
         "A field that does not work yet is ignored",
         "read_fields",
         never("entry.use is Use.REFUSED"),

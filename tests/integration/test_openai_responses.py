@@ -116,7 +116,7 @@ def test_a_chain_of_responses_is_the_chat_of_all_turns(client: openai.OpenAI) ->
     assert second.usage is not None
     assert chat.usage is not None
     assert second.usage.input_tokens == chat.usage.prompt_tokens
-    with pytest.raises(openai.NotFoundError, match="resp_nobody"):
+    with pytest.raises(openai.BadRequestError, match="resp_nobody"):
         client.responses.create(model=MODEL, input="And?", previous_response_id="resp_nobody")
 
 

@@ -14,11 +14,12 @@ from penstock_router.generation.job import Job
 from penstock_router.observe.request_record import Usage
 from penstock_router.request import ChatRequest
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
+from penstock_router.text.prompts import Prompt
 
 TEXTS = ("Hello", " world", "\n\n", '"', "\\", "日本", "😀", "{", "</think>", "\x7f")
 
 
-def job_of(choices: int = 1, **options: Any) -> Job:
+def job_of(choices: int = 1, *, ends_with_context: bool = False, **options: Any) -> Job:
     """A chat's, with what shapes read of it."""
     return cast(
         Job,
@@ -31,7 +32,8 @@ def job_of(choices: int = 1, **options: Any) -> Job:
                 tokenizer=None,
             ),
             requests=[None] * choices,
-            prompts=[SimpleNamespace(token_ids=[1, 2, 3])],
+            ends_with_context=ends_with_context,
+            prompts=[Prompt([1, 2, 3])],
         ),
     )
 

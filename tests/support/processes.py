@@ -187,6 +187,7 @@ class Service(ABC):
 class Shard(Service):
     """A shard process; `--runner fake` unless flags say otherwise."""
 
+    module = "penstock_shard"
     # How to ask it where it speaks TLS.
     tls: Tls | None = None
 
@@ -203,7 +204,7 @@ class Shard(Service):
         port = port or free_port()
         runner = [] if "--runner" in flags or "--model" in flags else ["--runner", "fake"]
         arguments = ["--port", str(port), *runner, *flags]
-        super().__init__("penstock_shard", arguments, port, log_file, python_path)
+        super().__init__(self.module, arguments, port, log_file, python_path)
 
     def healthy(self) -> bool:
         from penstock_cli.health import shard_problem

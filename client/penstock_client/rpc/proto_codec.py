@@ -38,6 +38,7 @@ from penstock_client.types import (
     GenerationRequest,
     LoadReport,
     Logprobs,
+    ModelShape,
     Objective,
     Output,
     PromptImage,
@@ -435,6 +436,7 @@ def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
         capabilities=frozenset(message.capabilities),
         adapters={each.name: adapter(each) for each in message.loaded_adapters},
         embedding=_embedding(message.embedding) if message.HasField("embedding") else None,
+        shape=ModelShape(**scalars(message.shape)),
     )
 
 

@@ -92,6 +92,8 @@ class ErrorForm:
     # The last frames of a stream that fails.
     frames: Callable[[ApiError], bytes]
     status: Callable[[ApiError], int] = lambda error: error.status
+    # (what `body` returns, the request's id) -> the same with the id, where the API shows it.
+    name_request: Callable[[JsonObject, str], JsonObject] = lambda answer, request_id: answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,8 @@ class BodyKind:
     # (request, model) -> prompts, or an answer to be encoded as JSON. Raises `BadRequest`.
     work: Callable[[Any, TextModel], Any]
     errors: ErrorForm
+    # Whether clients of this API send JSON under any Content-Type.
+    any_type: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,8 @@ class SeveralKinds:
     name: str
     # Raises `BadRequest`.
     choose: Callable[[JsonObject], BodyKind]
+    # As `BodyKind.any_type`.
+    any_type: bool = False
 
 
 AnyKind = BodyKind | SeveralKinds

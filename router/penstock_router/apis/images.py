@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from penstock_router.errors import BadRequest
@@ -29,9 +30,15 @@ def image_part(url: str, param: str) -> Part:
 
 def take_images(messages: Iterable[Message]) -> tuple[ImageSource, ...]:
     """Take the sources out of the parts of messages."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return tuple(part.pop("source") for part in parts if part["type"] == "image")
+    sources: list[ImageSource] = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part["type"] == "image":
+                source = part.pop("source")
+                is_result = message["role"] == "tool"
+                sources.append(replace(source, in_result=True) if is_result else source)
+    return tuple(sources)
 
 
 def read_image_url(name: str, part: JsonObject) -> Part:
@@ -70,8 +77,9 @@ def read_image_block(name: str, block: JsonObject) -> Part:
 
 
 def data_part(name: str, data: Any) -> Part:
-    """Ollama's: base64 alone. What it is of is seen from its content."""
-    return image_part(f"data:image/png;base64,{STRING.read(name, data)}", name)
+    """Ollama's: base64 alone, or a data URL. What it is of is seen from its content."""
+    text = STRING.read(name, data)
+    return image_part(text if text.startswith("data:") else f"data:image/png;base64,{text}", name)
 
 
 def split_markdown(name: str, text: str) -> tuple[list[str], tuple[ImageSource, ...]]:

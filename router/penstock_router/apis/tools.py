@@ -1,6 +1,6 @@
-"""Functions that an answer may call, as three APIs describe them -> `Tool` and `ToolChoice`.
+"""Functions that a chat's answer may call, as OpenAI describes them -> `Tool` and `ToolChoice`.
 
-The APIs are OpenAI's chats, its Responses (flat objects), and Anthropic's Messages.
+Other APIs read theirs by the same rules.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MAX_TOOLS = 16_384
 # The Model Context Protocol's rule for tool names, which includes OpenAI's.
 MAX_NAME_CHARS = 128
 _NAME_PATTERN = f"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$"
+NAME_SCHEMA: JsonObject = {"type": "string", "pattern": _NAME_PATTERN}
 _NAME = re.compile(_NAME_PATTERN.removesuffix("$") + r"\Z")
 # What templates expect of a function without parameters.
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
@@ -40,7 +41,8 @@ _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 # ---- Tools -------------------------------------------------------------------------------------
 
 
-def _read_name(name: str, value: Any) -> str:
+def read_name(name: str, value: Any) -> str:
+    """The name of a tool."""
     if not isinstance(value, str) or not _NAME.match(value):
         wanted = f"1 to {MAX_NAME_CHARS} of a-z, A-Z, 0-9, _, - and ."
         raise refusal(name, wanted, value)
@@ -52,18 +54,18 @@ def _read_parameters(name: str, value: Any) -> JsonObject | None:
     if value is None or value == {}:
         return None
     parameters = read_object(name, value)
-    kind = parameters.get("type", "object")
-    if kind != "object":
+    kind = parameters.get("type")
+    if kind is not None and kind != "object":
         raise refusal(f"{name}.type", "object, as arguments have names", kind)
     check_nesting(name, parameters)
-    return {"type": "object", **parameters}
+    return {**parameters, "type": "object"}
 
 
-def _tool(
+def read_tool(
     where: str, function: JsonObject, shown_keys: Iterable[str], parameters_key: str = "parameters"
 ) -> Tool:
     """A tool. Templates see its entries under `shown_keys`, and its parameters."""
-    name = _read_name(f"{where}.name", function.get("name"))
+    name = read_name(f"{where}.name", function.get("name"))
     for key, kind in (("strict", BOOLEAN), ("description", STRING)):
         if function.get(key) is not None:
             kind.read(f"{where}.{key}", function[key])
@@ -77,7 +79,7 @@ def _tool(
 
 
 # The entries that templates see; the APIs' other entries are for their vendors' servers.
-_SHOWN = ("name", "description")
+SHOWN = ("name", "description")
 
 
 def _chat_tool(where: str, value: Any) -> Tool:
@@ -85,28 +87,12 @@ def _chat_tool(where: str, value: Any) -> Tool:
     _check_type(where, tool.get("type"), "function")
     if "function" not in tool and "name" in tool:
         # Cursor sends tools in the form of responses.
-        return _tool(where, tool, _SHOWN)
+        return read_tool(where, tool, SHOWN)
     function = read_object(f"{where}.function", tool.get("function"))
     # Some templates read more entries, such as what a function returns. Whether the schema is
     # enforced does not concern templates.
     shown = [key for key in function if key not in ("strict", "parameters")]
-    return _tool(f"{where}.function", function, shown)
-
-
-def _flat_tool(where: str, value: Any) -> Tool:
-    tool = read_object(where, value)
-    _check_type(where, tool.get("type"), "function")
-    return _tool(where, tool, _SHOWN)
-
-
-def _message_tool(where: str, value: Any) -> Tool:
-    tool = read_object(where, value)
-    # Tools of Messages may leave out the type.
-    kind = tool.get("type")
-    _check_type(where, "custom" if kind is None else kind, "custom")
-    if tool.get("input_schema") is None:
-        raise BadRequest(f"{where}.input_schema: required", param=f"{where}.input_schema")
-    return _tool(where, tool, _SHOWN, "input_schema")
+    return read_tool(f"{where}.function", function, shown)
 
 
 def _check_type(where: str, given: object, served: str) -> None:
@@ -144,41 +130,26 @@ def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
     if isinstance(value, dict) and "function" in value and "type" not in value:
         # Hugging Face's clients give no type.
         value = {"type": "function", **value}
-    return _openai_choice(name, value, _function_name)
-
-
-def _flat_choice(name: str, value: Any) -> ParsedToolChoice:
-    return _openai_choice(name, value, _own_name)
-
-
-def _function_name(where: str, entry: JsonObject) -> str:
-    return _own_name(f"{where}.function", read_object(f"{where}.function", entry.get("function")))
-
-
-def _own_name(where: str, entry: JsonObject) -> str:
-    return _read_name(f"{where}.name", entry.get("name"))
-
-
-def _openai_choice(
-    name: str, value: Any, named: Callable[[str, JsonObject], str]
-) -> ParsedToolChoice:
     words = "none, auto, required or an object that names a function"
     match value:
         case "none" | "auto" | "required":
             return ParsedToolChoice(ToolChoice(value))
         case {"type": "function"}:
-            return ParsedToolChoice(ToolChoice("named", named(name, value)))
+            return ParsedToolChoice(ToolChoice("named", _function_name(name, value)))
         case {"type": "allowed_tools"}:
-            return _read_allowed(name, value, named)
+            return _read_allowed(name, value)
         case {"type": other}:
             raise refusal(f"{name}.type", "function or allowed_tools", other)
     raise refusal(name, words, value)
 
 
-def _read_allowed(
-    name: str, value: JsonObject, named: Callable[[str, JsonObject], str]
-) -> ParsedToolChoice:
-    """The allowed tools: in chats nested under "allowed_tools", in responses flat."""
+def _function_name(where: str, entry: JsonObject) -> str:
+    function = read_object(f"{where}.function", entry.get("function"))
+    return read_name(f"{where}.function.name", function.get("name"))
+
+
+def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
+    """The allowed tools: nested under "allowed_tools", or flat as in responses."""
     key = "allowed_tools"
     held = value
     if value.get(key) is not None:
@@ -194,28 +165,8 @@ def _read_allowed(
     for index, entry in enumerate(entries):
         where = f"{name}.tools[{index}]"
         _check_type(where, read_object(where, entry).get("type"), "function")
-        names.append(named(where, entry))
+        names.append(_function_name(where, entry))
     return ParsedToolChoice(ToolChoice(mode), allowed=tuple(names))
-
-
-def _message_choice(name: str, value: Any) -> ParsedToolChoice:
-    given = read_object(name, value)
-    alone = given.get("disable_parallel_tool_use")
-    if alone is not None:
-        BOOLEAN.read(f"{name}.disable_parallel_tool_use", alone)
-    parallel = None if alone is None else not alone
-    match given.get("type"):
-        case "none":
-            return ParsedToolChoice(ToolChoice("none"), parallel=parallel)
-        case "auto":
-            return ParsedToolChoice(ToolChoice("auto"), parallel=parallel)
-        case "any":
-            return ParsedToolChoice(ToolChoice("required"), parallel=parallel)
-        case "tool":
-            tool = _read_name(f"{name}.name", given.get("name"))
-            return ParsedToolChoice(ToolChoice("named", tool), parallel=parallel)
-        case other:
-            raise refusal(f"{name}.type", "auto, any, tool or none", other)
 
 
 # ---- All that a body says of tools -------------------------------------------------------------
@@ -266,9 +217,9 @@ def check_one_form(request: ChatRequest) -> None:
 # ---- Kinds -------------------------------------------------------------------------------------
 
 
-def _describe(**forms: JsonObject) -> JsonObject:
+def describe(**forms: JsonObject) -> JsonObject:
     properties = {
-        "name": {"type": "string", "pattern": _NAME_PATTERN},
+        "name": NAME_SCHEMA,
         "description": or_null({"type": "string"}),
         "strict": or_null({"type": "boolean"}),
         **forms,
@@ -276,7 +227,7 @@ def _describe(**forms: JsonObject) -> JsonObject:
     return {"type": "object", "properties": properties, "required": ["name"]}
 
 
-def _array_form(tool: JsonObject, at_least: int = 0) -> JsonObject:
+def array_form(tool: JsonObject, at_least: int = 0) -> JsonObject:
     return {"type": "array", "items": tool, "minItems": at_least, "maxItems": MAX_TOOLS}
 
 
@@ -288,16 +239,14 @@ _MAYBE: JsonObject = or_null(_PARAMETERS)
 _FUNCTION: JsonObject = {"enum": ["function"]}
 _CHAT_TOOL: JsonObject = {
     "type": "object",
-    "properties": {"type": _FUNCTION, "function": _describe(parameters=_MAYBE)},
+    "properties": {"type": _FUNCTION, "function": describe(parameters=_MAYBE)},
     "required": ["type", "function"],
 }
-_FLAT_TOOL = _describe(type=_FUNCTION, parameters=_MAYBE)
+_FLAT_TOOL = describe(type=_FUNCTION, parameters=_MAYBE)
 _FLAT_TOOL["required"] = ["type", "name"]
-_MESSAGE_TOOL = _describe(type={"enum": ["custom", None]}, input_schema=_PARAMETERS)
-_MESSAGE_TOOL["required"] = ["name", "input_schema"]
-_NAMED: JsonObject = {
+NAMED: JsonObject = {
     "type": "object",
-    "properties": {"name": {"type": "string", "pattern": _NAME_PATTERN}},
+    "properties": {"name": NAME_SCHEMA},
     "required": ["name"],
 }
 
@@ -308,11 +257,11 @@ def _choices(*forms: JsonObject) -> JsonObject:
 
 
 def _allowed_form(tool: JsonObject) -> JsonObject:
-    properties = {"mode": {"enum": ["auto", "required"]}, "tools": _array_form(tool, 1)}
+    properties = {"mode": {"enum": ["auto", "required"]}, "tools": array_form(tool, 1)}
     return {"type": "object", "properties": properties, "required": ["mode", "tools"]}
 
 
-def _add_type(kind: str, form: JsonObject) -> JsonObject:
+def add_type(kind: str, form: JsonObject) -> JsonObject:
     properties = {**form["properties"], "type": {"enum": [kind]}}
     return {**form, "properties": properties, "required": ["type", *form["required"]]}
 
@@ -321,39 +270,17 @@ def _nest(key: str, form: JsonObject) -> JsonObject:
     return {"type": "object", "properties": {key: form}, "required": [key]}
 
 
-_ONE = _add_type("function", _nest("function", _NAMED))
-_FLAT_ONE = _add_type("function", _NAMED)
+_ONE = add_type("function", _nest("function", NAMED))
 
 
 def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
     allowing = _allowed_form(tool)
     return [
-        _add_type("allowed_tools", allowing),
-        _add_type("allowed_tools", _nest("allowed_tools", allowing)),
+        add_type("allowed_tools", allowing),
+        add_type("allowed_tools", _nest("allowed_tools", allowing)),
     ]
 
 
 # Chats: {"type": "function", "function": {"name": ...}}.
-TOOLS = Kind(_reader(_chat_tool), _array_form({"anyOf": [_CHAT_TOOL, _FLAT_TOOL]}))
+TOOLS = Kind(_reader(_chat_tool), array_form({"anyOf": [_CHAT_TOOL, _FLAT_TOOL]}))
 CHOICE = Kind(_chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE)))
-# Responses: {"type": "function", "name": ...}.
-FLAT_TOOLS = Kind(_reader(_flat_tool), _array_form(_FLAT_TOOL))
-FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))
-# Messages: {"name": ..., "input_schema": ...}.
-MESSAGE_TOOLS = Kind(_reader(_message_tool), _array_form(_MESSAGE_TOOL))
-MESSAGE_CHOICE = Kind(
-    _message_choice,
-    {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {
-                    "type": {"enum": ["auto", "any", "none"]},
-                    "disable_parallel_tool_use": or_null({"type": "boolean"}),
-                },
-                "required": ["type"],
-            },
-            _add_type("tool", _NAMED),
-        ]
-    },
-)

@@ -32,9 +32,9 @@ from penstock_router.errors import (
     TimedOut,
     TooManyRequests,
     Unavailable,
+    UnknownModel,
     as_api_error,
     unavailable_model,
-    unknown_model,
 )
 from penstock_router.fleet import Fleet
 from penstock_router.generation.choice import Choice, Delta
@@ -311,7 +311,7 @@ class Generation(Deltas):
         """The shard's refusal, naming the request body's field instead of the shard's field."""
         if error.field == "adapter":
             # The client named the adapter as `model`.
-            return unknown_model(self.job.model.adapter)
+            return UnknownModel(self.job.model.adapter)
         if error.field == "model":
             # Its last shard has left since the model was looked up.
             return unavailable_model(self._model)

@@ -25,7 +25,7 @@ from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.images.image import NO_IMAGES, Image, LoadedImages
 from penstock_router.request import WHOLE_VOCABULARY, ChatRequest, CompletionRequest, Options
 from penstock_router.served_models import ServedModel
-from penstock_router.text.prompts import PreparedPrompts, Prompt
+from penstock_router.text.prompts import PreparedPrompts, Prompt, thinking_mark_ids
 from penstock_router.text.tokenizer import prompt_too_long
 
 # How many sequences are made, or changed, in one turn of the event loop: each takes some 6 us.
@@ -133,7 +133,7 @@ def _make_request(
     _check_min_tokens(options, max_tokens)
     return GenerationRequest(
         prompt_token_ids=prompt.token_ids,
-        sampling=_sampling(options, prepared),
+        sampling=_sampling(options, prepared, model.info.default_sampling),
         max_tokens=max_tokens,
         min_tokens=options.min_tokens,
         stop_token_ids=options.stop_token_ids,
@@ -164,15 +164,16 @@ def _make_request(
 def _thinking_budget(options: Options, model: ServedModel, begun: bool) -> ThinkingBudget | None:
     if not isinstance(options, ChatRequest) or options.thinking_tokens is None:
         return None
-    style = model.text.conventions.reasoning
-    begin_id, end_id = map(model.tokenizer.token_id, style.marks if style else ("", ""))
-    if begin_id is None or end_id is None:
+    ids = thinking_mark_ids(model.text)
+    if ids is None:
+        if not options.requires_thinking_budget:
+            return None
         raise BadRequest(
             f"thinking_token_budget: {model.info.model} does not mark its reasoning by a token at "
             "each end, so it cannot be kept within a number of tokens",
             param="thinking_token_budget",
         )
-    return ThinkingBudget(options.thinking_tokens, begin_id, end_id, begun)
+    return ThinkingBudget(options.thinking_tokens, *ids, begun)
 
 
 def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
@@ -223,7 +224,23 @@ def _prompt_logprobs(options: Options) -> int | None:
     return max(wanted, default=None)
 
 
-def _sampling(options: Options, prepared: PreparedPrompts) -> SamplingParams:
+# Values with which a penalty changes nothing.
+_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def _penalty_window(options: Options, defaults: SamplingParams) -> int | None:
+    """The window of the penalties; None also where there are none: not all shards know windows."""
+    for name, neutral in _NO_PENALTIES.items():
+        given, default = getattr(options, name), getattr(defaults, name)
+        if (default if given is None else given) not in (None, neutral):
+            return options.penalty_window_tokens
+    return None
+
+
+def _sampling(
+    options: Options, prepared: PreparedPrompts, defaults: SamplingParams
+) -> SamplingParams:
+    """The sampling parameters; those that are None have the model's `defaults`."""
     return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -236,7 +253,7 @@ def _sampling(options: Options, prepared: PreparedPrompts) -> SamplingParams:
         logit_bias=options.logit_bias,
         bad_words=prepared.bad_words,
         allowed_token_ids=prepared.allowed_token_ids,
-        penalty_window_tokens=options.penalty_window_tokens,
+        penalty_window_tokens=_penalty_window(options, defaults),
     )
 
 

@@ -21,7 +21,7 @@ from aiohttp.abc import AbstractResolver
 
 from penstock_router.admission.shared_budget import Holding, SharedBudget
 from penstock_router.config import RouterConfig
-from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
+from penstock_router.errors import ImageUnusable, TooManyRequests, Unavailable
 from penstock_router.images.decoder_pool import DecoderPool, Pixels
 from penstock_router.images.fetcher import Fetcher
 from penstock_router.images.file_urls import read_file
@@ -85,7 +85,7 @@ class Images:
     async def load(self, url: str, *, param: str, client: str) -> Image:
         """The image that a data:, http:, https: or file: URL names.
 
-        Raises `BadRequest`, which begins with `param`, for whatever is wrong with it,
+        Raises `ImageUnusable`, which begins with `param`, for whatever is wrong with it,
         `TooManyRequests` where the client's share of memory or of places to wait is used up, and
         `Unavailable`.
         """
@@ -135,7 +135,7 @@ class Images:
                 image = await self._decoded(incoming.pieces(), client)
         except ImageRefused as error:
             self._metrics.images.labels("refused").inc()
-            raise BadRequest(f"{param}: {error}", param=param) from None
+            raise ImageUnusable(f"{param}: {error}", param=param) from None
         except TooManyRequests:
             self._metrics.refused.labels("images").inc()
             raise

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from penstock_client.types import PromptImage
-from penstock_router.errors import BadRequest
+from penstock_router.errors import ImageUnusable
 from penstock_router.images.image import NO_IMAGES, LoadedImages
 from penstock_router.images.images import Images
 from penstock_router.request import ImageSource
@@ -15,11 +15,11 @@ from penstock_router.request import ImageSource
 async def load_images(
     images: Images, sources: Sequence[ImageSource], client: str, max_images: int
 ) -> LoadedImages:
-    """Load all; raises what the first that fails raises, and `BadRequest` for too many."""
+    """Load all; raises what the first that fails raises, and `ImageUnusable` for too many."""
     if not sources:
         return NO_IMAGES
     if len(sources) > max_images:
-        raise BadRequest(
+        raise ImageUnusable(
             f"{sources[max_images].param}: a request may have {max_images} images (--max-images); "
             f"given: {len(sources)}",
             param=sources[max_images].param,

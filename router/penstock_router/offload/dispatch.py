@@ -244,7 +244,10 @@ class Body:
     async def _load_images(self, model: ServedModel) -> None:
         sources, self._sources = self._sources, ()
         if sources and model.text.image_tokens is None:
-            raise takes_no_images(model.text, sources[0].param)
+            if wanted := [source for source in sources if not source.in_result]:
+                raise takes_no_images(model.text, wanted[0].param)
+            # The text says that the model sees none of these.
+            return
         bodies = self._bodies
         self.images = await load_images(
             bodies.images, sources, self._incoming.client, bodies.max_images

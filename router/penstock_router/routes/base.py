@@ -194,6 +194,11 @@ def caller_of(request: web.Request) -> str:
     return hashlib.blake2b(client, digest_size=8, key=_CALLER_KEY).hexdigest()
 
 
+def is_anthropics(request: web.Request) -> bool:
+    """Whether the client speaks Anthropic's API: none but its clients send this header."""
+    return "anthropic-version" in request.headers
+
+
 def usable_request_id(given: str | None) -> str | None:
     """The caller's id if it is fit for a header and a log line, else None."""
     if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
@@ -248,6 +253,7 @@ def with_body(
         with_digest = request.headers.get("x-penstock-resumable") == "1"
         with bodies.incoming(client_of(request)) as incoming:
             async with asyncio.timeout(_left_s(request)):
+                _check_type(request, any_type=kind.any_type)
                 await _receive(request, incoming, router.config.max_body_bytes)
                 body = await bodies.read(kind, incoming, with_digest=with_digest)
             try:
@@ -270,8 +276,11 @@ def _left_s(request: web.Request) -> float | None:
     return None if limit_s is None else limit_s - (time.perf_counter() - request[RECORD].arrived_s)
 
 
-async def read_object(request: web.Request) -> JsonObject:
-    """The request's JSON object, on routes whose bodies are short."""
+async def read_object(request: web.Request, *, any_type: bool = False) -> JsonObject:
+    """The request's JSON object, on routes whose bodies are short; `any_type` is as
+    `BodyKind.any_type`.
+    """
+    _check_type(request, any_type=any_type)
     with request.app[ROUTER].bodies.incoming(client_of(request)) as incoming:
         await _receive(request, incoming, LONG_BYTES)
         return decode_object(b"".join(incoming.pieces))
@@ -279,7 +288,6 @@ async def read_object(request: web.Request) -> JsonObject:
 
 async def _receive(request: web.Request, incoming: Incoming, max_bytes: int) -> None:
     """Receive the whole body of the request, and inflate it."""
-    _check_type(request)
     inflater = inflater_of(request.headers.getall("Content-Encoding", ()))
     if (request.content_length or 0) > max_bytes:
         raise _too_large(max_bytes)
@@ -305,13 +313,35 @@ async def _receive(request: web.Request, incoming: Incoming, max_bytes: int) -> 
         inflater.end()
 
 
-def _check_type(request: web.Request) -> None:
+def _check_type(request: web.Request, *, any_type: bool) -> None:
+    """Refuse a body that is not said to be JSON, unless `any_type`; and one that a page of another
+    origin sent. Browsers ask before they send JSON there, but not before anything else.
+    """
     given = request.headers.get("Content-Type")
-    if given is not None and not _is_json(request.content_type):
+    if given is not None and _is_json(request.content_type):
+        return
+    if given is not None and not any_type:
         raise BadRequest(
             f"Content-Type must be application/json, not {shorten(given)}; with curl: "
             "-H 'Content-Type: application/json'"
         )
+    if not _is_welcome(request):
+        origin = shorten(request.headers.get("Origin"))
+        raise Forbidden(
+            f"Origin: pages of {origin} may not send this (--cors-origin), or only as "
+            "Content-Type application/json"
+        )
+
+
+def _is_welcome(request: web.Request) -> bool:
+    """Whether the request comes from no page, from this router's own, or from one of an origin that
+    the operator allows.
+    """
+    origin, allowed = request.headers.get("Origin"), request.app[ROUTER].config.cors_origins
+    if origin is None or "*" in allowed or origin in allowed:
+        return True
+    scheme, _, host = origin.partition("://")
+    return scheme in ("http", "https") and host.lower() == request.headers.get("Host", "").lower()
 
 
 def _say_continue(request: web.Request) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from aiohttp import web
 
 from penstock_client.types import ShardInfo
 from penstock_common.version import VERSION
+from penstock_router.apis.messages.models import MessageModel, message_model, page_of
 from penstock_router.apis.openai import fields as openai
+from penstock_router.apis.responses.models import catalogue
 from penstock_router.apis.tgi import requests as tgi
-from penstock_router.errors import Unavailable, unknown_model
+from penstock_router.errors import Unavailable, UnknownModel
 from penstock_router.observe.exposition import CONTENT_TYPE
-from penstock_router.routes.base import ROUTER, json_response
+from penstock_router.routes.base import ROUTER, is_anthropics, json_response
 from penstock_router.served_models import Models
 
 
@@ -42,6 +44,8 @@ class ModelList(TypedDict):
 
     object: Literal["list"]
     data: list[ModelCard]
+    # For Codex, which says its version in the query.
+    models: NotRequired[list[Any]]
 
 
 class VersionAnswer(TypedDict):
@@ -78,13 +82,17 @@ class InfoAnswer(TypedDict):
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """GET /v1/models"""
+    """GET /v1/models, as Anthropic has it where its version is asked for."""
     models = request.app[ROUTER].models
-    cards = [_card(name, info, adapter, models) for name, (info, adapter) in models.names().items()]
-    if not cards:
+    served = models.names().items()
+    if not served:
         raise Unavailable(f"{models.none_serves()}; try again shortly")
+    if is_anthropics(request):
+        of_messages = [_message_model(name, info, models) for name, (info, _) in served]
+        return json_response(page_of(of_messages, request.query))
+    cards = [_card(name, info, adapter, models) for name, (info, adapter) in served]
     answer: ModelList = {"object": "list", "data": cards}
-    return json_response(answer)
+    return json_response({**answer, **catalogue(request.query)})
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -96,8 +104,14 @@ async def get_model(request: web.Request) -> web.Response:
     served = models.names().get(name)
     if served is None:
         # The name stands for any model, and is no model's own.
-        raise unknown_model(name)
+        raise UnknownModel(name)
+    if is_anthropics(request):
+        return json_response(_message_model(name, served[0], models))
     return json_response(_card(name, *served, models))
+
+
+def _message_model(name: str, info: ShardInfo, models: Models) -> MessageModel:
+    return message_model(name, models.started_at, info.max_model_len)
 
 
 def _card(name: str, info: ShardInfo, adapter: str, models: Models) -> ModelCard:

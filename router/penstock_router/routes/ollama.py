@@ -1,31 +1,49 @@
 """What Ollama's clients ask besides tokens: which models there are, what each is, vectors.
 
-Models are named as in /v1/models. Sizes are not known here, and are 0.
+Models are named as in /v1/models, and found by what else Ollama takes for a model's name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from aiohttp import web
 
 from penstock_client.types import ShardInfo
+from penstock_router.apis.base import LINES
 from penstock_router.apis.embeddings import EmbedRequest
+from penstock_router.apis.ollama import model_facts
 from penstock_router.apis.ollama import requests as ollama
 from penstock_router.apis.ollama.answers import (
     EmbedAnswer,
     EmbeddingsAnswer,
     embed_answer,
     load_answer,
+    pull_progress,
 )
-from penstock_router.errors import BadRequest
-from penstock_router.json_fields import BOOLEAN, STRING, Field, read_fields, table
+from penstock_router.apis.ollama.names import served_name
+from penstock_router.apis.ollama.prompts import OllamaChat
+from penstock_router.errors import Forbidden
+from penstock_router.json_fields import (
+    ANYTHING,
+    BOOLEAN,
+    WARNINGS,
+    Field,
+    JsonObject,
+    Table,
+    read_fields,
+    table,
+    taken,
+)
 from penstock_router.offload.dispatch import Body
 from penstock_router.routes import generate
 from penstock_router.routes.base import ROUTER, admit_request, json_response, read_object
+from penstock_router.routes.embeddings import Render, embed
 from penstock_router.routes.generate import Call
+from penstock_router.routes.warnings import warn
 from penstock_router.served_models import ServedModel
 
 # Whose API this is: clients decide by it what they may ask for.
@@ -99,20 +117,36 @@ class Version(TypedDict):
     version: str
 
 
+class Progress(TypedDict):
+    """How far a pull is, or why there is none."""
+
+    status: NotRequired[str]
+    error: NotRequired[str]
+
+
 SHOW_FIELDS = table(
     [
-        Field("model", STRING, "One of /api/tags, with or without :latest."),
-        Field("name", STRING, "The older name of model."),
-        Field("verbose", BOOLEAN, "Accepted without effect."),
+        *ollama.NAMES,
+        taken("verbose", False, help="Vocabularies are not shown."),
+        *(taken(name, "", help="Of a Modelfile.") for name in ("system", "template")),
+        taken("options", {}, help="Of a Modelfile."),
+    ]
+)
+PULL_FIELDS = table(
+    [
+        *ollama.NAMES,
+        Field("stream", BOOLEAN, "Answer with lines; default true."),
+        *(Field(name, ANYTHING, "Nothing is fetched.") for name in ("insecure", "username")),
+        Field("password", ANYTHING, "Nothing is fetched."),
     ]
 )
 
 
 async def answer(call: Call[Any]) -> web.StreamResponse:
     """POST /api/chat and /api/generate: tokens, unless there is nothing to answer."""
-    asked = call.asked
-    if not isinstance(asked, ollama.OllamaChat) or not asked.only_loads:
-        return await generate.answer(call)
+    asked = _with_served_name(call.request, call.asked)
+    if not isinstance(asked, OllamaChat) or not asked.only_loads:
+        return await generate.answer(dataclasses.replace(call, asked=asked))
     model = await _loaded(call.request, asked.model)
     is_chat = call.api is ollama.CHAT
     return json_response(load_answer(model.name, is_chat=is_chat, unloads=asked.unloads))
@@ -121,6 +155,26 @@ async def answer(call: Call[Any]) -> web.StreamResponse:
 async def answer_body(request: web.Request, body: Body) -> web.StreamResponse:
     """The same of a body whose kind is known from its fields."""
     return await answer(Call.read(request, body))
+
+
+async def embed_all(request: web.Request, body: Body) -> web.Response:
+    """POST /api/embed"""
+    return await _embed(request, body, render_embeddings, {"embeddings": []})
+
+
+async def embed_one(request: web.Request, body: Body) -> web.Response:
+    """POST /api/embeddings"""
+    return await _embed(request, body, render_embedding, {"embedding": []})
+
+
+async def _embed(
+    request: web.Request, body: Body, render: Render, nothing: JsonObject
+) -> web.Response:
+    body.asked = _with_served_name(request, body.asked)
+    if body.asked.prompts:
+        return await embed(request, body, render)
+    model = await _loaded(request, body.asked.model)
+    return json_response({"model": model.name, **nothing} if "embeddings" in nothing else nothing)
 
 
 def render_embeddings(
@@ -153,8 +207,8 @@ async def list_tags(request: web.Request) -> web.Response:
             "name": name,
             "model": name,
             "modified_at": _time(models.started_at),
-            "size": 0,
-            "digest": info.weights_hash,
+            "size": info.shape.weight_bytes,
+            "digest": model_facts.digest(info, adapter),
             "details": _details(info, adapter),
         }
         for name, (info, adapter) in models.names().items()
@@ -168,9 +222,9 @@ async def list_running(request: web.Request) -> web.Response:
         {
             "name": info.model,
             "model": info.model,
-            "size": 0,
-            "size_vram": 0,
-            "digest": info.weights_hash,
+            "size": info.shape.weight_bytes,
+            "size_vram": 0 if info.device in ("cpu", "none") else info.shape.weight_bytes,
+            "digest": model_facts.digest(info, ""),
             "details": _details(info, ""),
             "expires_at": _NEVER,
             "context_length": info.max_model_len,
@@ -182,27 +236,54 @@ async def list_running(request: web.Request) -> web.Response:
 
 async def show(request: web.Request) -> web.Response:
     """POST /api/show {"model": "NAME"}"""
-    asked = read_fields(SHOW_FIELDS, await read_object(request))
-    name = asked.get("model") or asked.get("name")
-    if not name:
-        raise BadRequest("model: required", param="model")
-    model = await _loaded(request, name.removesuffix(ollama.LATEST))
+    asked = await _read(request, SHOW_FIELDS)
+    model = await _loaded(request, _served_name(request, asked["model"]))
     template = model.text.chat_template
     shown: Shown = {
         "modelfile": f"FROM {model.info.model}",
         "parameters": "",
         "template": "" if template is None else template.source,
         "details": _details(model.info, model.adapter),
-        "model_info": _model_info(model.info),
+        "model_info": model_facts.model_info(model.info),
         "capabilities": _capabilities(model),
         "modified_at": _time(request.app[ROUTER].models.started_at),
     }
     return json_response(shown)
 
 
+async def pull(request: web.Request) -> web.Response:
+    """POST /api/pull: nothing is to be done for a model that is served, and nothing can be for any
+    other.
+    """
+    asked = await _read(request, PULL_FIELDS)
+    await _loaded(request, _served_name(request, asked["model"]))
+    is_streamed = asked.get("stream", True)
+    kind = LINES.media_type if is_streamed else "application/json"
+    return web.Response(body=pull_progress(is_streamed=is_streamed), content_type=kind)
+
+
+async def refuse_change(request: web.Request) -> web.Response:
+    """What would create, copy, upload or delete a model."""
+    raise Forbidden(f"{request.path[:200]}: not served; a model is what a shard was started with")
+
+
 async def show_version(request: web.Request) -> web.Response:
     """GET /api/version"""
     return json_response(Version(version=API_VERSION))
+
+
+async def _read(request: web.Request, fields: Table) -> JsonObject:
+    values = read_fields(fields, await read_object(request, any_type=True))
+    warn(request, values.get(WARNINGS, ()))
+    return values
+
+
+def _served_name(request: web.Request, given: str) -> str:
+    return served_name(given, request.app[ROUTER].models.names())
+
+
+def _with_served_name(request: web.Request, asked: Any) -> Any:
+    return dataclasses.replace(asked, model=_served_name(request, asked.model))
 
 
 async def _loaded(request: web.Request, name: str) -> ServedModel:
@@ -216,22 +297,11 @@ def _details(info: ShardInfo, adapter: str) -> OllamaDetails:
     return {
         "parent_model": info.model if adapter else "",
         "format": "safetensors",
-        "family": info.architecture,
-        "families": [info.architecture],
-        "parameter_size": "",
-        "quantization_level": info.dtype,
+        "family": model_facts.architecture(info),
+        "families": [model_facts.architecture(info)],
+        "parameter_size": model_facts.parameter_size(info),
+        "quantization_level": model_facts.quantization(info),
     }
-
-
-def _model_info(info: ShardInfo) -> dict[str, Any]:
-    shown: dict[str, Any] = {
-        "general.architecture": info.architecture,
-        f"{info.architecture}.context_length": info.max_model_len,
-        f"{info.architecture}.vocab_size": info.vocab_size,
-    }
-    if info.embedding is not None:
-        shown[f"{info.architecture}.embedding_length"] = info.embedding.size
-    return shown
 
 
 def _capabilities(model: ServedModel) -> list[str]:

@@ -12,8 +12,11 @@ from collections.abc import MutableMapping
 
 from aiohttp import web, web_response
 
+from penstock_router.apis.messages.errors import ERRORS as MESSAGE_ERRORS
+from penstock_router.apis.messages.errors import shown_id
+from penstock_router.apis.responses.errors import ERRORS as RESPONSES_ERRORS
 from penstock_router.routes import warnings
-from penstock_router.routes.base import KEY, REQUEST_ID, ROUTER, Handler
+from penstock_router.routes.base import ERROR_FORM, KEY, REQUEST_ID, ROUTER, Handler
 
 # Set globally: what aiohttp refuses by itself runs no hook. The header must not tell versions.
 web_response.SERVER_SOFTWARE = "penstock"  # type: ignore[attr-defined]
@@ -47,7 +50,13 @@ async def complete(request: web.Request, response: web.StreamResponse) -> None:
     """Called before an answer's headers go out; errors and streams included."""
     headers = response.headers
     # A request that is refused before its handler runs has no id yet.
-    add(headers, request.get(REQUEST_ID) or uuid.uuid4().hex)
+    request_id = request.get(REQUEST_ID) or uuid.uuid4().hex
+    add(headers, request_id)
+    if request.get(ERROR_FORM) is MESSAGE_ERRORS:
+        headers["request-id"] = shown_id(request_id)
+    if request.get(ERROR_FORM) is RESPONSES_ERRORS:
+        # Codex would add what it guesses of earlier reasoning to a usage that counts it already.
+        headers["x-reasoning-included"] = "true"
     warnings.add(headers, request)
     key = request.get(KEY)
     if key is not None:

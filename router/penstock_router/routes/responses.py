@@ -29,8 +29,8 @@ from penstock_router.apis.responses.answers import (
     ResponseShape,
 )
 from penstock_router.apis.responses.request_type import ResponsesRequest
-from penstock_router.apis.responses.stored import Page
-from penstock_router.errors import BadRequest, NotFound, Unavailable, log_error
+from penstock_router.apis.responses.stored import Page, read_output
+from penstock_router.errors import BadRequest, NotFound, PreviousNotFound, Unavailable, log_error
 from penstock_router.generation.deltas import Hold, bound, for_each
 from penstock_router.generation.generation import Generation
 from penstock_router.json_fields import STRING, Field, integer, one_of, shorten, table
@@ -67,6 +67,8 @@ logger = logging.getLogger(__name__)
 _CANCEL_WAIT_S = 5.0
 _CANCEL_POLL_S = 0.05
 
+# To how many responses the items of a request may refer.
+_MAX_REFERRED = 256
 _PAGE_ITEMS = 20
 _LIMIT = integer(1, 100)
 _ORDER = one_of("asc", "desc")
@@ -88,20 +90,40 @@ ITEMS_QUERY = table(
 async def respond(call: Call[ResponsesRequest]) -> web.StreamResponse:
     """Answer, continuing the previous response if one is named, and store the answer."""
     asked = call.asked
-    if asked.previous_response_id is not None:
-        earlier = await _find_conversation(call.request, asked.previous_response_id)
-        call = dataclasses.replace(call, earlier=earlier)
+    if asked.previous_response_id is not None or asked.references:
+        call = dataclasses.replace(call, earlier=await _find_earlier(call.request, asked))
     if asked.background:
         # Not cancelled when the client leaves: a response that is in the store must reach an end.
         return await asyncio.shield(_begin(call))
     return await answer(call, functools.partial(_keep, call) if asked.store else None)
 
 
+async def _find_earlier(request: web.Request, asked: ResponsesRequest) -> bytes:
+    """What the request refers to, as JSON for `ResponsesRequest.after`: the conversation before it,
+    and answers of which it repeats items.
+    """
+    before = b"[]"
+    if asked.previous_response_id is not None:
+        before = await _find_conversation(request, asked.previous_response_id)
+    stems = dict.fromkeys(map(_stem_of, asked.references))
+    if len(stems) > _MAX_REFERRED:
+        text = f"input: references to at most {_MAX_REFERRED} responses; given: {len(stems)}"
+        raise BadRequest(text, param="input")
+    found = [await _find(request, f"resp_{stem}") for stem in stems if stem]
+    outputs = [read_output(stored.response) for stored in found if stored is not None]
+    return b"[%b]" % b",".join([before, *outputs])
+
+
+def _stem_of(item_id: str) -> str:
+    """The part of an item's id that its response's id has too."""
+    return [*item_id.split("_", 2), ""][1]
+
+
 async def _find_conversation(request: web.Request, previous: str) -> bytes:
     stored = await _find(request, previous)
     if stored is None:
         text = f"Previous response with id {shorten(previous)} not found."
-        raise NotFound(text, param="previous_response_id")
+        raise PreviousNotFound(text, param="previous_response_id")
     if stored.status not in (COMPLETED, INCOMPLETE):
         text = f"previous_response_id: that response is {stored.status}; nothing can follow it"
         raise BadRequest(text, param="previous_response_id")
@@ -149,11 +171,12 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
         generation = await scope.enter_async_context(made)
         shape = make_shape(call, job, generation, int(time.time()))
         assert isinstance(shape, ResponseShape)
+        shape.queue()
         with _store_errors():
             begun = encoded_response(await _put(call, shape))
         router.background.start(
             call.response_id,
-            _make(generation, shape, ticket.limit, router.config.max_answer_bytes, hold),
+            _make(call, generation, shape, ticket.limit, hold),
             scope.pop_all(),
             functools.partial(_keep_end, call, shape),
         )
@@ -161,10 +184,18 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
 
 
 async def _make(
-    generation: Generation, shape: ResponseShape, limit: TimeLimit, max_bytes: int, hold: Hold
+    call: Call[ResponsesRequest],
+    generation: Generation,
+    shape: ResponseShape,
+    limit: TimeLimit,
+    hold: Hold,
 ) -> None:
+    max_bytes = call.request.app[ROUTER].config.max_answer_bytes
     try:
         async with limit.scope():
+            shape.begin()
+            with contextlib.suppress(ResponseTooLarge, StoreUnavailable):
+                await _put(call, shape)
             deltas = bound(generation, generation.job.options, max_bytes, hold)
             await for_each(deltas, shape.take)
     except asyncio.CancelledError:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
+from aiohttp import web
+
 from penstock_router.apis import embeddings, tokenize
-from penstock_router.apis.base import ERRORS, Api, ErrorForm
+from penstock_router.apis.base import ERRORS, LINES, Api, ErrorForm
+from penstock_router.apis.messages import models as message_models
 from penstock_router.apis.messages import requests as messages
+from penstock_router.apis.messages.errors import ERRORS as MESSAGE_ERRORS
 from penstock_router.apis.ollama import answers as ollama_answers
 from penstock_router.apis.ollama import requests as ollama
 from penstock_router.apis.openai.requests import CHATS, COMPLETIONS
@@ -28,7 +31,7 @@ from penstock_router.routes import (
 )
 from penstock_router.routes import ollama as ollama_routes
 from penstock_router.routes import tokenize as token_routes
-from penstock_router.routes.base import HEADERS, Route, with_body
+from penstock_router.routes.base import HEADERS, Route, is_anthropics, with_body
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Answerer, make_handler
 from penstock_router.routes.resume import answer_resumable
@@ -54,14 +57,31 @@ def _generation(
 # The errors of paths that no route has, by how they begin.
 _FORMS = (
     ("/api/", ollama_answers.ERRORS),
-    ("/v1/messages", messages.MESSAGES_API.errors),
+    ("/v1/messages", MESSAGE_ERRORS),
+    ("/v1/responses", RESPONSES.errors),
     ("/generate", tgi_answers.ERRORS),
 )
 
 
-def errors_of(path: str) -> ErrorForm:
-    """The form of the errors of a path that no route has: that of the API it belongs to."""
+def errors_of(request: web.Request, route: Route | None) -> ErrorForm:
+    """The form of a request's errors: its route's, or that of the API to which its path belongs."""
+    form = route.errors if route is not None else _form_of_path(request.path)
+    of_several = route is None or MESSAGE_ERRORS in route.other_errors
+    return MESSAGE_ERRORS if form is ERRORS and of_several and is_anthropics(request) else form
+
+
+def _form_of_path(path: str) -> ErrorForm:
     return next((form for begin, form in _FORMS if path.startswith(begin)), ERRORS)
+
+
+def _refused_change(method: str, path: str) -> Route:
+    return Route(
+        method=method,
+        path=path,
+        handler=ollama_routes.refuse_change,
+        summary="Refused: a model is what a shard was started with.",
+        errors=ollama_answers.ERRORS,
+    )
 
 
 ROUTES: tuple[Route, ...] = (
@@ -85,13 +105,14 @@ ROUTES: tuple[Route, ...] = (
         fields=messages.COUNT_FIELDS,
         headers=HEADERS,
         answer=messages.TokenCount,
-        errors=messages.MESSAGES_API.errors,
+        errors=MESSAGE_ERRORS,
     ),
     _generation("/v1/responses", RESPONSES, "Answer, and keep the answer.", responses.respond),
     Route(
         method="GET",
         path="/v1/responses/{id}",
         handler=responses.retrieve,
+        errors=RESPONSES.errors,
         summary="A response that is kept.",
         query=responses.RETRIEVE_QUERY,
         answer=ResponseAnswer,
@@ -100,6 +121,7 @@ ROUTES: tuple[Route, ...] = (
         method="DELETE",
         path="/v1/responses/{id}",
         handler=responses.delete,
+        errors=RESPONSES.errors,
         summary="Delete a response that is kept.",
         answer=DeletedAnswer,
     ),
@@ -107,6 +129,7 @@ ROUTES: tuple[Route, ...] = (
         method="POST",
         path="/v1/responses/{id}/cancel",
         handler=responses.cancel,
+        errors=RESPONSES.errors,
         summary="Cancel a response that is made in the background.",
         answer=ResponseAnswer,
     ),
@@ -114,6 +137,7 @@ ROUTES: tuple[Route, ...] = (
         method="GET",
         path="/v1/responses/{id}/input_items",
         handler=responses.input_items,
+        errors=RESPONSES.errors,
         summary="The conversation that a response answers.",
         query=responses.ITEMS_QUERY,
         answer=ItemList,
@@ -175,9 +199,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/api/embed",
-        handler=with_body(
-            ollama.EMBED, functools.partial(embed, render=ollama_routes.render_embeddings)
-        ),
+        handler=with_body(ollama.EMBED, ollama_routes.embed_all),
         summary="Vectors of texts, as Ollama has them.",
         fields=ollama.EMBED_FIELDS,
         headers=HEADERS,
@@ -187,9 +209,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/api/embeddings",
-        handler=with_body(
-            ollama.EMBEDDINGS, functools.partial(embed, render=ollama_routes.render_embedding)
-        ),
+        handler=with_body(ollama.EMBEDDINGS, ollama_routes.embed_one),
         summary="The vector of a text, as older clients of Ollama ask for it.",
         fields=ollama.EMBEDDINGS_FIELDS,
         headers=HEADERS,
@@ -218,10 +238,27 @@ ROUTES: tuple[Route, ...] = (
         handler=ollama_routes.show,
         summary="A model, as Ollama shows it.",
         fields=ollama_routes.SHOW_FIELDS,
-        needs_one_of=("model", "name"),
         answer=ollama_routes.Shown,
         errors=ollama_answers.ERRORS,
     ),
+    Route(
+        method="POST",
+        path="/api/pull",
+        handler=ollama_routes.pull,
+        summary="Success for a model that is served, as Ollama's clients ask before they use it.",
+        fields=ollama_routes.PULL_FIELDS,
+        answer=ollama_routes.Progress,
+        event=ollama_routes.Progress,
+        framing=LINES,
+        errors=ollama_answers.ERRORS,
+    ),
+    _refused_change("POST", "/api/create"),
+    _refused_change("POST", "/api/copy"),
+    _refused_change("POST", "/api/push"),
+    _refused_change("DELETE", "/api/delete"),
+    _refused_change("POST", "/api/blobs/{digest}"),
+    # And with HEAD, by which clients ask whether they have to send one.
+    _refused_change("GET", "/api/blobs/{digest}"),
     Route(
         method="GET",
         path="/api/version",
@@ -235,8 +272,10 @@ ROUTES: tuple[Route, ...] = (
         method="GET",
         path="/v1/models",
         handler=info.list_models,
-        summary="The models that are served.",
-        answer=info.ModelList,
+        summary="The models that are served; as Anthropic has them with anthropic-version.",
+        query=message_models.QUERY,
+        answer=info.ModelList | message_models.MessageModelPage,
+        other_errors=(MESSAGE_ERRORS,),
     ),
     # The id may contain slashes, as names of models do.
     Route(
@@ -244,7 +283,8 @@ ROUTES: tuple[Route, ...] = (
         path="/v1/models/{id:.+}",
         handler=info.get_model,
         summary="One model.",
-        answer=info.ModelCard,
+        answer=info.ModelCard | message_models.MessageModel,
+        other_errors=(MESSAGE_ERRORS,),
     ),
     Route(
         method="POST",

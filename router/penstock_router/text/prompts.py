@@ -16,7 +16,7 @@ from itertools import islice
 
 from penstock_client.types import Constraint
 from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
-from penstock_router.errors import BadRequest, ContextExceeded
+from penstock_router.errors import BadRequest, ContextExceeded, ImageUnusable
 from penstock_router.json_fields import INT32_MAX, JsonObject
 from penstock_router.request import (
     ChatRequest,
@@ -28,7 +28,7 @@ from penstock_router.request import (
 )
 from penstock_router.text.answer_constraint import answer_constraint, tools_of
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
-from penstock_router.text.contents import as_text, join_contents
+from penstock_router.text.contents import as_text, join_contents, text_part
 from penstock_router.text.formats.json_formats.plain_json import instructions
 from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
 from penstock_router.text.image_tokens.expand import encode_with_images
@@ -88,6 +88,12 @@ class PreparedPrompts:
     reasoning_begun: bool = False
     # What of the request has no effect with this model: a line each.
     warnings: tuple[str, ...] = ()
+    # The tools whose grammars the model is shown, and not held to.
+    unenforced: tuple[str, ...] = ()
+
+
+# In place of an image in a tool's result.
+_UNSEEN = text_part("(an image, which this model cannot see)")
 
 
 def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
@@ -117,7 +123,32 @@ def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
             separators=_separators(model),
         ),
         reasoning_begun=begun,
+        warnings=_warnings(request, model),
     )
+
+
+def thinking_mark_ids(model: TextModel) -> tuple[int, int] | None:
+    """The tokens that begin and end the model's reasoning, by which it is kept within a number of
+    tokens; None if it does not have one at each end.
+    """
+    style = model.conventions.reasoning
+    begin_id, end_id = map(model.tokenizer.token_id, style.marks if style else ("", ""))
+    return None if begin_id is None or end_id is None else (begin_id, end_id)
+
+
+def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
+    """What of a request has no effect with this model."""
+    if not isinstance(request, ChatRequest):
+        return ()
+    found = []
+    has_budget = request.thinking_tokens is not None and not request.requires_thinking_budget
+    if has_budget and thinking_mark_ids(model) is None:
+        found.append(
+            "thinking.budget_tokens: the model does not mark its reasoning, which has no bound"
+        )
+    if model.image_tokens is None and any(map(_has_images, request.messages)):
+        found.append("images in results of tools: the model cannot see them")
+    return tuple(found)
 
 
 def _separators(model: TextModel) -> tuple[str, str] | None:
@@ -197,11 +228,11 @@ def has_images(pieces: Sequence[str], sizes: ImageSizes, model: TextModel) -> bo
     return images is not None and bool(sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0]))
 
 
-def takes_no_images(model: TextModel, param: str = "") -> BadRequest:
+def takes_no_images(model: TextModel, param: str = "") -> ImageUnusable:
     """The error for a request with images."""
     why = f" ({model.images_unusable})" if model.images_unusable else ""
     text = f"the model {model.name} takes no images{why}"
-    return BadRequest(f"{param}: {text}" if param else text, param=param or None)
+    return ImageUnusable(f"{param}: {text}" if param else text, param=param or None)
 
 
 def _encode_pieces(
@@ -305,11 +336,14 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
             param="messages",
         )
     messages, tools = request.messages, tools_of(request)
+    if model.image_tokens is None:
+        messages = [_with_images_told(message) for message in messages]
     tool_format = model.conventions.tool_format
-    if tools and not template.takes_tools:
-        messages = _add_system_text(messages, instructions(tools, tool_format))
+    shown_tools = [tool for tool in tools if tool.shown]
+    if shown_tools and not template.takes_tools:
+        messages = _add_system_text(messages, instructions(shown_tools, tool_format))
     shown, documents, kwargs = (
-        [tool.shown for tool in tools] or None,
+        [tool.shown for tool in shown_tools] or None,
         request.documents,
         template.thinking(request.template_kwargs),
     )
@@ -334,6 +368,14 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
         kwargs=kwargs,
     )
     return _split(_with_tools(rendered, shown), mark)
+
+
+def _with_images_told(message: Message) -> Message:
+    """The message, its images told of in words: a model that sees none answers for all that."""
+    if not _has_images(message):
+        return message
+    parts = [_UNSEEN if part["type"] == "image" else part for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def _with_tools(rendered: Callable[..., str], shown: list[JsonObject] | None) -> str:

@@ -184,6 +184,7 @@ class Tokenizer:
                 f"prompt contains {len(text)} characters, more than the {max_chars} that could "
                 "fit. Please reduce the length of the input prompt.",
                 limit_tokens=max_tokens,
+                prompt_chars=len(text),
             )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -1,8 +1,11 @@
-"""Which files hold weights, and what their headers say. Imports no torch."""
+"""Which files hold weights, what their headers say, and how large the model is by these and by its
+configuration. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Iterable, Sequence
@@ -12,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock_shard.errors import ModelError, first_line
+from penstock_shard.ipc.runner_info import ModelShape
 
 WEIGHTS = "model.safetensors"
 # The link to a GGUF file, in a directory that one was unfolded into.
@@ -120,6 +124,52 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     if size < (expected := 8 + length + end):
         raise ModelError(f"{path}: is cut short: {size} of {expected} bytes")
     return tensors
+
+
+def model_shape(directory: Path) -> ModelShape:
+    """The size of the model in a directory.
+
+    Raises ModelError for files that cannot be understood, OSError for what the system refuses.
+    """
+    config = read_object(directory / "config.json")
+    text = config.get("text_config")
+    # That of a model of images and text has a part for each.
+    of_text = {**config, **text} if isinstance(text, dict) else config
+    heads = _count_in(of_text, "num_attention_heads", "n_head", "num_heads")
+    num_parameters, weight_bytes = _count_weights(directory)
+    return ModelShape(
+        model_type=str(config.get("model_type") or ""),
+        # Of what is quantized, one number in the files may be several of the model's.
+        num_parameters=0 if config.get("quantization_config") else num_parameters,
+        weight_bytes=weight_bytes,
+        num_layers=_count_in(of_text, "num_hidden_layers", "n_layer", "num_layers"),
+        hidden_size=_count_in(of_text, "hidden_size", "n_embd", "d_model"),
+        num_heads=heads,
+        num_kv_heads=_kv_heads(of_text, heads),
+    )
+
+
+def _kv_heads(config: dict[str, Any], heads: int) -> int:
+    """How many heads of keys there are: as many as of queries, unless the configuration differs."""
+    names = ("num_key_value_heads", "num_kv_heads", "multi_query")
+    stated = [config[name] for name in names if config.get(name) not in (None, False)]
+    return _count_in(config, *names) if stated else heads
+
+
+def _count_in(config: dict[str, Any], *names: str) -> int:
+    """The number under the first of these names that has one; 0 if none has."""
+    values = (config.get(name) for name in names)
+    return next((each for each in values if type(each) is int and 0 < each < 2**31), 0)
+
+
+def _count_weights(directory: Path) -> tuple[int, int]:
+    """How many numbers the weights are, 0 where that is not told, and their bytes."""
+    paths = [path for path in weight_files(directory) if path.exists()]
+    if any(path.name == GGUF for path in paths):
+        return 0, sum(path.stat().st_size for path in paths)
+    tensors = [tensor for path in paths for tensor in stored_tensors(path).values()]
+    num_bytes = sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors)
+    return sum(math.prod(tensor.shape) for tensor in tensors), num_bytes
 
 
 def why_no_weights(names: Sequence[str]) -> str:

@@ -28,6 +28,21 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model's files say of its size; 0 or empty where they do not."""
+
+    # As config.json names its kind, such as "llama".
+    model_type: str = ""
+    num_parameters: int = 0
+    # Of the weights, as they are stored.
+    weight_bytes: int = 0
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that see the same keys, so that one block table of a sequence serves all of them.
 
@@ -126,6 +141,7 @@ class RunnerInfo:
     kv_sequences: int = 0
     # Where layers have states: bytes of one sequence's.
     state_bytes: int = 0
+    shape: ModelShape = ModelShape()
 
     @property
     def num_states(self) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from penstock_shard.attention.backend_order import describe_backend
 from penstock_shard.checkpoint.pooling_files import pooling_of
+from penstock_shard.checkpoint.weight_files import model_shape
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.errors import ModelError, first_line, report_out_of_memory
@@ -139,6 +140,7 @@ def _info(
         kv_bytes_per_sequence=prepared.kv_shape.bytes_per_sequence,
         kv_sequences=prepared.kv_shape.sequences_in(prepared.pools),
         state_bytes=prepared.kv_shape.state_bytes,
+        shape=model_shape(model_dir),
         cache_groups=model.cache_layout.groups,
         block_bytes=_block_bytes(model) if ranks == 1 else (),
         state_spacing=config.state_spacing,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from penstock_shard.checkpoint.model_source import resolve_adapter, resolve_model
 from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files
+from penstock_shard.checkpoint.weight_files import model_shape
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Pooling
@@ -110,6 +111,7 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         numerics_fingerprint=config.fake_weights,
         max_steps_ahead=1,
         worst_step_s=config.step_ms / 1000,
+        shape=model_shape(model_dir),
     )
     kv = FakeKv(info)
     return FakeRunner(

@@ -301,6 +301,7 @@ def info_response(ready: Ready, config: ShardConfig, instance_id: str) -> pb.Inf
         embedding=None if info.embedding is None else _embedding_defaults(info.embedding),
         adapters=[adapter.name for adapter in info.adapters],
         loaded_adapters=[message_from(pb.Adapter, adapter) for adapter in info.adapters],
+        shape=message_from(pb.ModelShape, info.shape),
     )
 
 

@@ -15,7 +15,10 @@ from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 # An escape of eight digits, behind an even number of backslashes.
 _CODE_POINT = re.compile(r"(?<!\\)((?:\\\\)*)\\U([0-9A-Fa-f]{8})")
-_EBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
+_EBNF = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_-]*)\s*::=", re.MULTILINE)
+_RULE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+# Strings, classes of characters, tokens and comments.
+_NO_RULE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^<>\n]*>|#.*')
 
 
 def schema_of(schema: Any) -> dict[str, Any]:
@@ -42,15 +45,20 @@ def lark_of(text: str) -> str:
         raise ConstraintRefused("grammar: it is empty")
     if not _EBNF.search(text):
         return text
+    _check_rules(text)
     try:
         return any_to_lark(_CODE_POINT.sub(_character, text))
     except GbnfToLarkError as error:
         raise ConstraintRefused(f"grammar: {error}") from error
-    except Exception as error:
-        # What the library raises for a rule that is missing is of no class of its own.
-        if type(error) is not Exception:
-            raise
-        raise ConstraintRefused(f"grammar: {error}") from error
+
+
+def _check_rules(text: str) -> None:
+    """Refuse a rule that is not defined, for which the library has no error of its own."""
+    named = _RULE.findall(_NO_RULE.sub(" ", text))
+    defined = _EBNF.findall(text)
+    for name in named:
+        if name not in defined:
+            raise ConstraintRefused(f"grammar: Rule {shown(name)} not found")
 
 
 def _character(escaped: re.Match[str]) -> str:

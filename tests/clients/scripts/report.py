@@ -12,12 +12,14 @@ def report(observed: dict[str, Any]) -> None:
 
 
 def error_of(expected: type[Exception], call: Callable[[], object]) -> dict[str, Any]:
-    """The names of the classes of what `call` raises, and its text; no names without an error.
+    """The names of the classes of what `call` raises, its text, and the code that OpenAI's clients
+    read of it; no names without an error.
 
     Only what is an `expected` is caught: each client promises errors of a class of its own.
     """
     try:
         call()
     except expected as error:
-        return {"kinds": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return {"kinds": kinds, "text": str(error), "code": getattr(error, "code", None)}
     return {"kinds": [], "text": "no error"}

@@ -45,6 +45,13 @@ def main(url: str, secured_url: str) -> None:
             "tags": client.list().model_dump(mode="json"),
             "running": client.ps().model_dump(mode="json"),
             "shown": client.show(MODEL).model_dump(mode="json"),
+            "pulled": [part.status for part in client.pull(MODEL, stream=True)],
+            "documented": documented(client),
+            "remembered": remembered(client),
+            "vectors": {
+                "several": list(client.embed(MODEL, ["a", "b"]).embeddings),
+                "none": list(client.embed(MODEL, "").embeddings),
+            },
             "errors": errors(client, secured_url),
         }
     )
@@ -72,6 +79,32 @@ def generated(client: Client) -> dict[str, Any]:
     }
 
 
+# All that the documentation of /api/generate sets, but for mirostat, which Ollama dropped.
+DOCUMENTED: dict[str, Any] = {
+    **{"num_keep": 5, "seed": 42, "num_predict": 6, "top_k": 20, "top_p": 0.9, "min_p": 0.0},
+    **{"typical_p": 0.7, "temperature": 0.8, "penalize_newline": True, "stop": ["\n", "user:"]},
+    **{"numa": False, "num_ctx": 1024, "num_batch": 2, "num_gpu": 1, "main_gpu": 0},
+    **{"use_mmap": True, "num_thread": 8, "low_vram": False},
+}
+
+
+def documented(client: Client) -> dict[str, Any]:
+    answer = client.generate(MODEL, "Why is the sky blue?", options=DOCUMENTED)
+    return answer.model_dump(mode="json")
+
+
+def remembered(client: Client) -> dict[str, Any]:
+    """The counts of a prompt, and of one after it and its answer."""
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "options": CHAT["options"]}
+    first = client.generate(**asked)
+    second = client.generate(**asked, context=first.context)
+    return {
+        "context": len(first.context or ()),
+        "first": [first.prompt_eval_count, first.eval_count],
+        "second": [second.prompt_eval_count, second.eval_count],
+    }
+
+
 def constrained(client: Client, schema: dict[str, Any]) -> str:
     options = {"seed": 3, "num_predict": 60, "temperature": 0}
     answer = client.chat(MODEL, CHAT["messages"], format=schema, options=options)
@@ -85,9 +118,13 @@ def errors(client: Client, secured_url: str) -> dict[str, Any]:
     image = [{"role": "user", "content": "What is it?", "images": ["aGVsbG8="]}]
     with_key = Client(host=secured_url, headers={"Authorization": f"Bearer {KEY}"})
     return {
-        "bad value": error(client, options={"temperature": 3.0}),
+        "bad value": error(client, options={"temperature": -3.0}),
+        "thinking": error(client, think=True),
         "unknown model": error(client, model=NO_MODEL),
-        "too long": error(client, messages=[{"role": "user", "content": TOO_LONG}]),
+        "too long": error(client, messages=[{"role": "user", "content": TOO_LONG}], stream=False),
+        "unknown pull": error_of(ollama.ResponseError, lambda: client.pull(NO_MODEL)),
+        "create": error_of(ollama.ResponseError, lambda: client.create("mine", from_=MODEL)),
+        "delete": error_of(ollama.ResponseError, lambda: client.delete(MODEL)),
         "image": error(client, messages=image),
         "wrong key": error(Client(host=secured_url)),
         "right key": error(with_key),

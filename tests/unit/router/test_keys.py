@@ -322,7 +322,7 @@ ROUTES = [
 
 
 async def _asked(router: MemoryRouter, headers: dict[str, str]) -> list[tuple[int, bytes]]:
-    given = {"Content-Type": "application/json", **headers}
+    given = {"Content-Type": "application/json", "X-Request-Id": "one", **headers}
     answers = [await router.request(method, path, body, given) for method, path, body in ROUTES]
     return [(answer.status, answer.body) for answer in answers]
 
@@ -409,7 +409,7 @@ async def test_a_stored_response_is_there_for_the_name_that_asked_and_for_admins
             unknown = await router.request(method, f"/v1/responses/resp_1{of}", b"", _bearer(BOB))
             answer = await router.request(method, path + of, b"", _bearer(BOB))
             assert (unknown.status, answer.status) == (404, 404)
-        assert (await router.post("/v1/responses", follow, **_bearer(BOB))).status == 404
+        assert (await router.post("/v1/responses", follow, **_bearer(BOB))).status == 400
         assert (await router.request("DELETE", path, b"", _bearer(BOB))).status == 404
         for key in (ALICE, ROOT):
             assert (await router.get(path, **_bearer(key))).status == 200

@@ -165,7 +165,7 @@ async def test_a_response_in_the_background_keeps_its_place_until_it_is_made(
     fleet = FakeFleet(model_files(byte_level), step_s=0.01, script=lambda request: [5] * 10)
     async with small_router(fleet) as router:
         begun = await router.post("/v1/responses", {"input": "x", "background": True})
-        assert begun.json()["status"] == "in_progress"
+        assert begun.json()["status"] == "queued"
         assert router.app[ROUTER].admission.in_flight == 1
         assert (await router.complete()).status == 200
         await until(lambda: not router.app[ROUTER].admission.in_flight)

@@ -117,6 +117,8 @@ def test_an_answer_of_nothing_is_an_empty_text() -> None:
         ("stop", None, ("tool_use", None)),
         ("length", None, ("max_tokens", None)),
         ("stop", "STOP", ("stop_sequence", "STOP")),
+        # The stop string stood right behind the call.
+        ("tool_calls", "STOP", ("tool_use", None)),
     ],
 )
 def test_why_an_answer_with_a_call_ended(
@@ -140,6 +142,13 @@ def test_arguments_that_are_no_object_are_shown_as_they_came(text: str) -> None:
     answer = whole(delta_of(pieces, "length"))
     assert answer["content"][0]["input"] == {"INVALID_JSON": text}
     assert answer["stop_reason"] == "max_tokens"
+
+
+def test_an_answer_that_fills_the_context_says_so() -> None:
+    end = delta_of([SAID], "length")
+    shape = MessageShape(job_of(ends_with_context=True), envelope_of("msg_1"))
+    assert shape.whole([end])["stop_reason"] == "model_context_window_exceeded"
+    assert whole(end)["stop_reason"] == "max_tokens"
 
 
 # ---- In events ---------------------------------------------------------------------------------

@@ -43,6 +43,9 @@ async def test_a_message_is_answered_with_a_message(router: MemoryRouter) -> Non
         "output_tokens": 20,
         "cache_read_input_tokens": 0,
         "cache_creation_input_tokens": 0,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "server_tool_use": None,
+        "service_tier": "standard",
     }
     assert block["type"] == "text"
 
@@ -127,17 +130,20 @@ async def test_tokens_are_counted_without_a_shard(router: MemoryRouter, fleet: F
         ({"max_tokens": None}, "max_tokens: required"),
         ({"model": None}, "model: required"),
         ({"messages": None}, "messages: required"),
-        ({"max_tokens": 0}, "max_tokens: must be at least 1"),
+        ({"max_tokens": -1}, "max_tokens: must be at least 0"),
         ({"temperature": 1.5}, "temperature: must be at least 0 and at most 1"),
         ({"top_p": 0}, "top_p: must be above 0"),
-        ({"top_k": -1}, "top_k: must be at least 0"),
-        ({"stop_sequences": ["a"] * 17}, "stop_sequences: at most 16"),
-        ({"stop_sequences": [""]}, "stop_sequences: must be a string of 1 to 1024"),
+        ({"top_k": -2}, "top_k: must be at least -1"),
+        ({"stop_sequences": [""]}, "stop_sequences: a stop string has at least 1 character"),
         ({"system": 3}, "system: must be"),
-        ({"tools": [{"name": "x"}]}, "tools[0].input_schema: required"),
+        ({"tools": [{"name": "x", "input_schema": 3}]}, "tools[0].input_schema: must be an"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: must be an integer"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role: must be user or"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": "x"}},
+            "thinking.budget_tokens: must be",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: must be user, assis"),
+        ({"thread": {"id": "t"}}, "thread: not served by this server; leave it out"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0].source.type: must be base64 or url; given: None",
@@ -175,6 +181,7 @@ async def test_what_fails_after_the_first_token_ends_in_an_error_event(
     events = events_of((await ask(router, stream=True)).body)
     assert events[-1][0] == "error"
     assert events[-1][1]["error"]["type"] == "api_error"
+    assert events[-1][1]["request_id"] == f"req_{events[0][1]['message']['id'][4:]}"
     assert "message_stop" not in [name for name, _ in events]
 
 

@@ -13,6 +13,7 @@ from unit.router.router_doubles import MemoryRouter
 from penstock_client.types import ConstraintKind
 from penstock_router.apis.ollama import requests as ollama
 from penstock_router.apis.ollama.answers import ChatShape, GenerateShape
+from penstock_router.apis.ollama.prompts import OllamaChat
 from penstock_router.errors import ApiError, BadRequest
 from penstock_router.generation.choice import Delta, EndReason
 from penstock_router.request import CompletionRequest
@@ -21,7 +22,7 @@ from penstock_router.text.answer_pieces import Piece, PieceKind, content_of
 USER = {"role": "user", "content": "Hello"}
 
 
-def chat(**fields: Any) -> ollama.OllamaChat:
+def chat(**fields: Any) -> OllamaChat:
     return ollama.parse_chat({"model": "m", "messages": [USER], **fields})
 
 
@@ -37,6 +38,7 @@ def test_options_are_those_of_every_other_api() -> None:
             "repeat_penalty": 1.2,
             "presence_penalty": 0.3,
             "frequency_penalty": 0.4,
+            "repeat_last_n": 64,
             "num_predict": 9,
             "stop": ["a", "b"],
             "num_ctx": 4096,
@@ -46,6 +48,24 @@ def test_options_are_those_of_every_other_api() -> None:
     assert (asked.min_p, asked.typical_p, asked.repetition_penalty) == (0.1, 0.7, 1.2)
     assert (asked.presence_penalty, asked.frequency_penalty) == (0.3, 0.4)
     assert (asked.max_tokens, asked.stop) == (9, ("a", "b"))
+    assert asked.penalty_window_tokens == 64
+    assert asked.warnings == ("num_ctx: taken without effect",)
+
+
+def test_values_that_mean_nothing_special_to_ollama_mean_it_here() -> None:
+    asked = chat(options={"seed": -1, "top_p": 0, "repeat_last_n": -1, "num_predict": 32.0})
+    assert (asked.seed, asked.penalty_window_tokens, asked.max_tokens) == (None, None, 32)
+    assert asked.top_p is not None
+    assert 0 < asked.top_p < 1e-6
+    assert chat(options={"repeat_last_n": 0}).penalty_window_tokens == 0
+    assert chat(options={"temperature": 5.0, "stop": [str(n) for n in range(40)]}).stop[39] == "39"
+    assert chat(options=None).max_tokens is None
+
+
+@pytest.mark.parametrize("value", [0, -1, -2])
+def test_an_answer_without_a_bound_ends_with_the_context(value: int) -> None:
+    asked = chat(options={"num_predict": value})
+    assert (asked.max_tokens, asked.bounds_max_tokens) == (None, True)
 
 
 def test_answers_are_streamed_and_have_no_bound_unless_asked() -> None:
@@ -59,8 +79,14 @@ def test_answers_are_streamed_and_have_no_bound_unless_asked() -> None:
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"options": {"num_predict": 0}}, "num_predict: must not be 0"),
-        ({"options": {"repeat_last_n": 64}}, "repeat_last_n: not served"),
+        ({"options": {"num_predict": "32"}}, "num_predict: must be an integer"),
+        ({"options": {"num_predict": -3}}, "num_predict: must be at least -2"),
+        ({"options": {"stop": [7]}}, "stop: must be a string"),
+        ({"options": {"stop": [""]}}, "stop: a stop string has at least 1"),
+        ({"options": []}, "options: must be an object"),
+        ({"format": "{no json"}, "format: the text is no JSON"),
+        ({"name": "another"}, "name: not together with another name of model"),
+        ({"model": ""}, "model: must be a string of 1"),
         ({"options": {"mirostat": 1}}, "mirostat: not served"),
         ({"options": {"temperature": "hot"}}, "temperature"),
         ({"format": "yaml"}, 'format: must be "json" or a JSON schema'),
@@ -89,13 +115,18 @@ def test_a_format_is_a_constraint() -> None:
     schema = chat(format={"type": "object"}).constraint
     assert schema is not None
     assert json.loads(schema.value) == {"type": "object"}
+    assert chat(format=' {"type": "object"}').constraint == schema
     assert chat(format="").constraint is None
 
 
 def test_thinking_is_what_the_template_is_told() -> None:
     assert chat(think=False).template_kwargs["enable_thinking"] is False
     assert chat(think="high").template_kwargs["reasoning_effort"] == "high"
+    assert chat(think="none").template_kwargs == chat(think=False).template_kwargs
     assert chat().template_kwargs == {}
+    assert [chat(think=think).thinks for think in (True, "low", False, "none", None)] == [
+        *(True, True, False, False, False)
+    ]
 
 
 def test_results_belong_to_calls_by_name_or_in_order() -> None:
@@ -115,6 +146,35 @@ def test_results_belong_to_calls_by_name_or_in_order() -> None:
     assert first["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
+def test_results_belong_to_calls_by_their_ids_first() -> None:
+    calls = [{"id": name, "function": {"name": "f", "arguments": {}}} for name in "xy"]
+    turns = [
+        {"role": "Assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "y", "tool_name": "f", "content": "of y"},
+        {"role": "tool", "content": "of x"},
+    ]
+    first, *results = chat(messages=[USER, *turns]).messages[1:]
+    assert [each["id"] for each in first["tool_calls"]] == ["x", "y"]
+    assert [each["tool_call_id"] for each in results] == ["y", "x"]
+
+
+def test_an_image_may_be_a_data_url_but_no_other() -> None:
+    urls = ["data:image/webp;base64,aGk=", "aGk=", "https://example.org/a.png"]
+    asked = chat(messages=[{**USER, "images": urls}])
+    png = "data:image/png;base64,"
+    given = [urls[0], f"{png}aGk=", f"{png}{urls[2]}"]
+    assert [image.url for image in asked.images] == given
+
+
+def test_a_tool_may_be_without_its_type() -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    assert (
+        chat(tools=[{"function": function}]).tools
+        == chat(tools=[{"type": "function", "function": function}]).tools
+    )
+    assert chat(tools=[]).tools == ()
+
+
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     asked = chat(messages=[USER, {"role": "assistant", "content": "Well"}])
     assert (asked.continue_final_message, asked.add_generation_prompt) == (True, False)
@@ -124,14 +184,18 @@ def test_a_prompt_is_a_chat_or_raw() -> None:
     body = {"model": "m:latest", "prompt": "Hello", "system": "Be brief."}
     asked = ollama.parse_generate(body)
     assert [each["role"] for each in asked.messages] == ["system", "user"]
-    assert (asked.model, asked.only_loads) == ("m", False)
+    assert (asked.model, asked.only_loads) == ("m:latest", False)
+    assert ollama.parse_generate({"name": "m", "prompt": "Hello"}).model == "m"
     assert ollama.GENERATE.choose(body) is ollama.TEMPLATED
     raw = {"model": "m", "prompt": "Hello", "raw": True}
     assert ollama.GENERATE.choose(raw) is ollama.RAW
     assert isinstance(ollama.parse_raw(raw), CompletionRequest)
     with pytest.raises(BadRequest, match="system: not together with raw"):
         ollama.parse_raw({**raw, "system": "Be brief."})
-    for fields in ({"suffix": "end"}, {"template": "{{ .Prompt }}"}, {"context": [1]}):
+    with pytest.raises(BadRequest, match="think: not together with raw"):
+        ollama.parse_raw({**raw, "think": True})
+    assert not ollama.parse_raw({**raw, "think": False, "context": [], "suffix": ""}).echo
+    for fields in ({"suffix": "end"}, {"template": "{{ .Prompt }}"}):
         with pytest.raises(BadRequest, match=f"{next(iter(fields))}: not served"):
             ollama.parse_generate({**body, **fields})
 
@@ -172,13 +236,17 @@ def test_lines_join_to_the_answer_that_is_not_streamed(is_chat: bool) -> None:
         assert calls == expected.get("tool_calls", [])
         assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
         assert lines[-1]["eval_count"] == whole["eval_count"] == 9
+        if not is_chat:
+            assert whole["context"] == [1, 2, 3, 1]
+            assert lines[-1]["context"] == [1, 2, 3, *[1] * len(smaller)]
 
 
 def test_a_call_that_was_cut_off_shows_its_text() -> None:
     pieces = [Piece(PieceKind.CALL, "add", 0), Piece(PieceKind.ARGUMENTS, '{"x": 1', 0)]
     [line, last] = lines_of(ChatShape(job_of(), envelope_of()), pieces)
     (call,) = line["message"]["tool_calls"]
-    assert call["function"] == {"name": "add", "arguments": {"INVALID_JSON": '{"x": 1'}}
+    invalid = {"INVALID_JSON": '{"x": 1'}
+    assert call["function"] == {"index": 0, "name": "add", "arguments": invalid}
     assert last["done_reason"] == "stop"
 
 
@@ -196,5 +264,4 @@ async def test_a_stream_is_lines_of_json_and_an_error_one_object(router: MemoryR
     whole = (await router.post("/api/chat", {**body, "stream": False})).json()
     assert whole["done_reason"] == "length"
     refused = await router.post("/api/chat", {**body, "model": "nobody"})
-    assert refused.status == 404
-    assert set(refused.json()) == {"error"}
+    assert (refused.status, refused.json()) == (404, {"error": "model 'nobody' not found"})

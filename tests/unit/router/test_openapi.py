@@ -177,7 +177,7 @@ def test_errors_have_the_statuses_and_the_shapes_of_their_form() -> None:
 def test_a_stream_s_last_frames_say_what_an_answer_that_is_an_error_says() -> None:
     error = ApiError("no luck")
     forms = {route.errors: route.framing for route in ROUTES if route.event is not None}
-    assert len(forms) == 4
+    assert len(forms) == 5
     for form, framing in forms.items():
         shown = msgspec.json.encode(form.body(error))
         expected = shown + b"\n" if framing is LINES else b"data: " + shown + b"\n\n"

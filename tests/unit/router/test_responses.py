@@ -353,7 +353,12 @@ async def test_an_answer_repeats_what_was_asked(router: MemoryRouter, fields: An
 @pytest.mark.parametrize(
     "fields",
     [
-        {"service_tier": "flex"},
+        {"service_tier": "fast"},
+        {"text": {"verbosity": "low"}},
+        {"reasoning": {"summary": "auto", "context": "all_turns", "generate_summary": "auto"}},
+        {"prompt_cache_retention": "24h", "client_metadata": {"a": "b"}, "tools": None},
+        {"context_management": [{"type": "compaction", "compact_threshold": 1000}]},
+        {"stream_options": {"include_obfuscation": True}, "stream": True},
         {"include": ["reasoning.encrypted_content"]},
         {"stream_options": {"include_obfuscation": False}, "stream": True},
         {"n": 1},
@@ -393,13 +398,13 @@ FILE = {"type": "input_file", "file_url": "https://example.org/a.pdf"}
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"metadata": {"k": "v" * 513}}, "metadata[k]"),
         ({"metadata": {"k": 1}}, "metadata[k]"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"truncation": "left"}, "truncation"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"stream_options": {}, "stream": True, "n": 2}, "n"),
-        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream_options": {"include_obfuscation": 1}}, "stream_options.include_obfuscation"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -407,7 +412,8 @@ FILE = {"type": "input_file", "file_url": "https://example.org/a.pdf"}
         ({"background": True, "stream": True}, "background"),
         ({"prompt_cache_key": "k" * 257}, "prompt_cache_key"),
         ({"previous_response_id": ""}, "previous_response_id"),
-        ({"service_tier": "first"}, "service_tier"),
+        ({"service_tier": 1}, "service_tier"),
+        ({"generate": False}, "generate"),
     ],
 )
 async def test_a_bad_field_is_refused_by_its_name(
@@ -497,11 +503,13 @@ async def test_a_chain_of_responses_holds_all_turns_but_not_their_instructions(
     )
 
 
-async def test_an_unknown_previous_response_is_not_found(
+async def test_an_unknown_previous_response_is_refused_in_openais_words(
     router: MemoryRouter, fleet: FakeFleet
 ) -> None:
     answer = await ask(router, previous_response_id="resp_nobody")
-    assert (answer.status, answer.error["param"]) == (404, "previous_response_id")
+    assert (answer.status, answer.error["param"]) == (400, "previous_response_id")
+    assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["code"] == "previous_response_not_found"
     assert "resp_nobody" in answer.error["message"]
     assert fleet.requests == []
 
@@ -676,7 +684,7 @@ async def test_what_fails_before_the_first_token_is_a_status(
     for fields in ({}, {"stream": True}):
         answer = await ask(router, **fields)
         assert answer.status == 503
-        assert answer.error["type"] == "ServiceUnavailableError"
+        assert answer.error["type"] == "server_error"
 
 
 async def test_what_fails_later_is_the_streams_last_event(
@@ -965,7 +973,7 @@ async def test_a_background_response_whose_failure_cannot_be_stored_is_not_kept(
         begun = await answered(router, background=True)
         await until_idle(router)
         assert (await router.get(f"/v1/responses/{begun['id']}")).status == 404
-        assert puts == 3
+        assert puts == 4
 
 
 async def test_a_streams_log_probabilities_are_bounded_as_its_end_repeats_them(

@@ -15,7 +15,7 @@ from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_r
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.apis import chat_messages
 from penstock_router.apis.openai.requests import parse_chat
-from penstock_router.apis.responses.items import read_input
+from penstock_router.apis.responses.item_reading import read_input
 from penstock_router.apis.responses.requests import parse_response
 from penstock_router.errors import BadRequest
 from penstock_router.request import ToolChoice
@@ -157,20 +157,23 @@ def test_items_become_the_messages_that_a_chat_would_send() -> None:
         ([call(name=None)], "input[0].name", "a string"),
         ([call(arguments={"a": 1})], "input[0].arguments", "a string"),
         ([call(), {**output(), "output": None}], "input[1].output", "an array"),
-        ([call(), output(given=[{"type": "input_file"}])], "input", "only text and input_image"),
+        ([call(), output(given=[{"type": "a"}])], "input", "only text and input_image"),
+        ([{"role": "user", "content": [{"type": "input_file"}]}], "input", "only text and input_i"),
         ([{"role": "assistant", "content": [{"type": "input_image"}]}], "input", "only text$"),
         ([call(), output(given=[{"type": "input_image"}])], "input[1].output[0].image_url", "str"),
-        ([USER, output()], "input", r"input\[1\].call_id: no function call with the id 'call_1'"),
-        ([output(), call()], "input", r"input\[0\].call_id"),
         ([{"type": "reasoning", "content": "a"}], "input[0].content", "an array"),
-        ([{**THOUGHT, "content": [{"type": "text"}]}], "input[0].content[0].type", "reasoning_te"),
+        ([{**THOUGHT, "content": [{"type": "a"}]}], "input[0].content[0].type", "reasoning_te"),
+        ([USER, {**HIDDEN, "encrypted_content": 1}], "input[1].encrypted_content", "a string"),
         (
             [{**THOUGHT, "summary": [{"type": "summary_text"}]}],
             "input[0].summary[0].text",
             "string",
         ),
         ([THOUGHT, HIDDEN], "input", "at least one message"),
-        ([{"type": "custom_tool_call"}], "input", "function calls and their outputs"),
+        ([USER, {"type": "custom_tool_call"}], "input[1].call_id", "a string"),
+        ([USER, {"type": "fancy"}], "input", r"input\[1\].type: items of type 'fancy' are not s"),
+        ([USER, {"type": ["message"]}], "input", r"input\[1\].type: items of type an array"),
+        ([{"type": "web_search_call"}], "input", "at least one message"),
     ],
 )
 def test_a_bad_item_is_refused_by_its_name(items: Any, param: str, words: str) -> None:
@@ -267,7 +270,10 @@ def test_other_fields_of_chats_that_shape_an_answer_act_here_too() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": 1}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
@@ -343,17 +349,6 @@ async def test_a_conversation_with_calls_is_gone_on_from_with_their_outputs_only
         assert listed[2] == {**call(), "id": listed[2]["id"], "status": "completed"}
         assert listed[4] == {**output(), "id": listed[4]["id"], "status": "completed"}
         assert len({item["id"] for item in listed}) == len(listed)
-
-
-async def test_an_output_of_no_call_is_refused_also_where_the_call_could_be_in_the_store(
-    byte_level: Tokenizer,
-) -> None:
-    fleet = FakeFleet(model_files(byte_level, TEMPLATE))
-    async with memory_router(fleet) as router:
-        first = (await ask(router, [USER, call()])).json()
-        refused = await ask(router, [USER, output("call_9")], previous_response_id=first["id"])
-        assert (refused.status, refused.error["param"]) == (400, "input")
-        assert "input[1].call_id: no function call with the id 'call_9'" in refused.error["message"]
 
 
 # As Qwen's do, in short.

@@ -43,10 +43,17 @@ GROWS = {
 }
 
 
+class Names:
+    """A tokenizer that only names tokens."""
+
+    def token_text(self, token_id: int) -> str:
+        return f"t{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"t%d" % token_id
+
+
 def shape_of(reasoning_tokens: int | None = None, **fields: Any) -> ResponseShape:
-    names = SimpleNamespace(
-        token_text=lambda token_id: f"t{token_id}", token_bytes=lambda token_id: b"t%d" % token_id
-    )
     asked = parse_response({"input": "Hello", **fields})
     repeated = {
         name: msgspec.Raw(msgspec.json.encode(asked.repeated[name])) for name in asked.repeated
@@ -54,7 +61,7 @@ def shape_of(reasoning_tokens: int | None = None, **fields: Any) -> ResponseShap
     job = SimpleNamespace(
         options=asked,
         prepared=PreparedPrompts((), conversation=b'[{"type":"message"}]', repeated=repeated),
-        model=SimpleNamespace(info=INFO, name=INFO.model, tokenizer=names),
+        model=SimpleNamespace(info=INFO, name=INFO.model, tokenizer=Names()),
     )
     return ResponseShape(cast(Job, job), envelope_of("resp_1", reasoning_tokens))
 

@@ -10,18 +10,16 @@ import jsonschema_rs
 import pytest
 from support.budget import budget, seeded
 
+from penstock_router.apis.messages import tools as message_tools
 from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import CHATS, parse_chat
+from penstock_router.apis.responses import tools as responses_tools
 from penstock_router.apis.structured_output import MAX_NESTING
 from penstock_router.apis.tokenize import TOKENIZE_FIELDS, chat_to_tokenize, parse_with
 from penstock_router.apis.tools import (
     CHOICE,
-    FLAT_CHOICE,
-    FLAT_TOOLS,
     MAX_NAME_CHARS,
     MAX_TOOLS,
-    MESSAGE_CHOICE,
-    MESSAGE_TOOLS,
     TOOLS,
     check_one_form,
     tool_options,
@@ -35,6 +33,9 @@ from penstock_router.request import NO_TOOLS, ChatRequest, Tool, ToolChoice
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+OF_MESSAGES = Kind(
+    lambda name, value: message_tools.TOOLS.read(name, value).tools, message_tools.TOOLS.schema
+)
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -86,6 +87,11 @@ def test_a_template_is_shown_what_else_a_chat_says_of_a_function() -> None:
     assert tool.shown == shown(**{"return": {"type": "string"}})
 
 
+# Those of responses as the functions that stand for them.
+FLAT_TOOLS = Kind(
+    lambda name, value: responses_tools.TOOLS.read(name, value).named()[0],
+    responses_tools.TOOLS.schema,
+)
 FORMS: dict[str, tuple[Kind, Callable[..., dict[str, Any]]]] = {
     "chats": (TOOLS, function),
     "responses": (
@@ -93,7 +99,7 @@ FORMS: dict[str, tuple[Kind, Callable[..., dict[str, Any]]]] = {
         lambda name="look", **more: {"type": "function", "name": name, **more},
     ),
     "messages": (
-        MESSAGE_TOOLS,
+        OF_MESSAGES,
         lambda name="look", parameters=PARAMETERS, **more: {
             **{"name": name, "input_schema": parameters},
             **more,
@@ -118,7 +124,7 @@ def test_all_forms_say_the_same(form: str) -> None:
 
 def test_what_is_for_servers_of_others_is_not_shown() -> None:
     given = {"name": "f", "input_schema": PARAMETERS, "cache_control": {"type": "ephemeral"}}
-    [tool] = MESSAGE_TOOLS.read("tools", [{**given, "type": "custom"}])
+    [tool] = OF_MESSAGES.read("tools", [{**given, "type": "custom"}])
     assert tool.shown == shown("f", parameters=PARAMETERS)
     [tool] = FLAT_TOOLS.read("tools", [{"type": "function", "name": "f", "defer_loading": True}])
     assert tool.shown == shown("f")
@@ -187,11 +193,8 @@ def test_parameters_nested_too_deeply_are_refused(form: str) -> None:
         (TOOLS, {"function": {"name": "f"}}, "tools of type None are not served"),
         (TOOLS, {"type": "function"}, "tools[0].function: must be an object"),
         (TOOLS, 3, "tools[0]: must be an object"),
-        (FLAT_TOOLS, {"type": "web_search"}, "tools of type 'web_search' are not served, only f"),
-        (FLAT_TOOLS, {"type": "mcp", "server_label": "x"}, "tools of type 'mcp' are not served"),
-        (MESSAGE_TOOLS, {"type": "bash_20250124", "name": "bash"}, "'bash_20250124' are not"),
-        (MESSAGE_TOOLS, {"name": "f"}, "tools[0].input_schema: required"),
-        (MESSAGE_TOOLS, {"name": "f", "input_schema": 3}, "tools[0].input_schema: must be"),
+        (FLAT_TOOLS, {"name": "f"}, "tools[0].type: must be a string"),
+        (OF_MESSAGES, {"name": "f", "input_schema": 3}, "tools[0].input_schema: must be"),
     ],
 )
 def test_tools_of_other_kinds_are_refused_by_name(kind: Kind, given: Any, words: str) -> None:
@@ -203,7 +206,7 @@ def test_tools_of_other_kinds_are_refused_by_name(kind: Kind, given: Any, words:
 
 def test_no_tools_at_all_are_taken() -> None:
     assert chat(tools=[]) == chat()
-    assert FLAT_TOOLS.read("tools", []) == MESSAGE_TOOLS.read("tools", []) == ()
+    assert FLAT_TOOLS.read("tools", []) == OF_MESSAGES.read("tools", []) == ()
 
 
 # ---- Choice ------------------------------------------------------------------------------------
@@ -285,19 +288,6 @@ def options(kind: Kind, tools: Any, choice: Any, **more: Any) -> dict[str, Any]:
     return tool_options(values)
 
 
-def test_the_choices_of_responses() -> None:
-    tools = FLAT_TOOLS.read("tools", [{"type": "function", "name": name} for name in "ab"])
-    one = {"type": "function", "name": "b"}
-    assert options(FLAT_CHOICE, tools, one)["tool_choice"] == ToolChoice("named", "b")
-    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [one]}
-    assert options(FLAT_CHOICE, tools, allowed)["tools"] == tools[1:]
-    assert options(FLAT_CHOICE, tools, "required")["tool_choice"] == ToolChoice("required")
-    with pytest.raises(BadRequest, match=r"tool_choice\.name: must be 1 to"):
-        FLAT_CHOICE.read("tool_choice", {"type": "function"})
-    with pytest.raises(BadRequest, match=r"tool_choice\.type: must be"):
-        FLAT_CHOICE.read("tool_choice", {"type": "web_search"})
-
-
 @pytest.mark.parametrize(
     ("given", "wanted", "parallel"),
     [
@@ -309,8 +299,8 @@ def test_the_choices_of_responses() -> None:
     ],
 )  # fmt: skip
 def test_the_choices_of_messages(given: Any, wanted: ToolChoice, parallel: bool) -> None:
-    tools = MESSAGE_TOOLS.read("tools", [{"name": "a", "input_schema": PARAMETERS}])
-    found = options(MESSAGE_CHOICE, tools, given)
+    tools = OF_MESSAGES.read("tools", [{"name": "a", "input_schema": PARAMETERS}])
+    found = options(message_tools.CHOICE, tools, given)
     assert found == {"tools": tools, "tool_choice": wanted, "parallel_tool_calls": parallel}
 
 
@@ -325,9 +315,9 @@ def test_the_choices_of_messages(given: Any, wanted: ToolChoice, parallel: bool)
 )
 def test_choices_of_messages_that_are_none_are_refused(given: Any, words: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        MESSAGE_CHOICE.read("tool_choice", given)
+        message_tools.CHOICE.read("tool_choice", given)
     assert words in caught.value.message
-    assert not jsonschema_rs.is_valid(MESSAGE_CHOICE.schema, given)
+    assert not jsonschema_rs.is_valid(message_tools.CHOICE.schema, given)
 
 
 def test_several_calls_are_allowed_unless_the_body_says_otherwise() -> None:
@@ -413,15 +403,13 @@ def odd(rng: random.Random) -> Any:
     return item
 
 
-@pytest.mark.parametrize(
-    "kind", [TOOLS, FLAT_TOOLS, MESSAGE_TOOLS, CHOICE, FLAT_CHOICE, MESSAGE_CHOICE]
-)
+@pytest.mark.parametrize("kind", [TOOLS, OF_MESSAGES, CHOICE, message_tools.CHOICE])
 def test_whatever_is_taken_is_documented_and_no_nonsense_raises_anything_else(kind: Kind) -> None:
     rng = seeded("odd tools")
     validator = jsonschema_rs.validator_for(kind.schema)
     taken = 0
     for _ in range(budget(10_000, 300_000)):
-        several = kind in (TOOLS, FLAT_TOOLS, MESSAGE_TOOLS)
+        several = kind in (TOOLS, OF_MESSAGES)
         given = [odd(rng) for _ in range(rng.randrange(3))] if several else odd(rng)
         try:
             kind.read("field", given)

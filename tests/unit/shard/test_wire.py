@@ -27,7 +27,7 @@ from penstock_shard.ipc import messages, request
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.runner_info import Adapter, CacheGroup
+from penstock_shard.ipc.runner_info import Adapter, CacheGroup, ModelShape
 from penstock_shard.server import proto_codec as shard_codec
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import check
@@ -303,6 +303,7 @@ def test_every_field_of_what_a_shard_serves_reaches_the_client() -> None:
         kv_bytes_per_sequence=2**45,
         kv_sequences=7,
         state_bytes=2**34,
+        shape=ModelShape("llama", 2**33, 2**34, 3, 4, 5, 6),
         pools=(64, 9),
         cache_groups=(CacheGroup(), CacheGroup(pool=1, has_state=True)),
     )
@@ -313,10 +314,11 @@ def test_every_field_of_what_a_shard_serves_reaches_the_client() -> None:
     assert [each.name for each in dataclasses.fields(told) if not getattr(told, each.name)] == []
     for part, source in ((told, info), (told.limits, config)):
         same = {each.name for each in dataclasses.fields(part)} & set(dir(source))
-        for name in same - {"default_sampling", "adapters", "embedding"}:
+        for name in same - {"default_sampling", "adapters", "embedding", "shape"}:
             assert getattr(part, name) == getattr(source, name), name
     assert told.default_sampling == SamplingParams(temperature=0.5, top_k=20)
     assert told.adapters == {"mine": ClientAdapter("mine", "hash", "source", 8)}
+    assert dataclasses.asdict(told.shape) == dataclasses.asdict(info.shape)
     assert (told.model, told.model_aliases) == ("served", ("alias",))
 
 

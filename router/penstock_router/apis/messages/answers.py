@@ -11,7 +11,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from penstock_router.apis.base import Envelope, ErrorForm, call_id, event_frame
+from penstock_router.apis.base import Envelope, call_id, event_frame
+from penstock_router.apis.messages.errors import error_frames
 from penstock_router.errors import ApiError
 from penstock_router.generation.choice import Delta
 from penstock_router.generation.job import Job
@@ -59,17 +60,30 @@ class ThinkingTokens(TypedDict):
     thinking_tokens: int
 
 
+class CacheCreation(TypedDict):
+    """Nothing is billed for what is put into the prefix cache."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(TypedDict):
     """Token counts; `input_tokens` leaves out those found in the prefix cache."""
 
     input_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int
+    cache_creation: CacheCreation
     output_tokens: int
     output_tokens_details: NotRequired[ThinkingTokens]
+    # No tool runs on the server.
+    server_tool_use: None
+    service_tier: Literal["standard"]
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
 
 
 class MessageEnd(TypedDict):
@@ -77,6 +91,12 @@ class MessageEnd(TypedDict):
 
     stop_reason: StopReason | None
     stop_sequence: str | None
+
+
+class ContextManagement(TypedDict):
+    """The edits that were made of a conversation."""
+
+    applied_edits: list[dict[str, Any]]
 
 
 class MessageAnswer(TypedDict):
@@ -90,6 +110,8 @@ class MessageAnswer(TypedDict):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    # No turn of a conversation is left out.
+    context_management: ContextManagement
 
 
 class MessageEvent(TypedDict):
@@ -127,6 +149,7 @@ class MessageShape:
         self._usage_so_far = envelope.usage
         self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
         self._calls_tools = False
+        self._ends_with_context = job.ends_with_context
         # In a stream: the kind of the open block, and its index.
         self._open: PieceKind | None = None
         self._index = -1
@@ -138,7 +161,10 @@ class MessageShape:
             "input_tokens": usage.prompt_tokens - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
+            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
             "output_tokens": usage.completion_tokens,
+            "server_tool_use": None,
+            "service_tier": "standard",
         }
         if usage.reasoning_tokens is not None:
             shown["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
@@ -154,6 +180,7 @@ class MessageShape:
             "stop_reason": self._end["stop_reason"],
             "stop_sequence": self._end["stop_sequence"],
             "usage": self._usage(),
+            "context_management": {"applied_edits": []},
         }
 
     def headers(self) -> Mapping[str, str]:
@@ -163,13 +190,16 @@ class MessageShape:
     def _note_end(self, delta: Delta) -> None:
         if delta.pieces is not None and not self._calls_tools:
             self._calls_tools = any(piece.kind is PieceKind.CALL for piece in delta.pieces)
+        reason: StopReason
         if delta.finish_reason == "length":
-            self._end = {"stop_reason": "max_tokens", "stop_sequence": None}
-        elif isinstance(delta.stop_reason, str):
+            cut = self._ends_with_context
+            reason = "model_context_window_exceeded" if cut else "max_tokens"
+            self._end = {"stop_reason": reason, "stop_sequence": None}
+        elif isinstance(delta.stop_reason, str) and delta.finish_reason != "tool_calls":
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
         elif delta.finish_reason is not None:
             # Also if tool_choice named the tool, which other APIs report as an ordinary stop.
-            reason: StopReason = "tool_use" if self._calls_tools else "end_turn"
+            reason = "tool_use" if self._calls_tools else "end_turn"
             self._end = {"stop_reason": reason, "stop_sequence": None}
 
     def _call_block(self, call: Piece, arguments: JsonObject) -> ToolUseBlock:
@@ -227,7 +257,7 @@ class MessageShape:
 
     def failure(self, error: ApiError) -> bytes:
         """The error as an event."""
-        return _error_frames(error)
+        return error_frames(error, self._id.removeprefix("msg_"))
 
     def _gain(self, piece: Piece) -> bytes:
         # Arguments extend the open block of their call.
@@ -277,44 +307,3 @@ def _read_input(arguments: str) -> JsonObject:
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {INVALID_INPUT: arguments}
-
-
-# ---- Errors ------------------------------------------------------------------------------------
-
-
-class MessageErrorObject(TypedDict):
-    """What went wrong."""
-
-    type: str
-    message: str
-
-
-class MessageError(TypedDict):
-    """An answer that is an error."""
-
-    type: Literal["error"]
-    error: MessageErrorObject
-
-
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def _error_answer(error: ApiError) -> JsonObject:
-    fallback = "invalid_request_error" if error.status < 500 else "api_error"
-    type_ = _ERROR_TYPES.get(error.status, fallback)
-    return {"type": "error", "error": {"type": type_, "message": error.message}}
-
-
-def _error_frames(error: ApiError) -> bytes:
-    return event_frame("error", _error_answer(error))
-
-
-ERRORS = ErrorForm(_error_answer, MessageError, _error_frames)

@@ -1,109 +1,81 @@
-"""Anthropic's Messages API: bodies -> requests. Turns and answers have modules of their own."""
+"""Anthropic's Messages API: bodies -> requests.
+
+Turns, tools, thinking and answers have modules of their own.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from penstock_router.apis.base import TIMEOUT, Api, BodyKind
-from penstock_router.apis.chat_messages import TEXT
+from penstock_router.apis.chat_messages import TEXT, check_size, read_parts
 from penstock_router.apis.images import take_images
-from penstock_router.apis.messages.answers import (
-    ERRORS,
-    MessageAnswer,
-    MessageEvent,
-    MessageShape,
+from penstock_router.apis.messages.answers import MessageAnswer, MessageEvent, MessageShape
+from penstock_router.apis.messages.billing import without_billing
+from penstock_router.apis.messages.errors import ERRORS
+from penstock_router.apis.messages.parts import Context
+from penstock_router.apis.messages.thinking import (
+    THINKING,
+    thinking_options,
+    thinking_variables,
 )
-from penstock_router.apis.messages.content_blocks import TURNS
+from penstock_router.apis.messages.tools import CHOICE, NO_TOOLS, TOOLS, OfferedTools
+from penstock_router.apis.messages.turn_schemas import TURNS_SCHEMA
+from penstock_router.apis.messages.turns import Turns, read_turns
+from penstock_router.apis.openai.fields import STOPS
 from penstock_router.apis.structured_output import FORMAT, only_constraint
-from penstock_router.apis.tools import (
-    MESSAGE_CHOICE,
-    MESSAGE_TOOLS,
-    check_one_form,
-    tool_options,
-)
-from penstock_router.errors import BadRequest
+from penstock_router.apis.tools import check_one_form, tool_options
 from penstock_router.json_fields import (
     ANYTHING,
-    ARRAY,
     BOOLEAN,
     INT32_MAX,
-    OBJECT,
-    POSITIVE,
     STRING,
     WARNINGS,
     Field,
     JsonObject,
     Kind,
-    array_of,
+    add_warning,
     integer,
+    label,
     not_served,
     number,
-    one_of,
     or_null,
+    read_array,
     read_fields,
     read_object,
-    string,
     table,
+    taken,
 )
 from penstock_router.request import ChatRequest
+from penstock_router.text.contents import as_parts
 from penstock_router.text.prompts import TextModel, chat_prompt
 
-_MAX_STOPS = 16
+# ---- What comes before the chat ----------------------------------------------------------------
 
 
-# ---- Thinking ----------------------------------------------------------------------------------
-
-_THINKING_TYPE = one_of("enabled", "disabled", "adaptive")
-_DISPLAY = one_of("summarized", "omitted")
-# Templates decide whether a model reasons, by a variable with one of these names.
-_THINKING_KWARGS = ("enable_thinking", "thinking")
-
-
-def _read_thinking(name: str, value: Any) -> JsonObject:
-    """Options of `ChatRequest`, and `thinks`, which becomes template variables."""
-    thinking = read_object(name, value)
-    kind = _THINKING_TYPE.read(f"{name}.type", thinking.get("type"))
-    budget, display = thinking.get("budget_tokens"), thinking.get("display")
-    result: JsonObject = {"thinks": kind != "disabled"}
-    if kind == "enabled":
-        result["thinking_tokens"] = POSITIVE.read(f"{name}.budget_tokens", budget)
-    elif budget is not None:
-        text = f"{name}.budget_tokens: only where {name}.type is enabled"
-        raise BadRequest(text, param=name)
-    if display is not None:
-        result["include_reasoning"] = _DISPLAY.read(f"{name}.display", display) != "omitted"
-    return result
-
-
-def _thinking_schema(kinds: list[str], *required: str, **more: JsonObject) -> JsonObject:
-    display = or_null(_DISPLAY.schema)
-    properties = {"type": {"enum": kinds}, "display": display, **more}
-    return {"type": "object", "properties": properties, "required": ["type", *required]}
-
-
-_THINKING = Kind(
-    _read_thinking,
-    {
-        "anyOf": [
-            _thinking_schema(["enabled"], "budget_tokens", budget_tokens=POSITIVE.schema),
-            _thinking_schema(["disabled", "adaptive"], budget_tokens={"type": "null"}),
-        ]
-    },
-)
+def _read_system(name: str, value: Any) -> str:
+    if not isinstance(value, list):
+        return "\n".join(without_billing([TEXT.read(name, value)]))
+    check_size(name, value)
+    parts = as_parts(read_parts(name, value, image_parts={}))
+    return "\n".join(without_billing([part["text"] for part in parts]))
 
 
 # ---- What the answer is like -------------------------------------------------------------------
 
 
 def _read_output(name: str, value: Any) -> JsonObject:
-    """The two entries that have an effect, read."""
+    """The two entries that have an effect, read, and `ignored`: what others there are."""
     given = read_object(name, value)
     kinds = {"format": FORMAT, "effort": STRING}
-    return {
+    read = {
         key: kind.read(f"{name}.{key}", given[key])
         for key, kind in kinds.items()
         if given.get(key) is not None
     }
+    budget = given.get("task_budget")
+    return read if budget is None else {**read, "ignored": f"{name}.task_budget"}
 
 
 _OUTPUT = Kind(
@@ -118,41 +90,85 @@ _OUTPUT = Kind(
 )
 
 
+def _read_edits(name: str, value: Any) -> bool:
+    """Whether turns are to be left out or made shorter. It is for servers that bill them: a prompt
+    is rendered whole here.
+    """
+    edits = read_object(name, value).get("edits")
+    if edits is None:
+        return False
+    wanted = [
+        read_object(f"{name}.edits[{index}]", edit)
+        for index, edit in enumerate(read_array(f"{name}.edits", edits))
+    ]
+    return any(edit.get("keep") != "all" for edit in wanted)
+
+
+_EDITS = Kind(
+    _read_edits,
+    {
+        "type": "object",
+        "properties": {"edits": or_null({"type": "array", "items": {"type": "object"}})},
+    },
+)
+
+
 # ---- The two bodies ----------------------------------------------------------------------------
 
+_OF_ANTHROPICS_SERVERS = "For tools that Anthropic's servers run, which are left out."
 _PROMPT_FIELDS = (
     Field("model", STRING, "One of /v1/models.", required=True),
-    Field("messages", TURNS, "The chat so far; the last may be to continue.", required=True),
-    Field("system", TEXT, "What comes before the chat: a text, or text blocks."),
-    Field("tools", MESSAGE_TOOLS, "Functions that the answer may call."),
-    Field("tool_choice", MESSAGE_CHOICE, "Whether it calls one, any, or none; default: auto."),
+    Field(
+        "messages",
+        Kind(read_array, TURNS_SCHEMA),
+        "The chat so far; the last may be to continue.",
+        required=True,
+    ),
+    Field("system", Kind(_read_system, TEXT.schema), "What comes before the chat."),
+    Field("tools", TOOLS, "Functions that the answer may call."),
+    Field("tool_choice", CHOICE, "Whether it calls one, any, or none; default: auto."),
     Field(
         "thinking",
-        _THINKING,
+        THINKING,
         "Whether to reason, and in how many tokens at most; default: as the template has it.",
     ),
     Field("output_config", _OUTPUT, "The form of the text, and how much effort to make."),
     Field("output_format", FORMAT, "The same as format in output_config."),
+    Field("context_management", _EDITS, "Taken without effect: no turn is left out."),
+    taken("mcp_servers", [], help=_OF_ANTHROPICS_SERVERS),
+    taken("container", help=_OF_ANTHROPICS_SERVERS),
+    taken("compaction", help="Prompts are not made shorter."),
+    taken("fallbacks", [], help="Another model answers only if it is asked."),
+    taken("cache_control", {"type": "ephemeral"}, help="All prefixes are cached, while room is."),
+    *(label(name) for name in ("metadata", "user_profile_id", "workspace_id", "betas")),
+    *(label(name) for name in ("billing_policy", "fallback_credit_token", "diagnostics")),
+    taken("service_tier", "auto", "standard_only", help="There is one tier."),
+    taken("speed", "standard", help="There is one speed."),
+    taken("inference_geo", help="Shards are where they are."),
+    not_served("thread", ANYTHING, help="No turns are kept here: send them."),
 )
-COUNT_FIELDS = table(_PROMPT_FIELDS)
-FIELDS = table(
+_ANSWER_FIELDS = (
+    Field(
+        "max_tokens",
+        integer(0, INT32_MAX),
+        "At most so many, and as the context has room; 0: have the prompt in the cache.",
+        required=True,
+    ),
+    Field("stop_sequences", STOPS, "Strings that end the answer; they are cut off."),
+    Field("stream", BOOLEAN, "Answer with events as tokens come."),
+    Field("temperature", number(0, 1), "Below 1e-5 the likeliest token is always taken."),
+    Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
+    Field("top_k", integer(-1, INT32_MAX), "Sample among so many of the likeliest; 0 and -1: all."),
+    TIMEOUT,
+)
+FIELDS = table([*_PROMPT_FIELDS, *_ANSWER_FIELDS])
+COUNT_FIELDS = table(
     [
         *_PROMPT_FIELDS,
-        Field("max_tokens", POSITIVE, "At most so many tokens.", required=True),
-        Field(
-            "stop_sequences",
-            array_of(string(1, 1024), at_most=_MAX_STOPS, unit="strings"),
-            "Strings that end the answer; they are cut off.",
+        *(
+            replace(label(entry.name), help="For answers; nothing is counted by it.")
+            for entry in _ANSWER_FIELDS
         ),
-        Field("stream", BOOLEAN, "Answer with events as tokens come."),
-        Field("temperature", number(0, 1), "Below 1e-5 the likeliest token is always taken."),
-        Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
-        Field("top_k", integer(0, INT32_MAX), "Sample among so many of the likeliest; 0: all."),
-        Field("metadata", OBJECT, "Accepted without effect."),
-        Field("service_tier", STRING, "Accepted without effect."),
-        TIMEOUT,
-        not_served("container", ANYTHING),
-        not_served("mcp_servers", ARRAY, []),
     ]
 )
 
@@ -165,6 +181,7 @@ def parse(body: JsonObject) -> ChatRequest:
         **_prompt(values),
         stop=values.get("stop_sequences", ()),
         timeout_s=values.get("timeout"),
+        bounds_max_tokens=True,
         **{name: values[name] for name in names if name in values},
     )
     check_one_form(request)
@@ -178,22 +195,45 @@ def parse_count(body: JsonObject) -> ChatRequest:
 
 def _prompt(values: JsonObject) -> JsonObject:
     """The options that the prompt and the parsing of its answer depend on."""
+    offered = _offered(values)
+    turns = read_turns("messages", values["messages"], Context(offered))
+    # A tool that a turn brings is one of the body's, shown in that turn.
+    values["tools"] = (*offered.tools, *turns.context.added)
+    for warning in (*offered.warnings, *turns.context.warnings, *_without_effect(values)):
+        add_warning(values, warning)
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
     # If the last message is the assistant's, the answer continues it.
-    continues = values["messages"][-1]["role"] == "assistant"
+    continues = turns.messages[-1]["role"] == "assistant"
+    tools = tool_options(values)
     return {
         "model": values["model"],
         WARNINGS: values.get(WARNINGS, ()),
-        "messages": [*system, *values["messages"]],
-        "images": take_images(values["messages"]),
+        "messages": [*system, *turns.messages],
+        "images": take_images(turns.messages),
         "add_special_tokens": False,
         "add_generation_prompt": not continues,
         "continue_final_message": continues,
-        **tool_options(values),
+        **tools,
         **_format(values),
-        **_thinking(values),
-        "template_kwargs": _template_kwargs(values),
+        **thinking_options(values),
+        "template_kwargs": _template_kwargs(values, turns),
     }
+
+
+def _offered(values: JsonObject) -> OfferedTools:
+    offered: OfferedTools = values.get("tools", NO_TOOLS)
+    choice = values.get("tool_choice")
+    return offered if choice is None else offered.showing(choice.choice.name)
+
+
+def _without_effect(values: JsonObject) -> list[str]:
+    """What of fields with an effect has none."""
+    found = []
+    if values.get("context_management"):
+        found.append("context_management: taken without effect")
+    if ignored := values.get("output_config", {}).get("ignored"):
+        found.append(f"{ignored}: taken without effect")
+    return found
 
 
 def _format(values: JsonObject) -> JsonObject:
@@ -202,17 +242,10 @@ def _format(values: JsonObject) -> JsonObject:
     return only_constraint(asked)
 
 
-def _thinking(values: JsonObject) -> JsonObject:
-    asked = values.get("thinking", {})
-    return {name: value for name, value in asked.items() if name != "thinks"}
-
-
-def _template_kwargs(values: JsonObject) -> JsonObject:
+def _template_kwargs(values: JsonObject, turns: Turns) -> JsonObject:
     """Whether to reason, and how hard, under the variable names that templates use."""
-    kwargs: JsonObject = {}
-    if "thinking" in values:
-        kwargs = dict.fromkeys(_THINKING_KWARGS, values["thinking"]["thinks"])
-    effort = values.get("output_config", {}).get("effort")
+    kwargs = thinking_variables(values)
+    effort = turns.effort or values.get("output_config", {}).get("effort")
     return kwargs if effort is None else {**kwargs, "reasoning_effort": effort}
 
 

@@ -14,12 +14,13 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 
-from penstock_router.apis.base import Envelope, ErrorForm
+from penstock_router.apis.base import Envelope, ErrorForm, call_id
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
-from penstock_router.errors import ApiError
+from penstock_router.errors import ApiError, ContextExceeded, UnknownModel
 from penstock_router.generation.choice import Delta
 from penstock_router.generation.job import Job
 from penstock_router.json_fields import JsonObject, decode_json
+from penstock_router.request import ChatRequest
 from penstock_router.text.answer_pieces import Piece, PieceKind
 
 # The key under which arguments are shown that are not a JSON object, as of a call that was cut off.
@@ -32,6 +33,7 @@ _INVALID_ARGUMENTS = "INVALID_JSON"
 class OllamaFunction(TypedDict):
     """A function and its arguments. Text that is not a JSON object is shown under INVALID_JSON."""
 
+    index: int
     name: str
     arguments: dict[str, Any]
 
@@ -39,6 +41,7 @@ class OllamaFunction(TypedDict):
 class OllamaCall(TypedDict):
     """A call of a tool."""
 
+    id: str
     function: OllamaFunction
 
 
@@ -82,6 +85,9 @@ class OllamaGenerateAnswer(_End):
     response: str
     thinking: NotRequired[str]
     tool_calls: NotRequired[list[OllamaCall]]
+    # The ids of the prompt and of all of the answer, at the end of one that is not raw: for the
+    # field `context` of the next request.
+    context: NotRequired[list[int]]
 
 
 class EmbedAnswer(TypedDict):
@@ -89,9 +95,9 @@ class EmbedAnswer(TypedDict):
 
     model: str
     embeddings: list[list[float]]
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
 
 
 class EmbeddingsAnswer(TypedDict):
@@ -122,6 +128,7 @@ class _Lines(ABC):
         self._first_s: float | None = None
         # The call whose arguments are coming: its name and their texts.
         self._call: tuple[str, list[str]] | None = None
+        self._num_calls = 0
 
     @abstractmethod
     def _show(self, gain: Gain) -> JsonObject:
@@ -189,9 +196,15 @@ class _Lines(ABC):
         if self._call is None:
             return
         name, texts = self._call
-        call: OllamaCall = {"function": {"name": name, "arguments": _arguments("".join(texts))}}
-        gain.setdefault("tool_calls", []).append(call)
+        function: OllamaFunction = {
+            "index": self._num_calls,
+            "name": name,
+            "arguments": _arguments("".join(texts)),
+        }
+        named = call_id(self._envelope.response_id, 0, self._num_calls)
+        gain.setdefault("tool_calls", []).append({"id": named, "function": function})
         self._call = None
+        self._num_calls += 1
 
     # ---- whole
 
@@ -238,6 +251,20 @@ class ChatShape(_Lines):
 class GenerateShape(_Lines):
     """Answers of /api/generate."""
 
+    def __init__(self, job: Job, envelope: Envelope) -> None:
+        super().__init__(job, envelope)
+        self._answer_ids: list[int] = []
+
+    def _gain(self, delta: Delta) -> Gain:
+        self._answer_ids += delta.token_ids
+        return super()._gain(delta)
+
+    def _end(self) -> JsonObject:
+        [prompt] = self._job.prompts
+        if prompt.images or not isinstance(self._job.options, ChatRequest):
+            return super()._end()
+        return super()._end() | {"context": [*prompt.token_ids, *self._answer_ids]}
+
     def _show(self, gain: Gain) -> JsonObject:
         rest = {name: value for name, value in gain.items() if name != "content"}
         return {"response": gain.get("content", ""), **rest}
@@ -261,6 +288,12 @@ def embed_answer(
         "load_duration": 0,
         "prompt_eval_count": num_tokens,
     }
+
+
+def pull_progress(*, is_streamed: bool) -> bytes:
+    """The answer to a request for a model that is there already."""
+    stages = ("pulling manifest", "success") if is_streamed else ("success",)
+    return b"".join(_frame({"status": stage}) for stage in stages)
 
 
 def now() -> str:
@@ -294,6 +327,13 @@ class OllamaError(TypedDict):
 
 
 def _error_answer(error: ApiError) -> JsonObject:
+    """Clients look at the status, and some of them for these words."""
+    if isinstance(error, UnknownModel):
+        return {"error": f"model '{error.name}' not found"}
+    if isinstance(error, ContextExceeded):
+        given = "" if error.prompt_tokens is None else f"; given: {error.prompt_tokens}"
+        limit = f"{error.limit_tokens} tokens with the answer's{given}"
+        return {"error": f"the input length exceeds the context length ({limit})"}
     return {"error": error.message}
 
 

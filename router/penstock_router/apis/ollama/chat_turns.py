@@ -1,6 +1,7 @@
 """Messages of Ollama's chats -> as chat templates expect them.
 
-They have no ids of calls: results belong to the calls before them in order, or by `tool_name`.
+Calls and results may be without ids: then results belong to the calls before them by `tool_name`,
+or in order.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from penstock_router.json_fields import (
 from penstock_router.request import Message
 from penstock_router.text.contents import Content, Part, text_part
 
-_ROLE = one_of("system", "user", "assistant", "tool")
+_ROLE = one_of("system", "user", "assistant", "tool", "developer")
 
 
 def read_images(name: str, value: Any) -> list[Part]:
@@ -62,7 +63,8 @@ class _Reader:
 
     def message(self, name: str, value: Any) -> Message:
         given = read_object(name, value)
-        role = _ROLE.read(f"{name}.role", given.get("role"))
+        role = given.get("role")
+        role = _ROLE.read(f"{name}.role", role.lower() if isinstance(role, str) else role)
         images = read_images(f"{name}.images", given.get("images") or [])
         content = STRING.read(f"{name}.content", given.get("content") or "")
         if role == "assistant":
@@ -85,27 +87,32 @@ class _Reader:
         return assistant_message(content or (None if calls else ""), thinking, calls)
 
     def _call(self, name: str, value: Any) -> FunctionCall:
-        function = read_object(f"{name}.function", read_object(name, value).get("function"))
+        given = read_object(name, value)
+        function = read_object(f"{name}.function", given.get("function"))
         called = STRING.read(f"{name}.function.name", function.get("name"))
         arguments = function.get("arguments")
         if not isinstance(arguments, str):
             arguments = read_object(f"{name}.function.arguments", arguments or {})
         self._num_calls += 1
-        return FunctionCall(f"call_{self._num_calls}", called, arguments)
+        call_id = STRING.read(f"{name}.id", given.get("id") or f"call_{self._num_calls}")
+        return FunctionCall(call_id, called, arguments)
 
     def _result(self, name: str, given: JsonObject, content: Content) -> Message:
         called = STRING.read(f"{name}.tool_name", given.get("tool_name") or given.get("name") or "")
-        named = [call for call in self._open if call.name == called]
+        call_id = STRING.read(f"{name}.tool_call_id", given.get("tool_call_id") or "")
+        meant = [call for call in self._open if call.call_id == call_id]
+        named = meant or [call for call in self._open if call.name == called]
         for call in (named or self._open)[:1]:
             self._open.remove(call)
             return tool_message(call.call_id, content, called or call.name)
-        return tool_message("", content, called)
+        return tool_message(call_id, content, called)
 
 
 _TEXT_OR_NULL: JsonObject = or_null(STRING.schema)
 _CALL: JsonObject = {
     "type": "object",
     "properties": {
+        "id": or_null(STRING.schema),
         "function": {
             "type": "object",
             "properties": {
@@ -113,7 +120,7 @@ _CALL: JsonObject = {
                 "arguments": {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]},
             },
             "required": ["name"],
-        }
+        },
     },
     "required": ["function"],
 }
@@ -130,6 +137,7 @@ TURNS = Kind(
                 "images": or_null(IMAGES.schema),
                 "tool_calls": or_null({"type": "array", "items": _CALL}),
                 "tool_name": _TEXT_OR_NULL,
+                "tool_call_id": _TEXT_OR_NULL,
                 "name": _TEXT_OR_NULL,
             },
             "required": ["role"],

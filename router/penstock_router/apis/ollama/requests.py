@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.apis.base import LINES, TIMEOUT, Api, BodyKind, SeveralKinds
@@ -18,6 +19,7 @@ from penstock_router.apis.ollama.answers import (
     OllamaGenerateAnswer,
 )
 from penstock_router.apis.ollama.chat_turns import IMAGES, TURNS, with_images
+from penstock_router.apis.ollama.prompts import OllamaChat, OllamaRaw, prepare
 from penstock_router.apis.openai.fields import COMPLETION_FIELDS
 from penstock_router.apis.structured_output import constraint_of_schema, only_constraint
 from penstock_router.apis.tools import TOOLS, tool_options
@@ -28,29 +30,37 @@ from penstock_router.json_fields import (
     BOOLEAN,
     INT32_MAX,
     OBJECT,
-    POSITIVE,
     STRING,
     WARNINGS,
     Field,
     JsonObject,
     Kind,
+    another_name,
     array_of,
     body_schema,
+    decode_json,
     integer,
     json_type,
     not_served,
+    number,
     one_of,
+    read_array,
     read_fields,
     read_object,
     string,
     table,
+    taken,
+    token_ids,
 )
-from penstock_router.request import ChatRequest, CompletionRequest
 from penstock_router.text.prompts import embedding_prompts
 
-# As it names a model's default version.
-LATEST = ":latest"
 _MAX_TOP_LOGPROBS = 20
+# More than any context has.
+_MAX_CONTEXT_IDS = 10_000_000
+# The highest temperature that shards take; Ollama has no bound.
+_MAX_TEMPERATURE = 100
+# A share of the probabilities that only the likeliest token makes up.
+_LEAST_SHARE = 1e-9
 # Templates decide whether a model reasons, by a variable with one of these names.
 _THINKING_KWARGS = ("enable_thinking", "thinking")
 
@@ -64,41 +74,52 @@ def _as(name: str, known: str) -> Field:
 
 
 def _of_loading(name: str) -> Field:
-    return Field(name, ANYTHING, "Decided when a shard starts: accepted without effect.")
+    return taken(name, help="Decided when a shard starts: taken without effect.")
 
 
-# What ends an answer's length: -1 and -2 are the end of the context.
-_LENGTH = integer(-2, INT32_MAX)
+def _read_share(name: str, value: Any) -> float:
+    share: float = _SHARE.read(name, value)
+    return max(_LEAST_SHARE, share)
+
+
+_SHARE = number(0, 1)
 OPTIONS = table(
     [
-        *(
-            COMPLETION_FIELDS[name]
-            for name in ("seed", "temperature", "top_k", "top_p", "min_p", "stop")
-        ),
+        Field("temperature", number(0, _MAX_TEMPERATURE), "Randomness; 0: none."),
+        Field("top_p", Kind(_read_share, _SHARE.schema), "The likeliest up to this sum."),
+        Field("typical_p", Kind(_read_share, _SHARE.schema), "The most typical up to this sum."),
+        *(COMPLETION_FIELDS[name] for name in ("seed", "top_k", "min_p", "stop")),
         _as("repeat_penalty", "repetition_penalty"),
         *(COMPLETION_FIELDS[name] for name in ("presence_penalty", "frequency_penalty")),
-        Field("typical_p", COMPLETION_FIELDS["min_p"].kind, "The most typical up to this sum."),
-        Field("num_predict", _LENGTH, "At most so many tokens; default, -1 and -2: no bound."),
-        not_served("repeat_last_n", integer(-1, INT32_MAX), -1, help="All tokens count: -1."),
+        COMPLETION_FIELDS["repeat_last_n"],
+        Field(
+            "num_predict",
+            integer(-2, INT32_MAX),
+            "At most so many tokens; default, 0, -1 and -2: up to the end of the context.",
+        ),
         not_served("mirostat", integer(0, 2), 0),
-        not_served("penalize_newline", BOOLEAN, True),
         not_served("tfs_z", ANY_NUMBER, 1.0),
+        not_served("penalize_newline", BOOLEAN, True),
+        taken("mirostat_tau", help="Of mirostat."),
+        taken("mirostat_eta", help="Of mirostat."),
         *map(_of_loading, ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread")),
         *map(_of_loading, ("num_keep", "use_mmap", "use_mlock", "numa", "low_vram", "f16_kv")),
+        *map(_of_loading, ("vocab_only", "logits_all", "embedding_only", "draft_num_predict")),
     ]
 )
 
 
 def _read_options(name: str, value: Any) -> JsonObject:
-    """The sampling fields of a request, and `max_tokens`."""
+    """The sampling fields of a request, by the names that they have there."""
     values = read_fields(OPTIONS, read_object(name, value))
-    length = values.pop("num_predict", -1)
-    if length == 0:
-        raise BadRequest(f"{name}.num_predict: must not be 0; -1 is no bound", param=name)
+    length, window = values.pop("num_predict", -1), values.pop("repeat_last_n", -1)
     if "repeat_penalty" in values:
         values["repetition_penalty"] = values.pop("repeat_penalty")
-    served = {key: values[key] for key in values if key in {*_SAMPLING, WARNINGS}}
-    return {**served, "max_tokens": length if length > 0 else None}
+    return {
+        **{key: values[key] for key in values if key in {*_SAMPLING, WARNINGS}},
+        "max_tokens": length if length > 0 else None,
+        "penalty_window_tokens": window if window >= 0 else None,
+    }
 
 
 _SAMPLING = {
@@ -115,14 +136,23 @@ def _read_format(name: str, value: Any) -> Constraint | None:
         return None
     if value == "json":
         return Constraint(ConstraintKind.JSON_OBJECT)
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _schema_in(name, value)
     if isinstance(value, dict):
         return constraint_of_schema(name, value)
     text = f'{name}: must be "json" or a JSON schema, not {json_type(value)}'
     raise BadRequest(text, param=name)
 
 
-_FORMAT = Kind(_read_format, {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]})
-_EFFORT = one_of("low", "medium", "high", "max")
+def _schema_in(name: str, text: str) -> Any:
+    try:
+        return decode_json(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise BadRequest(f"{name}: the text is no JSON", param=name) from None
+
+
+_FORMAT = Kind(_read_format, {"anyOf": [{"type": "string"}, {"type": "object"}]})
+_EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def _read_think(name: str, value: Any) -> JsonObject:
@@ -130,14 +160,29 @@ def _read_think(name: str, value: Any) -> JsonObject:
     if isinstance(value, bool):
         return dict.fromkeys(_THINKING_KWARGS, value)
     effort = _EFFORT.read(name, value)
+    if effort == "none":
+        return dict.fromkeys(_THINKING_KWARGS, False)
     return {**dict.fromkeys(_THINKING_KWARGS, True), "reasoning_effort": effort}
 
 
 _THINK = Kind(_read_think, {"anyOf": [BOOLEAN.schema, _EFFORT.schema]})
 
 
-_MODEL = Field("model", STRING, "One of /api/tags, with or without :latest.", required=True)
+def _read_tools(name: str, value: Any) -> Any:
+    """The tools; the type of each may be missing, as in Ollama."""
+    given = [
+        {**tool, "type": "function"} if isinstance(tool, dict) and not tool.get("type") else tool
+        for tool in read_array(name, value)
+    ]
+    return TOOLS.read(name, given)
+
+
+_TOOLS = Kind(_read_tools, TOOLS.schema)
+_MODEL = Field("model", string(1), "One of /api/tags, with or without :latest.", required=True)
+# A model's name, in either field.
+NAMES = (_MODEL, dataclasses.replace(another_name("name", of=_MODEL), required=False))
 _KEEP_ALIVE = Field("keep_alive", ANYTHING, "A shard keeps its model: accepted without effect.")
+_CONTEXT = token_ids(at_most=_MAX_CONTEXT_IDS)
 _SHARED_FIELDS = (
     Field("stream", BOOLEAN, "Answer with lines as tokens come; default true."),
     Field("format", _FORMAT, "json, or the JSON schema of the answer."),
@@ -145,41 +190,35 @@ _SHARED_FIELDS = (
     Field("think", _THINK, "Whether to reason, or how much effort to make."),
     Field("logprobs", BOOLEAN, "Show the log-probability of each token."),
     Field("top_logprobs", integer(0, _MAX_TOP_LOGPROBS), "And of so many of the likeliest."),
+    Field("truncate", BOOLEAN, "Make a prompt fit the context; default true. false: refuse it."),
+    taken("shift", False, help="An answer ends with the context, as with false."),
     _KEEP_ALIVE,
     TIMEOUT,
 )
 CHAT_FIELDS = table(
     [
-        _MODEL,
+        *NAMES,
         Field("messages", TURNS, "The chat so far; none: only have the model loaded."),
-        Field("tools", TOOLS, "Functions that the answer may call."),
+        Field("tools", _TOOLS, "Functions that the answer may call."),
         *_SHARED_FIELDS,
     ]
 )
 GENERATE_FIELDS = table(
     [
-        _MODEL,
+        *NAMES,
         Field("prompt", STRING, "What to answer; none: only have the model loaded."),
         Field("system", STRING, "What comes before the prompt."),
         Field("raw", BOOLEAN, "Complete the prompt as it is, without the model's template."),
         Field("images", IMAGES, "Images before the prompt, each as base64."),
         not_served("suffix", STRING, ""),
         not_served("template", STRING, ""),
-        not_served("context", ANYTHING, [], help="Not served: send the messages to /api/chat."),
+        Field("context", _CONTEXT, "What an answer before gave as its context: comes first."),
         *_SHARED_FIELDS,
     ]
 )
 
 
 # ---- The bodies that generate ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OllamaChat(ChatRequest):
-    """A chat, or nothing but a model that is to be there."""
-
-    only_loads: bool = False
-    unloads: bool = False
 
 
 def parse_chat(body: JsonObject) -> OllamaChat:
@@ -197,13 +236,15 @@ def parse_generate(body: JsonObject) -> OllamaChat:
     return _chat(values, [*system, {"role": "user", "content": content}], bool(prompt))
 
 
-def parse_raw(body: JsonObject) -> CompletionRequest:
+def parse_raw(body: JsonObject) -> OllamaRaw:
     """A body of /api/generate whose prompt is completed as it is."""
     values = read_fields(GENERATE_FIELDS, body)
-    for name in ("system", "think", "images"):
+    for name in ("system", "images", "context"):
         if values.get(name):
             raise BadRequest(f"{name}: not together with raw", param=name)
-    return CompletionRequest(prompts=(values["prompt"],), **_options(values))
+    if _thinks(values):
+        raise BadRequest("think: not together with raw", param="think")
+    return OllamaRaw(prompts=(values["prompt"],), **_options(values))
 
 
 def _chat(values: JsonObject, messages: list[Any], has_prompt: bool) -> OllamaChat:
@@ -214,6 +255,8 @@ def _chat(values: JsonObject, messages: list[Any], has_prompt: bool) -> OllamaCh
         images=take_images(messages),
         only_loads=not (messages and has_prompt),
         unloads=values.get("keep_alive") in (0, "0", "0s", "0m"),
+        context=values.get("context", ()),
+        thinks=_thinks(values),
         add_special_tokens=False,
         add_generation_prompt=not continues,
         continue_final_message=continues,
@@ -223,12 +266,18 @@ def _chat(values: JsonObject, messages: list[Any], has_prompt: bool) -> OllamaCh
     )
 
 
+def _thinks(values: JsonObject) -> bool:
+    return any(values.get("think", {}).values())
+
+
 def _options(values: JsonObject) -> JsonObject:
     options = values.get("options", {})
     top_logprobs = values.get("top_logprobs", 0)
     return {
-        "model": values["model"].removesuffix(LATEST),
+        "model": values["model"],
         "stream": values.get("stream", True),
+        "truncates": values.get("truncate", True),
+        "bounds_max_tokens": True,
         "logprobs": top_logprobs if values.get("logprobs") else None,
         "max_tokens_field": "options.num_predict",
         "timeout_s": values.get("timeout"),
@@ -246,12 +295,16 @@ def _api(
         request_type=request_type,
         fields=fields,
         parse=parse,
+        work=prepare,
         make_shape=shape,
         name_answer=lambda request_id, named_by_client: request_id,
         errors=ERRORS,
         answer=answer,
         event=answer,
         framing=LINES,
+        any_type=True,
+        # The `context` of a prompt's answer.
+        repeats_answer=shape is GenerateShape,
     )
 
 
@@ -264,35 +317,33 @@ TEMPLATED = _api(
     GenerateShape,
     OllamaGenerateAnswer,
 )
-RAW = _api(
-    "ollama_raw", GENERATE_FIELDS, parse_raw, CompletionRequest, GenerateShape, OllamaGenerateAnswer
-)
+RAW = _api("ollama_raw", GENERATE_FIELDS, parse_raw, OllamaRaw, GenerateShape, OllamaGenerateAnswer)
 
 
 def _choose(given: JsonObject) -> Api[Any]:
     return RAW if given.get("raw") is True and given.get("prompt") else TEMPLATED
 
 
-GENERATE = SeveralKinds("ollama_generate_or_raw", _choose)
+GENERATE = SeveralKinds("ollama_generate_or_raw", _choose, any_type=True)
 
 
 # ---- The bodies that embed ---------------------------------------------------------------------
 
 
 def _read_inputs(name: str, value: Any) -> tuple[str, ...]:
+    """The texts; one that is empty asks for nothing."""
     inputs: tuple[str, ...] = _TEXTS.read(name, [value] if isinstance(value, str) else value)
-    return inputs
+    return () if value == "" else inputs
 
 
-_TEXT = string(1)
-_TEXTS = array_of(_TEXT, at_least=1, at_most=MAX_INPUTS, unit="texts")
-_INPUTS = Kind(_read_inputs, {"anyOf": [_TEXT.schema, _TEXTS.schema]})
+_TEXTS = array_of(STRING, at_most=MAX_INPUTS, unit="texts")
+_INPUTS = Kind(_read_inputs, {"anyOf": [STRING.schema, _TEXTS.schema]})
 EMBED_FIELDS = table(
     [
-        _MODEL,
-        Field("input", _INPUTS, "A text, or several.", required=True),
+        *NAMES,
+        Field("input", _INPUTS, "A text, or several; none: only have the model loaded."),
         Field("truncate", BOOLEAN, "Cut what is longer than the context; default true."),
-        Field("dimensions", POSITIVE, "Keep the first so many values; default: all."),
+        Field("dimensions", integer(0, INT32_MAX), "Keep the first so many values; 0: all."),
         Field("options", OBJECT, "Nothing is sampled here: accepted without effect."),
         _KEEP_ALIVE,
         TIMEOUT,
@@ -300,8 +351,8 @@ EMBED_FIELDS = table(
 )
 EMBEDDINGS_FIELDS = table(
     [
-        _MODEL,
-        Field("prompt", _TEXT, "A text.", required=True),
+        *NAMES,
+        Field("prompt", STRING, "A text; none: only have the model loaded."),
         *(EMBED_FIELDS[name] for name in ("options", "keep_alive", "timeout")),
     ]
 )
@@ -310,21 +361,22 @@ EMBEDDINGS_FIELDS = table(
 def parse_embed(body: JsonObject) -> EmbedRequest:
     """A body of /api/embed."""
     values = read_fields(EMBED_FIELDS, body)
-    return _embed(values, values["input"], cuts=values.get("truncate", True))
+    return _embed(values, values.get("input", ()), cuts=values.get("truncate", True))
 
 
 def parse_embeddings(body: JsonObject) -> EmbedRequest:
     """A body of /api/embeddings."""
     values = read_fields(EMBEDDINGS_FIELDS, body)
-    return _embed(values, (values["prompt"],), cuts=True)
+    prompt = values.get("prompt")
+    return _embed(values, (prompt,) if prompt else (), cuts=True)
 
 
 def _embed(values: JsonObject, inputs: tuple[str, ...], *, cuts: bool) -> EmbedRequest:
     return EmbedRequest(
-        model=values["model"].removesuffix(LATEST),
+        model=values["model"],
         prompts=inputs,
         max_tokens=0,
-        dimensions=values.get("dimensions"),
+        dimensions=values.get("dimensions") or None,
         truncate_prompt_tokens=-1 if cuts else None,
         truncation_side="right",
         timeout_s=values.get("timeout"),
@@ -334,7 +386,12 @@ def _embed(values: JsonObject, inputs: tuple[str, ...], *, cuts: bool) -> EmbedR
 
 def _embedding(name: str, parse: Any) -> BodyKind:
     return BodyKind(
-        name=name, request_type=EmbedRequest, parse=parse, work=embedding_prompts, errors=ERRORS
+        name=name,
+        request_type=EmbedRequest,
+        parse=parse,
+        work=embedding_prompts,
+        errors=ERRORS,
+        any_type=True,
     )
 
 

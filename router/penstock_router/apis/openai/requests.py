@@ -62,6 +62,10 @@ def parse_completion(body: JsonObject) -> CompletionRequest:
 
 def parse_chat(body: JsonObject) -> ChatRequest:
     """A body of /v1/chat/completions."""
+    if body.get("messages") is None and body.get("input") is not None:
+        # Cursor sends bodies of responses here.
+        text = "messages: required; a body with input is for /v1/responses"
+        raise BadRequest(text, param="messages")
     values = read_fields(CHAT_FIELDS, body)
     spread_thinking(values)
     values["max_tokens"] = values.get("max_completion_tokens", values.get("max_tokens"))

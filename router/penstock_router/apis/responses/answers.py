@@ -15,9 +15,10 @@ import msgspec
 from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import Envelope, call_id
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
-from penstock_router.apis.responses.items import Item, ItemStatus, Part
+from penstock_router.apis.responses.errors import ResponseError, error_object
+from penstock_router.apis.responses.item_types import Item, ItemStatus, Part
+from penstock_router.apis.responses.output_calls import call_builder
 from penstock_router.apis.responses.output_items import (
-    CallBuilder,
     ItemBuilder,
     MessageBuilder,
     ReasoningBuilder,
@@ -35,13 +36,10 @@ INCOMPLETE: Final = "incomplete"
 FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
 IN_PROGRESS: Final = "in_progress"
+QUEUED: Final = "queued"
 
 # The statuses that this server gives a response.
-ResponseStatus = Literal["completed", "incomplete", "failed", "cancelled", "in_progress"]
-_ErrorCode = Literal["invalid_prompt", "rate_limit_exceeded", "server_error"]
-
-_ERROR_CODES: dict[int, _ErrorCode] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-_DEFAULT_ERROR_CODE: Final = "server_error"
+ResponseStatus = Literal["completed", "incomplete", "failed", "cancelled", "in_progress", "queued"]
 
 # A name of its own because each delta looks it up.
 _CONTENT = PieceKind.CONTENT
@@ -72,13 +70,8 @@ class ResponseUsage(TypedDict):
     output_tokens_details: OutputTokensDetails
     total_tokens: int
     x_penstock_continued: NotRequired[Literal["approximate"]]
-
-
-class ResponseError(TypedDict):
-    """Why a response failed."""
-
-    code: _ErrorCode
-    message: str
+    # The tools whose grammars were shown to the model, and not enforced.
+    x_penstock_unenforced: NotRequired[list[str]]
 
 
 class IncompleteDetails(TypedDict):
@@ -119,6 +112,7 @@ class ResponseEvent(TypedDict):
     text: NotRequired[str]
     name: NotRequired[str]
     arguments: NotRequired[str]
+    input: NotRequired[str]
     logprobs: NotRequired[list[ChatLogprob]]
 
 
@@ -140,8 +134,8 @@ class ItemList(TypedDict):
     has_more: bool
 
 
-def usage_object(usage: Usage) -> ResponseUsage:
-    """The `usage` of a response."""
+def usage_object(usage: Usage, unenforced: Sequence[str] = ()) -> ResponseUsage:
+    """The `usage` of a response; `unenforced`: the tools whose grammars were not enforced."""
     shown: ResponseUsage = {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
@@ -154,13 +148,9 @@ def usage_object(usage: Usage) -> ResponseUsage:
     }
     if usage.approximate:
         shown["x_penstock_continued"] = "approximate"
+    if unenforced:
+        shown["x_penstock_unenforced"] = list(unenforced)
     return shown
-
-
-def error_object(error: ApiError) -> ResponseError:
-    """The `error` of a response that failed."""
-    code = _ERROR_CODES.get(error.status, _DEFAULT_ERROR_CODE)
-    return {"code": code, "message": error.message}
 
 
 # ---- The shape ---------------------------------------------------------------------------------
@@ -176,6 +166,7 @@ class ResponseShape:
         assert isinstance(job.options, ResponsesRequest)
         self._asked = job.options
         self._conversation = job.prepared.conversation
+        self._unenforced = job.prepared.unenforced
         self._tokenizer = job.model.tokenizer
         self.usage = envelope.usage
         self._id_stem = envelope.response_id.removeprefix("resp_")
@@ -249,9 +240,9 @@ class ResponseShape:
         logprobs: Sequence[msgspec.Raw] = ()
         if self._logprobs and kind is _CONTENT:
             logprobs, self._logprobs = self._logprobs, []
-        item.grow(text, logprobs)
-        if self._streams and (text or logprobs):
-            self._frames.append(item.delta(text, logprobs, self._number))
+        shown = item.grow(text, logprobs)
+        if self._streams and (shown or logprobs):
+            self._frames.append(item.delta(shown, logprobs, self._number))
             self._number += 1
 
     def _begin(self, kind: PieceKind, text: str) -> ItemBuilder:
@@ -261,10 +252,11 @@ class ResponseShape:
         stem, index = self._id_stem, len(self._items)
         item: ItemBuilder
         if kind is PieceKind.CALL:
-            item = CallBuilder(stem, index, call_id(self.answer["id"], 0, self._num_calls), text)
+            named = call_id(self.answer["id"], 0, self._num_calls)
+            item = call_builder(stem, index, named, text, self._asked.served)
             self._num_calls += 1
         elif kind is PieceKind.REASONING:
-            item = ReasoningBuilder(stem, index)
+            item = ReasoningBuilder(stem, index, is_sealed=self._asked.seals_reasoning)
         else:
             item = MessageBuilder(stem, index)
         self._items.append(item)
@@ -281,18 +273,26 @@ class ResponseShape:
     def finish(self) -> None:
         """Complete the response after its last delta; nothing if it has ended already."""
         answer = self.answer
-        if answer["status"] != IN_PROGRESS:
+        if answer["status"] not in (IN_PROGRESS, QUEUED):
             return
         if not self._items:
             # An answer has at least one message, if only an empty one.
             self._say(_CONTENT, "")
-        answer["usage"] = usage_object(self.usage)
+        answer["usage"] = usage_object(self.usage, self._unenforced)
         if self._finish_reason == "length":
             self._end(INCOMPLETE)
             answer["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             self._end(COMPLETED)
             answer["completed_at"] = int(time.time())
+
+    def queue(self) -> None:
+        """Show the response as one that has not begun."""
+        self.answer["status"] = QUEUED
+
+    def begin(self) -> None:
+        """Show the response as one that is being made."""
+        self.answer["status"] = IN_PROGRESS
 
     def fail(self, error: ApiError, *, show_output: bool = True) -> None:
         """End the response with an error; without `show_output` its output so far is dropped."""
@@ -383,6 +383,6 @@ def mark_lost(answer: dict[str, Any]) -> None:
     """Mark a stored response failed: the process that made it is gone."""
     answer["status"] = FAILED
     answer["error"] = {
-        "code": _DEFAULT_ERROR_CODE,
+        "code": "server_error",
         "message": "the process that made this response ended before it was finished",
     }

@@ -13,8 +13,8 @@ import msgspec
 
 from penstock_router.apis.base import event_frame
 from penstock_router.apis.logprobs import ChatLogprob
-from penstock_router.apis.responses.items import (
-    CallItem,
+from penstock_router.apis.responses.encrypted_reasoning import seal
+from penstock_router.apis.responses.item_types import (
     Item,
     ItemStatus,
     MessageItem,
@@ -46,9 +46,12 @@ class ItemBuilder(ABC):
         self._texts: list[str] = []
         self._delta_opens = b""
 
-    def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> None:
-        """Append a piece, with the log-probabilities that are shown beside it."""
+    def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
+        """Append a piece, with the log-probabilities that are shown beside it; the text that the
+        event of the piece shows.
+        """
         self._texts.append(text)
+        return text
 
     @abstractmethod
     def as_item(self, status: ItemStatus) -> Item:
@@ -132,9 +135,10 @@ class MessageBuilder(_WithPart):
         # Encoded already: the events at the end of a stream repeat all of them four times.
         self._logprobs: list[msgspec.Raw] = []
 
-    def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> None:
+    def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
         self._texts.append(text)
         self._logprobs += logprobs
+        return text
 
     def as_item(self, status: ItemStatus) -> MessageItem:
         return {
@@ -159,51 +163,25 @@ class ReasoningBuilder(_WithPart):
     _prefix = "rs"
     _delta_type = "response.reasoning_text.delta"
 
+    def __init__(self, stem: str, index: int, *, is_sealed: bool) -> None:
+        """`is_sealed`: whether the item has its text as `encrypted_content` too."""
+        super().__init__(stem, index)
+        self._is_sealed = is_sealed
+
     def as_item(self, status: ItemStatus) -> ReasoningItem:
-        return {
+        item: ReasoningItem = {
             "type": "reasoning",
             "id": self.id,
             "summary": [],
             "content": self._content(),
             "status": status,
         }
+        if self._is_sealed and self._texts:
+            item["encrypted_content"] = seal("".join(self._texts))
+        return item
 
     def _part(self) -> Part:
         return {"type": "reasoning_text", "text": "".join(self._texts)}
-
-
-class CallBuilder(ItemBuilder):
-    """A function call; its pieces are parts of the arguments."""
-
-    grows_by = PieceKind.ARGUMENTS
-    _prefix = "fc"
-    _delta_type = "response.function_call_arguments.delta"
-
-    def __init__(self, stem: str, index: int, call_id: str, name: str) -> None:
-        super().__init__(stem, index)
-        self._call_id = call_id
-        self._name = name
-
-    def as_item(self, status: ItemStatus) -> CallItem:
-        return {
-            "type": "function_call",
-            "id": self.id,
-            "call_id": self._call_id,
-            "name": self._name,
-            "arguments": "".join(self._texts),
-            "status": status,
-        }
-
-    def _place(self) -> dict[str, Any]:
-        return {"output_index": self._index, "item_id": self.id}
-
-    def opening(self) -> list[Event]:
-        return [self._added()]
-
-    def closing(self, shown: Item) -> list[Event]:
-        assert shown["type"] == "function_call"
-        done = {**self._place(), "name": self._name, "arguments": shown["arguments"]}
-        return [("response.function_call_arguments.done", done), self._done(shown)]
 
 
 def output_text(text: str, logprobs: Sequence[msgspec.Raw]) -> Part:

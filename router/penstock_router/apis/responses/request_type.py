@@ -5,11 +5,16 @@ repeats.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Self, TypedDict
 
-from penstock_router.apis.responses.items import Item, check_items, check_outputs, messages_of
-from penstock_router.json_fields import JsonObject
+from penstock_router.apis.responses.conversation import messages_of
+from penstock_router.apis.responses.item_reading import check_items
+from penstock_router.apis.responses.item_types import Item
+from penstock_router.apis.responses.tools import ServedTool
+from penstock_router.errors import BadRequest
+from penstock_router.json_fields import JsonObject, shorten
 from penstock_router.request import ChatRequest
 
 
@@ -27,7 +32,7 @@ class TextConfig(TypedDict):
     """What was asked of the answer's text."""
 
     format: TextFormat
-    verbosity: Literal["medium"]
+    verbosity: Literal["low", "medium", "high"]
 
 
 class Reasoning(TypedDict):
@@ -73,16 +78,44 @@ class ResponsesRequest(ChatRequest):
     previous_response_id: str | None
     background: bool
     store: bool
+    # The tools that are not plain functions, by the names of the functions that stand for them.
+    served: dict[str, ServedTool] = field(default_factory=dict)
+    # The ids of stored items that `items` refer to.
+    references: tuple[str, ...] = ()
+    # Whether reasoning is also shown as `encrypted_content`.
+    seals_reasoning: bool = False
 
     def without_text(self) -> Self:
         """A copy without the fields that may be long."""
         # Not `super()`: slots=True creates the class anew, and `super()` refers to the first one.
-        return dataclasses.replace(ChatRequest.without_text(self), items=[], repeated={})
+        return dataclasses.replace(
+            ChatRequest.without_text(self),
+            items=[],
+            repeated={},
+            served={
+                name: dataclasses.replace(tool, definition="") for name, tool in self.served.items()
+            },
+        )
 
-    def after(self, earlier: list[Item]) -> ResponsesRequest:
-        """The request with the earlier conversation before it. Raises `BadRequest`."""
-        items = [*earlier, *self.items]
-        check_items("previous_response_id", items)
-        check_outputs(items, len(earlier))
-        messages = messages_of(self.repeated["instructions"], items)
+    def after(self, earlier: Sequence[Any]) -> ResponsesRequest:
+        """The request with what is stored: the conversation before it, and then each answer that
+        its items refer to. Raises `BadRequest`.
+        """
+        before, answers = list(earlier[0]), earlier[1:]
+        known = {item["id"]: item for items in (before, *answers) for item in items}
+        own = [_resolved(item, known) for item in self.items]
+        items = [*before, *own]
+        check_items("previous_response_id" if before else "input", items)
+        messages = messages_of(self.repeated["instructions"], items, self.served)
         return dataclasses.replace(self, items=items, messages=messages)
+
+
+def _resolved(item: Item, known: dict[str, Item]) -> Item:
+    """The stored item that an item refers to, or the item itself."""
+    if item["type"] != "item_reference":
+        return item
+    found = known.get(item["id"])
+    if found is None:
+        text = f"input: no stored item has the id {shorten(item['id'])}; send the item itself"
+        raise BadRequest(text, param="input")
+    return found

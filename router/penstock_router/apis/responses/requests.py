@@ -1,7 +1,6 @@
 """OpenAI's Responses API: bodies -> requests. The shapes are in `answers.py`.
 
-The previous response's conversation is added later, where the store is known. The only tools are
-functions, which clients call themselves.
+The previous response's conversation is added later, where the store is known.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from penstock_client.types import Constraint
-from penstock_router.apis.base import ERRORS, Api
+from penstock_router.apis.base import Api
 from penstock_router.apis.images import take_images
 from penstock_router.apis.openai.fields import (
     CHAT_FIELDS,
@@ -25,16 +24,21 @@ from penstock_router.apis.openai.fields import (
 )
 from penstock_router.apis.openai.requests import common_options, template_options
 from penstock_router.apis.responses.answers import ResponseAnswer, ResponseEvent, ResponseShape
-from penstock_router.apis.responses.items import INPUT, check_outputs, messages_of
+from penstock_router.apis.responses.conversation import messages_of
+from penstock_router.apis.responses.errors import ERRORS
+from penstock_router.apis.responses.item_reading import INPUT, ParsedInput
 from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
-from penstock_router.apis.structured_output import constraint_of_format, only_constraint
-from penstock_router.apis.tools import (
-    FLAT_CHOICE,
-    FLAT_TOOLS,
-    ParsedToolChoice,
-    check_one_form,
+from penstock_router.apis.responses.tools import (
+    AUTO,
+    CHOICE,
+    TOOLS,
+    AskedChoice,
+    ParsedTools,
+    hold_to_grammars,
     tool_options,
 )
+from penstock_router.apis.structured_output import constraint_of_format, only_constraint
+from penstock_router.apis.tools import check_one_form
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     ANYTHING,
@@ -43,6 +47,7 @@ from penstock_router.json_fields import (
     OBJECT,
     POSITIVE,
     STRING,
+    WARNINGS,
     Field,
     JsonObject,
     Kind,
@@ -55,8 +60,9 @@ from penstock_router.json_fields import (
     read_object,
     string,
     table,
+    taken,
 )
-from penstock_router.request import MAX_SESSION_CHARS, ToolChoice
+from penstock_router.request import MAX_SESSION_CHARS
 from penstock_router.text.prompts import PreparedPrompts, TextModel, prepare_prompts
 
 MAX_METADATA = 16
@@ -64,13 +70,13 @@ MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
 MAX_FORMAT_NAME_CHARS = 64
 LOGPROBS = "message.output_text.logprobs"
-# Details of hosted tools, images and encrypted reasoning: this server has none of them.
+SEALED_REASONING = "reasoning.encrypted_content"
+# Details of tools that OpenAI's servers run, and of images: this server has none of them.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
-    "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
 )
@@ -144,12 +150,6 @@ def _read_format(name: str, value: Any) -> _ParsedFormat:
     return _ParsedFormat(cast(TextFormat, {"type": kind, **shown}), constraint)
 
 
-def _read_obfuscation(name: str, value: Any) -> bool:
-    if BOOLEAN.read(name, value):
-        raise BadRequest(f"{name}: not served by this server; leave it out", param=name)
-    return False
-
-
 _FORMAT_KEYS = ("name", "description", "schema", "strict")
 _TEXT_FORMAT = Kind(
     _read_format,
@@ -174,7 +174,6 @@ _TEXT_FORMAT = Kind(
         ]
     },
 )
-_NO_OBFUSCATION = Kind(_read_obfuscation, {"enum": [False]})
 
 
 # ---- The table ---------------------------------------------------------------------------------
@@ -191,13 +190,19 @@ _AS_IN_CHATS = (
     *("guided_whitespace_pattern", "guided_decoding_backend"),
 )
 
+# What cannot change an answer here: how long caches keep a prompt, where and when it is made.
+_TAKEN = (
+    *("prompt_cache_retention", "prompt_cache_options", "access_programs"),
+    *("background_options", "image", "request_country"),
+)
+
 RESPONSES_FIELDS = table(
     [
         Field(
             "input",
             INPUT,
-            "A text, or items: messages with text, function calls and their outputs, reasoning. "
-            "Of a reasoning's summary and encrypted_content nothing comes.",
+            "A text, or items: messages, calls and their outputs, reasoning, references to stored "
+            "items. What no model here can be shown is left out, and named in a header.",
             required=True,
         ),
         *(CHAT_FIELDS[name] for name in _AS_IN_CHATS),
@@ -209,15 +214,21 @@ RESPONSES_FIELDS = table(
         Field("background", BOOLEAN, "Answer at once, to be asked later; needs store."),
         Field(
             "include",
-            array_of(one_of(LOGPROBS, *_NOTHING_TO_INCLUDE), at_most=32, unit="things to include"),
-            f"{LOGPROBS} acts, but not beside tools: those of all tokens up to the text's end; "
-            "of the others there is nothing.",
+            array_of(
+                one_of(LOGPROBS, SEALED_REASONING, *_NOTHING_TO_INCLUDE),
+                at_most=32,
+                unit="things to include",
+            ),
+            f"{LOGPROBS} acts, but not beside tools: those of all tokens up to the text's end. "
+            f"{SEALED_REASONING}: reasoning in a form to be sent back. Of the others there is "
+            "nothing.",
         ),
         Field("top_logprobs", integer(0, MAX_LOGPROBS), f"Needs include: {LOGPROBS}."),
         Field(
             "text",
-            _parts_of(format=_TEXT_FORMAT, verbosity=one_of("medium")),
-            "format: text, json_object, or json_schema, which is kept to with or without strict.",
+            _parts_of(format=_TEXT_FORMAT, verbosity=one_of("low", "medium", "high")),
+            "format: text, json_object, or json_schema, which is kept to with or without strict. "
+            "verbosity has no effect.",
         ),
         Field(
             "reasoning",
@@ -230,6 +241,7 @@ RESPONSES_FIELDS = table(
             "auto: cut a long prompt at its beginning, to what leaves room for max_output_tokens.",
         ),
         Field("metadata", _METADATA, "Shown in the answer."),
+        Field("client_metadata", ANYTHING, "The client's own; nothing comes of it."),
         Field(
             "prompt_cache_key",
             string(0, MAX_SESSION_CHARS),
@@ -241,30 +253,37 @@ RESPONSES_FIELDS = table(
         ),
         Field(
             "service_tier",
-            one_of("auto", "default", "flex", "scale", "priority"),
-            "Accepted: there is one tier, default.",
+            STRING,
+            "Any word: there is one tier, default.",
         ),
         Field(
             "stream_options",
-            _parts_of(include_obfuscation=_NO_OBFUSCATION),
-            "Only in streams.",
+            _parts_of(include_obfuscation=BOOLEAN),
+            "include_obfuscation: taken; events are not padded.",
         ),
-        Field("tools", FLAT_TOOLS, "Functions that the answer may call; no other type is served."),
+        Field(
+            "tools",
+            TOOLS,
+            "What the answer may call: function, custom, namespace, and local_shell, shell, "
+            "apply_patch and tool_search where the client runs them. Others are left out.",
+        ),
         Field(
             "tool_choice",
-            FLAT_CHOICE,
-            "auto, none, required, a function, or some that are allowed; default auto.",
+            CHOICE,
+            "auto, none, required, a tool, or some that are allowed; default auto.",
         ),
         Field("parallel_tool_calls", BOOLEAN, "Whether there may be several calls; default true."),
         Field(
             "max_tool_calls",
             POSITIVE,
-            "Of tools that a server runs itself, of which there are none: functions do not count.",
+            "Of tools that a server runs itself, of which there are none: others do not count.",
         ),
         not_served("conversation", ANYTHING),
         not_served("prompt", OBJECT),
-        not_served("context_management", ARRAY, []),
         not_served("moderation", OBJECT),
+        not_served("generate", BOOLEAN, True),
+        taken("context_management", []),
+        *map(taken, _TAKEN),
         not_served("n", integer(1, MAX_CHOICES), 1),
         # Fields of chats that would change the answer: refused, as ignoring them would mislead.
         not_served("max_tokens", POSITIVE, help=OF_CHATS),
@@ -294,29 +313,52 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         # Keep the last turns: they are what is to be answered.
         "truncation_side": "left",
     }
-    common = common_options({**values, **renamed})
-    repeated = _repeat_fields(values, body)
-    messages = messages_of(repeated["instructions"], values["input"])
+    given: ParsedInput = values["input"]
+    tools = _all_tools(values, given)
+    repeated = _repeat_fields(values, tools)
+    options = tool_options(tools, values.get("tool_choice", AUTO), repeated["parallel_tool_calls"])
+    messages = messages_of(
+        repeated["instructions"], given.items, options.get("served", {}), given.places
+    )
     images = take_images(messages)
     # Each response is stored with all that it answers, and images would be stored again and again.
     repeated["store"] = repeated["store"] and not images
+    common = common_options({**values, **renamed, **_warnings(values, given, tools)})
     request = ResponsesRequest(
         messages=messages,
         images=images,
-        items=values["input"],
+        items=given.items,
+        references=given.references,
         repeated={**repeated},
         previous_response_id=repeated["previous_response_id"],
         background=repeated["background"],
         store=repeated["store"],
         add_special_tokens=False,
         include_reasoning=values.get("include_reasoning", True),
+        seals_reasoning=SEALED_REASONING in values.get("include", ()),
         thinking_tokens=values.get("thinking_token_budget"),
         **template_options(values),
-        **tool_options(values),
+        **options,
         **{**common, **_constraint(values, common)},
     )
     _check(request)
     return request
+
+
+def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
+    """The tools of the body, and those that come as items."""
+    tools: ParsedTools = values.get("tools") or ParsedTools()
+    for name, more in given.tools:
+        tools.add(name, more, repeated=False)
+    return tools
+
+
+def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> JsonObject:
+    """What has no effect: that of the fields, of the items, of the tools."""
+    lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings, tools.repeated_names()]
+    if values.get("text", {}).get("verbosity", "medium") != "medium":
+        lines.append("text.verbosity: taken without effect")
+    return {WARNINGS: tuple(filter(None, lines))}
 
 
 def _constraint(values: JsonObject, common: JsonObject) -> JsonObject:
@@ -342,9 +384,6 @@ def _logprobs(values: JsonObject) -> int | None:
 def _check(request: ResponsesRequest) -> None:
     """Refuse fields that cannot be combined."""
     check_one_form(request)
-    # A previous response may hold the calls; `ResponsesRequest.after` checks then.
-    if request.previous_response_id is None:
-        check_outputs(request.items)
     # It is not known which tokens are the text's and which are a call's.
     if request.logprobs is not None and request.tools and request.tool_choice.mode != "none":
         text = f"include: {LOGPROBS} is not served beside tools; leave one of them out"
@@ -363,9 +402,9 @@ def _check_background(request: ResponsesRequest) -> None:
         raise BadRequest("background: not in streams on this server", param="background")
 
 
-def _repeat_fields(values: JsonObject, body: JsonObject) -> EchoedFields:
+def _repeat_fields(values: JsonObject, tools: ParsedTools) -> EchoedFields:
     reasoning, text = values.get("reasoning", {}), values.get("text", {})
-    asked = values.get("tool_choice") or ParsedToolChoice(ToolChoice("auto"))
+    asked: AskedChoice = values.get("tool_choice", AUTO)
     return {
         "background": values.get("background", False),
         "instructions": values.get("instructions"),
@@ -383,34 +422,26 @@ def _repeat_fields(values: JsonObject, body: JsonObject) -> EchoedFields:
             "format": text.get("format", _ANY_TEXT).shown,
             "verbosity": text.get("verbosity", "medium"),
         },
-        "tool_choice": _shown_choice(asked),
-        "tools": [_shown_tool(tool) for tool in body.get("tools") or ()],
+        "tool_choice": asked.shown,
+        "tools": tools.shown(),
         "top_logprobs": values.get("top_logprobs", 0),
         "truncation": values.get("truncation", "disabled"),
         "user": values.get("user"),
     }
 
 
-def _shown_choice(asked: ParsedToolChoice) -> str | JsonObject:
-    if asked.allowed is not None:
-        tools = [{"type": "function", "name": name} for name in asked.allowed]
-        return {"type": "allowed_tools", "mode": asked.choice.mode, "tools": tools}
-    if asked.choice.mode == "named":
-        return {"type": "function", "name": asked.choice.name}
-    return asked.choice.mode
-
-
-def _shown_tool(tool: JsonObject) -> JsonObject:
-    """The known fields of a tool, defaults filled in."""
-    shown = {key: tool.get(key) for key in ("name", "description", "parameters")}
-    return {"type": "function", **shown, "strict": bool(tool.get("strict"))}
-
-
 def _prepare(asked: ResponsesRequest, model: TextModel) -> PreparedPrompts:
+    tools, unenforced = hold_to_grammars(asked.tools, asked.served, model.conventions.tool_format)
+    prepared = prepare_prompts(dataclasses.replace(asked, tools=tools), model)
     return dataclasses.replace(
-        prepare_prompts(asked, model),
+        prepared,
         conversation=msgspec.json.encode(asked.items) if asked.store else b"",
         repeated={name: msgspec.json.encode(value) for name, value in asked.repeated.items()},
+        unenforced=unenforced,
+        warnings=(
+            *prepared.warnings,
+            *(f"tools: the grammar of {name} is shown, not enforced" for name in unenforced),
+        ),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
@@ -57,6 +57,9 @@ class CallFormat(ABC):
     # Texts that mark calls and their parts: each that is a token of the model's tokenizer counts
     # only as that token, and the detokenizer must not leave it out.
     marks: tuple[str, ...]
+    # Whether a string stands in a call as it is, without escapes, so that a grammar of the string
+    # is one of what the model writes.
+    writes_plain_strings: ClassVar[bool] = False
 
     @abstractmethod
     def is_of(self, template: str) -> bool:

@@ -25,7 +25,7 @@ class ImageTokens:
     # All texts that mean something about images or videos: in what users write they are plain text.
     reserved: frozenset[str]
     # What replaces that one token for an image of this width and height in pixels. Raises
-    # `BadRequest` if the model takes none of these proportions.
+    # `ImageUnusable` if the model takes none of these proportions.
     token_ids: Callable[[int, int], Sequence[int]]
 
     def is_spelled_in(self, text: str) -> bool:

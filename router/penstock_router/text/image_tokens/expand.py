@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from itertools import chain
 
-from penstock_router.errors import BadRequest
+from penstock_router.errors import BadRequest, ImageUnusable
 from penstock_router.request import ImageSizes
 from penstock_router.text.image_tokens.base import ImagePlace, ImageTokens
 from penstock_router.text.tokenizer import (
@@ -105,7 +105,7 @@ def place_images(
 
 def _check_anchors(num_anchors: int, num_images: int) -> None:
     if num_anchors < num_images:
-        raise BadRequest(
+        raise ImageUnusable(
             f"the chat template shows {num_anchors} of the {num_images} images; it may not take "
             "any in such messages",
             param="messages",

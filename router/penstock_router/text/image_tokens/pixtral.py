@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock_router.errors import BadRequest
+from penstock_router.errors import ImageUnusable
 from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.settings import ModelFiles
 
@@ -28,7 +28,7 @@ class _Rows:
             shown_height, shown_width = math.floor(height / shrunk), math.floor(width / shrunk)
         rows, columns = math.ceil(shown_height / self.side), math.ceil(shown_width / self.side)
         if not rows or not columns:
-            raise BadRequest(
+            raise ImageUnusable(
                 f"an image of {width} x {height} pixels: shrunk to sides of at most "
                 f"{self.longest} pixels, one of them would have none"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock_router.errors import BadRequest
+from penstock_router.errors import ImageUnusable
 from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.settings import ModelFiles, Settings
 
@@ -30,7 +30,7 @@ class Grid:
     def token_ids(self, width: int, height: int) -> list[int]:
         """As many as squares; only the rounding is not obvious, and it is the processor's."""
         if max(width, height) / min(width, height) > _MAX_RATIO:
-            raise BadRequest(
+            raise ImageUnusable(
                 f"an image of {width} x {height} pixels: its longer side may have at most "
                 f"{_MAX_RATIO} times the pixels of the shorter one"
             )

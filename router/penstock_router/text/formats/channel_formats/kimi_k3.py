@@ -65,6 +65,8 @@ _TEXT: JsonObject = {"type": "any_text", "excludes": [_OPEN]}
 class KimiK3Format(ChannelFormat):
     """The channels of Kimi K3."""
 
+    writes_plain_strings = True
+
     name: str = "kimi_k3"
     marks: tuple[str, ...] = (_OPEN, _CLOSE, _SEP, _END)
     style: ReasoningStyle = _STYLE

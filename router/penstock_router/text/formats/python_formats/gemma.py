@@ -20,6 +20,8 @@ _CALL = "call:"
 class GemmaFormat(CallFormat):
     """Calls with marks of their own, next to each other."""
 
+    writes_plain_strings = True
+
     name: str
     # Around each call, around each string, and what may be written behind calls as the end.
     begin: str

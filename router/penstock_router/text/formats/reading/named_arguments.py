@@ -99,6 +99,8 @@ def text_format(tool: Tool, argument: Argument) -> JsonObject:
 
     Raises `BadRequest` for a strict tool whose schema says more of it than can be enforced.
     """
+    if tool.text_format is not None:
+        return tool.text_format
     schema = argument.schema
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and values:

@@ -71,6 +71,8 @@ _QUOTES = ("", '"', "'")
 class TaggedFormat(CallFormat):
     """A family whose calls are written with `tags`."""
 
+    writes_plain_strings = True
+
     name: str
     tags: Tags
     spaces: Spaces = field(default=Spaces())

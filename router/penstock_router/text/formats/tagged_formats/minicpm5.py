@@ -29,6 +29,8 @@ class MiniCpm5Format(TaggedFormat):
 
     def _text_format(self, tool: Tool, argument: Argument) -> JsonObject:
         text = super()._text_format(tool, argument)
+        if tool.text_format is not None:
+            return tag(_SECTION, text, _SECTION_END)
         if text != ANY_TEXT:
             return text
         return either([tag(_SECTION, ANY_TEXT, _SECTION_END), regex(r"[^<&\n]*")])

@@ -1,0 +1,76 @@
+"""Errors in the form of Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypedDict
+
+from penstock_router.apis.base import ErrorForm, event_frame
+from penstock_router.errors import ApiError, ContextExceeded, ImageUnusable
+from penstock_router.json_fields import JsonObject
+
+# How many characters a token has at the least in most texts, where none were counted.
+_CHARS_A_TOKEN = 3
+
+
+class MessageErrorObject(TypedDict):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessageError(TypedDict):
+    """An answer that is an error."""
+
+    type: Literal["error"]
+    error: MessageErrorObject
+    request_id: NotRequired[str]
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _error_answer(error: ApiError) -> JsonObject:
+    fallback = "invalid_request_error" if error.status < 500 else "api_error"
+    type_ = _ERROR_TYPES.get(error.status, fallback)
+    return {"type": "error", "error": {"type": type_, "message": _words(error)}}
+
+
+def _words(error: ApiError) -> str:
+    """The message, in words by which clients know what to leave out before they try again."""
+    if isinstance(error, ImageUnusable):
+        return f"Could not process image: {error.message}"
+    if not isinstance(error, ContextExceeded):
+        return error.message
+    limit, given = error.limit_tokens, error.prompt_tokens
+    if given is None:
+        given = (error.prompt_chars or 0) // _CHARS_A_TOKEN
+    # A prompt that fills the context is too long too.
+    return f"prompt is too long: {max(given, limit + 1)} tokens > {limit} maximum"
+
+
+def name_request(answer: JsonObject, request_id: str) -> JsonObject:
+    """An error with the id of the request that failed."""
+    return {**answer, "request_id": shown_id(request_id)}
+
+
+def shown_id(request_id: str) -> str:
+    """The id of a request as answers and headers of this API have it."""
+    return f"req_{request_id}"
+
+
+def error_frames(error: ApiError, request_id: str = "") -> bytes:
+    """An error as the end of a stream."""
+    answer = _error_answer(error)
+    return event_frame("error", name_request(answer, request_id) if request_id else answer)
+
+
+ERRORS = ErrorForm(_error_answer, MessageError, error_frames, name_request=name_request)

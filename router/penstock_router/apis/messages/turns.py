@@ -1,0 +1,301 @@
+"""Turns of Anthropic's Messages, made of content blocks -> messages of a chat.
+
+A turn may become several messages: each tool result is a message of its own in a chat, in the
+turn's order, and so is what Anthropic's servers added to an answer of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock_router.apis.chat_messages import (
+    FunctionCall,
+    assistant_message,
+    check_size,
+    joined,
+    tool_message,
+)
+from penstock_router.apis.messages.billing import without_billing
+from penstock_router.apis.messages.parts import (
+    OF_RESULTS,
+    OF_SYSTEMS,
+    Context,
+    json_text,
+    read_blocks,
+    reader_of,
+)
+from penstock_router.errors import BadRequest
+from penstock_router.json_fields import (
+    BOOLEAN,
+    STRING,
+    JsonObject,
+    one_of,
+    read_array,
+    read_object,
+    refusal,
+    string,
+)
+from penstock_router.request import Message
+from penstock_router.text.contents import Content, Part, join_contents
+
+# Roles by the names that clients give; the last two of the user's are Claude Code's.
+_ROLES: Mapping[str, str] = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+    "ctx": "user",
+    "msg": "user",
+}
+# Names of tools and ids of calls.
+NAME = string(1, 256)
+# Chat messages have no flag for a failed tool call: the text says it.
+_ERROR_PREFIX = "Error: "
+# How long a system is shown.
+_CLEAR_AT = one_of("next_user_message", "never")
+
+
+@dataclass(slots=True)
+class Turns:
+    """The turns as they are read: messages, and what they say besides."""
+
+    context: Context
+    messages: list[Message] = field(default_factory=list)
+    # Templates expect a result to name its tool; here it has only the id of the call.
+    tools_by_id: dict[str, str] = field(default_factory=dict)
+    # How much effort the next answer takes, if a turn says so.
+    effort: str | None = None
+
+
+def read_turns(name: str, value: Any, context: Context) -> Turns:
+    """A chat; every block checked. Its last message may be an answer to continue."""
+    given = read_array(name, value)
+    if not given:
+        raise BadRequest(f"{name}: at least one message is needed", param=name)
+    check_size(name, given)
+    check_size(name, list(_blocks_of(given)))
+    turns, last_user = Turns(context), _last_user(given)
+    for index, turn in enumerate(given):
+        _read_turn(f"{name}[{index}]", turn, turns, is_past=index < last_user)
+    if not turns.messages:
+        turns.messages.append({"role": "user", "content": ""})
+    if turns.messages[-1].get("tool_calls"):
+        text = f"{name}: the last turn calls tools; a turn with their results must follow"
+        raise BadRequest(text, param=name)
+    return turns
+
+
+def _blocks_of(turns: Sequence[Any]) -> Iterator[Any]:
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        yield from content if isinstance(content, list) else ()
+
+
+def _last_user(turns: Sequence[Any]) -> int:
+    """Where the user speaks last; -1: nowhere."""
+    return max((at for at, turn in enumerate(turns) if _role_of(turn) == "user"), default=-1)
+
+
+def _role_of(turn: Any) -> str | None:
+    role = turn.get("role") if isinstance(turn, dict) else None
+    return _ROLES.get(role) if isinstance(role, str) else None
+
+
+def _read_turn(name: str, value: Any, turns: Turns, *, is_past: bool) -> None:
+    turn = read_object(name, value)
+    role, content = _role_of(turn), turn.get("content")
+    if role is None:
+        raise refusal(f"{name}.role", "user, assistant or system", turn.get("role"))
+    if role == "system":
+        _read_system(name, turn, turns, is_past=is_past)
+        return
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise refusal(f"{name}.content", "a string or an array of blocks", content)
+    if role == "user":
+        _read_user(f"{name}.content", content, turns)
+    else:
+        _read_assistant(f"{name}.content", content, turns)
+        turns.effort = None
+
+
+# ---- Systems -----------------------------------------------------------------------------------
+
+
+def _read_system(name: str, turn: JsonObject, turns: Turns, *, is_past: bool) -> None:
+    """Add a system in its place, unless it was for a turn of the user's that is over."""
+    content = turn.get("content")
+    if isinstance(content, str):
+        texts = [content]
+    elif isinstance(content, list):
+        parts = read_blocks(f"{name}.content", content, turns.context, OF_SYSTEMS)
+        texts = [part["text"] for part in parts if "text" in part]
+        if len(texts) < len(parts):
+            text = f"{name}.content: systems have text only, no images"
+            raise BadRequest(text, param=f"{name}.content")
+    elif content is None and turn.get("output_config") is not None:
+        texts = []
+    else:
+        raise refusal(f"{name}.content", "a string or an array of blocks", content)
+    _read_effort(f"{name}.output_config", turn, turns)
+    clear_at = turn.get("clear_at")
+    if clear_at is not None:
+        _CLEAR_AT.read(f"{name}.clear_at", clear_at)
+    kept = without_billing(texts)
+    if kept and not (is_past and clear_at == "next_user_message"):
+        turns.messages.append({"role": "system", "content": "\n".join(kept)})
+
+
+def _read_effort(name: str, turn: JsonObject, turns: Turns) -> None:
+    if (config := turn.get("output_config")) is not None:
+        effort = read_object(name, config).get("effort")
+        turns.effort = None if effort is None else STRING.read(f"{name}.effort", effort)
+
+
+# ---- Users -------------------------------------------------------------------------------------
+
+
+def _read_user(name: str, blocks: list[Any], turns: Turns) -> None:
+    """Results as messages of role tool; what stands before, between or after them as the user's."""
+    begin = len(turns.messages)
+    parts: list[Part] = []
+
+    def end_text() -> None:
+        if parts:
+            turns.messages.append({"role": "user", "content": joined(parts.copy())})
+            parts.clear()
+
+    for index, value in enumerate(blocks):
+        at = f"{name}[{index}]"
+        block = read_object(at, value)
+        if block.get("type") == "tool_result":
+            end_text()
+            turns.messages.append(_read_result(at, block, turns))
+        else:
+            parts += reader_of(at, block, OF_RESULTS)(at, block, turns.context)
+    end_text()
+    if len(turns.messages) == begin:
+        turns.messages.append({"role": "user", "content": ""})
+
+
+def _read_result(name: str, block: JsonObject, turns: Turns) -> Message:
+    call_id = NAME.read(f"{name}.tool_use_id", block.get("tool_use_id"))
+    is_error = block.get("is_error")
+    content = _read_content(f"{name}.content", block.get("content"), turns.context)
+    if is_error is not None and BOOLEAN.read(f"{name}.is_error", is_error):
+        content = join_contents(_ERROR_PREFIX, content, "")
+    return tool_message(call_id, content, turns.tools_by_id.get(call_id, ""))
+
+
+def _read_content(name: str, value: Any, context: Context) -> Content:
+    """Of a result: a text, or blocks."""
+    if not isinstance(value, list):
+        return "" if value is None else STRING.read(name, value)
+    return joined(read_blocks(name, value, context, OF_RESULTS))
+
+
+# ---- Assistants --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Said:
+    """What an assistant said since its last message, collected from blocks."""
+
+    turns: Turns
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[FunctionCall] = field(default_factory=list)
+
+    def end_message(self) -> None:
+        """Add it to the messages, if it is anything."""
+        if self.texts or self.reasoning or self.calls:
+            text = "\n".join(self.texts) if self.texts else None
+            message = assistant_message(text, "\n".join(self.reasoning), self.calls)
+            self.turns.messages.append(message)
+        self.texts, self.reasoning, self.calls = [], [], []
+
+
+def _read_assistant(name: str, blocks: list[Any], turns: Turns) -> None:
+    begin, said = len(turns.messages), _Said(turns)
+    for index, value in enumerate(blocks):
+        at = f"{name}[{index}]"
+        block = read_object(at, value)
+        reader_of(at, block, _OF_ASSISTANTS)(at, block, said)
+    said.end_message()
+    if len(turns.messages) == begin:
+        turns.messages.append(assistant_message(""))
+
+
+def _read_text(name: str, block: JsonObject, said: _Said) -> None:
+    said.texts.append(STRING.read(f"{name}.text", block.get("text")))
+
+
+def _read_thinking(name: str, block: JsonObject, said: _Said) -> None:
+    thinking = block.get("thinking")
+    if thinking is not None and STRING.read(f"{name}.thinking", thinking):
+        said.reasoning.append(thinking)
+
+
+def _leave_out(name: str, block: JsonObject, said: _Said) -> None:
+    """Drop what only the service that made it can read, or what it never shows to its models."""
+
+
+def _read_call(name: str, block: JsonObject, said: _Said) -> None:
+    given = block.get("input")
+    call = FunctionCall(
+        call_id=NAME.read(f"{name}.id", block.get("id")),
+        name=NAME.read(f"{name}.name", block.get("name")),
+        arguments={} if given is None else read_object(f"{name}.input", given),
+    )
+    said.calls.append(call)
+    said.turns.tools_by_id[call.call_id] = call.name
+
+
+def _read_servers_result(name: str, block: JsonObject, said: _Said) -> None:
+    """The result of a call that Anthropic's servers ran: a message, as if a client had run it."""
+    said.end_message()
+    value = block.get("content")
+    if isinstance(value, dict) and isinstance(value.get("tool_references"), list):
+        value = value["tool_references"]
+    if isinstance(value, dict) or (isinstance(value, list) and not _is_readable(value)):
+        block = {**block, "content": json_text(f"{name}.content", value)}
+    else:
+        block = {**block, "content": value}
+    said.turns.messages.append(_read_result(name, block, said.turns))
+
+
+def _is_readable(blocks: list[Any]) -> bool:
+    return all(isinstance(block, dict) and block.get("type") in OF_RESULTS for block in blocks)
+
+
+def _read_summary(name: str, block: JsonObject, said: _Said) -> None:
+    """All that was said before, in the words of the server that made it short."""
+    content = block.get("content")
+    if content is None or not STRING.read(f"{name}.content", content):
+        return
+    said.end_message()
+    said.turns.messages[:] = [{"role": "user", "content": content}]
+
+
+_OF_ASSISTANTS: Mapping[str, Callable[[str, JsonObject, _Said], None]] = {
+    "text": _read_text,
+    "thinking": _read_thinking,
+    "redacted_thinking": _leave_out,
+    "tool_use": _read_call,
+    "server_tool_use": _read_call,
+    "mcp_tool_use": _read_call,
+    **dict.fromkeys(
+        (
+            *("web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+            *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result"),
+            *("tool_search_tool_result", "advisor_tool_result", "mcp_tool_result"),
+        ),
+        _read_servers_result,
+    ),
+    "compaction": _read_summary,
+    "fallback": _leave_out,
+    "mcp_tool_listing": _leave_out,
+}

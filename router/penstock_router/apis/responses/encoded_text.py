@@ -1,0 +1,135 @@
+"""The text of a tool that takes text, read out of the call's JSON while that comes.
+
+A model writes `{"input": "the text"}`; what of the string can be read is shown at once and is never
+taken back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock_router.apis.responses.tools import INPUT
+
+_OPENS = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+# Whatever may still become what `_OPENS` finds is shorter than this, unless it is white space.
+_MAX_SOUGHT = 4096
+_PLAIN = re.compile(r'[^"\\]+')
+_ESCAPES: Mapping[str, str] = {
+    **{'"': '"', "\\": "\\", "/": "/"},
+    **{"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"},
+}
+_UNIT = re.compile(r"[0-9a-fA-F]{4}")
+_REPLACEMENT = "\ufffd"
+
+
+class EncodedText:
+    """The text of one call."""
+
+    def __init__(self) -> None:
+        # The JSON so far, until the string begins; then what of it is not read yet.
+        self._held: list[str] = []
+        self._num_held = 0
+        self._rest: str | None = None
+        self._is_over = False
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    def feed(self, piece: str) -> str:
+        """The text that a piece of the JSON adds."""
+        if self._is_over:
+            return ""
+        text = self._behind_opening(piece) if self._rest is None else self._rest + piece
+        if text is None:
+            return ""
+        added = "".join(self._decoded(text))
+        self._texts.append(added)
+        return added
+
+    def _behind_opening(self, piece: str) -> str | None:
+        """What follows the quote that begins the string; None: it has not come."""
+        self._held.append(piece)
+        if self._num_held > _MAX_SOUGHT:
+            return None
+        self._num_held += len(piece)
+        json = "".join(self._held)
+        opened = _OPENS.match(json)
+        return None if opened is None else json[opened.end() :]
+
+    def end(self, *, was_cut: bool) -> str:
+        """The text that is known only now that all of the JSON is there."""
+        if self._rest is not None:
+            return ""
+        self._rest, self._is_over = "", True
+        added = _text_in("".join(self._held), was_cut=was_cut)
+        self._texts.append(added)
+        return added
+
+    def _decoded(self, text: str) -> list[str]:
+        """Read the string on as far as it is complete."""
+        found, at = [], 0
+        while at < len(text):
+            if plain := _PLAIN.match(text, at):
+                found.append(plain.group())
+                at = plain.end()
+            elif text[at] == '"':
+                self._is_over = True
+                at = len(text)
+            else:
+                character, length = _escaped(text, at)
+                if not length:
+                    break
+                found.append(character)
+                at += length
+        self._rest = text[at:]
+        return found
+
+
+def _escaped(text: str, at: int) -> tuple[str, int]:
+    """The character that an escape stands for, and the escape's length; 0: more must come."""
+    kind = text[at + 1 : at + 2]
+    if kind != "u":
+        # One that JSON does not have is the character itself.
+        return (_ESCAPES.get(kind, kind), 2) if kind else ("", 0)
+    first = text[at + 2 : at + 6]
+    if len(first) < 4 and _is_unit_begun(first):
+        return "", 0
+    if not _UNIT.fullmatch(first):
+        return "u", 2
+    unit = int(first, 16)
+    if not 0xD800 <= unit < 0xDC00:
+        return (_REPLACEMENT if 0xDC00 <= unit < 0xE000 else chr(unit)), 6
+    rest = text[at + 6 : at + 12]
+    if len(rest) < 6 and "\\u".startswith(rest[:2]) and _is_unit_begun(rest[2:]):
+        return "", 0
+    low = int(rest[2:], 16) if rest[:2] == "\\u" and _UNIT.fullmatch(rest[2:]) else 0
+    if 0xDC00 <= low < 0xE000:
+        return chr(0x10000 + ((unit - 0xD800) << 10) + low - 0xDC00), 12
+    return _REPLACEMENT, 6
+
+
+def _is_unit_begun(digits: str) -> bool:
+    return all(each in "0123456789abcdefABCDEF" for each in digits)
+
+
+def _text_in(arguments: str, *, was_cut: bool) -> str:
+    """The text in JSON of another form: its argument, its only string, or else the JSON itself."""
+    try:
+        given = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return "" if was_cut else arguments
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, dict) or not given:
+        return arguments if given else ""
+    strings = [value for value in given.values() if isinstance(value, str)]
+    own = given.get(INPUT)
+    if isinstance(own, str):
+        return own
+    return strings[0] if len(strings) == 1 else arguments

@@ -1,0 +1,564 @@
+"""Tools of the Responses API -> the functions that a model is shown, and how calls of each are
+answered.
+
+A model sees functions only. One in a namespace has a name of both; a tool that takes text is a
+function with a single string; a tool of which the client does the work (a shell, a patch, a search
+for tools) is a function with the fields of its call. What only OpenAI's servers run is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock_client.types import Constraint, ConstraintKind
+from penstock_router.apis.tools import (
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
+    NAME_SCHEMA,
+    SHOWN,
+    read_name,
+    read_tool,
+)
+from penstock_router.errors import BadRequest
+from penstock_router.json_fields import (
+    STRING,
+    JsonObject,
+    Kind,
+    one_of,
+    or_null,
+    read_array,
+    read_object,
+    refusal,
+    shorten,
+    string,
+)
+from penstock_router.request import Tool, ToolChoice
+from penstock_router.text.answer_constraint import format_of
+from penstock_router.text.formats.base import CallFormat
+
+FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
+LOCAL_SHELL, SHELL, APPLY_PATCH = "local_shell", "shell", "apply_patch"
+TOOL_SEARCH = "tool_search"
+# The argument that is the text of a tool which takes text.
+INPUT = "input"
+# A tool as requests name it: its type, its namespace and its name.
+ToolKey = tuple[str, str, str]
+
+_SYNTAX = one_of("lark", "regex")
+_DEFINITION = string(1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTool:
+    """A tool that is not a plain function: what calls of its function are shown as."""
+
+    type: str
+    name: str
+    namespace: str = ""
+    # The grammar of its text, if it takes text and has one: `lark` or `regex`, and the grammar.
+    syntax: str = ""
+    definition: str = ""
+
+    @property
+    def key(self) -> ToolKey:
+        """The tool as requests name it."""
+        return self.type, self.namespace, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tool that was read; the function's name is still the tool's own."""
+
+    served: ServedTool
+    function: Tool
+    # As answers repeat it, if it is of the field `tools`: a namespace as its first one.
+    shown: JsonObject | None
+    is_of_field: bool = True
+
+
+@dataclass(slots=True)
+class ParsedTools:
+    """The tools of a body, and what is left out of them."""
+
+    entries: list[_Entry] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def add(self, name: str, value: Any, *, repeated: bool = True) -> None:
+        """Add an array of tools; answers show them if `repeated`. Raises `BadRequest`."""
+        for index, tool in enumerate(read_array(name, value)):
+            self._add(f"{name}[{index}]", read_object(f"{name}[{index}]", tool), repeated)
+        if (count := len(self.entries)) > MAX_TOOLS:
+            text = f"{name}: at most {MAX_TOOLS} tools; given: {count}"
+            raise BadRequest(text, param=name)
+
+    def _add(self, where: str, tool: JsonObject, repeated: bool) -> None:
+        kind = STRING.read(f"{where}.type", tool.get("type"))
+        if kind == NAMESPACE:
+            self._add_namespace(where, tool, repeated)
+            return
+        entry = _read(where, kind, tool, "")
+        if entry is None:
+            self.warnings.append(f"{where}: tools of type {kind[:60]} are left out")
+            return
+        shown = entry.shown if repeated else None
+        self.entries.append(dataclasses.replace(entry, shown=shown, is_of_field=repeated))
+
+    def _add_namespace(self, where: str, tool: JsonObject, repeated: bool) -> None:
+        name = read_name(f"{where}.name", tool.get("name"))
+        about = tool.get("description")
+        if about is not None:
+            STRING.read(f"{where}.description", about)
+        shown = tool if repeated else None
+        for index, member in enumerate(read_array(f"{where}.tools", tool.get("tools"))):
+            at = f"{where}.tools[{index}]"
+            kind = STRING.read(f"{at}.type", read_object(at, member).get("type"))
+            entry = _read(at, kind, member, name) if kind in (FUNCTION, CUSTOM) else None
+            if entry is None:
+                self.warnings.append(f"{at}: tools of type {kind[:60]} are left out")
+                continue
+            if about and index == 0:
+                entry = dataclasses.replace(entry, function=_with_text(entry.function, about))
+            entry = dataclasses.replace(entry, shown=shown, is_of_field=repeated)
+            self.entries.append(entry)
+            shown = None
+
+    def named(self) -> tuple[tuple[Tool, ...], dict[str, ServedTool]]:
+        """The functions, each with a name of its own, and those that are not plain, by that name.
+        Of several that requests name alike the last counts.
+        """
+        by_key = {entry.served.key: entry for entry in self.entries}
+        # Plain functions first: their names are the models', and the client's.
+        plain = {key for key in by_key if key[0] == FUNCTION and not key[1]}
+        taken = {key[2] for key in plain}
+        tools: list[Tool] = []
+        served: dict[str, ServedTool] = {}
+        for key, entry in by_key.items():
+            if key in plain:
+                tools.append(entry.function)
+                continue
+            name = _free_name(key, taken)
+            taken.add(name)
+            tools.append(_renamed(entry.function, name))
+            served[name] = entry.served
+        return tuple(tools), served
+
+    def tool_keys(self) -> list[ToolKey]:
+        """The tools as requests name them."""
+        return [entry.served.key for entry in self.entries]
+
+    def shown(self) -> list[JsonObject]:
+        """The tools as answers repeat them."""
+        return [entry.shown for entry in self.entries if entry.shown is not None]
+
+    def repeated_names(self) -> str:
+        """Warn of tools of the same name: a line, or nothing."""
+        counts = Counter(entry.served.key for entry in self.entries if entry.is_of_field)
+        again = dict.fromkeys(key[2] for key, count in counts.items() if count > 1)
+        named = ", ".join(list(again)[:16])
+        return f"tools: several are named {named}; the last counts" if again else ""
+
+
+def flat_name(key: ToolKey) -> str:
+    """The name of the function that stands for a tool, if no other has it."""
+    _, namespace, name = key
+    whole = f"{namespace}__{name}" if namespace else name
+    return whole if len(whole) <= MAX_NAME_CHARS else _marked(key, whole)
+
+
+def _free_name(key: ToolKey, taken: set[str]) -> str:
+    name = flat_name(key)
+    return _marked(key, name) if name in taken else name
+
+
+def _marked(key: ToolKey, name: str) -> str:
+    """The name with a mark that says of which tool it is: the same in every request."""
+    mark = hashlib.blake2b(repr(key).encode(), digest_size=5).hexdigest()
+    return f"{name[: MAX_NAME_CHARS - len(mark) - 1]}_{mark}"
+
+
+def _renamed(tool: Tool, name: str) -> Tool:
+    shown = {**tool.shown, "function": {**tool.shown["function"], "name": name}}
+    return dataclasses.replace(tool, name=name, shown=shown)
+
+
+def _with_text(tool: Tool, before: str) -> Tool:
+    """The function with a text before its description."""
+    function = tool.shown["function"]
+    text = "\n\n".join(filter(None, (before, function.get("description"))))
+    return dataclasses.replace(
+        tool, shown={**tool.shown, "function": {**function, "description": text}}
+    )
+
+
+# ---- Reading a tool ----------------------------------------------------------------------------
+
+
+def _read(where: str, kind: str, tool: JsonObject, namespace: str) -> _Entry | None:
+    """A tool; None if it is of a kind that is left out."""
+    if kind == FUNCTION:
+        function = read_tool(where, tool, SHOWN)
+        shown = {key: tool.get(key) for key in ("name", "description", "parameters")}
+        shown = {"type": kind, **shown, "strict": function.strict}
+        return _Entry(ServedTool(kind, function.name, namespace), function, shown)
+    if kind == CUSTOM:
+        return _read_custom(where, tool, namespace)
+    if kind == TOOL_SEARCH and tool.get("execution") == "client":
+        given = {"name": kind, **_ABOUT_SEARCH, **_not_null(tool, "description", "parameters")}
+        function = read_tool(where, given, SHOWN)
+        return _Entry(ServedTool(kind, kind), function, tool)
+    if kind in _OF_CLIENTS and not _is_remote(tool):
+        given = {"name": kind, **_OF_CLIENTS[kind]}
+        return _Entry(ServedTool(kind, kind), read_tool(where, given, SHOWN), tool)
+    return None
+
+
+def _not_null(given: JsonObject, *keys: str) -> JsonObject:
+    return {key: given[key] for key in keys if given.get(key) is not None}
+
+
+def _is_remote(tool: JsonObject) -> bool:
+    """Tell whether a shell is one on OpenAI's servers."""
+    environment = tool.get("environment")
+    return isinstance(environment, dict) and environment.get("type") != "local"
+
+
+def _read_custom(where: str, tool: JsonObject, namespace: str) -> _Entry:
+    name = read_name(f"{where}.name", tool.get("name"))
+    syntax, definition = _read_format(f"{where}.format", tool.get("format"))
+    about = tool.get("description")
+    texts = ["" if about is None else STRING.read(f"{where}.description", about)]
+    if syntax:
+        texts.append(f"The {INPUT} must match this grammar ({syntax}):\n{definition}")
+    given = {
+        "name": name,
+        "description": "\n\n".join(filter(None, texts)),
+        "parameters": _TEXT_PARAMETERS,
+    }
+    served = ServedTool(CUSTOM, name, namespace, syntax, definition)
+    return _Entry(served, read_tool(where, given, SHOWN), tool)
+
+
+def _read_format(name: str, value: Any) -> tuple[str, str]:
+    """The syntax and the definition of a grammar; both empty for any text."""
+    if value is None:
+        return "", ""
+    given = read_object(name, value)
+    if one_of("text", "grammar").read(f"{name}.type", given.get("type")) == "text":
+        return "", ""
+    syntax = _SYNTAX.read(f"{name}.syntax", given.get("syntax"))
+    return syntax, _DEFINITION.read(f"{name}.definition", given.get("definition"))
+
+
+def _parameters(required: Sequence[str], **properties: JsonObject) -> JsonObject:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _of(kind: str, about: str, **more: Any) -> JsonObject:
+    return {"type": kind, "description": about, **more}
+
+
+_TEXT_PARAMETERS = _parameters(
+    [INPUT], **{INPUT: _of("string", "The text for the tool, as it is.")}
+)
+_STRINGS: JsonObject = {"type": "string"}
+_OF_CLIENTS: Mapping[str, JsonObject] = {
+    LOCAL_SHELL: {
+        "description": "Runs a command on the user's machine and returns its output.",
+        "parameters": _parameters(
+            ["command"],
+            command=_of("array", "The program and its arguments.", items=_STRINGS),
+            working_directory=_of("string", "Where the command runs."),
+            timeout_ms=_of("integer", "After how many milliseconds it is ended."),
+            env=_of("object", "Environment variables.", additionalProperties=_STRINGS),
+            user=_of("string", "The user that runs it."),
+        ),
+    },
+    SHELL: {
+        "description": "Runs shell commands on the user's machine and returns their outputs.",
+        "parameters": _parameters(
+            ["commands"],
+            commands=_of("array", "The commands, in order.", items=_STRINGS),
+            timeout_ms=_of("integer", "After how many milliseconds they are ended."),
+            max_output_length=_of("integer", "How many characters of output are returned."),
+        ),
+    },
+    APPLY_PATCH: {
+        "description": "Creates, updates or deletes a file of the user's.",
+        "parameters": _parameters(
+            ["type", "path"],
+            type=_of("string", "What to do.", enum=["create_file", "update_file", "delete_file"]),
+            path=_of("string", "The file, from the root of the workspace."),
+            diff=_of("string", "The change as a unified diff; not where a file is deleted."),
+        ),
+    },
+}
+_ABOUT_SEARCH: JsonObject = {
+    "description": "Searches for more tools; those that it finds can be called afterwards.",
+    "parameters": _parameters(["query"], query=_of("string", "What the tool should do.")),
+}
+
+
+# ---- tool_choice -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChoice:
+    """What a body's tool_choice asks for; answers repeat `shown`."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    shown: Any
+    # With mode "named" the tool; else the only ones that may be called, if any are named.
+    tools: tuple[ToolKey, ...] = ()
+
+
+AUTO = AskedChoice("auto", "auto")
+_NAMED = (FUNCTION, CUSTOM)
+
+
+def _read_choice(name: str, value: Any) -> AskedChoice:
+    match value:
+        case "none" | "auto" | "required":
+            return AskedChoice(value, value)
+        case {"type": "allowed_tools"}:
+            return _read_allowed(name, value)
+        case {"type": str(kind)} if kind in _NAMED or kind in _BY_TYPE:
+            key = _read_key(name, value)
+            return AskedChoice("named", _shown_key(key), (key,))
+        case {"type": str(kind)}:
+            text = f"{name}.type: tools of type {shorten(kind)} are not served by this server"
+            raise BadRequest(text, param=f"{name}.type")
+        case dict():
+            raise refusal(f"{name}.type", "a type of tool or allowed_tools", value.get("type"))
+    raise refusal(name, "none, auto, required or an object that names a tool", value)
+
+
+_BY_TYPE = (*_OF_CLIENTS, TOOL_SEARCH)
+
+
+def _read_key(where: str, entry: JsonObject) -> ToolKey:
+    kind = entry["type"]
+    if kind in _BY_TYPE:
+        return kind, "", kind
+    namespace = entry.get("namespace")
+    if namespace is not None:
+        read_name(f"{where}.namespace", namespace)
+    return kind, namespace or "", read_name(f"{where}.name", entry.get("name"))
+
+
+def _shown_key(key: ToolKey) -> JsonObject:
+    kind, namespace, name = key
+    if kind in _BY_TYPE:
+        return {"type": kind}
+    shown = {"type": kind, "name": name}
+    return {**shown, "namespace": namespace} if namespace else shown
+
+
+def _read_allowed(name: str, value: JsonObject) -> AskedChoice:
+    """The allowed tools, flat or, as in chats, under "allowed_tools"."""
+    key = "allowed_tools"
+    held = value
+    if value.get(key) is not None:
+        name, held = f"{name}.{key}", read_object(f"{name}.{key}", value[key])
+    mode = held.get("mode")
+    if mode not in ("auto", "required"):
+        raise refusal(f"{name}.mode", "auto or required", mode)
+    entries = read_array(f"{name}.tools", held.get("tools"))
+    if not 1 <= len(entries) <= MAX_TOOLS:
+        text = f"{name}.tools: 1 to {MAX_TOOLS} tools; given: {len(entries)}"
+        raise BadRequest(text, param=f"{name}.tools")
+    keys: list[ToolKey] = []
+    for index, entry in enumerate(entries):
+        where = f"{name}.tools[{index}]"
+        kind = STRING.read(f"{where}.type", read_object(where, entry).get("type"))
+        if kind == NAMESPACE:
+            keys.append((kind, read_name(f"{where}.name", entry.get("name")), ""))
+        elif kind in _NAMED or kind in _BY_TYPE:
+            keys.append(_read_key(where, entry))
+    tools = [
+        {"type": NAMESPACE, "name": key[1]} if key[0] == NAMESPACE else _shown_key(key)
+        for key in keys
+    ]
+    if not keys and mode == "required":
+        text = f"{name}.tools: none of these is served by this server"
+        raise BadRequest(text, param=f"{name}.tools")
+    shown = {"type": "allowed_tools", "mode": mode, "tools": tools}
+    # Where none is left, none may be called.
+    return AskedChoice(mode if keys else "none", shown, tuple(keys))
+
+
+def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> JsonObject:
+    """What a body asks for of tools, as `ResponsesRequest` takes it. Raises `BadRequest`."""
+    tools, served = parsed.named()
+    if not tools:
+        if asked.mode in ("required", "named"):
+            raise BadRequest("tool_choice: needs tools", param="tool_choice")
+        return {}
+    index = _Index(tools, served)
+    wanted = [name for key in asked.tools for name in index.names_of(key)]
+    choice = ToolChoice(asked.mode, wanted[0] if asked.mode == "named" else "")
+    if asked.mode != "named" and wanted:
+        allowed = set(wanted)
+        tools = tuple(tool for tool in tools if tool.name in allowed)
+    return {
+        "tools": tools,
+        "served": {tool.name: served[tool.name] for tool in tools if tool.name in served},
+        "tool_choice": choice,
+        "parallel_tool_calls": parallel,
+    }
+
+
+class _Index:
+    """Finds the functions that stand for tools as a tool_choice names them."""
+
+    def __init__(self, tools: Iterable[Tool], served: Mapping[str, ServedTool]) -> None:
+        # A function may also be named as the model sees it.
+        self._names = {(FUNCTION, "", tool.name): tool.name for tool in tools}
+        self._names |= {tool.key: name for name, tool in served.items()}
+        self._members: dict[str, list[str]] = defaultdict(list)
+        for name, tool in served.items():
+            self._members[tool.namespace].append(name)
+
+    def names_of(self, key: ToolKey) -> list[str]:
+        """The function, or all those of the namespace. Raises `BadRequest`."""
+        kind, namespace, _ = key
+        if kind == NAMESPACE:
+            found = self._members.get(namespace, [])
+        else:
+            found = [self._names[key]] if key in self._names else []
+        if not found:
+            named = " ".join(filter(None, key))
+            raise BadRequest(f"tool_choice: none of the tools is the {named}", param="tool_choice")
+        return found
+
+
+# ---- Grammars ----------------------------------------------------------------------------------
+
+
+def hold_to_grammars(
+    tools: tuple[Tool, ...], served: Mapping[str, ServedTool], tool_format: CallFormat | None
+) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+    """The tools with the grammars of their texts, where the model writes text in calls as it is;
+    and the names of those whose grammar is shown to the model, but not enforced.
+    """
+    bound = {name: tool for name, tool in served.items() if tool.syntax}
+    if not bound:
+        return tools, ()
+    if tool_format is None or not tool_format.writes_plain_strings:
+        return tools, tuple(tool.name for tool in bound.values())
+    held = (
+        dataclasses.replace(tool, strict=True, text_format=_format(bound[tool.name]))
+        if tool.name in bound
+        else tool
+        for tool in tools
+    )
+    return tuple(held), ()
+
+
+def _format(tool: ServedTool) -> JsonObject:
+    kind = ConstraintKind.REGEX if tool.syntax == "regex" else ConstraintKind.GRAMMAR
+    made: JsonObject = format_of(Constraint(kind, tool.definition))
+    return made
+
+
+# ---- As documented -----------------------------------------------------------------------------
+
+
+def _read_tools(name: str, value: Any) -> ParsedTools:
+    parsed = ParsedTools()
+    parsed.add(name, value)
+    return parsed
+
+
+def _object(kind: JsonObject, required: Sequence[str] = (), **more: JsonObject) -> JsonObject:
+    return {
+        "type": "object",
+        "properties": {"type": kind, **more},
+        "required": ["type", *required],
+    }
+
+
+_TEXT: JsonObject = or_null({"type": "string"})
+_FUNCTION_SCHEMA = _object(
+    {"enum": [FUNCTION]},
+    ["name"],
+    name=NAME_SCHEMA,
+    description=_TEXT,
+    strict=or_null({"type": "boolean"}),
+    parameters=or_null({"type": "object", "properties": {"type": {"enum": ["object"]}}}),
+)
+_CUSTOM_SCHEMA = _object(
+    {"enum": [CUSTOM]},
+    ["name"],
+    name=NAME_SCHEMA,
+    description=_TEXT,
+    format=or_null(
+        {
+            "anyOf": [
+                _object({"enum": ["text"]}),
+                _object(
+                    {"enum": ["grammar"]},
+                    ["syntax", "definition"],
+                    syntax=_SYNTAX.schema,
+                    definition=_DEFINITION.schema,
+                ),
+            ]
+        }
+    ),
+)
+_OTHER: JsonObject = {"type": "string", "not": {"enum": [FUNCTION, CUSTOM, NAMESPACE]}}
+_MEMBERS: list[JsonObject] = [
+    _FUNCTION_SCHEMA,
+    _CUSTOM_SCHEMA,
+    _object({"type": "string", "not": {"enum": [FUNCTION, CUSTOM]}}),
+]
+_NAMESPACE_SCHEMA = _object(
+    {"enum": [NAMESPACE]},
+    ["name", "tools"],
+    name=NAME_SCHEMA,
+    description=_TEXT,
+    tools={"type": "array", "items": {"anyOf": _MEMBERS}},
+)
+_TOOL_SCHEMA: JsonObject = {
+    "anyOf": [_FUNCTION_SCHEMA, _CUSTOM_SCHEMA, _NAMESPACE_SCHEMA, _object(_OTHER)]
+}
+TOOLS = Kind(_read_tools, {"type": "array", "items": _TOOL_SCHEMA, "maxItems": MAX_TOOLS})
+
+
+def _allowed_schema(wrap: Callable[[JsonObject], JsonObject]) -> JsonObject:
+    tools = {"type": "array", "items": {"type": "object"}, "minItems": 1, "maxItems": MAX_TOOLS}
+    properties = {"mode": {"enum": ["auto", "required"]}, "tools": tools}
+    return wrap({"properties": properties, "required": ["mode", "tools"]})
+
+
+CHOICE = Kind(
+    _read_choice,
+    {
+        "anyOf": [
+            {"type": "string", "enum": ["none", "auto", "required"]},
+            _object({"enum": list(_NAMED)}, ["name"], name=NAME_SCHEMA, namespace=_TEXT),
+            _object({"enum": list(_BY_TYPE)}),
+            _allowed_schema(
+                lambda form: _object(
+                    {"enum": ["allowed_tools"]}, form["required"], **form["properties"]
+                )
+            ),
+            _allowed_schema(
+                lambda form: _object(
+                    {"enum": ["allowed_tools"]},
+                    ["allowed_tools"],
+                    allowed_tools={"type": "object", **form},
+                )
+            ),
+        ]
+    },
+)

@@ -1,0 +1,1 @@
+"""A shard whose model says what a script holds."""
