@@ -214,7 +214,7 @@ FAULTS = [
     Fault(
         "A deferred tool is shown before a turn refers to it",
         "_read_tools",
-        never("entry.tool.name in deferred"),
+        never("tool.name in deferred"),
         caught_by="test_a_deferred_tool_is_shown_where_it_was_found_and_nowhere_else",
     ),
     Fault(
