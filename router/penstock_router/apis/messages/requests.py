@@ -27,6 +27,7 @@ from penstock_router.apis.openai.fields import CHAT_FIELDS, STOPS
 from penstock_router.apis.openai.requests import common_options, own_kwargs
 from penstock_router.apis.structured_output import FORMAT, only_constraint
 from penstock_router.apis.tools import check_one_form, tool_options
+from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     ANYTHING,
     BOOLEAN,
@@ -116,12 +117,21 @@ _EDITS = Kind(
 
 # ---- The two bodies ----------------------------------------------------------------------------
 
+
+def _read_given(name: str, value: Any) -> list[Any]:
+    """The turns as they are given: what they say is read once the tools are known."""
+    turns = read_array(name, value)
+    if not turns:
+        raise BadRequest(f"{name}: at least one message is needed", param=name)
+    return turns
+
+
 _OF_ANTHROPICS_SERVERS = "For tools that Anthropic's servers run, which are left out."
 _PROMPT_FIELDS = (
     Field("model", STRING, "One of /v1/models.", required=True),
     Field(
         "messages",
-        Kind(read_array, TURNS_SCHEMA),
+        Kind(_read_given, TURNS_SCHEMA),
         "The chat so far; the last may be to continue.",
         required=True,
     ),

@@ -32,7 +32,6 @@ from penstock_router.json_fields import (
     STRING,
     JsonObject,
     one_of,
-    read_array,
     read_object,
     refusal,
     string,
@@ -69,11 +68,10 @@ class Turns:
     effort: str | None = None
 
 
-def read_turns(name: str, value: Any, context: Context) -> Turns:
-    """A chat; every block checked. Its last message may be an answer to continue."""
-    given = read_array(name, value)
-    if not given:
-        raise BadRequest(f"{name}: at least one message is needed", param=name)
+def read_turns(name: str, given: list[Any], context: Context) -> Turns:
+    """A chat of one turn or more; every block checked. Its last message may be an answer to
+    continue.
+    """
     check_size(name, given)
     check_size(name, list(_blocks_of(given)))
     turns, last_user = Turns(context), _last_user(given)

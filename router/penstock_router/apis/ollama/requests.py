@@ -151,7 +151,8 @@ def _schema_in(name: str, text: str) -> Any:
         raise BadRequest(f"{name}: the text is no JSON", param=name) from None
 
 
-_FORMAT = Kind(_read_format, {"anyOf": [{"type": "string"}, {"type": "object"}]})
+_TEXT_FORMAT: JsonObject = {"type": "string", "pattern": r"^(json$|\s*\{|$)"}
+_FORMAT = Kind(_read_format, {"anyOf": [_TEXT_FORMAT, {"type": "object"}]})
 _EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
