@@ -205,4 +205,52 @@ FAULTS = [
         becomes("places[each['tool_call_id']]", "0"),
         caught_by="test_results_stand_in_the_order_of_their_calls",
     ),
+    Fault(
+        "Claude Code's accounting is part of the prompt",
+        "without_billing",
+        never("text.startswith(_HEADER)"),
+        caught_by="test_prompts_do_not_change_with_the_accounting",
+    ),
+    Fault(
+        "A deferred tool is shown before a turn refers to it",
+        "_read_tools",
+        never("tool.name in deferred"),
+        caught_by="test_a_deferred_tool_is_shown_where_it_was_found_and_nowhere_else",
+    ),
+    Fault(
+        "A tool of Anthropic's servers is left out without a word",
+        "_read_tools",
+        never("entry.tool is None"),
+        caught_by="test_tools_that_are_not_the_clients_are_left_out_and_named",
+    ),
+    Fault(
+        "A system that was for one turn stays",
+        "_read_system",
+        never("is_past and clear_at == 'next_user_message'"),
+        caught_by="test_a_system_for_one_turn_is_gone_when_the_user_speaks_again",
+    ),
+    Fault(
+        "An answer that fills the context is said to have reached its limit",
+        "MessageShape._note_end",
+        becomes("self._ends_with_context", "False"),
+        caught_by="test_an_answer_ends_with_the_context_or_with_its_limit",
+    ),
+    Fault(
+        "A prompt that is too long is refused in words that Claude Code does not know",
+        "_words",
+        always("not isinstance(error, ContextExceeded)"),
+        caught_by="test_a_prompt_that_is_too_long_is_refused_in_words_that_have_the_client_shorten_it",
+    ),
+    Fault(
+        "A page of another origin may send a body that is not said to be JSON",
+        "_is_welcome",
+        always('"*" in allowed'),
+        caught_by="test_a_page_of_another_origin_sends_nothing_without_asking",
+    ),
+    Fault(
+        "A chat is cut between a call and its result",
+        "_starts",
+        always('message["role"] != "tool"'),
+        caught_by="test_a_result_is_not_parted_from_its_call",
+    ),
 ]

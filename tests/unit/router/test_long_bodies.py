@@ -285,7 +285,7 @@ SHOWN: list[tuple[str, dict[str, Any]]] = [
 async def _shown(router: MemoryRouter, path: str, body: dict[str, Any]) -> Any:
     """What a client is shown, without what is drawn and without times."""
     answer = await router.post(path, body)
-    text = re.sub(r"(msg|resp|cmpl|chatcmpl)[-_]\w+", "ID", answer.body.decode())
+    text = re.sub(r"(msg|req|resp|cmpl|chatcmpl)[-_]\w+", "ID", answer.body.decode())
     text = re.sub(r'("(created|created_at|completed_at)":)[\d.]+', "TIME", text)
     names = ("content-type", "x-compute-characters", "x-prompt-tokens", "retry-after")
     return answer.status, text, [answer.headers.get(name) for name in names]

@@ -92,7 +92,7 @@ def test_tools_of_anthropic_that_clients_run_have_their_arguments(
 
 
 def test_what_a_tool_has_for_others_is_taken() -> None:
-    more = {
+    more: dict[str, Any] = {
         **{"cache_control": {"type": "ephemeral"}, "eager_input_streaming": True, "type": None},
         **{"input_examples": [{"url": "x"}], "allowed_callers": ["direct"], "strict": True},
     }
@@ -152,6 +152,23 @@ def test_a_deferred_tool_is_shown_where_a_turn_refers_to_it_and_can_be_called() 
     assert json.loads(request.messages[-1]["content"]) == SHOWN
     # Before, nothing shows it.
     assert "Fetches" not in str(request_of(tools=[SEARCH, DEFERRED]).messages)
+
+
+def test_a_definition_is_shown_once_however_often_turns_refer_to_it() -> None:
+    request = request_of(*found(*[reference("WebFetch")] * 3), tools=[SEARCH, DEFERRED])
+    texts = [part["text"] for part in request.messages[-1]["content"]]
+    assert texts == [json.dumps(SHOWN), "WebFetch", "WebFetch"]
+    # A summary stands for the turn that showed it.
+    summary = {"role": "assistant", "content": [{"type": "compaction", "content": "Short."}]}
+    again = found(reference("WebFetch"))[1:]
+    turns = (*found(reference("WebFetch")), summary, *again)
+    assert request_of(*turns, tools=[SEARCH, DEFERRED]).messages[-1]["content"] == texts[0]
+
+
+def test_of_two_tools_with_one_name_one_that_is_shown_is_not_shown_again() -> None:
+    request = request_of(*found(reference("WebFetch")), tools=[SEARCH, FETCH, DEFERRED])
+    assert request.messages[-1]["content"] == "WebFetch"
+    assert [tool.name for tool in request.tools if tool.shown] == ["ToolSearch", "WebFetch"]
 
 
 def test_references_to_other_tools_are_their_names() -> None:

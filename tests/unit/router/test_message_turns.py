@@ -218,6 +218,16 @@ def test_a_form_of_the_answer_and_effort_are_asked_for() -> None:
     assert effort.constraint is None
 
 
+def test_fields_of_other_servers_of_this_api_have_their_effect() -> None:
+    request = request_of(seed=7, min_p=0.1, logit_bias={"5": 1}, session_id="s", timeout=3,
+                         stop_sequences=["x"], thinking={"type": "disabled"},
+                         chat_template_kwargs={"thinking": True, "tone": "dry"})  # fmt: skip
+    assert (request.seed, request.min_p, request.logit_bias) == (7, 0.1, {5: 1.0})
+    assert (request.session, request.timeout_s, request.stop) == ("s", 3.0, ("x",))
+    assert request.template_kwargs == {"enable_thinking": False, "thinking": True, "tone": "dry"}
+    assert request.warnings == ()
+
+
 FORM = {"type": "json_schema", "schema": {"type": "object"}}
 
 
@@ -230,6 +240,7 @@ FORM = {"type": "json_schema", "schema": {"type": "object"}}
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "must be at least 1"),
         ({"thinking": {"type": "adaptive", "display": 3}}, "thinking.display: must be a string"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is a field"),
         ({"output_config": {"effort": 3}}, "output_config.effort: must be a string"),
         (
             {"output_config": {"format": FORM}, "output_format": FORM},

@@ -29,6 +29,15 @@ class Context:
     tools: OfferedTools
     added: list[Tool] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    # Names of tools that a turn has shown.
+    told: set[str] = field(default_factory=set)
+
+    def refer(self, name: str) -> str:
+        """The text by which a turn refers to a tool: its definition, unless that was shown."""
+        if name in self.told or name not in self.tools.deferred:
+            return name
+        self.told.add(name)
+        return as_definition(self.tools.deferred[name])
 
 
 # (where it is, the block, its context) -> parts. Raises `BadRequest`.
@@ -137,7 +146,7 @@ def _headed(at: str, block: JsonObject, what: str, keys: tuple[str, ...]) -> lis
 
 def _read_reference(at: str, block: JsonObject, context: Context) -> list[Part]:
     name = STRING.read(f"{at}.tool_name", block.get("tool_name"))
-    return [text_part(context.tools.definition(name))]
+    return [text_part(context.refer(name))]
 
 
 def _read_state(at: str, block: JsonObject, context: Context) -> list[Part]:
@@ -148,7 +157,7 @@ def _read_state(at: str, block: JsonObject, context: Context) -> list[Part]:
 def _read_addition(at: str, block: JsonObject, context: Context) -> list[Part]:
     changed = read_object(f"{at}.tool", block.get("tool"))
     if changed.get("type") != "tool_definition":
-        return [text_part(f"Now available: {context.tools.definition(_named(at, changed))}")]
+        return [text_part(f"Now available: {context.refer(_named(at, changed))}")]
     entry = read_entry(f"{at}.tool.definition", changed.get("definition"))
     if isinstance(entry, str):
         context.warnings.append(entry)

@@ -23,7 +23,8 @@ from penstock_router.apis.messages.thinking import (
 from penstock_router.apis.messages.tools import CHOICE, NO_TOOLS, TOOLS, OfferedTools
 from penstock_router.apis.messages.turn_schemas import TURNS_SCHEMA
 from penstock_router.apis.messages.turns import Turns, read_turns
-from penstock_router.apis.openai.fields import STOPS
+from penstock_router.apis.openai.fields import CHAT_FIELDS, STOPS
+from penstock_router.apis.openai.requests import common_options, own_kwargs
 from penstock_router.apis.structured_output import FORMAT, only_constraint
 from penstock_router.apis.tools import check_one_form, tool_options
 from penstock_router.json_fields import (
@@ -134,6 +135,7 @@ _PROMPT_FIELDS = (
     ),
     Field("output_config", _OUTPUT, "The form of the text, and how much effort to make."),
     Field("output_format", FORMAT, "The same as format in output_config."),
+    CHAT_FIELDS["chat_template_kwargs"],
     Field("context_management", _EDITS, "Taken without effect: no turn is left out."),
     taken("mcp_servers", [], help=_OF_ANTHROPICS_SERVERS),
     taken("container", help=_OF_ANTHROPICS_SERVERS),
@@ -160,6 +162,15 @@ _ANSWER_FIELDS = (
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
     Field("top_k", integer(-1, INT32_MAX), "Sample among so many of the likeliest; 0 and -1: all."),
     TIMEOUT,
+    # Anthropic's API lacks these; clients of other servers that speak it send them.
+    *(
+        CHAT_FIELDS[name]
+        for name in (
+            *("seed", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
+            *("frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos"),
+            *("priority", "cache_salt", "session_id"),
+        )
+    ),
 )
 FIELDS = table([*_PROMPT_FIELDS, *_ANSWER_FIELDS])
 COUNT_FIELDS = table(
@@ -176,14 +187,9 @@ COUNT_FIELDS = table(
 def parse(body: JsonObject) -> ChatRequest:
     """A body of /v1/messages."""
     values = read_fields(FIELDS, body)
-    names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-    request = ChatRequest(
-        **_prompt(values),
-        stop=values.get("stop_sequences", ()),
-        timeout_s=values.get("timeout"),
-        bounds_max_tokens=True,
-        **{name: values[name] for name in names if name in values},
-    )
+    prompt = _prompt(values)
+    options = common_options({**values, "stop": values.get("stop_sequences", ())})
+    request = ChatRequest(**{**options, **prompt}, bounds_max_tokens=True)
     check_one_form(request)
     return request
 
@@ -246,7 +252,9 @@ def _template_kwargs(values: JsonObject, turns: Turns) -> JsonObject:
     """Whether to reason, and how hard, under the variable names that templates use."""
     kwargs = thinking_variables(values)
     effort = turns.effort or values.get("output_config", {}).get("effort")
-    return kwargs if effort is None else {**kwargs, "reasoning_effort": effort}
+    if effort is not None:
+        kwargs["reasoning_effort"] = effort
+    return {**kwargs, **own_kwargs(values)}
 
 
 class TokenCount(TypedDict):

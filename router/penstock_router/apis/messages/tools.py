@@ -49,10 +49,6 @@ class OfferedTools:
     # What was left out.
     warnings: tuple[str, ...] = ()
 
-    def definition(self, name: str) -> str:
-        """The text by which a turn refers to a tool: its definition, unless that is shown."""
-        return as_definition(self.deferred[name]) if name in self.deferred else name
-
     def showing(self, name: str) -> OfferedTools:
         """The same with this tool shown like those that are not deferred."""
         if name not in self.deferred:
@@ -132,8 +128,6 @@ _PUBLISHED: Mapping[str, JsonObject] = {
                   new_path=_TEXT),
     ),
 }  # fmt: skip
-# A tool of Anthropic's servers that finds deferred ones.
-_SEARCH = "tool_search_tool"
 
 
 # ---- Reading -----------------------------------------------------------------------------------
@@ -146,6 +140,11 @@ class _Entry:
     kind: str
     tool: Tool | None
     is_deferred: bool = False
+
+    @property
+    def finds_others(self) -> bool:
+        """Whether it is the search of Anthropic's servers for deferred tools."""
+        return self.kind.startswith("tool_search_tool")
 
 
 def read_entry(where: str, value: Any) -> Tool | str:
@@ -191,29 +190,14 @@ def _read_tools(name: str, value: Any) -> OfferedTools:
         for index, entry in enumerate(entries)
         if entry.tool is None
     ]
-    deferred = _deferred(entries)
-    tools = [
-        replace(entry.tool, shown={}) if entry.tool.name in deferred else entry.tool
-        for entry in entries
-        if entry.tool is not None
-    ]
+    served = [(entry.tool, entry.is_deferred) for entry in entries if entry.tool is not None]
+    shown = {tool.name for tool, is_deferred in served if not is_deferred}
+    deferred: JsonObject = {}
+    # Elsewhere nothing could find them.
+    if shown and not any(entry.finds_others for entry in entries):
+        deferred = {tool.name: tool.shown for tool, _ in served if tool.name not in shown}
+    tools = [replace(tool, shown={}) if tool.name in deferred else tool for tool, _ in served]
     return OfferedTools(tuple(tools), deferred, tuple(warnings))
-
-
-def _deferred(entries: list[_Entry]) -> dict[str, JsonObject]:
-    """Those that a search must find first: none, if the body has nothing that may find them."""
-    served = [entry for entry in entries if entry.tool is not None]
-    if any(entry.kind.startswith(_SEARCH) and entry.tool is None for entry in entries):
-        return {}
-    if all(entry.is_deferred for entry in served):
-        return {}
-    # Of several with one name the last counts.
-    last = {entry.tool.name: entry for entry in served if entry.tool is not None}
-    return {
-        name: entry.tool.shown
-        for name, entry in last.items()
-        if entry.is_deferred and entry.tool is not None
-    }
 
 
 def _read_choice(name: str, value: Any) -> ParsedToolChoice:

@@ -127,26 +127,28 @@ def _read_turn(name: str, value: Any, turns: Turns, *, is_past: bool) -> None:
 
 def _read_system(name: str, turn: JsonObject, turns: Turns, *, is_past: bool) -> None:
     """Add a system in its place, unless it was for a turn of the user's that is over."""
-    content = turn.get("content")
-    if isinstance(content, str):
-        texts = [content]
-    elif isinstance(content, list):
-        parts = read_blocks(f"{name}.content", content, turns.context, OF_SYSTEMS)
-        texts = [part["text"] for part in parts if "text" in part]
-        if len(texts) < len(parts):
-            text = f"{name}.content: systems have text only, no images"
-            raise BadRequest(text, param=f"{name}.content")
-    elif content is None and turn.get("output_config") is not None:
-        texts = []
-    else:
-        raise refusal(f"{name}.content", "a string or an array of blocks", content)
+    texts = without_billing(_system_texts(name, turn, turns.context))
     _read_effort(f"{name}.output_config", turn, turns)
     clear_at = turn.get("clear_at")
     if clear_at is not None:
         _CLEAR_AT.read(f"{name}.clear_at", clear_at)
-    kept = without_billing(texts)
-    if kept and not (is_past and clear_at == "next_user_message"):
-        turns.messages.append({"role": "system", "content": "\n".join(kept)})
+    if texts and not (is_past and clear_at == "next_user_message"):
+        turns.messages.append({"role": "system", "content": "\n".join(texts)})
+
+
+def _system_texts(name: str, turn: JsonObject, context: Context) -> list[str]:
+    content = turn.get("content")
+    if isinstance(content, str):
+        return [content]
+    if content is None and turn.get("output_config") is not None:
+        return []
+    if not isinstance(content, list):
+        raise refusal(f"{name}.content", "a string or an array of blocks", content)
+    parts = read_blocks(f"{name}.content", content, context, OF_SYSTEMS)
+    if any("text" not in part for part in parts):
+        text = f"{name}.content: systems have text only, no images"
+        raise BadRequest(text, param=f"{name}.content")
+    return [part["text"] for part in parts]
 
 
 def _read_effort(name: str, turn: JsonObject, turns: Turns) -> None:
@@ -278,6 +280,7 @@ def _read_summary(name: str, block: JsonObject, said: _Said) -> None:
         return
     said.end_message()
     said.turns.messages[:] = [{"role": "user", "content": content}]
+    said.turns.context.told.clear()
 
 
 _OF_ASSISTANTS: Mapping[str, Callable[[str, JsonObject, _Said], None]] = {

@@ -233,7 +233,9 @@ def parse_generate(body: JsonObject) -> OllamaChat:
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
     prompt = values.get("prompt", "")
     content = with_images(values.get("images", []), prompt)
-    return _chat(values, [*system, {"role": "user", "content": content}], bool(prompt))
+    asked = _chat(values, [*system, {"role": "user", "content": content}], bool(prompt))
+    is_text = content == prompt and not (system or asked.context)
+    return dataclasses.replace(asked, text=prompt) if is_text else asked
 
 
 def parse_raw(body: JsonObject) -> OllamaRaw:

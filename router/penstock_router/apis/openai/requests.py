@@ -138,7 +138,7 @@ def template_options(values: JsonObject) -> JsonObject:
         "continue_final_message": continues,
         "documents": list(values["documents"]) if values.get("documents") else None,
         "chat_template": values.get("chat_template"),
-        "template_kwargs": _template_kwargs(values),
+        "template_kwargs": {**thinking_kwargs(values), **own_kwargs(values)},
     }
 
 
@@ -148,14 +148,14 @@ _RESERVED_KWARGS = frozenset(
 )
 
 
-def _template_kwargs(values: JsonObject) -> JsonObject:
-    """What a request adds to the variables of its template."""
-    kwargs: JsonObject = dict(values.get("chat_template_kwargs", {}))
+def own_kwargs(values: JsonObject) -> JsonObject:
+    """The variables of its template that a request names itself."""
+    kwargs: JsonObject = values.get("chat_template_kwargs", {})
     reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
     if reserved:
         text = f"chat_template_kwargs: {reserved[0]} is a field of its own"
         raise BadRequest(text, param="chat_template_kwargs")
-    return {**thinking_kwargs(values), **kwargs}
+    return kwargs
 
 
 # ---- The two APIs ------------------------------------------------------------------------------
