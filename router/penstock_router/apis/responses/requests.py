@@ -350,6 +350,8 @@ def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
     tools: ParsedTools = values.get("tools") or ParsedTools()
     for name, more in given.tools:
         tools.add(name, more, repeated=False)
+    for name, more in given.found_tools:
+        tools.add(name, more, repeated=False, found=True)
     return tools
 
 

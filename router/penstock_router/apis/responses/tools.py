@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,9 @@ class _Entry:
     # As answers repeat it, if it is of the field `tools`: a namespace as its first one.
     shown: JsonObject | None
     is_of_field: bool = True
+    # Whether the output of a search shows it: before the chat it would change what prompts begin
+    # with, and so leave nothing of them in the cache.
+    is_found: bool = False
 
 
 @dataclass(slots=True)
@@ -88,13 +92,18 @@ class ParsedTools:
     entries: list[_Entry] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def add(self, name: str, value: Any, *, repeated: bool = True) -> None:
-        """Add an array of tools; answers show them if `repeated`. Raises `BadRequest`."""
-        given = read_array(name, value)
+    def add(self, name: str, value: Any, *, repeated: bool = True, found: bool = False) -> None:
+        """Add an array of tools; answers show them if `repeated`, and prompts begin with them
+        unless they were `found`. Raises `BadRequest`.
+        """
+        given, first = read_array(name, value), len(self.entries)
         _check_number(name, len(given))
         for index, tool in enumerate(given):
             self._add(f"{name}[{index}]", read_object(f"{name}[{index}]", tool), repeated)
         _check_number(name, len(self.entries))
+        if found:
+            added = [dataclasses.replace(entry, is_found=True) for entry in self.entries[first:]]
+            self.entries[first:] = added
 
     def _add(self, where: str, tool: JsonObject, repeated: bool) -> None:
         kind = STRING.read(f"{where}.type", tool.get("type"))
@@ -132,24 +141,33 @@ class ParsedTools:
         Of several that requests name alike the last counts.
         """
         by_key = {entry.served.key: entry for entry in self.entries}
+        at_front = {entry.served.key for entry in self.entries if not entry.is_found}
         # Plain functions first: their names are the models', and the client's.
         plain = {key for key in by_key if key[0] == FUNCTION and not key[1]}
         taken = {key[2] for key in plain}
         tools: list[Tool] = []
         served: dict[str, ServedTool] = {}
         for key, entry in by_key.items():
-            if key in plain:
-                tools.append(entry.function)
-                continue
-            name = _free_name(key, taken)
-            taken.add(name)
-            tools.append(_renamed(entry.function, name))
-            served[name] = entry.served
+            function = entry.function
+            if key not in plain:
+                name = _free_name(key, taken)
+                taken.add(name)
+                function = _renamed(function, name)
+                served[name] = entry.served
+            if key not in at_front:
+                function = dataclasses.replace(function, shown={})
+            tools.append(function)
         return tuple(tools), served
 
-    def tool_keys(self) -> list[ToolKey]:
-        """The tools as requests name them."""
-        return [entry.served.key for entry in self.entries]
+    def definitions(self, names: Mapping[ToolKey, str]) -> list[str]:
+        """The functions as most chat templates write them; `names` are those that differ from
+        `flat_name`.
+        """
+        keyed = [(entry.served.key, entry.function) for entry in self.entries]
+        return [
+            json.dumps(_renamed(tool, names.get(key) or flat_name(key)).shown, ensure_ascii=False)
+            for key, tool in keyed
+        ]
 
     def shown(self) -> list[JsonObject]:
         """The tools as answers repeat them."""
