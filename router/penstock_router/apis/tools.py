@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +84,11 @@ SHOWN = ("name", "description")
 
 def _chat_tool(where: str, value: Any) -> Tool:
     tool = read_object(where, value)
-    _check_type(where, tool.get("type"), "function")
+    _check_type(where, tool)
     if "function" not in tool and "name" in tool:
-        # Cursor sends tools in the form of responses.
-        return read_tool(where, tool, SHOWN)
+        # Cursor sends tools in the form of responses, or in that of Messages.
+        key = "input_schema" if tool.get("parameters") is None else "parameters"
+        return read_tool(where, tool, SHOWN, key)
     function = read_object(f"{where}.function", tool.get("function"))
     # Some templates read more entries, such as what a function returns. Whether the schema is
     # enforced does not concern templates.
@@ -95,9 +96,11 @@ def _chat_tool(where: str, value: Any) -> Tool:
     return read_tool(f"{where}.function", function, shown)
 
 
-def _check_type(where: str, given: object, served: str) -> None:
-    if given != served:
-        text = f"{where}.type: tools of type {shorten(given)} are not served, only {served}"
+def _check_type(where: str, entry: JsonObject) -> None:
+    """Refuse all types but function, which may be left out."""
+    kind = entry.get("type")
+    if kind is not None and kind != "function":
+        text = f"{where}.type: tools of type {shorten(kind)} are not served, only function"
         raise BadRequest(text, param=f"{where}.type")
 
 
@@ -126,24 +129,36 @@ class ParsedToolChoice:
     parallel: bool | None = None
 
 
+# The words of a choice; the last is Mistral's.
+_MODES: Mapping[str, ToolChoice] = {
+    "none": ToolChoice("none"),
+    "auto": ToolChoice("auto"),
+    "required": ToolChoice("required"),
+    "any": ToolChoice("required"),
+}
+
+
 def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
     if isinstance(value, dict) and "function" in value and "type" not in value:
         # Hugging Face's clients give no type.
         value = {"type": "function", **value}
-    words = "none, auto, required or an object that names a function"
     match value:
-        case "none" | "auto" | "required":
-            return ParsedToolChoice(ToolChoice(value))
-        case {"type": "function"}:
+        # Cursor sends a word as a type, as Messages have it.
+        case str(word) | {"type": str(word)} if word in _MODES:
+            return ParsedToolChoice(_MODES[word])
+        case {"type": "function" | "tool"}:
             return ParsedToolChoice(ToolChoice("named", _function_name(name, value)))
         case {"type": "allowed_tools"}:
             return _read_allowed(name, value)
         case {"type": other}:
             raise refusal(f"{name}.type", "function or allowed_tools", other)
-    raise refusal(name, words, value)
+    raise refusal(name, "none, auto, required or an object that names a function", value)
 
 
 def _function_name(where: str, entry: JsonObject) -> str:
+    """The name of a function: nested as in chats, or flat as in responses."""
+    if "function" not in entry and "name" in entry:
+        return read_name(f"{where}.name", entry["name"])
     function = read_object(f"{where}.function", entry.get("function"))
     return read_name(f"{where}.function.name", function.get("name"))
 
@@ -164,7 +179,7 @@ def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
     names = []
     for index, entry in enumerate(entries):
         where = f"{name}.tools[{index}]"
-        _check_type(where, read_object(where, entry).get("type"), "function")
+        _check_type(where, read_object(where, entry))
         names.append(_function_name(where, entry))
     return ParsedToolChoice(ToolChoice(mode), allowed=tuple(names))
 
@@ -236,14 +251,16 @@ _PARAMETERS: JsonObject = {
     "properties": {"type": {"enum": ["object"]}},
 }
 _MAYBE: JsonObject = or_null(_PARAMETERS)
-_FUNCTION: JsonObject = {"enum": ["function"]}
+_FUNCTION: JsonObject = {"enum": ["function", None]}
 _CHAT_TOOL: JsonObject = {
     "type": "object",
     "properties": {"type": _FUNCTION, "function": describe(parameters=_MAYBE)},
-    "required": ["type", "function"],
+    "required": ["function"],
 }
-_FLAT_TOOL = describe(type=_FUNCTION, parameters=_MAYBE)
-_FLAT_TOOL["required"] = ["type", "name"]
+_FLAT_TOOLS = [
+    describe(type=_FUNCTION, parameters=_MAYBE),
+    describe(type=_FUNCTION, parameters={"type": "null"}, input_schema=_MAYBE),
+]
 NAMED: JsonObject = {
     "type": "object",
     "properties": {"name": NAME_SCHEMA},
@@ -252,8 +269,9 @@ NAMED: JsonObject = {
 
 
 def _choices(*forms: JsonObject) -> JsonObject:
-    words: JsonObject = {"type": "string", "enum": ["none", "auto", "required"]}
-    return {"anyOf": [words, *forms]}
+    words: JsonObject = {"enum": list(_MODES)}
+    as_type = {"type": "object", "properties": {"type": words}, "required": ["type"]}
+    return {"anyOf": [words, as_type, *forms]}
 
 
 def _allowed_form(tool: JsonObject) -> JsonObject:
@@ -270,7 +288,13 @@ def _nest(key: str, form: JsonObject) -> JsonObject:
     return {"type": "object", "properties": {key: form}, "required": [key]}
 
 
-_ONE = add_type("function", _nest("function", NAMED))
+_ONE: JsonObject = {"anyOf": [_nest("function", NAMED), NAMED]}
+_NAMED_ONE: JsonObject = {
+    "anyOf": [
+        _nest("function", NAMED),
+        *(add_type(kind, form) for kind in ("function", "tool") for form in _ONE["anyOf"]),
+    ]
+}
 
 
 def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
@@ -282,5 +306,5 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
 
 
 # Chats: {"type": "function", "function": {"name": ...}}.
-TOOLS = Kind(_reader(_chat_tool), array_form({"anyOf": [_CHAT_TOOL, _FLAT_TOOL]}))
-CHOICE = Kind(_chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE)))
+TOOLS = Kind(_reader(_chat_tool), array_form({"anyOf": [_CHAT_TOOL, *_FLAT_TOOLS]}))
+CHOICE = Kind(_chat_choice, _choices(_NAMED_ONE, *_allowed_forms(_ONE)))

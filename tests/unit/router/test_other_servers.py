@@ -266,6 +266,21 @@ def test_tools_in_the_form_of_responses_are_those_of_chats() -> None:
     assert parsed("chat", tools=[flat]).tools == parsed("chat", tools=[nested]).tools
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"function": {"name": "f", "parameters": {"type": "object", "title": "t"}}},
+        {"type": None, "name": "f", "parameters": {"type": "object", "title": "t"}},
+        {"name": "f", "input_schema": {"type": "object", "title": "t"}},
+    ],
+)
+def test_a_tool_without_a_type_is_a_function(given: Any) -> None:
+    """vLLM's clients leave it out, and Cursor sends the form of Messages."""
+    function = {"name": "f", "parameters": {"type": "object", "title": "t"}}
+    usual = {"type": "function", "function": function}
+    assert parsed("chat", tools=[given]) == parsed("chat", tools=[usual])
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_a_choice_without_tools_is_taken(choice: str) -> None:
     given: tuple[dict[str, Any], ...] = ({}, {"tools": []})
