@@ -107,8 +107,14 @@ def label(name: str) -> Field:
 
 def another_name(name: str, of: Field, kind: Kind | None = None) -> Field:
     """Another server's name of a field, with that server's bounds if they differ."""
-    help_text = f"Another name of {of.name}."
-    return replace(of, name=name, kind=kind or of.kind, help=help_text, stands_for=of.name)
+    return replace(
+        of,
+        name=name,
+        kind=kind or of.kind,
+        help=f"Another name of {of.name}.",
+        required=False,
+        stands_for=of.name,
+    )
 
 
 def body_schema(fields: Table) -> JsonObject:

@@ -309,22 +309,45 @@ def tool_message(call_id: str, content: Content, name: str = "") -> Message:
 # ---- Schemas -----------------------------------------------------------------------------------
 
 
-_PART_SCHEMA: JsonObject = {
-    "anyOf": [
-        {
-            "type": "object",
-            "properties": {"type": {"enum": kinds}, key: {"type": "string"}},
-            "required": ["type", key],
-        }
-        for kinds, key in (([*_TEXT_PARTS[:-1], None], "text"), (["refusal"], "refusal"))
-    ]
-}
-_TEXT_SCHEMA: JsonObject = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}
-_ANY_PART_SCHEMA: JsonObject = {
-    "anyOf": [*_PART_SCHEMA["anyOf"], IMAGE_URL_SCHEMA, INPUT_IMAGE_SCHEMA]
+def _part_schema(key: str, schema: JsonObject, *kinds: str | None) -> JsonObject:
+    """A part with `key`; a type of None may be left out."""
+    properties = {"type": {"enum": list(kinds)}, key: schema}
+    required = [key] if None in kinds else ["type", key]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+_STRING: JsonObject = {"type": "string"}
+_PART_SCHEMAS: tuple[JsonObject, ...] = (
+    _STRING,
+    _part_schema("text", _STRING, *_TEXT_PARTS[:-1], None),
+    _part_schema("refusal", _STRING, "refusal"),
+)
+_TEXTS_SCHEMA: JsonObject = {"type": "array", "items": {"anyOf": [*_PART_SCHEMAS]}}
+_TEXT_SCHEMA: JsonObject = {"anyOf": [_STRING, _TEXTS_SCHEMA]}
+_THOUGHT_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {"type": {"enum": list(_THOUGHT_PARTS)}},
+    "required": ["type"],
 }
 _PARTS_SCHEMA: JsonObject = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": _ANY_PART_SCHEMA}]
+    "anyOf": [
+        _STRING,
+        {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    *_PART_SCHEMAS,
+                    _part_schema(
+                        "image_url",
+                        IMAGE_URL_SCHEMA["properties"]["image_url"],
+                        *("image_url", None),
+                    ),
+                    INPUT_IMAGE_SCHEMA,
+                    _THOUGHT_SCHEMA,
+                ]
+            },
+        },
+    ]
 }
 
 

@@ -252,7 +252,7 @@ _PARAMETERS: JsonObject = {
 }
 _MAYBE: JsonObject = or_null(_PARAMETERS)
 _FUNCTION: JsonObject = {"enum": ["function", None]}
-_CHAT_TOOL: JsonObject = {
+CHAT_TOOL: JsonObject = {
     "type": "object",
     "properties": {"type": _FUNCTION, "function": describe(parameters=_MAYBE)},
     "required": ["function"],
@@ -306,5 +306,5 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
 
 
 # Chats: {"type": "function", "function": {"name": ...}}.
-TOOLS = Kind(_reader(_chat_tool), array_form({"anyOf": [_CHAT_TOOL, *_FLAT_TOOLS]}))
+TOOLS = Kind(_reader(_chat_tool), array_form({"anyOf": [CHAT_TOOL, *_FLAT_TOOLS]}))
 CHOICE = Kind(_chat_choice, _choices(_NAMED_ONE, *_allowed_forms(_ONE)))

@@ -106,6 +106,7 @@ def test_no_adapter_may_be_asked_for_in_several_ways(given: Any) -> None:
         ({"reasoning": {"enabled": False}}, {"enable_thinking": False}, None, True),
         ({"reasoning": {"exclude": True}}, {}, None, False),
         ({"reasoning": {"effort": None, "summary": "auto"}}, {}, None, True),
+        ({"reasoning": {"generate_summary": "auto"}}, {}, None, True),
         (
             {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
             {"enable_thinking": False},

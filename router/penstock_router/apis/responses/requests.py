@@ -15,6 +15,7 @@ import msgspec
 from penstock_client.types import Constraint
 from penstock_router.apis.base import Api
 from penstock_router.apis.images import take_images
+from penstock_router.apis.openai.elsewhere import with_fields_of_chats
 from penstock_router.apis.openai.fields import (
     CHAT_FIELDS,
     MAX_CHOICES,
@@ -23,6 +24,7 @@ from penstock_router.apis.openai.fields import (
     SAMPLING,
 )
 from penstock_router.apis.openai.requests import common_options, template_options
+from penstock_router.apis.openai.thinking import spread_thinking
 from penstock_router.apis.responses.answers import ResponseAnswer, ResponseEvent, ResponseShape
 from penstock_router.apis.responses.conversation import messages_of
 from penstock_router.apis.responses.errors import ERRORS
@@ -58,8 +60,8 @@ from penstock_router.json_fields import (
     or_null,
     read_fields,
     read_object,
+    shorten,
     string,
-    table,
     taken,
 )
 from penstock_router.request import MAX_SESSION_CHARS
@@ -69,6 +71,8 @@ MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
 MAX_FORMAT_NAME_CHARS = 64
+# How many unknown entries of a field a warning names.
+_NAMED_ENTRIES = 16
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
 # Details of tools that OpenAI's servers run, and of images: this server has none of them.
@@ -111,15 +115,22 @@ _METADATA = Kind(
 
 
 def _parts_of(**fields: Kind) -> Kind:
-    """An object with some known entries, each of which may be missing or null."""
+    """An object with some known entries, each of which may be missing or null. Under `WARNINGS` it
+    has what of the others has no effect, if anything.
+    """
 
     def read(name: str, value: Any) -> JsonObject:
         given = read_object(name, value)
-        return {
+        values: JsonObject = {
             key: kind.read(f"{name}.{key}", given[key])
             for key, kind in fields.items()
             if given.get(key) is not None
         }
+        others = [key for key in given if key not in fields and given[key] is not None]
+        if others:
+            named = ", ".join(map(shorten, others[:_NAMED_ENTRIES]))
+            values[WARNINGS] = f"{name}: entries without effect: {named}"
+        return values
 
     entries = {key: or_null(kind.schema) for key, kind in fields.items()}
     return Kind(read, {"type": "object", "properties": entries})
@@ -176,6 +187,8 @@ _TEXT_FORMAT = Kind(
 )
 
 
+_SUMMARY = one_of("auto", "concise", "detailed")
+
 # ---- The table ---------------------------------------------------------------------------------
 
 # Fields of chats, with the same names and the same meaning.
@@ -185,8 +198,10 @@ _AS_IN_CHATS = (
     *("spaces_between_special_tokens", "stream", "stream_interval", "chat_template"),
     *("chat_template_kwargs", "priority", "slo", "is_latency_sensitive", "cache_salt"),
     *("request_id", "session_id", "timeout"),
-    *("include_reasoning", "thinking_token_budget", "structured_outputs"),
+    *("include_reasoning", "thinking_token_budget", "enable_thinking", "thinking"),
+    *("reasoning_effort", "lora_path", "documents", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf", "grammar"),
     *("guided_whitespace_pattern", "guided_decoding_backend"),
 )
 
@@ -196,7 +211,7 @@ _TAKEN = (
     *("background_options", "image", "request_country"),
 )
 
-RESPONSES_FIELDS = table(
+RESPONSES_FIELDS = with_fields_of_chats(
     [
         Field(
             "input",
@@ -232,7 +247,7 @@ RESPONSES_FIELDS = table(
         ),
         Field(
             "reasoning",
-            _parts_of(effort=STRING, summary=one_of("auto", "concise", "detailed")),
+            _parts_of(effort=STRING, summary=_SUMMARY, generate_summary=_SUMMARY),
             "effort is for the template; no summary is made.",
         ),
         Field(
@@ -300,6 +315,7 @@ RESPONSES_FIELDS = table(
 def parse_response(body: JsonObject) -> ResponsesRequest:
     """A body of /v1/responses, without the previous response's conversation."""
     values = read_fields(RESPONSES_FIELDS, body)
+    spread_thinking(values, ["thinking"])
     effort = values.get("reasoning", {}).get("effort")
     if effort is not None:
         values["reasoning_effort"] = effort
@@ -358,6 +374,8 @@ def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
 def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> JsonObject:
     """What has no effect: that of the fields, of the items, of the tools."""
     lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings, tools.repeated_names()]
+    with_entries = ("text", "reasoning", "stream_options")
+    lines += [values.get(name, {}).pop(WARNINGS, "") for name in with_entries]
     if values.get("text", {}).get("verbosity", "medium") != "medium":
         lines.append("text.verbosity: taken without effect")
     return {WARNINGS: tuple(filter(None, lines))}
