@@ -14,13 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from clients.environments import agent_packages
 from hosts.network import Host
 
-MODEL = "the-model"
+# That of a model that no agent knows, and that of one that Codex knows: for it, it has other tools.
+MODELS = (MODEL, KNOWN_MODEL) = ("the-model", "gpt-5.5")
 TIMEOUT_S = 120.0
 _TOOL_SERVER = Path(__file__).parent / "scripts" / "adding_server.py"
 
@@ -104,6 +105,9 @@ class Ended:
 class Agent(ABC):
     """At a router's address."""
 
+    # What it asks.
+    route: ClassVar[str]
+
     host: Host
     url: str
     folder: Path
@@ -150,6 +154,8 @@ class Agent(ABC):
 class Claude(Agent):
     """Claude Code."""
 
+    route = "/v1/messages"
+
     def set_up(self) -> None:
         server = {"command": sys.executable, "args": [str(_TOOL_SERVER)]}
         (self.folder / "tools.json").write_text(json.dumps({"mcpServers": {"adding": server}}))
@@ -173,13 +179,27 @@ class Claude(Agent):
         }
 
 
+class ClaudeOfKnownContext(Claude):
+    """Summarizes before anything is refused."""
+
+    def variables(self) -> dict[str, str]:
+        return {
+            **super().variables(),
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(self.context_tokens),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4096",
+        }
+
+
 class Codex(Agent):
     """OpenAI's Codex."""
+
+    route = "/v1/responses"
+    model = MODEL
 
     def set_up(self) -> None:
         (self.home / "config.toml").write_text(
             f"""
-model = "{MODEL}"
+model = "{self.model}"
 model_provider = "here"
 model_context_window = {self.context_tokens}
 model_auto_compact_token_limit = {self.context_tokens * 3 // 4}
@@ -205,6 +225,12 @@ args = ["{_TOOL_SERVER}"]
 
     def variables(self) -> dict[str, str]:
         return {"CODEX_HOME": str(self.home), "KEY_OF_HERE": "no-key"}
+
+
+class CodexOfKnownModel(Codex):
+    """Edits by patches, which are calls without JSON, and searches for other tools."""
+
+    model = KNOWN_MODEL
 
 
 def _program(pattern: str) -> Path:

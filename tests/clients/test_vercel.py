@@ -24,12 +24,14 @@ pytestmark = pytest.mark.soak
 
 SCRIPT = Path(__file__).parent / "scripts" / "with_vercel.mjs"
 MODEL = "scripted"
+# Long enough that it cannot come as one piece, however slow the machine is.
+GREETING = "Good day to you. " * 20 + "Good day."
 CITY = {"city": "Paris", "people": 2}
 # By what a prompt holds: a result of the tool before what asks for its call.
 ANSWERS = {
     '"total"': Turn("So it is.", "It is 5."),
     "ADD": Turn("I add.", "Let me see.", [Call("add", {"a": 2, "b": 3})]),
-    "CHAT": Turn("A greeting.", "Good day to you."),
+    "CHAT": Turn("A greeting.", GREETING),
     # The provider forces a call of a tool of this name.
     "OBJECT for anthropic": Turn("", "", [Call("json", CITY)]),
     "OBJECT for openai-compatible": Turn("", json.dumps(CITY)),
@@ -45,7 +47,8 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     answers = {key: as_json_calls(turn) for key, turn in ANSWERS.items()}
     script = Script([], answers)
     make_scripted_model(folder / "model", template=template, context_tokens=4096, script=script)
-    shard = ScriptedShard(folder / "shard", folder / "model", "--served-model-name", MODEL)
+    flags = ("--served-model-name", MODEL, "--step-ms", "5")
+    shard = ScriptedShard(folder / "shard", folder / "model", *flags)
     router = Router(folder / "router", [shard.address])
     with running(shard, router):
         yield router
@@ -74,7 +77,7 @@ def observed(
 
 def test_a_chat_has_text_reasoning_and_usage(observed) -> None:
     chat = observed["chat"]
-    assert (chat["text"], chat["reasoning"]) == ("Good day to you.", "A greeting.")
+    assert (chat["text"], chat["reasoning"]) == (GREETING, "A greeting.")
     assert chat["reason"] == "stop"
     assert all(chat["tokens"])
 

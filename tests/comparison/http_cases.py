@@ -329,13 +329,18 @@ def _of_ollama() -> dict[str, Case]:
         "stop": Case({"": ["e", "a"]}),
         **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread"), _silent(1)),
         **dict.fromkeys(("num_keep", "use_mmap", "use_mlock", "numa", "low_vram"), _silent(1)),
-        "f16_kv": _silent(1),
+        **dict.fromkeys(("f16_kv", "vocab_only", "logits_all", "embedding_only"), _silent(1)),
+        **dict.fromkeys(("mirostat_tau", "mirostat_eta", "draft_num_predict"), _silent(1)),
+        "repeat_last_n": Case({"": 2}, {"options": {"repeat_penalty": 1.7}}),
     }
     return {
         "model": Case({"": ADAPTER}),
         "stream": Case({"": True}),
         "format": Case({"": _SCHEMA}),
-        "think": _silent(True),
+        "name": Case({"": "of nobody"}),
+        "think": _silent(False),
+        "truncate": _silent(False),
+        "shift": _silent(True),
         "logprobs": Case({"": True}),
         "top_logprobs": Case({"": 2}, {"logprobs": True}),
         "keep_alive": _silent("5m"),
@@ -364,6 +369,7 @@ def _ollama_generate() -> Route:
         "prompt": Case({"": "The lazy dog"}),
         "system": Case({"": "Be brief."}),
         "raw": Case({"": True}),
+        "context": Case({"": [325, 1229]}),
         "images": _silent([]),
     }
     return Route(base, _with_names(cases))
@@ -372,6 +378,7 @@ def _ollama_generate() -> Route:
 def _ollama_embed(name: str, **more: Case) -> Route:
     cases = {
         "model": Case({"": "of nobody"}),
+        "name": Case({"": "of nobody"}),
         name: Case({"": "The lazy dog"}),
         "options": _silent({"num_ctx": 9}),
         "keep_alive": _silent("5m"),
@@ -442,8 +449,22 @@ ROUTES: Mapping[str, Route] = {
         _with_names(
             {
                 "model": Case({"": "of nobody"}),
-                "name": _silent("of nobody"),
+                "name": Case({"": "of nobody"}),
                 "verbose": _silent(True),
+                "system": _silent("Be brief."),
+                "template": _silent("{{ .Prompt }}"),
+                "options": _silent({"seed": 1}),
+            }
+        ),
+    ),
+    "/api/pull": Route(
+        {"model": MODEL},
+        _with_names(
+            {
+                "model": Case({"": "of nobody"}),
+                "name": Case({"": "of nobody"}),
+                "stream": Case({"": False}),
+                **dict.fromkeys(("insecure", "username", "password"), _silent(True)),
             }
         ),
     ),

@@ -8,9 +8,7 @@ FAULTS = [
     Fault(
         "Text that may become a stop string is shown",
         "StopMatcher.feed",
-        becomes(
-            "_before_last(text, max([pattern.matched for pattern in self._patterns]))", "len(text)"
-        ),
+        becomes("_before_last(text, self._automaton.depths[self._state])", "len(text)"),
         caught_by="test_a_stop_over_three_pieces_cuts_exactly_before_it",
     ),
     Fault(
@@ -240,5 +238,17 @@ FAULTS = [
         "_words",
         always("not isinstance(error, ContextExceeded)"),
         caught_by="test_a_prompt_that_is_too_long_is_refused_in_words_that_have_the_client_shorten_it",
+    ),
+    Fault(
+        "A page of another origin may send a body that is not said to be JSON",
+        "_is_welcome",
+        always('"*" in allowed'),
+        caught_by="test_a_page_of_another_origin_sends_nothing_without_asking",
+    ),
+    Fault(
+        "A chat is cut between a call and its result",
+        "_starts",
+        always('message["role"] != "tool"'),
+        caught_by="test_a_result_is_not_parted_from_its_call",
     ),
 ]

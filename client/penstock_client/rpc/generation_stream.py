@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
-from penstock_client.errors import InvalidRequest, PenstockError, ShardFailed
+from penstock_client.errors import PenstockError, RequestRefused, ShardFailed
 from penstock_client.types import AttemptRecord, Logprobs, Output
 from penstock_common.request_bounds import MAX_UNREAD_SCORES_BYTES
 
@@ -21,8 +21,8 @@ def _nobody() -> None:
     """Listens to nothing."""
 
 
-def _too_much_unread() -> InvalidRequest:
-    return InvalidRequest(
+def _too_much_unread() -> RequestRefused:
+    return RequestRefused(
         f"logprobs: more than {MAX_UNREAD_SCORES_BYTES} bytes of them wait for their reader; read "
         "faster, or ask for fewer of them or of tokens",
         field="logprobs",

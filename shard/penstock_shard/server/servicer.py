@@ -137,7 +137,7 @@ def _too_much_unread(waiting: Output) -> Output:
         f"logprobs: more than {MAX_UNREAD_SCORES_BYTES} bytes of them wait for their reader; read "
         "faster, or ask for fewer of them or of tokens"
     )
-    error = Error(Code.INVALID_ARGUMENT, text, field="logprobs")
+    error = Error(Code.OUT_OF_RANGE, text, field="logprobs")
     position = waiting.first_position
     return Output(waiting.request_id, waiting.attempt, position, [], error=error)
 

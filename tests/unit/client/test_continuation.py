@@ -34,9 +34,11 @@ from penstock_client import (
     ThinkingBudget,
     Unauthenticated,
 )
+from penstock_client.errors import RequestRefused
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.output_verification import Verification
 from penstock_client.load_balancing.base import Candidate, Decision
+from penstock_client.rpc import generation_stream
 from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_common.tracing.spans import SpanContext
 
@@ -1216,6 +1218,22 @@ async def test_who_waits_when_the_fleet_is_closed_is_told(make: Make) -> None:
     world.continuations.close()
     with pytest.raises(ShardUnavailable, match="closed"):
         await anext(stream)
+
+
+async def test_more_scores_than_may_wait_end_a_request_and_are_no_reason_to_go_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_stream, "MAX_UNREAD_SCORES_BYTES", 20)
+    world = make("a", "b")
+    stream = world.start(logprobs=2)
+    for position in range(2):
+        scores = Logprobs([-1.0], [1], 2, [7, 8], [-1.0, -2.0])
+        stream.feed(Output([7], position, logprobs=scores))
+    assert (await anext(stream)).token_ids == [7]
+    with pytest.raises(RequestRefused, match="20 bytes of them wait"):
+        await anext(stream)
+    await settled()
+    assert sum(len(world.at(name).sent) for name in "ab") == 1
 
 
 async def test_a_penalty_window_goes_to_a_shard_that_has_the_field(make: Make) -> None:

@@ -9,12 +9,12 @@ import pytest
 from penstock_client import (
     FinishReason,
     GenerationStream,
-    InvalidRequest,
     Logprobs,
     Output,
     ShardFailed,
 )
 from penstock_client import ShardUnavailable as Unavailable
+from penstock_client.errors import RequestRefused
 from penstock_client.rpc import generation_stream
 
 
@@ -238,7 +238,7 @@ async def test_a_reader_that_leaves_too_many_scores_gets_what_there_is_and_an_er
         stream.feed(scored(position))
     assert cancelled == ["r"]
     assert (await anext(stream)).token_ids == [7, 7]
-    with pytest.raises(InvalidRequest, match="80 bytes") as ended:
+    with pytest.raises(RequestRefused, match="80 bytes") as ended:
         await anext(stream)
     assert ended.value.field == "logprobs"
 

@@ -201,6 +201,14 @@ def test_a_context_comes_before_the_prompt(model: TextModel) -> None:
         generate(model, "Hello", context=[1], raw=True)
 
 
+def test_a_model_without_a_chat_template_completes_a_prompt(model: TextModel) -> None:
+    bare = dataclasses.replace(model, chat_template=None)
+    assert ids_of(generate(bare, "Hello")) == ids_of(generate(bare, "Hello", raw=True))
+    for fields in ({"system": "Be brief."}, {"context": [1]}):
+        with pytest.raises(BadRequest, match="no chat template"):
+            generate(bare, "Hello", **fields)
+
+
 def test_a_conversation_begins_once(byte_level: Tokenizer) -> None:
     template = "{{ bos_token }}{{ messages[0].content }}"
     files = model_files(byte_level, template)

@@ -120,7 +120,9 @@ async def test_a_response_is_one_message_with_one_text(
     router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
 ) -> None:
     fleet.script = says(byte_level, "hello there")
-    response = await answered(router, max_output_tokens=50, metadata={"a": "b"}, user="me")
+    response = await answered(
+        router, max_output_tokens=50, metadata={"a": "b"}, user="me", frequency_penalty=0.5
+    )
     [item] = response["output"]
     assert response["id"].startswith("resp_")
     assert item.pop("id").startswith("msg_")
@@ -136,6 +138,7 @@ async def test_a_response_is_one_message_with_one_text(
     assert response["completed_at"] >= response["created_at"]
     assert (response["error"], response["incomplete_details"]) == (None, None)
     assert (response["metadata"], response["user"]) == ({"a": "b"}, "me")
+    assert (response["presence_penalty"], response["frequency_penalty"]) == (0, 0.5)
     assert response["model"] == INFO.model
     count = len(fleet.requests[0].prompt_token_ids)
     made = len(byte_level.encode("hello there", add_special_tokens=False).ids) + 1

@@ -189,6 +189,26 @@ def test_an_image_of_an_item_is_named_by_its_place_in_the_body() -> None:
     assert [each.param for each in asked.images] == ["input[2].output[0]"]
 
 
+async def test_a_model_that_sees_nothing_is_told_of_the_image_of_a_tool(
+    thinking: FakeFleet, byte_level: Tokenizer
+) -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    parts = [image, {"type": "input_text", "text": "a"}]
+    output = {"type": "function_call_output", "call_id": "c"}
+    calls = {"type": "function_call", "name": "view", "call_id": "c", "arguments": "{}"}
+    async with memory_router(thinking) as router:
+        for given in (parts, parts * 5_000):
+            answer = await ask(
+                router, [USER, calls, {**output, "output": given}], truncation="auto"
+            )
+            assert answer.status == 200, answer.body
+            assert "the model cannot see them" in answer.headers["x-penstock-warnings"]
+            assert "(an image, which this model cannot see)" in prompt_of(thinking, byte_level)
+        # What a user shows is no tool's: nobody would know that the model did not see it.
+        refused = await ask(router, [{"role": "user", "content": [image]}])
+        assert (refused.status, refused.error["param"]) == (400, "input[0].content[0]")
+
+
 # ---- Reasoning ---------------------------------------------------------------------------------
 
 

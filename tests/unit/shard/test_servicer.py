@@ -101,7 +101,7 @@ async def test_a_request_ends_whose_scores_nobody_reads(monkeypatch: pytest.Monk
     behind, read = await outbox.take()
     assert (behind.request_id, read.request_id, read.error) == ("behind", "read", None)
     assert behind.error is not None
-    assert (behind.error.code, behind.error.field) == (Code.INVALID_ARGUMENT, "logprobs")
+    assert (behind.error.code, behind.error.field) == (Code.OUT_OF_RANGE, "logprobs")
     assert "1000 bytes" in behind.error.message
 
 

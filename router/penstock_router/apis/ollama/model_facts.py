@@ -15,7 +15,7 @@ _ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "none": ""}
 _HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 
 

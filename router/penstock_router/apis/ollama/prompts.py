@@ -35,10 +35,12 @@ class OllamaChat(ChatRequest):
     thinks: bool = False
     # The ids of an earlier prompt and its answer: they come before the prompt.
     context: tuple[int, ...] = ()
+    # All that is said, where it is one text: a model without a chat template completes it.
+    text: str = ""
 
     def without_text(self) -> Self:
         """A copy without fields that may be long."""
-        return dataclasses.replace(ChatRequest.without_text(self), context=())
+        return dataclasses.replace(ChatRequest.without_text(self), context=(), text="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ def prepare(request: OllamaRequest, model: TextModel) -> PreparedPrompts:
     """The prompt of a request, shortened if it has to be and may be."""
     if isinstance(request, OllamaChat):
         _check(request, model)
+        if request.text and model.chat_template is None:
+            return prepare(_raw(request), model)
         if request.context:
             return _after_context(request, model, prepare_prompts(request, model))
     made = _fitting(request, model)
@@ -63,6 +67,12 @@ def prepare(request: OllamaRequest, model: TextModel) -> PreparedPrompts:
     request, warning = _shortened(request, model)
     made = prepare_prompts(request, model)
     return dataclasses.replace(made, warnings=(*made.warnings, warning))
+
+
+def _raw(request: OllamaChat) -> OllamaRaw:
+    names = {each.name for each in dataclasses.fields(OllamaRaw)} - {"add_special_tokens"}
+    known = {each.name for each in dataclasses.fields(request)} & names
+    return OllamaRaw(prompts=(request.text,), **{name: getattr(request, name) for name in known})
 
 
 def _check(request: OllamaChat, model: TextModel) -> None:

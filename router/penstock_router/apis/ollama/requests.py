@@ -151,7 +151,8 @@ def _schema_in(name: str, text: str) -> Any:
         raise BadRequest(f"{name}: the text is no JSON", param=name) from None
 
 
-_FORMAT = Kind(_read_format, {"anyOf": [{"type": "string"}, {"type": "object"}]})
+_TEXT_FORMAT: JsonObject = {"type": "string", "pattern": r"^(json$|\s*\{|$)"}
+_FORMAT = Kind(_read_format, {"anyOf": [_TEXT_FORMAT, {"type": "object"}]})
 _EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -233,7 +234,9 @@ def parse_generate(body: JsonObject) -> OllamaChat:
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
     prompt = values.get("prompt", "")
     content = with_images(values.get("images", []), prompt)
-    return _chat(values, [*system, {"role": "user", "content": content}], bool(prompt))
+    asked = _chat(values, [*system, {"role": "user", "content": content}], bool(prompt))
+    is_text = content == prompt and not (system or asked.context)
+    return dataclasses.replace(asked, text=prompt) if is_text else asked
 
 
 def parse_raw(body: JsonObject) -> OllamaRaw:

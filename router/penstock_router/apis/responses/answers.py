@@ -94,6 +94,9 @@ class ResponseAnswer(EchoedFields):
     output: list[Item]
     temperature: float | None
     top_p: float | None
+    # OpenAI's answers have no penalties; Open Responses, after them, requires both.
+    presence_penalty: float
+    frequency_penalty: float
     usage: ResponseUsage | None
 
 
@@ -195,6 +198,8 @@ class ResponseShape:
             "output": [],
             "temperature": _first_of(given.temperature, default.temperature),
             "top_p": _first_of(given.top_p, default.top_p),
+            "presence_penalty": _first_of(given.presence_penalty, default.presence_penalty, 0.0),
+            "frequency_penalty": _first_of(given.frequency_penalty, default.frequency_penalty, 0.0),
             "usage": None,
         }
         self.answer = cast(ResponseAnswer, {**repeated, **own})
@@ -374,9 +379,9 @@ def _without_logprobs(item: Item) -> Item:
     return {**item, "content": [output_text(part["text"], []) for part in item["content"]]}
 
 
-def _first_of(given: float | None, default: float | None) -> float:
-    """The temperature or top_p in use; 1, which changes nothing, if neither value is set."""
-    return next((value for value in (given, default) if value is not None), 1.0)
+def _first_of(given: float | None, default: float | None, idle: float = 1.0) -> float:
+    """The value in use; the `idle` one, which changes nothing, if neither is set."""
+    return next((value for value in (given, default) if value is not None), idle)
 
 
 def mark_lost(answer: dict[str, Any]) -> None:

@@ -90,11 +90,11 @@ class ParsedTools:
 
     def add(self, name: str, value: Any, *, repeated: bool = True) -> None:
         """Add an array of tools; answers show them if `repeated`. Raises `BadRequest`."""
-        for index, tool in enumerate(read_array(name, value)):
+        given = read_array(name, value)
+        _check_number(name, len(given))
+        for index, tool in enumerate(given):
             self._add(f"{name}[{index}]", read_object(f"{name}[{index}]", tool), repeated)
-        if (count := len(self.entries)) > MAX_TOOLS:
-            text = f"{name}: at most {MAX_TOOLS} tools; given: {count}"
-            raise BadRequest(text, param=name)
+        _check_number(name, len(self.entries))
 
     def _add(self, where: str, tool: JsonObject, repeated: bool) -> None:
         kind = STRING.read(f"{where}.type", tool.get("type"))
@@ -161,6 +161,11 @@ class ParsedTools:
         again = dict.fromkeys(key[2] for key, count in counts.items() if count > 1)
         named = ", ".join(list(again)[:16])
         return f"tools: several are named {named}; the last counts" if again else ""
+
+
+def _check_number(name: str, count: int) -> None:
+    if count > MAX_TOOLS:
+        raise BadRequest(f"{name}: at most {MAX_TOOLS} tools; given: {count}", param=name)
 
 
 def flat_name(key: ToolKey) -> str:
