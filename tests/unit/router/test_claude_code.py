@@ -28,7 +28,7 @@ from penstock_router.routes.warnings import HEADER
 
 CONTEXT = 8192
 CACHED = {"cache_control": {"type": "ephemeral"}}
-LONG_AGO = "# Environment\nWorking directory: .\nToday's date is 2026-11-27."
+LONG_AGO = "# Environment\nWorking directory: /srv/code\nToday's date is 2026-11-27."
 READ = {
     "name": "Read",
     "description": "Reads a file.",
@@ -91,7 +91,7 @@ def later(text: str) -> dict[str, Any]:
 
 SAID_FIRST = [
     {"type": "text", "text": "I read the file."},
-    call("toolu_1", "Read", file_path="a.txt"),
+    call("toolu_1", "Read", file_path="/srv/code/a.txt"),
     call("toolu_2", "ToolSearch", query="select:WebFetch"),
 ]
 FOUND = [{"type": "tool_reference", "tool_name": "WebFetch"}]
@@ -320,7 +320,7 @@ def _drop(holder: Any, key: Any, rng: random.Random) -> None:
 
 
 def _replace(holder: Any, key: Any, rng: random.Random) -> None:
-    holder[key] = rng.choice(ODD)
+    holder[key] = copy.deepcopy(rng.choice(ODD))
 
 
 def _double(holder: Any, key: Any, rng: random.Random) -> None:
