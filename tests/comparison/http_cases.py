@@ -1,7 +1,7 @@
 """What a router is asked: for each route a request, and a case for each field of its body.
 
-Cases of other servers' names of fields, and of fields that are taken without effect, follow from
-the tables of this checkout's router.
+Cases of other servers' names of fields, and of fields that have no effect or may only ask for
+nothing, follow from the tables of this checkout's router.
 """
 
 from __future__ import annotations
@@ -328,6 +328,7 @@ def _tgi(changes: Cases, **more: object) -> Route:
         "grammar": Case({"": {"type": "regex", "value": _WRITTEN["regex"]}}),
         "return_full_text": Case({"": True}),
         "adapter_id": Case({"": ADAPTER}),
+        "watermark": _silent(False),
         "timeout": _silent(500),
     }
     inputs = Case({"inputs": "The lazy dog"})
@@ -362,6 +363,9 @@ def _of_ollama() -> dict[str, Case]:
         **dict.fromkeys(("num_keep", "use_mmap", "use_mlock", "numa", "low_vram"), _silent(1)),
         **dict.fromkeys(("f16_kv", "vocab_only", "logits_all", "embedding_only"), _silent(1)),
         **dict.fromkeys(("mirostat_tau", "mirostat_eta", "draft_num_predict"), _silent(1)),
+        "mirostat": _silent(0),
+        "tfs_z": _silent(1.0),
+        "penalize_newline": _silent(True),
         "repeat_last_n": Case({"": 2}, {"options": {"repeat_penalty": 1.7}}),
     }
     return {
@@ -510,9 +514,11 @@ def _with_words_of_table(route: Route, fields: Table) -> Route:
     """The route, with cases of fields that change nothing, and of other names of fields."""
     cases = dict(route.cases)
     for name, entry in fields.items():
-        if entry.use is Use.TAKEN:
+        if entry.use is Use.REFUSED:
+            cases[name] = Case({name: next(iter(entry.neutral), None)}, shows=False)
+        elif entry.use is Use.TAKEN:
             cases[name] = Case({name: "anything"}, shows=False)
-        elif entry.use is Use.HONOURED and entry.stands_for:
+        elif entry.stands_for:
             cases[name] = _by_another_name(name, entry.stands_for, route.cases[entry.stands_for])
     return Route(route.base, cases)
 
