@@ -66,14 +66,16 @@ class Field:
     required: bool = False
     use: Use = Use.HONOURED
     neutral: tuple[Any, ...] = ()
+    # The JSON schema of what asks for nothing, if that is more than `neutral`.
+    nothing: JsonObject | None = None
     # The field of which this is another server's name; "": it is that field itself.
     stands_for: str = ""
 
     @property
     def schema(self) -> JsonObject:
         """The JSON schema of the accepted values, null among them."""
-        refused = self.use is Use.REFUSED
-        schema = {"enum": list(self.neutral)} if refused else self.kind.schema
+        nothing = self.nothing or {"enum": list(self.neutral)}
+        schema = nothing if self.use is Use.REFUSED else self.kind.schema
         if not self.required:
             schema = or_null(schema)
         return {**schema, "description": self.help} if self.help else schema
