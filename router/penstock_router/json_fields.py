@@ -133,10 +133,13 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     """
     values: JsonObject = {}
     warnings: list[str] = []
+    missing: list[str] = []
     # Over the table's names, not the body's, of which there may be millions.
     for name, entry in fields.items():
         value = body.get(name)
         if value is None:
+            if entry.required:
+                missing.append(name)
             continue
         parsed = entry.kind.read(name, value)
         if entry.use is Use.HONOURED:
@@ -145,15 +148,21 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
             if entry.use is Use.REFUSED:
                 text = f"{name}: not served by this server; leave it out"
                 raise BadRequest(text, param=name)
-            warnings.append(f"{name}: taken without effect")
-    for name, entry in fields.items():
-        if entry.required and name not in values:
+            warnings.append(without_effect(name))
+    for name in missing:
+        # Another name of the field may have been given.
+        if name not in values:
             raise BadRequest(f"{name}: required", param=name)
     if len(body) <= _MAX_SOUGHT and not body.keys() <= fields.keys():
         warnings.append(_name_unknown(body, fields))
     if warnings:
         values[WARNINGS] = (*values.get(WARNINGS, ()), *warnings)
     return values
+
+
+def without_effect(name: str) -> str:
+    """The warning of a field that is taken without effect."""
+    return f"{name}: taken without effect"
 
 
 def add_warning(values: JsonObject, warning: str) -> None:
@@ -393,6 +402,21 @@ def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:
 
     schema = {"type": "array", "items": item.schema, "minItems": at_least, "maxItems": at_most}
     return Kind(read, schema)
+
+
+def object_of(**entries: Kind) -> Kind:
+    """An object of which these entries are read, each of which may be missing or null."""
+
+    def read(name: str, value: Any) -> JsonObject:
+        given = read_object(name, value)
+        return {
+            key: kind.read(f"{name}.{key}", given[key])
+            for key, kind in entries.items()
+            if given.get(key) is not None
+        }
+
+    properties = {key: or_null(kind.schema) for key, kind in entries.items()}
+    return Kind(read, {"type": "object", "properties": properties})
 
 
 BOOLEAN = Kind(_read_boolean, {"type": "boolean"})
