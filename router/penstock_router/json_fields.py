@@ -221,6 +221,15 @@ def decode_json(data: bytes | memoryview | str) -> Any:
             gc.enable()
 
 
+def object_in(text: str) -> JsonObject | None:
+    """The object that a text is the JSON of; None if it is no such text."""
+    try:
+        value = decode_json(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def json_type(value: object) -> str:
     """What a JSON value is, in words."""
     if value is None:
