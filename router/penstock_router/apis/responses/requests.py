@@ -28,15 +28,8 @@ from penstock_router.apis.responses.conversation import messages_of
 from penstock_router.apis.responses.errors import ERRORS
 from penstock_router.apis.responses.item_reading import INPUT, ParsedInput
 from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
-from penstock_router.apis.responses.tools import (
-    AUTO,
-    CHOICE,
-    TOOLS,
-    AskedChoice,
-    ParsedTools,
-    hold_to_grammars,
-    tool_options,
-)
+from penstock_router.apis.responses.tool_choice import AUTO, CHOICE, AskedChoice, tool_options
+from penstock_router.apis.responses.tools import TOOLS, ParsedTools, hold_to_grammars
 from penstock_router.apis.structured_output import constraint_of_format, only_constraint
 from penstock_router.apis.tools import check_one_form
 from penstock_router.errors import BadRequest
@@ -337,15 +330,16 @@ def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
     tools: ParsedTools = values.get("tools") or ParsedTools()
     for name, more in given.tools:
         tools.add(name, more, repeated=False)
+    tools.warn_of_namesakes()
     return tools
 
 
 def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> JsonObject:
     """What has no effect: that of the fields, of the items, of the tools."""
-    lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings, tools.repeated_names()]
+    lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings]
     if values.get("text", {}).get("verbosity", "medium") != "medium":
         lines.append(without_effect("text.verbosity"))
-    return {WARNINGS: tuple(filter(None, lines))}
+    return {WARNINGS: tuple(lines)}
 
 
 def _constraint(values: JsonObject, common: JsonObject) -> JsonObject:
