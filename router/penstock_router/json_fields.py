@@ -133,13 +133,11 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     """
     values: JsonObject = {}
     warnings: list[str] = []
-    missing: list[str] = []
-    # Over the table's names, not the body's, of which there may be millions.
-    for name, entry in fields.items():
-        value = body.get(name)
-        if value is None:
-            if entry.required:
-                missing.append(name)
+    # A body has fewer names than the table, or it may have millions.
+    is_small = len(body) <= _MAX_SOUGHT
+    for name in body if is_small else fields:
+        entry, value = fields.get(name), body.get(name)
+        if entry is None or value is None:
             continue
         parsed = entry.kind.read(name, value)
         if entry.use is Use.HONOURED:
@@ -149,11 +147,10 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
                 text = f"{name}: not served by this server; leave it out"
                 raise BadRequest(text, param=name)
             warnings.append(without_effect(name))
-    for name in missing:
-        # Another name of the field may have been given.
-        if name not in values:
+    for name, entry in fields.items():
+        if entry.required and name not in values:
             raise BadRequest(f"{name}: required", param=name)
-    if len(body) <= _MAX_SOUGHT and not body.keys() <= fields.keys():
+    if is_small and not body.keys() <= fields.keys():
         warnings.append(_name_unknown(body, fields))
     if warnings:
         values[WARNINGS] = (*values.get(WARNINGS, ()), *warnings)

@@ -5,6 +5,7 @@ Other APIs read theirs by the same rules.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -76,6 +77,11 @@ def read_tool(
     shown["parameters"] = given or _NO_PARAMETERS
     strict = bool(function.get("strict"))
     return Tool(name, parameters, strict, {"type": "function", "function": shown})
+
+
+def as_definition(shown: JsonObject) -> str:
+    """A tool as most chat templates write it: `shown` is its `Tool.shown`."""
+    return json.dumps(shown, ensure_ascii=False)
 
 
 # The entries that templates see; the APIs' other entries are for their vendors' servers.

@@ -333,8 +333,11 @@ async def test_codexs_own_tools_are_told_and_what_came_of_them(router, byte_leve
     told = "\n".join(lines)
     for words in ("Begin Patch", "Done it.", "sums", "Output:"):
         assert words in told
-    for name in ("apply_patch", "tool_search", "add"):
+    for name in ("apply_patch", "tool_search"):
         assert [line for line in lines if line.startswith("(tool") and name in line], name
+    # What was found is told where it was found.
+    assert not [line for line in lines if line.startswith("(tool") and "mcp__mine" in line]
+    assert "mcp__mine__add" in told
 
 
 async def test_codexs_compaction_without_tools_is_answered(router, byte_level) -> None:

@@ -97,7 +97,10 @@ PAIRS: list[tuple[Any, Any, Any]] = [
         {"type": "tool_search_call", "execution": "client", "arguments": {"query": "add"}},
         {"type": "tool_search_output", "tools": [MINE]},
         [call("tool_search", {"query": "add"}),
-         told("Found, and can be called now: mine__add", "tool_search")],
+         told("Found, and can be called now:\n" + json.dumps(
+             {"type": "function", "function": {
+                 "name": "mine__add", "parameters": {"type": "object", "properties": {}}}}),
+             "tool_search")],
     ),
 ]  # fmt: skip
 

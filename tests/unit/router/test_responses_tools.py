@@ -135,7 +135,14 @@ def test_tools_that_come_as_items_count_too() -> None:
     }
     assert asked.warnings == ("input[1].tools[1]: tools of type web_search are left out",)
     assert len(asked.repeated["tools"]) == 1
-    assert "mcp__mine__add" in asked.messages[-1]["content"]
+    # What was found is shown where it was found: the beginning of the prompt stays as it was.
+    first, *definitions = asked.messages[-1]["content"].split("\n")
+    assert first == "Found, and can be called now:"
+    named = [json.loads(line)["function"]["name"] for line in definitions]
+    assert named == ["mcp__mine__add", "mcp__mine__write"]
+    assert [tool.name for tool in asked.tools if tool.shown] == ["look", "say"]
+    again = request(input=[{"role": "user", "content": "a"}, found], tools=[LOOK, MINE])
+    assert all(tool.shown for tool in again.tools)
     with pytest.raises(BadRequest, match=r"input\[1\]\.tools\[0\]\.name: must be"):
         request(input=[{"role": "user", "content": "a"}, {**more, "tools": [{"type": "custom"}]}])
 

@@ -14,20 +14,17 @@ from penstock_router.apis.images import take_images
 from penstock_router.apis.messages.answers import MessageAnswer, MessageEvent, MessageShape
 from penstock_router.apis.messages.billing import without_billing
 from penstock_router.apis.messages.errors import ERRORS
-from penstock_router.apis.messages.parts import Context
 from penstock_router.apis.messages.thinking import (
     THINKING,
     thinking_options,
     thinking_variables,
 )
 from penstock_router.apis.messages.tools import CHOICE, NO_TOOLS, TOOLS, OfferedTools
-from penstock_router.apis.messages.turn_schemas import TURNS_SCHEMA
-from penstock_router.apis.messages.turns import Turns, read_turns
+from penstock_router.apis.messages.turns import TURNS, Turns
 from penstock_router.apis.openai.fields import CHAT_FIELDS, STOPS
 from penstock_router.apis.openai.requests import common_options, own_kwargs
 from penstock_router.apis.structured_output import FORMAT, only_constraint
 from penstock_router.apis.tools import check_one_form, tool_options
-from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     ANYTHING,
     BOOLEAN,
@@ -52,18 +49,20 @@ from penstock_router.json_fields import (
     without_effect,
 )
 from penstock_router.request import ChatRequest
-from penstock_router.text.contents import as_parts
+from penstock_router.text.contents import Content, as_parts, as_text
 from penstock_router.text.prompts import TextModel, chat_prompt
 
 # ---- What comes before the chat ----------------------------------------------------------------
 
 
 def _read_system(name: str, value: Any) -> str:
-    if not isinstance(value, list):
-        return "\n".join(without_billing([TEXT.read(name, value)]))
-    check_size(name, value)
-    parts = as_parts(read_parts(name, value, image_parts={}))
-    return "\n".join(without_billing([part["text"] for part in parts]))
+    content: Content = ""
+    if isinstance(value, list):
+        check_size(name, value)
+        content = read_parts(name, value, image_parts={})
+    else:
+        content = TEXT.read(name, value)
+    return as_text(without_billing(as_parts(content)), "")
 
 
 # ---- What the answer is like -------------------------------------------------------------------
@@ -97,21 +96,12 @@ _EDITS = Kind(
 
 # ---- The two bodies ----------------------------------------------------------------------------
 
-
-def _read_given(name: str, value: Any) -> list[Any]:
-    """The turns as they are given: what they say is read once the tools are known."""
-    turns = read_array(name, value)
-    if not turns:
-        raise BadRequest(f"{name}: at least one message is needed", param=name)
-    return turns
-
-
 _OF_ANTHROPICS_SERVERS = "For tools that Anthropic's servers run, which are left out."
 _PROMPT_FIELDS = (
     Field("model", STRING, "One of /v1/models.", required=True),
     Field(
         "messages",
-        Kind(_read_given, TURNS_SCHEMA),
+        TURNS,
         "The chat so far; the last may be to continue.",
         required=True,
     ),
@@ -192,20 +182,21 @@ def parse_count(body: JsonObject) -> ChatRequest:
 def _prompt(values: JsonObject) -> JsonObject:
     """The options that the prompt and the parsing of its answer depend on."""
     offered = _offered(values)
-    turns = read_turns("messages", values["messages"], Context(offered))
+    turns: Turns = values["messages"]
+    messages = turns.chat(offered)
     # A tool that a turn brings is one of the body's, shown in that turn.
     values["tools"] = (*offered.tools, *turns.context.added)
     for warning in (*offered.warnings, *turns.context.warnings, *_without_effect(values)):
         add_warning(values, warning)
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
     # If the last message is the assistant's, the answer continues it.
-    continues = turns.messages[-1]["role"] == "assistant"
+    continues = messages[-1]["role"] == "assistant"
     tools = tool_options(values)
     return {
         "model": values["model"],
         WARNINGS: values.get(WARNINGS, ()),
-        "messages": [*system, *turns.messages],
-        "images": take_images(turns.messages),
+        "messages": [*system, *messages],
+        "images": take_images(messages),
         "add_special_tokens": False,
         "add_generation_prompt": not continues,
         "continue_final_message": continues,

@@ -7,7 +7,6 @@ deferred is shown by the block that refers to it, in its place: so no earlier tu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -61,11 +60,6 @@ class OfferedTools:
 
 
 NO_TOOLS = OfferedTools()
-
-
-def as_definition(shown: JsonObject) -> str:
-    """A tool as most chat templates write it."""
-    return json.dumps(shown, ensure_ascii=False)
 
 
 # ---- Tools with a schema of Anthropic's own ----------------------------------------------------

@@ -27,7 +27,6 @@ from penstock_router.apis.responses.tools import (
     ToolKey,
     flat_name,
 )
-from penstock_router.json_fields import JsonObject
 from penstock_router.request import Message
 from penstock_router.text.contents import Content
 
@@ -39,6 +38,9 @@ OUTPUTS = (
     *("function_call_output", "custom_tool_call_output", "local_shell_call_output"),
     *("shell_call_output", "apply_patch_call_output", "tool_search_output"),
 )
+
+
+_FOUND = "Found, and can be called now:"
 
 
 def messages_of(
@@ -185,14 +187,9 @@ def _content_of(name: str, item: AnyOutputItem, names: Mapping[ToolKey, str]) ->
         case "shell_call_output":
             return msgspec.json.encode(item["output"]).decode()
         case "tool_search_output":
-            found = ", ".join(_names_in(item["tools"], names))
-            return f"Found, and can be called now: {found}" if found else "Found nothing."
+            found = ParsedTools()
+            found.add("tools", item["tools"])
+            lines = found.definitions(names)
+            return "\n".join([_FOUND, *lines]) if lines else "Found nothing."
         case "local_shell_call_output" | "apply_patch_call_output":
             return item["output"]
-
-
-def _names_in(tools: list[JsonObject], names: Mapping[ToolKey, str]) -> list[str]:
-    """The names of the functions that stand for tools which a search found."""
-    found = ParsedTools()
-    found.add("tools", tools)
-    return [names.get(key) or flat_name(key) for key in found.tool_keys()]

@@ -76,6 +76,8 @@ class ParsedInput:
     places: list[int] = field(default_factory=list)
     # Tools that come as items: the field, and the tools.
     tools: list[tuple[str, list[Any]]] = field(default_factory=list)
+    # Likewise those that a search found, which its output shows.
+    found_tools: list[tuple[str, list[Any]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -134,7 +136,7 @@ def _read(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequen
         return ()
     if kind == "tool_search_output":
         found = _tool_search_output(name, stem, item)
-        parsed.tools.append((f"{name}.tools", list(found["tools"])))
+        parsed.found_tools.append((f"{name}.tools", list(found["tools"])))
         return [found]
     if kind == "agent_message":
         return _agent_message(parsed, name, stem, item)

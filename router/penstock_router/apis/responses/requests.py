@@ -29,7 +29,7 @@ from penstock_router.apis.responses.errors import ERRORS
 from penstock_router.apis.responses.item_reading import INPUT, ParsedInput
 from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
 from penstock_router.apis.responses.tool_choice import AUTO, CHOICE, AskedChoice, tool_options
-from penstock_router.apis.responses.tools import TOOLS, ParsedTools, hold_to_grammars
+from penstock_router.apis.responses.tools import TOOLS, ParsedTools, Source, hold_to_grammars
 from penstock_router.apis.structured_output import constraint_of_format, only_constraint
 from penstock_router.apis.tools import check_one_form
 from penstock_router.errors import BadRequest
@@ -329,7 +329,9 @@ def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
     """The tools of the body, and those that come as items."""
     tools: ParsedTools = values.get("tools") or ParsedTools()
     for name, more in given.tools:
-        tools.add(name, more, repeated=False)
+        tools.add(name, more, source=Source.ITEM)
+    for name, more in given.found_tools:
+        tools.add(name, more, source=Source.SEARCH)
     tools.warn_of_namesakes()
     return tools
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from penstock_client.types import Constraint, ConstraintKind
@@ -21,6 +22,7 @@ from penstock_router.apis.tools import (
     MAX_TOOLS,
     NAME_SCHEMA,
     SHOWN,
+    as_definition,
     check_number,
     last_counts,
     read_name,
@@ -69,15 +71,26 @@ class ServedTool:
         return self.type, self.namespace, self.name
 
 
+class Source(Enum):
+    """The part of a body that brings a tool."""
+
+    # `tools`, which answers repeat.
+    FIELD = auto()
+    ITEM = auto()
+    # The output of a search, which shows it: before the chat it would change what prompts begin
+    # with, and so leave nothing of them in the cache.
+    SEARCH = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """A tool that was read; the function's name is still the tool's own."""
 
     served: ServedTool
     function: Tool
-    # As answers repeat it, if it is of the field `tools`: a namespace as its first one.
+    # As answers repeat it: a namespace as its first one.
     shown: JsonObject | None
-    is_of_field: bool = True
+    source: Source = Source.FIELD
 
 
 @dataclass(slots=True)
@@ -87,32 +100,31 @@ class ParsedTools:
     entries: list[_Entry] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def add(self, name: str, value: Any, *, repeated: bool = True) -> None:
-        """Add an array of tools; answers show them if `repeated`. Raises `BadRequest`."""
+    def add(self, name: str, value: Any, *, source: Source = Source.FIELD) -> None:
+        """Add an array of tools. Raises `BadRequest`."""
         given = read_array(name, value)
         check_number(name, len(given))
         for index, tool in enumerate(given):
-            self._add(f"{name}[{index}]", read_object(f"{name}[{index}]", tool), repeated)
+            self._add(f"{name}[{index}]", read_object(f"{name}[{index}]", tool), source)
         check_number(name, len(self.entries))
 
-    def _add(self, where: str, tool: JsonObject, repeated: bool) -> None:
+    def _add(self, where: str, tool: JsonObject, source: Source) -> None:
         kind = STRING.read(f"{where}.type", tool.get("type"))
         if kind == NAMESPACE:
-            self._add_namespace(where, tool, repeated)
+            self._add_namespace(where, tool, source)
             return
         entry = _read(where, kind, tool, "")
         if entry is None:
             self.warnings.append(f"{where}: tools of type {kind[:60]} are left out")
             return
-        shown = entry.shown if repeated else None
-        self.entries.append(dataclasses.replace(entry, shown=shown, is_of_field=repeated))
+        self.entries.append(dataclasses.replace(entry, source=source))
 
-    def _add_namespace(self, where: str, tool: JsonObject, repeated: bool) -> None:
+    def _add_namespace(self, where: str, tool: JsonObject, source: Source) -> None:
         name = read_name(f"{where}.name", tool.get("name"))
         about = tool.get("description")
         if about is not None:
             STRING.read(f"{where}.description", about)
-        shown = tool if repeated else None
+        shown: JsonObject | None = tool
         for index, member in enumerate(read_array(f"{where}.tools", tool.get("tools"))):
             at = f"{where}.tools[{index}]"
             kind = STRING.read(f"{at}.type", read_object(at, member).get("type"))
@@ -122,8 +134,7 @@ class ParsedTools:
                 continue
             if about and index == 0:
                 entry = dataclasses.replace(entry, function=_with_text(entry.function, about))
-            entry = dataclasses.replace(entry, shown=shown, is_of_field=repeated)
-            self.entries.append(entry)
+            self.entries.append(dataclasses.replace(entry, shown=shown, source=source))
             shown = None
 
     def named(self) -> tuple[tuple[Tool, ...], dict[str, ServedTool]]:
@@ -131,34 +142,47 @@ class ParsedTools:
         Of several that requests name alike the last counts.
         """
         by_key = {entry.served.key: entry for entry in self.entries}
+        at_front = {entry.served.key for entry in self.entries if entry.source is not Source.SEARCH}
         # Plain functions first: their names are the models', and the client's.
         plain = {key for key in by_key if key[0] == FUNCTION and not key[1]}
         taken = {key[2] for key in plain}
         tools: list[Tool] = []
         served: dict[str, ServedTool] = {}
         for key, entry in by_key.items():
-            if key in plain:
-                tools.append(entry.function)
-                continue
-            name = _free_name(key, taken)
-            taken.add(name)
-            tools.append(_renamed(entry.function, name))
-            served[name] = entry.served
+            function = entry.function
+            if key not in plain:
+                name = _free_name(key, taken)
+                taken.add(name)
+                function = _renamed(function, name)
+                served[name] = entry.served
+            if key not in at_front:
+                function = dataclasses.replace(function, shown={})
+            tools.append(function)
         return tuple(tools), served
 
-    def tool_keys(self) -> list[ToolKey]:
-        """The tools as requests name them."""
-        return [entry.served.key for entry in self.entries]
+    def definitions(self, names: Mapping[ToolKey, str]) -> list[str]:
+        """The functions as most chat templates write them; `names` are those that differ from
+        `flat_name`.
+        """
+        keyed = [(entry.served.key, entry.function) for entry in self.entries]
+        return [
+            as_definition(_renamed(tool, names.get(key) or flat_name(key)).shown)
+            for key, tool in keyed
+        ]
 
     def shown(self) -> list[JsonObject]:
         """The tools as answers repeat them."""
-        return [entry.shown for entry in self.entries if entry.shown is not None]
+        own = (entry.shown for entry in self._of_field())
+        return [shown for shown in own if shown is not None]
 
     def warn_of_namesakes(self) -> None:
         """Add a warning if several have one name."""
-        counts = Counter(entry.served.key for entry in self.entries if entry.is_of_field)
+        counts = Counter(entry.served.key for entry in self._of_field())
         if again := dict.fromkeys(key[2] for key, count in counts.items() if count > 1):
             self.warnings.append(last_counts([*again]))
+
+    def _of_field(self) -> Iterator[_Entry]:
+        return (entry for entry in self.entries if entry.source is Source.FIELD)
 
 
 def flat_name(key: ToolKey) -> str:
