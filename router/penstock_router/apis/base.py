@@ -86,7 +86,7 @@ LINES = Framing("application/x-ndjson", b"")
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """How an API's errors look."""
+    """The form of an API's errors, and what all its answers have besides."""
 
     body: Callable[[ApiError], JsonObject]
     # The TypedDict of what `body` returns.
@@ -96,6 +96,8 @@ class ErrorForm:
     status: Callable[[ApiError], int] = lambda error: error.status
     # (what `body` returns, the request's id) -> the same with the id, where the API shows it.
     name_request: Callable[[JsonObject, str], JsonObject] = lambda answer, request_id: answer
+    # (the request's id) -> headers of all answers, those that are no errors included.
+    headers: Callable[[str], Mapping[str, str]] = lambda request_id: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
