@@ -148,7 +148,7 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
             if entry.use is Use.REFUSED:
                 text = f"{name}: not served by this server; leave it out"
                 raise BadRequest(text, param=name)
-            warnings.append(f"{name}: taken without effect")
+            warnings.append(without_effect(name))
     for name, entry in fields.items():
         if entry.required and name not in values:
             raise BadRequest(f"{name}: required", param=name)
@@ -157,6 +157,11 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     if warnings:
         values[WARNINGS] = (*values.get(WARNINGS, ()), *warnings)
     return values
+
+
+def without_effect(name: str) -> str:
+    """The warning of a field that is taken without effect."""
+    return f"{name}: taken without effect"
 
 
 def add_warning(values: JsonObject, warning: str) -> None:
@@ -213,6 +218,15 @@ def decode_json(data: bytes | memoryview | str) -> Any:
     finally:
         if collects:
             gc.enable()
+
+
+def object_in(text: str) -> JsonObject | None:
+    """The object that a text is the JSON of; None if it is no such text."""
+    try:
+        value = decode_json(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def json_type(value: object) -> str:
@@ -396,6 +410,21 @@ def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:
 
     schema = {"type": "array", "items": item.schema, "minItems": at_least, "maxItems": at_most}
     return Kind(read, schema)
+
+
+def object_of(**entries: Kind) -> Kind:
+    """An object of which these entries are read, each of which may be missing or null."""
+
+    def read(name: str, value: Any) -> JsonObject:
+        given = read_object(name, value)
+        return {
+            key: kind.read(f"{name}.{key}", given[key])
+            for key, kind in entries.items()
+            if given.get(key) is not None
+        }
+
+    properties = {key: or_null(kind.schema) for key, kind in entries.items()}
+    return Kind(read, {"type": "object", "properties": properties})
 
 
 BOOLEAN = Kind(_read_boolean, {"type": "boolean"})

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from penstock_router.apis.chat_messages import check_size
 from penstock_router.apis.images import read_image_block
-from penstock_router.apis.messages.tools import OfferedTools, as_definition, read_entry
+from penstock_router.apis.messages.tools import OfferedTools, read_entry
 from penstock_router.apis.structured_output import check_nesting
+from penstock_router.apis.tools import as_definition
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import STRING, JsonObject, read_array, read_object, shorten
 from penstock_router.request import Tool

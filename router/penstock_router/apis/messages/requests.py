@@ -39,12 +39,14 @@ from penstock_router.json_fields import (
     label,
     not_served,
     number,
+    object_of,
     or_null,
     read_array,
     read_fields,
     read_object,
     table,
     taken,
+    without_effect,
 )
 from penstock_router.request import ChatRequest
 from penstock_router.text.contents import Content, as_parts, as_text
@@ -66,29 +68,7 @@ def _read_system(name: str, value: Any) -> str:
 # ---- What the answer is like -------------------------------------------------------------------
 
 
-def _read_output(name: str, value: Any) -> JsonObject:
-    """The two entries that have an effect, read, and `ignored`: what others there are."""
-    given = read_object(name, value)
-    kinds = {"format": FORMAT, "effort": STRING}
-    read = {
-        key: kind.read(f"{name}.{key}", given[key])
-        for key, kind in kinds.items()
-        if given.get(key) is not None
-    }
-    budget = given.get("task_budget")
-    return read if budget is None else {**read, "ignored": f"{name}.task_budget"}
-
-
-_OUTPUT = Kind(
-    _read_output,
-    {
-        "type": "object",
-        "properties": {
-            "format": or_null(FORMAT.schema),
-            "effort": or_null(STRING.schema),
-        },
-    },
-)
+_OUTPUT = object_of(format=FORMAT, effort=STRING, task_budget=ANYTHING)
 
 
 def _read_edits(name: str, value: Any) -> bool:
@@ -237,9 +217,9 @@ def _without_effect(values: JsonObject) -> list[str]:
     """What of fields with an effect has none."""
     found = []
     if values.get("context_management"):
-        found.append("context_management: taken without effect")
-    if ignored := values.get("output_config", {}).get("ignored"):
-        found.append(f"{ignored}: taken without effect")
+        found.append(without_effect("context_management"))
+    if values.get("output_config", {}).get("task_budget") is not None:
+        found.append(without_effect("output_config.task_budget"))
     return found
 
 

@@ -28,15 +28,8 @@ from penstock_router.apis.responses.conversation import messages_of
 from penstock_router.apis.responses.errors import ERRORS
 from penstock_router.apis.responses.item_reading import INPUT, ParsedInput
 from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
-from penstock_router.apis.responses.tools import (
-    AUTO,
-    CHOICE,
-    TOOLS,
-    AskedChoice,
-    ParsedTools,
-    hold_to_grammars,
-    tool_options,
-)
+from penstock_router.apis.responses.tool_choice import AUTO, CHOICE, AskedChoice, tool_options
+from penstock_router.apis.responses.tools import TOOLS, ParsedTools, Source, hold_to_grammars
 from penstock_router.apis.structured_output import constraint_of_format, only_constraint
 from penstock_router.apis.tools import check_one_form
 from penstock_router.errors import BadRequest
@@ -54,6 +47,7 @@ from penstock_router.json_fields import (
     array_of,
     integer,
     not_served,
+    object_of,
     one_of,
     or_null,
     read_fields,
@@ -61,6 +55,7 @@ from penstock_router.json_fields import (
     string,
     table,
     taken,
+    without_effect,
 )
 from penstock_router.request import MAX_SESSION_CHARS
 from penstock_router.text.prompts import PreparedPrompts, TextModel, prepare_prompts
@@ -108,21 +103,6 @@ _METADATA = Kind(
         "additionalProperties": _METADATA_VALUE.schema,
     },
 )
-
-
-def _parts_of(**fields: Kind) -> Kind:
-    """An object with some known entries, each of which may be missing or null."""
-
-    def read(name: str, value: Any) -> JsonObject:
-        given = read_object(name, value)
-        return {
-            key: kind.read(f"{name}.{key}", given[key])
-            for key, kind in fields.items()
-            if given.get(key) is not None
-        }
-
-    entries = {key: or_null(kind.schema) for key, kind in fields.items()}
-    return Kind(read, {"type": "object", "properties": entries})
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +206,13 @@ RESPONSES_FIELDS = table(
         Field("top_logprobs", integer(0, MAX_LOGPROBS), f"Needs include: {LOGPROBS}."),
         Field(
             "text",
-            _parts_of(format=_TEXT_FORMAT, verbosity=one_of("low", "medium", "high")),
+            object_of(format=_TEXT_FORMAT, verbosity=one_of("low", "medium", "high")),
             "format: text, json_object, or json_schema, which is kept to with or without strict. "
             "verbosity has no effect.",
         ),
         Field(
             "reasoning",
-            _parts_of(effort=STRING, summary=one_of("auto", "concise", "detailed")),
+            object_of(effort=STRING, summary=one_of("auto", "concise", "detailed")),
             "effort is for the template; no summary is made.",
         ),
         Field(
@@ -258,7 +238,7 @@ RESPONSES_FIELDS = table(
         ),
         Field(
             "stream_options",
-            _parts_of(include_obfuscation=BOOLEAN),
+            object_of(include_obfuscation=BOOLEAN),
             "include_obfuscation: taken; events are not padded.",
         ),
         Field(
@@ -349,18 +329,19 @@ def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
     """The tools of the body, and those that come as items."""
     tools: ParsedTools = values.get("tools") or ParsedTools()
     for name, more in given.tools:
-        tools.add(name, more, repeated=False)
+        tools.add(name, more, source=Source.ITEM)
     for name, more in given.found_tools:
-        tools.add(name, more, repeated=False, found=True)
+        tools.add(name, more, source=Source.SEARCH)
+    tools.warn_of_namesakes()
     return tools
 
 
 def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> JsonObject:
     """What has no effect: that of the fields, of the items, of the tools."""
-    lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings, tools.repeated_names()]
+    lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings]
     if values.get("text", {}).get("verbosity", "medium") != "medium":
-        lines.append("text.verbosity: taken without effect")
-    return {WARNINGS: tuple(filter(None, lines))}
+        lines.append(without_effect("text.verbosity"))
+    return {WARNINGS: tuple(lines)}
 
 
 def _constraint(values: JsonObject, common: JsonObject) -> JsonObject:
