@@ -153,7 +153,7 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
         if entry.required and name not in values:
             raise BadRequest(f"{name}: required", param=name)
     if is_small and not body.keys() <= fields.keys():
-        warnings.append(_name_unknown(body, fields))
+        warnings += _name_unknown(body, fields)
     if warnings:
         values[WARNINGS] = (*values.get(WARNINGS, ()), *warnings)
     return values
@@ -179,11 +179,14 @@ def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
         raise BadRequest(text, param=entry.name)
 
 
-def _name_unknown(body: JsonObject, fields: Table) -> str:
-    unknown = sorted(body.keys() - fields.keys())
+def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
+    """The warning of unknown fields, if any has a value."""
+    unknown = sorted(name for name in body.keys() - fields.keys() if body[name] is not None)
+    if not unknown:
+        return []
     names = ", ".join(map(shorten, unknown[:_NAMED_FIELDS]))
     more = f" and {len(unknown) - _NAMED_FIELDS} more" if len(unknown) > _NAMED_FIELDS else ""
-    return f"unknown fields without effect: {names}{more}"
+    return [f"unknown fields without effect: {names}{more}"]
 
 
 # ---- Bytes -> object ---------------------------------------------------------------------------
