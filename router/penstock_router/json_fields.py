@@ -66,14 +66,16 @@ class Field:
     required: bool = False
     use: Use = Use.HONOURED
     neutral: tuple[Any, ...] = ()
+    # The JSON schema of what asks for nothing, if that is more than `neutral`.
+    nothing: JsonObject | None = None
     # The field of which this is another server's name; "": it is that field itself.
     stands_for: str = ""
 
     @property
     def schema(self) -> JsonObject:
         """The JSON schema of the accepted values, null among them."""
-        refused = self.use is Use.REFUSED
-        schema = {"enum": list(self.neutral)} if refused else self.kind.schema
+        nothing = self.nothing or {"enum": list(self.neutral)}
+        schema = nothing if self.use is Use.REFUSED else self.kind.schema
         if not self.required:
             schema = or_null(schema)
         return {**schema, "description": self.help} if self.help else schema
@@ -139,10 +141,11 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     """
     values: JsonObject = {}
     warnings: list[str] = []
-    # Over the table's names, not the body's, of which there may be millions.
-    for name, entry in fields.items():
-        value = body.get(name)
-        if value is None:
+    # A body has fewer names than the table, or it may have millions.
+    is_small = len(body) <= _MAX_SOUGHT
+    for name in body if is_small else fields:
+        entry, value = fields.get(name), body.get(name)
+        if entry is None or value is None:
             continue
         parsed = entry.kind.read(name, value)
         if entry.use is Use.HONOURED:
@@ -151,15 +154,20 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
             if entry.use is Use.REFUSED:
                 text = f"{name}: not served by this server; leave it out"
                 raise BadRequest(text, param=name)
-            warnings.append(f"{name}: taken without effect")
+            warnings.append(without_effect(name))
     for name, entry in fields.items():
         if entry.required and name not in values:
             raise BadRequest(f"{name}: required", param=name)
-    if len(body) <= _MAX_SOUGHT and not body.keys() <= fields.keys():
-        warnings.append(_name_unknown(body, fields))
+    if is_small and not body.keys() <= fields.keys():
+        warnings += _name_unknown(body, fields)
     if warnings:
         values[WARNINGS] = (*values.get(WARNINGS, ()), *warnings)
     return values
+
+
+def without_effect(name: str) -> str:
+    """The warning of a field that is taken without effect."""
+    return f"{name}: taken without effect"
 
 
 def add_warning(values: JsonObject, warning: str) -> None:
@@ -177,11 +185,14 @@ def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
         raise BadRequest(text, param=entry.name)
 
 
-def _name_unknown(body: JsonObject, fields: Table) -> str:
-    unknown = sorted(body.keys() - fields.keys())
+def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
+    """The warning of unknown fields, if any has a value."""
+    unknown = sorted(name for name in body.keys() - fields.keys() if body[name] is not None)
+    if not unknown:
+        return []
     names = ", ".join(map(shorten, unknown[:_NAMED_FIELDS]))
     more = f" and {len(unknown) - _NAMED_FIELDS} more" if len(unknown) > _NAMED_FIELDS else ""
-    return f"unknown fields without effect: {names}{more}"
+    return [f"unknown fields without effect: {names}{more}"]
 
 
 # ---- Bytes -> object ---------------------------------------------------------------------------
@@ -216,6 +227,15 @@ def decode_json(data: bytes | memoryview | str) -> Any:
     finally:
         if collects:
             gc.enable()
+
+
+def object_in(text: str) -> JsonObject | None:
+    """The object that a text is the JSON of; None if it is no such text."""
+    try:
+        value = decode_json(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def json_type(value: object) -> str:
@@ -399,6 +419,21 @@ def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:
 
     schema = {"type": "array", "items": item.schema, "minItems": at_least, "maxItems": at_most}
     return Kind(read, schema)
+
+
+def object_of(**entries: Kind) -> Kind:
+    """An object of which these entries are read, each of which may be missing or null."""
+
+    def read(name: str, value: Any) -> JsonObject:
+        given = read_object(name, value)
+        return {
+            key: kind.read(f"{name}.{key}", given[key])
+            for key, kind in entries.items()
+            if given.get(key) is not None
+        }
+
+    properties = {key: or_null(kind.schema) for key, kind in entries.items()}
+    return Kind(read, {"type": "object", "properties": properties})
 
 
 BOOLEAN = Kind(_read_boolean, {"type": "boolean"})

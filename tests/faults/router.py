@@ -206,7 +206,7 @@ FAULTS = [
     Fault(
         "Claude Code's accounting is part of the prompt",
         "without_billing",
-        never("text.startswith(_HEADER)"),
+        never("str(part.get('text', '')).startswith(_HEADER)"),
         caught_by="test_prompts_do_not_change_with_the_accounting",
     ),
     Fault(

@@ -16,11 +16,13 @@ import msgspec
 from penstock_router.errors import ApiError, ContextExceeded
 from penstock_router.generation.choice import Delta
 from penstock_router.generation.job import Job
-from penstock_router.json_fields import Field, JsonObject, Table, number
+from penstock_router.json_fields import Field, JsonObject, Table, number, object_in
 from penstock_router.observe.request_record import Usage
 from penstock_router.request import MAX_TIMEOUT_S, MIN_TIMEOUT_S, Options
 from penstock_router.text.prompts import TextModel, prepare_prompts
 
+# Anthropic's documentation asks clients to send arguments that are no JSON object back under it.
+INVALID_JSON = "INVALID_JSON"
 AnyRequest = TypeVar("AnyRequest", bound=Options)
 
 # penstock's own field, on all routes that generate and on /v1/embeddings.
@@ -84,7 +86,7 @@ LINES = Framing("application/x-ndjson", b"")
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """How an API's errors look."""
+    """The form of an API's errors, and what all its answers have besides."""
 
     body: Callable[[ApiError], JsonObject]
     # The TypedDict of what `body` returns.
@@ -94,6 +96,8 @@ class ErrorForm:
     status: Callable[[ApiError], int] = lambda error: error.status
     # (what `body` returns, the request's id) -> the same with the id, where the API shows it.
     name_request: Callable[[JsonObject, str], JsonObject] = lambda answer, request_id: answer
+    # (the request's id) -> headers of all answers, those that are no errors included.
+    headers: Callable[[str], Mapping[str, str]] = lambda request_id: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +160,14 @@ def call_id(response_id: str, choice: int, call: int, prefix: str = "call_") -> 
     """The id of a tool call: the same whenever the same answer is generated again."""
     data = f"{response_id} {choice} {call}".encode()
     return prefix + hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+def shown_arguments(text: str) -> JsonObject:
+    """The arguments of a call as an object; a text that is not one, as of a call that was cut off,
+    under `INVALID_JSON`.
+    """
+    given = object_in(text)
+    return {INVALID_JSON: text} if given is None else given
 
 
 def data_frame(payload: bytes) -> bytes:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from penstock_router.apis.images import (
     IMAGE_URL_SCHEMA,
     INPUT_IMAGE_SCHEMA,
@@ -24,7 +22,7 @@ from penstock_router.json_fields import (
     STRING,
     JsonObject,
     Kind,
-    decode_json,
+    object_in,
     or_null,
     read_array,
     read_object,
@@ -257,11 +255,8 @@ def _arguments_object(arguments: str) -> JsonObject | str:
     """Clients send arguments as JSON in a string; templates expect the object. A string that is not
     the JSON of an object is returned as it is.
     """
-    try:
-        parsed = decode_json(arguments or "{}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    parsed = object_in(arguments or "{}")
+    return arguments if parsed is None else parsed
 
 
 # ---- Messages built from other APIs' forms -----------------------------------------------------

@@ -5,11 +5,12 @@ Other APIs read theirs by the same rules.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from penstock_router.apis.structured_output import check_nesting
 from penstock_router.errors import BadRequest
@@ -78,6 +79,11 @@ def read_tool(
     return Tool(name, parameters, strict, {"type": "function", "function": shown})
 
 
+def as_definition(shown: JsonObject) -> str:
+    """A tool as most chat templates write it: `shown` is its `Tool.shown`."""
+    return json.dumps(shown, ensure_ascii=False)
+
+
 # The entries that templates see; the APIs' other entries are for their vendors' servers.
 SHOWN = ("name", "description")
 
@@ -104,15 +110,16 @@ def _check_type(where: str, entry: JsonObject) -> None:
         raise BadRequest(text, param=f"{where}.type")
 
 
-def _reader(tool: Callable[[str, Any], Tool]) -> Callable[[str, Any], Any]:
-    def read(name: str, value: Any) -> tuple[Tool, ...]:
-        given = read_array(name, value)
-        if len(given) > MAX_TOOLS:
-            text = f"{name}: at most {MAX_TOOLS} tools; given: {len(given)}"
-            raise BadRequest(text, param=name)
-        return tuple([tool(f"{name}[{index}]", item) for index, item in enumerate(given)])
+def check_number(name: str, count: int) -> None:
+    """Refuse more tools than there may be."""
+    if count > MAX_TOOLS:
+        raise BadRequest(f"{name}: at most {MAX_TOOLS} tools; given: {count}", param=name)
 
-    return read
+
+def _read_tools(name: str, value: Any) -> tuple[Tool, ...]:
+    given = read_array(name, value)
+    check_number(name, len(given))
+    return tuple([_chat_tool(f"{name}[{index}]", item) for index, item in enumerate(given)])
 
 
 # ---- tool_choice -------------------------------------------------------------------------------
@@ -164,7 +171,19 @@ def _function_name(where: str, entry: JsonObject) -> str:
 
 
 def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
-    """The allowed tools: nested under "allowed_tools", or flat as in responses."""
+    mode, entries = read_allowed(name, value)
+    for where, entry in entries.items():
+        _check_type(where, entry)
+    names = tuple(_function_name(where, entry) for where, entry in entries.items())
+    return ParsedToolChoice(ToolChoice(mode), allowed=names)
+
+
+def read_allowed(
+    name: str, value: JsonObject
+) -> tuple[Literal["auto", "required"], dict[str, JsonObject]]:
+    """The mode of a choice among allowed tools, and the entries that name these, by where they
+    stand: nested under "allowed_tools" as chats have them, or flat as responses do.
+    """
     key = "allowed_tools"
     held = value
     if value.get(key) is not None:
@@ -176,12 +195,8 @@ def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
     if not 1 <= len(entries) <= MAX_TOOLS:
         text = f"{name}.tools: 1 to {MAX_TOOLS} tools; given: {len(entries)}"
         raise BadRequest(text, param=f"{name}.tools")
-    names = []
-    for index, entry in enumerate(entries):
-        where = f"{name}.tools[{index}]"
-        _check_type(where, read_object(where, entry))
-        names.append(_function_name(where, entry))
-    return ParsedToolChoice(ToolChoice(mode), allowed=tuple(names))
+    places = (f"{name}.tools[{index}]" for index in range(len(entries)))
+    return mode, {at: read_object(at, each) for at, each in zip(places, entries, strict=True)}
 
 
 # ---- All that a body says of tools -------------------------------------------------------------
@@ -217,8 +232,13 @@ def _last_of_each_name(values: JsonObject) -> tuple[Tool, ...]:
         return given
     counts = Counter(tool.name for tool in given)
     repeated = [name for name, count in counts.items() if count > 1]
-    add_warning(values, f"tools: several are named {', '.join(repeated[:16])}; the last counts")
+    add_warning(values, last_counts(repeated))
     return tuple(by_name.values())
+
+
+def last_counts(names: Sequence[str]) -> str:
+    """The warning of names that several tools have."""
+    return f"tools: several are named {', '.join(names[:16])}; the last counts"
 
 
 def check_one_form(request: ChatRequest) -> None:
@@ -268,10 +288,10 @@ NAMED: JsonObject = {
 }
 
 
-def _choices(*forms: JsonObject) -> JsonObject:
-    words: JsonObject = {"enum": list(_MODES)}
-    as_type = {"type": "object", "properties": {"type": words}, "required": ["type"]}
-    return {"anyOf": [words, as_type, *forms]}
+def choice_schema(*forms: JsonObject) -> JsonObject:
+    """A tool_choice that is a word, or has one of these forms."""
+    words: JsonObject = {"type": "string", "enum": ["none", "auto", "required"]}
+    return {"anyOf": [words, *forms]}
 
 
 def _allowed_form(tool: JsonObject) -> JsonObject:
@@ -288,6 +308,12 @@ def _nest(key: str, form: JsonObject) -> JsonObject:
     return {"type": "object", "properties": {key: form}, "required": [key]}
 
 
+_ANY_WORD: JsonObject = {"enum": list(_MODES)}
+_WORD_AS_TYPE: JsonObject = {
+    "type": "object",
+    "properties": {"type": _ANY_WORD},
+    "required": ["type"],
+}
 _ONE: JsonObject = {"anyOf": [_nest("function", NAMED), NAMED]}
 _NAMED_ONE: JsonObject = {
     "anyOf": [
@@ -297,7 +323,8 @@ _NAMED_ONE: JsonObject = {
 }
 
 
-def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
+def allowed_schemas(tool: JsonObject) -> list[JsonObject]:
+    """A choice among allowed tools, in the two forms that `read_allowed` reads."""
     allowing = _allowed_form(tool)
     return [
         add_type("allowed_tools", allowing),
@@ -306,5 +333,7 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
 
 
 # Chats: {"type": "function", "function": {"name": ...}}.
-TOOLS = Kind(_reader(_chat_tool), array_form({"anyOf": [CHAT_TOOL, *_FLAT_TOOLS]}))
-CHOICE = Kind(_chat_choice, _choices(_NAMED_ONE, *_allowed_forms(_ONE)))
+TOOLS = Kind(_read_tools, array_form({"anyOf": [CHAT_TOOL, *_FLAT_TOOLS]}))
+CHOICE = Kind(
+    _chat_choice, choice_schema(_ANY_WORD, _WORD_AS_TYPE, _NAMED_ONE, *allowed_schemas(_ONE))
+)

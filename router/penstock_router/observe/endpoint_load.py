@@ -18,6 +18,8 @@ def endpoint_load(form: str, shards: Iterable[ShardState], model: str, queued: i
     """The header's value in the form TEXT or JSON, None for any other form. `queued` sequences wait
     in the router.
     """
+    if form.upper() not in ("TEXT", "JSON"):
+        return None
     serving = [shard for shard in shards if shard.info is not None and shard.info.model == model]
     loads = [shard.load for shard in serving if shard.ready]
     num_blocks = sum(load.num_blocks for load in loads)
@@ -27,6 +29,4 @@ def endpoint_load(form: str, shards: Iterable[ShardState], model: str, queued: i
     }
     if form.upper() == "JSON":
         return f"JSON {json.dumps({'named_metrics': named})}"
-    if form.upper() == "TEXT":
-        return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
-    return None
+    return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())

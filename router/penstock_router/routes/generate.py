@@ -24,13 +24,7 @@ from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.errors import BadRequest
 from penstock_router.generation.choice import LOGPROB_BYTES
 from penstock_router.generation.client_progress import BEGINNING, ResumePoint
-from penstock_router.generation.deltas import (
-    Deltas,
-    Hold,
-    bound,
-    bundle,
-    collect,
-)
+from penstock_router.generation.deltas import Deltas, Hold, bound, bundle, collect
 from penstock_router.generation.generation import Generation
 from penstock_router.generation.job import SEQUENCES_A_TURN, Job, make_job
 from penstock_router.json_fields import STRING, Field, one_of, string, table

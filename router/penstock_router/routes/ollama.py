@@ -6,7 +6,7 @@ Models are named as in /v1/models, and found by what else Ollama takes for a mod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NotRequired, TypedDict
 
@@ -118,7 +118,7 @@ class Version(TypedDict):
 
 
 class Progress(TypedDict):
-    """How far a pull is, or why there is none."""
+    """The state of a pull, or why there is none."""
 
     status: NotRequired[str]
     error: NotRequired[str]
@@ -159,22 +159,24 @@ async def answer_body(request: web.Request, body: Body) -> web.StreamResponse:
 
 async def embed_all(request: web.Request, body: Body) -> web.Response:
     """POST /api/embed"""
-    return await _embed(request, body, render_embeddings, {"embeddings": []})
+    return await _embed(
+        request, body, render_embeddings, lambda model: {"model": model, "embeddings": []}
+    )
 
 
 async def embed_one(request: web.Request, body: Body) -> web.Response:
     """POST /api/embeddings"""
-    return await _embed(request, body, render_embedding, {"embedding": []})
+    return await _embed(request, body, render_embedding, lambda model: {"embedding": []})
 
 
 async def _embed(
-    request: web.Request, body: Body, render: Render, nothing: JsonObject
+    request: web.Request, body: Body, render: Render, without_inputs: Callable[[str], JsonObject]
 ) -> web.Response:
     body.asked = _with_served_name(request, body.asked)
     if body.asked.prompts:
         return await embed(request, body, render)
     model = await _loaded(request, body.asked.model)
-    return json_response({"model": model.name, **nothing} if "embeddings" in nothing else nothing)
+    return json_response(without_inputs(model.name))
 
 
 def render_embeddings(
@@ -263,7 +265,7 @@ async def pull(request: web.Request) -> web.Response:
 
 
 async def refuse_change(request: web.Request) -> web.Response:
-    """What would create, copy, upload or delete a model."""
+    """Refuse to create, copy, upload or delete a model."""
     raise Forbidden(f"{request.path[:200]}: not served; a model is what a shard was started with")
 
 

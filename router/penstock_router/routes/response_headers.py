@@ -12,9 +12,6 @@ from collections.abc import MutableMapping
 
 from aiohttp import web, web_response
 
-from penstock_router.apis.messages.errors import ERRORS as MESSAGE_ERRORS
-from penstock_router.apis.messages.errors import shown_id
-from penstock_router.apis.responses.errors import ERRORS as RESPONSES_ERRORS
 from penstock_router.routes import warnings
 from penstock_router.routes.base import ERROR_FORM, KEY, REQUEST_ID, ROUTER, Handler
 
@@ -52,11 +49,9 @@ async def complete(request: web.Request, response: web.StreamResponse) -> None:
     # A request that is refused before its handler runs has no id yet.
     request_id = request.get(REQUEST_ID) or uuid.uuid4().hex
     add(headers, request_id)
-    if request.get(ERROR_FORM) is MESSAGE_ERRORS:
-        headers["request-id"] = shown_id(request_id)
-    if request.get(ERROR_FORM) is RESPONSES_ERRORS:
-        # Codex would add what it guesses of earlier reasoning to a usage that counts it already.
-        headers["x-reasoning-included"] = "true"
+    form = request.get(ERROR_FORM)
+    if form is not None:
+        headers.update(form.headers(request_id))
     warnings.add(headers, request)
     key = request.get(KEY)
     if key is not None:

@@ -1,4 +1,4 @@
-"""What of a request has no effect: named in a header of its answer and, once, in the log."""
+"""Names what of a request has no effect, in a header of its answer and, once, in the log."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ DESCRIPTION: JsonObject = {
 }
 _WARNINGS = web.RequestKey("warnings", tuple[str, ...])
 _MAX_HEADER_CHARS = 2000
+# How many of a request's lines are told: more would not fit the header, and each takes time.
+_MAX_LINES = 100
 # How many different lines are remembered, so that each is logged once: clients make them up.
 _MAX_LOGGED = 1000
 
@@ -44,9 +46,11 @@ def warn(request: web.Request, warnings: Sequence[str]) -> None:
     """Have the answer to this request name what has no effect."""
     if not warnings:
         return
-    request[_WARNINGS] = tuple(dict.fromkeys((*request.get(_WARNINGS, ()), *warnings)))
-    for warning in warnings:
-        request.app[LOG].note(f"{request.method} {request.path[:100]}", warning)
+    lines = warnings[:_MAX_LINES]
+    request[_WARNINGS] = tuple(dict.fromkeys((*request.get(_WARNINGS, ()), *lines)))
+    route = f"{request.method} {request.path[:100]}"
+    for line in lines:
+        request.app[LOG].note(route, line)
 
 
 def add(headers: MutableMapping[str, str], request: web.Request) -> None:
@@ -54,5 +58,5 @@ def add(headers: MutableMapping[str, str], request: web.Request) -> None:
     warnings = request.get(_WARNINGS)
     if warnings:
         text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()
-        printable = "".join([each if each.isprintable() else " " for each in text])
-        headers[HEADER] = printable[:_MAX_HEADER_CHARS]
+        shown = text[:_MAX_HEADER_CHARS]
+        headers[HEADER] = "".join([each if each.isprintable() else " " for each in shown])

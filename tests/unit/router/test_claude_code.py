@@ -320,7 +320,7 @@ def _drop(holder: Any, key: Any, rng: random.Random) -> None:
 
 
 def _replace(holder: Any, key: Any, rng: random.Random) -> None:
-    holder[key] = rng.choice(ODD)
+    holder[key] = copy.deepcopy(rng.choice(ODD))
 
 
 def _double(holder: Any, key: Any, rng: random.Random) -> None:

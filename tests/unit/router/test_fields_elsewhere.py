@@ -133,7 +133,7 @@ def test_what_asks_for_nothing_is_taken(route: str, name: str, nothing: Any) -> 
     assert REFUSED[name].use is Use.REFUSED
 
 
-@pytest.mark.parametrize("name", ["reasoning", "text", "stream_options"])
+@pytest.mark.parametrize("name", ["reasoning", "text"])
 def test_entries_of_a_responses_fields_that_have_no_effect_are_named(name: str) -> None:
     asked = parsed("responses", **{name: {"depth": 3, "none": None}})
     assert asked.warnings == (f"{name}: entries without effect: 'depth'",)

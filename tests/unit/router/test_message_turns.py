@@ -185,12 +185,12 @@ def test_tools_are_called_or_not_as_the_model_likes_unless_told_otherwise() -> N
     ("thinking", "budget", "kwargs", "shown"),
     [
         (None, None, {}, True),
-        ({"type": "disabled"}, None, {"enable_thinking": False, "thinking": False}, True),
-        ({"type": "adaptive"}, None, {"enable_thinking": True, "thinking": True}, True),
+        ({"type": "disabled"}, None, {"enable_thinking": False}, True),
+        ({"type": "adaptive"}, None, {"enable_thinking": True}, True),
         (
             {"type": "enabled", "budget_tokens": 7, "display": "omitted"},
             7,
-            {"enable_thinking": True, "thinking": True},
+            {"enable_thinking": True},
             False,
         ),
     ],

@@ -9,20 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
-import msgspec
-
-from penstock_router.apis.base import Envelope, call_id, event_frame
+from penstock_router.apis.base import Envelope, call_id, event_frame, shown_arguments
 from penstock_router.apis.messages.errors import error_frames
 from penstock_router.errors import ApiError
 from penstock_router.generation.choice import Delta
 from penstock_router.generation.job import Job
-from penstock_router.json_fields import JsonObject, decode_json
+from penstock_router.json_fields import JsonObject
 from penstock_router.text.answer_pieces import Piece, PieceKind, join_pieces
-
-# The key under which a whole answer shows arguments that are not a JSON object, as of a call that
-# was cut off. This API's documentation asks clients to send such arguments back under it.
-INVALID_INPUT = "INVALID_JSON"
-
 
 # ---- What answers look like --------------------------------------------------------------------
 
@@ -229,7 +222,7 @@ class MessageShape:
             elif piece.kind is PieceKind.CONTENT:
                 blocks.append({"type": "text", "text": piece.text})
             elif piece.kind is PieceKind.CALL:
-                given = _read_input(arguments.get(piece.call, ""))
+                given = shown_arguments(arguments.get(piece.call, ""))
                 blocks.append(self._call_block(piece, given))
         return blocks
 
@@ -298,12 +291,3 @@ class MessageShape:
             return end
         signed = {"type": "signature_delta", "signature": ""}
         return _event("content_block_delta", index=self._index, delta=signed) + end
-
-
-def _read_input(arguments: str) -> JsonObject:
-    """Arguments as an object; text that is not one is shown under `INVALID_INPUT`."""
-    try:
-        parsed = decode_json(arguments)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {INVALID_INPUT: arguments}

@@ -5,18 +5,20 @@ It changes with every request, so that no request would find the prefix of anoth
 
 from __future__ import annotations
 
+from penstock_router.text.contents import Part, text_part
+
 _HEADER = "x-anthropic-billing-header:"
 
 
-def without_billing(texts: list[str]) -> list[str]:
-    """The texts of a system without the line that accounts, where one begins with it, and without
-    those that are nothing else.
+def without_billing(parts: list[Part]) -> list[Part]:
+    """The parts of a system without the line that accounts, where a text begins with it, and
+    without texts that are nothing else.
     """
     kept = []
-    for text in texts:
-        if text.startswith(_HEADER):
-            text = text.partition("\n")[2].lstrip("\n")
-            if not text:
+    for part in parts:
+        if str(part.get("text", "")).startswith(_HEADER):
+            part = text_part(part["text"].partition("\n")[2].lstrip("\n"))
+            if not part["text"]:
                 continue
-        kept.append(text)
+        kept.append(part)
     return kept

@@ -59,12 +59,16 @@ def _words(error: ApiError) -> str:
 
 def name_request(answer: JsonObject, request_id: str) -> JsonObject:
     """An error with the id of the request that failed."""
-    return {**answer, "request_id": shown_id(request_id)}
+    return {**answer, "request_id": _shown_id(request_id)}
 
 
-def shown_id(request_id: str) -> str:
+def _shown_id(request_id: str) -> str:
     """The id of a request as answers and headers of this API have it."""
     return f"req_{request_id}"
+
+
+def _headers(request_id: str) -> dict[str, str]:
+    return {"request-id": _shown_id(request_id)}
 
 
 def error_frames(error: ApiError, request_id: str = "") -> bytes:
@@ -73,4 +77,6 @@ def error_frames(error: ApiError, request_id: str = "") -> bytes:
     return event_frame("error", name_request(answer, request_id) if request_id else answer)
 
 
-ERRORS = ErrorForm(_error_answer, MessageError, error_frames, name_request=name_request)
+ERRORS = ErrorForm(
+    _error_answer, MessageError, error_frames, name_request=name_request, headers=_headers
+)

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from penstock_router.apis.chat_messages import check_size
 from penstock_router.apis.images import read_image_block
-from penstock_router.apis.messages.tools import OfferedTools, as_definition, read_entry
+from penstock_router.apis.messages.tools import OfferedTools, read_entry
 from penstock_router.apis.structured_output import check_nesting
+from penstock_router.apis.tools import as_definition
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import STRING, JsonObject, read_array, read_object, shorten
 from penstock_router.request import Tool
@@ -24,20 +25,34 @@ _Reader = TypeVar("_Reader")
 
 @dataclass(slots=True)
 class Context:
-    """The tools that turns refer to, those that they add, and what of them has no effect."""
+    """What turns say besides: the tools that they add, and what of them has no effect."""
 
-    tools: OfferedTools
     added: list[Tool] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    # Names of tools that a turn has shown.
-    told: set[str] = field(default_factory=set)
 
-    def refer(self, name: str) -> str:
-        """The text by which a turn refers to a tool: its definition, unless that was shown."""
-        if name in self.told or name not in self.tools.deferred:
-            return name
-        self.told.add(name)
-        return as_definition(self.tools.deferred[name])
+
+_REFERENCE = "tool_reference"
+
+
+def _reference(name: str, before: str = "") -> Part:
+    """The place of a tool's definition."""
+    return {"type": _REFERENCE, "name": name, "before": before}
+
+
+def resolved(parts: list[Part], tools: OfferedTools, told: set[str]) -> list[Part]:
+    """The parts with a text for each reference: the tool's definition, unless it is shown before or
+    the prompt has it elsewhere. Adds to the names of those `told`.
+    """
+    found = []
+    for part in parts:
+        if part["type"] == _REFERENCE:
+            name = part["name"]
+            shows = name in tools.deferred and name not in told
+            told.add(name)
+            text = as_definition(tools.deferred[name]) if shows else name
+            part = text_part(part["before"] + text)
+        found.append(part)
+    return found
 
 
 # (where it is, the block, its context) -> parts. Raises `BadRequest`.
@@ -146,7 +161,7 @@ def _headed(at: str, block: JsonObject, what: str, keys: tuple[str, ...]) -> lis
 
 def _read_reference(at: str, block: JsonObject, context: Context) -> list[Part]:
     name = STRING.read(f"{at}.tool_name", block.get("tool_name"))
-    return [text_part(context.refer(name))]
+    return [_reference(name)]
 
 
 def _read_state(at: str, block: JsonObject, context: Context) -> list[Part]:
@@ -157,7 +172,7 @@ def _read_state(at: str, block: JsonObject, context: Context) -> list[Part]:
 def _read_addition(at: str, block: JsonObject, context: Context) -> list[Part]:
     changed = read_object(f"{at}.tool", block.get("tool"))
     if changed.get("type") != "tool_definition":
-        return [text_part(f"Now available: {context.refer(_named(at, changed))}")]
+        return [_reference(_named(at, changed), "Now available: ")]
     entry = read_entry(f"{at}.tool.definition", changed.get("definition"))
     if isinstance(entry, str):
         context.warnings.append(entry)

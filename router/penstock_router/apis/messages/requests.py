@@ -14,22 +14,19 @@ from penstock_router.apis.images import take_images
 from penstock_router.apis.messages.answers import MessageAnswer, MessageEvent, MessageShape
 from penstock_router.apis.messages.billing import without_billing
 from penstock_router.apis.messages.errors import ERRORS
-from penstock_router.apis.messages.parts import Context
 from penstock_router.apis.messages.thinking import (
     THINKING,
     thinking_options,
     thinking_variables,
 )
 from penstock_router.apis.messages.tools import CHOICE, NO_TOOLS, TOOLS, OfferedTools
-from penstock_router.apis.messages.turn_schemas import TURNS_SCHEMA
-from penstock_router.apis.messages.turns import Turns, read_turns
+from penstock_router.apis.messages.turns import TURNS, Turns
 from penstock_router.apis.openai.elsewhere import with_fields_of_chats
 from penstock_router.apis.openai.fields import CHAT_FIELDS, STOPS
 from penstock_router.apis.openai.requests import common_options, own_kwargs
 from penstock_router.apis.openai.thinking import thinking_kwargs
 from penstock_router.apis.structured_output import CONSTRAINT_FIELDS, FORMAT, only_constraint
 from penstock_router.apis.tools import check_one_form, tool_options
-from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     ANYTHING,
     BOOLEAN,
@@ -45,54 +42,36 @@ from penstock_router.json_fields import (
     label,
     not_served,
     number,
+    object_of,
     or_null,
     read_array,
     read_fields,
     read_object,
     table,
     taken,
+    without_effect,
 )
 from penstock_router.request import ChatRequest
-from penstock_router.text.contents import as_parts
+from penstock_router.text.contents import Content, as_parts, as_text
 from penstock_router.text.prompts import TextModel, chat_prompt
 
 # ---- What comes before the chat ----------------------------------------------------------------
 
 
 def _read_system(name: str, value: Any) -> str:
-    if not isinstance(value, list):
-        return "\n".join(without_billing([TEXT.read(name, value)]))
-    check_size(name, value)
-    parts = as_parts(read_parts(name, value, image_parts={}))
-    return "\n".join(without_billing([part["text"] for part in parts]))
+    content: Content = ""
+    if isinstance(value, list):
+        check_size(name, value)
+        content = read_parts(name, value, image_parts={})
+    else:
+        content = TEXT.read(name, value)
+    return as_text(without_billing(as_parts(content)), "")
 
 
 # ---- What the answer is like -------------------------------------------------------------------
 
 
-def _read_output(name: str, value: Any) -> JsonObject:
-    """The two entries that have an effect, read, and `ignored`: what others there are."""
-    given = read_object(name, value)
-    kinds = {"format": FORMAT, "effort": STRING}
-    read = {
-        key: kind.read(f"{name}.{key}", given[key])
-        for key, kind in kinds.items()
-        if given.get(key) is not None
-    }
-    budget = given.get("task_budget")
-    return read if budget is None else {**read, "ignored": f"{name}.task_budget"}
-
-
-_OUTPUT = Kind(
-    _read_output,
-    {
-        "type": "object",
-        "properties": {
-            "format": or_null(FORMAT.schema),
-            "effort": or_null(STRING.schema),
-        },
-    },
-)
+_OUTPUT = object_of(format=FORMAT, effort=STRING, task_budget=ANYTHING)
 
 
 def _read_edits(name: str, value: Any) -> bool:
@@ -120,21 +99,12 @@ _EDITS = Kind(
 
 # ---- The two bodies ----------------------------------------------------------------------------
 
-
-def _read_given(name: str, value: Any) -> list[Any]:
-    """The turns as they are given: what they say is read once the tools are known."""
-    turns = read_array(name, value)
-    if not turns:
-        raise BadRequest(f"{name}: at least one message is needed", param=name)
-    return turns
-
-
 _OF_ANTHROPICS_SERVERS = "For tools that Anthropic's servers run, which are left out."
 _PROMPT_FIELDS = (
     Field("model", STRING, "One of /v1/models.", required=True),
     Field(
         "messages",
-        Kind(_read_given, TURNS_SCHEMA),
+        TURNS,
         "The chat so far; the last may be to continue.",
         required=True,
     ),
@@ -226,20 +196,21 @@ def parse_count(body: JsonObject) -> ChatRequest:
 def _prompt(values: JsonObject) -> JsonObject:
     """The options that the prompt and the parsing of its answer depend on."""
     offered = _offered(values)
-    turns = read_turns("messages", values["messages"], Context(offered))
+    turns: Turns = values["messages"]
+    messages = turns.chat(offered)
     # A tool that a turn brings is one of the body's, shown in that turn.
     values["tools"] = (*offered.tools, *turns.context.added)
     for warning in (*offered.warnings, *turns.context.warnings, *_without_effect(values)):
         add_warning(values, warning)
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
     # If the last message is the assistant's, the answer continues it.
-    continues = turns.messages[-1]["role"] == "assistant"
+    continues = messages[-1]["role"] == "assistant"
     tools = tool_options(values)
     return {
         "model": values["model"],
         WARNINGS: values.get(WARNINGS, ()),
-        "messages": [*system, *turns.messages],
-        "images": take_images(turns.messages),
+        "messages": [*system, *messages],
+        "images": take_images(messages),
         "add_special_tokens": False,
         "add_generation_prompt": not continues,
         "continue_final_message": continues,
@@ -260,9 +231,9 @@ def _without_effect(values: JsonObject) -> list[str]:
     """What of fields with an effect has none."""
     found = []
     if values.get("context_management"):
-        found.append("context_management: taken without effect")
-    if ignored := values.get("output_config", {}).get("ignored"):
-        found.append(f"{ignored}: taken without effect")
+        found.append(without_effect("context_management"))
+    if values.get("output_config", {}).get("task_budget") is not None:
+        found.append(without_effect("output_config.task_budget"))
     return found
 
 

@@ -4,59 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_router.json_fields import (
-    POSITIVE,
-    STRING,
-    JsonObject,
-    Kind,
-    one_of,
-    or_null,
-    read_object,
-)
+from penstock_router.json_fields import POSITIVE, STRING, JsonObject, Kind, object_of, one_of
 
 # GLM's and DeepSeek's servers of this API take "enabled" without a budget.
 _TYPE = one_of("enabled", "disabled", "adaptive")
-# Templates decide whether a model reasons, by a variable with one of these names.
-_VARIABLES = ("enable_thinking", "thinking")
+_ENTRIES = object_of(type=_TYPE, budget_tokens=POSITIVE, display=STRING)
 
 
 def _read_thinking(name: str, value: Any) -> JsonObject:
-    """Options of `ChatRequest`, and `thinks`, which becomes template variables."""
-    thinking = read_object(name, value)
-    kind = _TYPE.read(f"{name}.type", thinking.get("type"))
-    budget, display = thinking.get("budget_tokens"), thinking.get("display")
-    result: JsonObject = {"thinks": kind != "disabled"}
-    if budget is not None:
-        budget = POSITIVE.read(f"{name}.budget_tokens", budget)
-        if result["thinks"]:
-            result["thinking_tokens"] = budget
-    if display is not None:
+    """Options of `ChatRequest`, and `thinks`, which becomes a variable of templates."""
+    given: JsonObject = _ENTRIES.read(name, value)
+    thinks = _TYPE.read(f"{name}.type", given.get("type")) != "disabled"
+    asked: JsonObject = {"thinks": thinks}
+    if thinks and "budget_tokens" in given:
+        asked["thinking_tokens"] = given["budget_tokens"]
+    if "display" in given:
         # All others show what was thought, whole or in parts.
-        result["include_reasoning"] = STRING.read(f"{name}.display", display) != "omitted"
-    return result
+        asked["include_reasoning"] = given["display"] != "omitted"
+    return asked
 
 
-THINKING = Kind(
-    _read_thinking,
-    {
-        "type": "object",
-        "properties": {
-            "type": _TYPE.schema,
-            "budget_tokens": or_null(POSITIVE.schema),
-            "display": or_null(STRING.schema),
-        },
-        "required": ["type"],
-    },
-)
+THINKING = Kind(_read_thinking, {**_ENTRIES.schema, "required": ["type"]})
 
 
 def thinking_options(values: JsonObject) -> JsonObject:
-    """What the field asks for, as `ChatRequest` takes it."""
+    """Options that the field asks for, as `ChatRequest` takes them."""
     asked = values.get("thinking", {})
     options = {name: value for name, value in asked.items() if name != "thinks"}
     return {**options, "requires_thinking_budget": False}
 
 
 def thinking_variables(values: JsonObject) -> JsonObject:
-    """Whether to reason, under the variable names that templates use."""
-    return dict.fromkeys(_VARIABLES, values["thinking"]["thinks"]) if "thinking" in values else {}
+    """Variables of templates that say whether to reason."""
+    return {"enable_thinking": values["thinking"]["thinks"]} if "thinking" in values else {}

@@ -7,7 +7,6 @@ deferred is shown by the block that refers to it, in its place: so no earlier tu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -15,17 +14,16 @@ from typing import Any
 
 from penstock_router.apis.tools import (
     CHAT_TOOL,
-    MAX_TOOLS,
     NAMED,
     SHOWN,
     ParsedToolChoice,
     add_type,
     array_form,
+    check_number,
     describe,
     read_name,
     read_tool,
 )
-from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     BOOLEAN,
     STRING,
@@ -63,11 +61,6 @@ class OfferedTools:
 
 
 NO_TOOLS = OfferedTools()
-
-
-def as_definition(shown: JsonObject) -> str:
-    """A tool as most chat templates write it."""
-    return json.dumps(shown, ensure_ascii=False)
 
 
 # ---- Tools with a schema of Anthropic's own ----------------------------------------------------
@@ -194,8 +187,7 @@ def _may_be_called(name: str, callers: Any) -> bool:
 
 def _read_tools(name: str, value: Any) -> OfferedTools:
     given = read_array(name, value)
-    if len(given) > MAX_TOOLS:
-        raise BadRequest(f"{name}: at most {MAX_TOOLS} tools; given: {len(given)}", param=name)
+    check_number(name, len(given))
     entries = [_read_entry(f"{name}[{index}]", item) for index, item in enumerate(given)]
     warnings = [
         _left_out(f"{name}[{index}]", entry.kind)

@@ -25,19 +25,24 @@ from penstock_router.apis.messages.parts import (
     json_text,
     read_blocks,
     reader_of,
+    resolved,
 )
+from penstock_router.apis.messages.tools import OfferedTools
+from penstock_router.apis.messages.turn_schemas import TURNS_SCHEMA
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     BOOLEAN,
     STRING,
     JsonObject,
+    Kind,
     one_of,
+    read_array,
     read_object,
     refusal,
     string,
 )
 from penstock_router.request import Message
-from penstock_router.text.contents import Content, Part, join_contents
+from penstock_router.text.contents import Content, Part, as_text, join_contents, text_part
 
 # Roles by the names that clients give; the last two of the user's are Claude Code's.
 _ROLES: Mapping[str, str] = {
@@ -60,21 +65,38 @@ _CLEAR_AT = one_of("next_user_message", "never")
 class Turns:
     """The turns as they are read: messages, and what they say besides."""
 
-    context: Context
+    context: Context = field(default_factory=Context)
+    # With contents in parts, some of which are places of tools.
     messages: list[Message] = field(default_factory=list)
     # Templates expect a result to name its tool; here it has only the id of the call.
     tools_by_id: dict[str, str] = field(default_factory=dict)
     # How much effort the next answer takes, if a turn says so.
     effort: str | None = None
 
+    def chat(self, tools: OfferedTools) -> list[Message]:
+        """The messages, with these tools where turns refer to them."""
+        told: set[str] = set()
+        return [_finished(message, tools, told) for message in self.messages]
 
-def read_turns(name: str, given: list[Any], context: Context) -> Turns:
-    """A chat of one turn or more; every block checked. Its last message may be an answer to
-    continue.
-    """
+
+def _finished(message: Message, tools: OfferedTools, told: set[str]) -> Message:
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    content = joined(resolved(parts, tools, told))
+    if message["role"] == "system":
+        content = as_text(content, "")
+    return {**message, "content": content}
+
+
+def _read_turns(name: str, value: Any) -> Turns:
+    """A chat; every block checked. Its last message may be an answer to continue."""
+    given = read_array(name, value)
+    if not given:
+        raise BadRequest(f"{name}: at least one message is needed", param=name)
     check_size(name, given)
     check_size(name, list(_blocks_of(given)))
-    turns, last_user = Turns(context), _last_user(given)
+    turns, last_user = Turns(), _last_user(given)
     for index, turn in enumerate(given):
         _read_turn(f"{name}[{index}]", turn, turns, is_past=index < last_user)
     if not turns.messages:
@@ -125,28 +147,29 @@ def _read_turn(name: str, value: Any, turns: Turns, *, is_past: bool) -> None:
 
 def _read_system(name: str, turn: JsonObject, turns: Turns, *, is_past: bool) -> None:
     """Add a system in its place, unless it was for a turn of the user's that is over."""
-    texts = without_billing(_system_texts(name, turn, turns.context))
+    parts = _system_parts(name, turn, turns.context)
     _read_effort(f"{name}.output_config", turn, turns)
     clear_at = turn.get("clear_at")
     if clear_at is not None:
         _CLEAR_AT.read(f"{name}.clear_at", clear_at)
-    if texts and not (is_past and clear_at == "next_user_message"):
-        turns.messages.append({"role": "system", "content": "\n".join(texts)})
+    kept = without_billing(parts)
+    if kept and not (is_past and clear_at == "next_user_message"):
+        turns.messages.append({"role": "system", "content": kept})
 
 
-def _system_texts(name: str, turn: JsonObject, context: Context) -> list[str]:
+def _system_parts(name: str, turn: JsonObject, context: Context) -> list[Part]:
     content = turn.get("content")
     if isinstance(content, str):
-        return [content]
+        return [text_part(content)]
     if content is None and turn.get("output_config") is not None:
         return []
     if not isinstance(content, list):
         raise refusal(f"{name}.content", "a string or an array of blocks", content)
     parts = read_blocks(f"{name}.content", content, context, OF_SYSTEMS)
-    if any("text" not in part for part in parts):
+    if any(part["type"] == "image" for part in parts):
         text = f"{name}.content: systems have text only, no images"
         raise BadRequest(text, param=f"{name}.content")
-    return [part["text"] for part in parts]
+    return parts
 
 
 def _read_effort(name: str, turn: JsonObject, turns: Turns) -> None:
@@ -165,7 +188,7 @@ def _read_user(name: str, blocks: list[Any], turns: Turns) -> None:
 
     def end_text() -> None:
         if parts:
-            turns.messages.append({"role": "user", "content": joined(parts.copy())})
+            turns.messages.append({"role": "user", "content": parts.copy()})
             parts.clear()
 
     for index, value in enumerate(blocks):
@@ -194,7 +217,7 @@ def _read_content(name: str, value: Any, context: Context) -> Content:
     """Of a result: a text, or blocks."""
     if not isinstance(value, list):
         return "" if value is None else STRING.read(name, value)
-    return joined(read_blocks(name, value, context, OF_RESULTS))
+    return read_blocks(name, value, context, OF_RESULTS)
 
 
 # ---- Assistants --------------------------------------------------------------------------------
@@ -278,7 +301,6 @@ def _read_summary(name: str, block: JsonObject, said: _Said) -> None:
         return
     said.end_message()
     said.turns.messages[:] = [{"role": "user", "content": content}]
-    said.turns.context.told.clear()
 
 
 _OF_ASSISTANTS: Mapping[str, Callable[[str, JsonObject, _Said], None]] = {
@@ -300,3 +322,4 @@ _OF_ASSISTANTS: Mapping[str, Callable[[str, JsonObject, _Said], None]] = {
     "fallback": _leave_out,
     "mcp_tool_listing": _leave_out,
 }
+TURNS = Kind(_read_turns, TURNS_SCHEMA)

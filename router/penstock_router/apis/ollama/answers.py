@@ -14,18 +14,14 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 
-from penstock_router.apis.base import Envelope, ErrorForm, call_id
+from penstock_router.apis.base import Envelope, ErrorForm, call_id, shown_arguments
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
 from penstock_router.errors import ApiError, ContextExceeded, UnknownModel
 from penstock_router.generation.choice import Delta
 from penstock_router.generation.job import Job
-from penstock_router.json_fields import JsonObject, decode_json
+from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest
 from penstock_router.text.answer_pieces import Piece, PieceKind
-
-# The key under which arguments are shown that are not a JSON object, as of a call that was cut off.
-_INVALID_ARGUMENTS = "INVALID_JSON"
-
 
 # ---- What answers look like --------------------------------------------------------------------
 
@@ -199,7 +195,7 @@ class _Lines(ABC):
         function: OllamaFunction = {
             "index": self._num_calls,
             "name": name,
-            "arguments": _arguments("".join(texts)),
+            "arguments": shown_arguments("".join(texts) or "{}"),
         }
         named = call_id(self._envelope.response_id, 0, self._num_calls)
         gain.setdefault("tool_calls", []).append({"id": named, "function": function})
@@ -307,14 +303,6 @@ def _frame(line: JsonObject) -> bytes:
 
 def _nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
-
-
-def _arguments(text: str) -> JsonObject:
-    try:
-        parsed = decode_json(text or "{}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {_INVALID_ARGUMENTS: text}
 
 
 # ---- Errors ------------------------------------------------------------------------------------

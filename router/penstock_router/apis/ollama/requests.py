@@ -61,8 +61,6 @@ _MAX_CONTEXT_IDS = 10_000_000
 _MAX_TEMPERATURE = 100
 # A share of the probabilities that only the likeliest token makes up.
 _LEAST_SHARE = 1e-9
-# Templates decide whether a model reasons, by a variable with one of these names.
-_THINKING_KWARGS = ("enable_thinking", "thinking")
 
 
 # ---- Options -----------------------------------------------------------------------------------
@@ -159,11 +157,11 @@ _EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 def _read_think(name: str, value: Any) -> JsonObject:
     """Variables of a template."""
     if isinstance(value, bool):
-        return dict.fromkeys(_THINKING_KWARGS, value)
+        return {"enable_thinking": value}
     effort = _EFFORT.read(name, value)
     if effort == "none":
-        return dict.fromkeys(_THINKING_KWARGS, False)
-    return {**dict.fromkeys(_THINKING_KWARGS, True), "reasoning_effort": effort}
+        return {"enable_thinking": False}
+    return {"enable_thinking": True, "reasoning_effort": effort}
 
 
 _THINK = Kind(_read_think, {"anyOf": [BOOLEAN.schema, _EFFORT.schema]})
@@ -270,7 +268,7 @@ def _chat(values: JsonObject, messages: list[Any], has_prompt: bool) -> OllamaCh
 
 
 def _thinks(values: JsonObject) -> bool:
-    return any(values.get("think", {}).values())
+    return bool(values.get("think", {}).get("enable_thinking"))
 
 
 def _options(values: JsonObject) -> JsonObject:

@@ -12,6 +12,7 @@ from penstock_router.json_fields import ANYTHING, Field, Table, Use, not_served
 # Values by which clients ask for nothing, of fields that chats have and other routes may not.
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
+    "response_format": ({"type": "text"},),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "echo": (False,),

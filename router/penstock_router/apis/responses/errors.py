@@ -103,4 +103,9 @@ def _frames(error: ApiError) -> bytes:
     return data_frame(msgspec.json.encode(error_answer(error))) + DONE
 
 
-ERRORS = ErrorForm(error_answer, RefusalAnswer, _frames)
+def _headers(request_id: str) -> dict[str, str]:
+    # Codex would add what it guesses of earlier reasoning to a usage that counts it already.
+    return {"x-reasoning-included": "true"}
+
+
+ERRORS = ErrorForm(error_answer, RefusalAnswer, _frames, headers=_headers)

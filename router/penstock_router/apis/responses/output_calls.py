@@ -25,7 +25,7 @@ from penstock_router.apis.responses.tools import (
     TOOL_SEARCH,
     ServedTool,
 )
-from penstock_router.json_fields import JsonObject
+from penstock_router.json_fields import JsonObject, object_in
 from penstock_router.text.answer_pieces import PieceKind
 
 
@@ -124,7 +124,8 @@ class _ClientsCall(_CallOf):
 
     def as_item(self, status: ItemStatus) -> AnyCallItem:
         shown = {"type": f"{self._tool.type}_call", "id": self.id, "call_id": self._call_id}
-        fields = self._shown(_object_in("".join(self._texts)))
+        # Arguments that were cut off are no object.
+        fields = self._shown(object_in("".join(self._texts)) or {})
         if self._tool.type == APPLY_PATCH and status == "incomplete":
             # Its published type has no such status.
             status = "completed"
@@ -132,15 +133,6 @@ class _ClientsCall(_CallOf):
 
     def closing(self, shown: Item) -> list[Event]:
         return [self._done(shown)]
-
-
-def _object_in(arguments: str) -> JsonObject:
-    """The arguments; empty if they were cut off."""
-    try:
-        given = msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return {}
-    return given if isinstance(given, dict) else {}
 
 
 def _local_shell(given: JsonObject) -> JsonObject:

@@ -18,9 +18,7 @@ from penstock_router.apis.images import take_images
 from penstock_router.apis.openai.elsewhere import with_fields_of_chats
 from penstock_router.apis.openai.fields import (
     CHAT_FIELDS,
-    MAX_CHOICES,
     MAX_LOGPROBS,
-    OF_CHATS,
     SAMPLING,
 )
 from penstock_router.apis.openai.requests import common_options, template_options
@@ -30,21 +28,13 @@ from penstock_router.apis.responses.conversation import messages_of
 from penstock_router.apis.responses.errors import ERRORS
 from penstock_router.apis.responses.item_reading import INPUT, ParsedInput
 from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
-from penstock_router.apis.responses.tools import (
-    AUTO,
-    CHOICE,
-    TOOLS,
-    AskedChoice,
-    ParsedTools,
-    hold_to_grammars,
-    tool_options,
-)
+from penstock_router.apis.responses.tool_choice import AUTO, CHOICE, AskedChoice, tool_options
+from penstock_router.apis.responses.tools import TOOLS, ParsedTools, Source, hold_to_grammars
 from penstock_router.apis.structured_output import constraint_of_format, only_constraint
 from penstock_router.apis.tools import check_one_form
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     ANYTHING,
-    ARRAY,
     BOOLEAN,
     OBJECT,
     POSITIVE,
@@ -53,9 +43,11 @@ from penstock_router.json_fields import (
     Field,
     JsonObject,
     Kind,
+    add_warning,
     array_of,
     integer,
     not_served,
+    object_of,
     one_of,
     or_null,
     read_fields,
@@ -63,6 +55,7 @@ from penstock_router.json_fields import (
     shorten,
     string,
     taken,
+    without_effect,
 )
 from penstock_router.request import MAX_SESSION_CHARS
 from penstock_router.text.prompts import PreparedPrompts, TextModel, prepare_prompts
@@ -71,6 +64,10 @@ MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
 MAX_FORMAT_NAME_CHARS = 64
+_ENTRIES = {
+    "reasoning": ("effort", "summary", "generate_summary"),
+    "text": ("format", "verbosity"),
+}
 # How many unknown entries of a field a warning names.
 _NAMED_ENTRIES = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -112,28 +109,6 @@ _METADATA = Kind(
         "additionalProperties": _METADATA_VALUE.schema,
     },
 )
-
-
-def _parts_of(**fields: Kind) -> Kind:
-    """An object with some known entries, each of which may be missing or null. Under `WARNINGS` it
-    has what of the others has no effect, if anything.
-    """
-
-    def read(name: str, value: Any) -> JsonObject:
-        given = read_object(name, value)
-        values: JsonObject = {
-            key: kind.read(f"{name}.{key}", given[key])
-            for key, kind in fields.items()
-            if given.get(key) is not None
-        }
-        others = [key for key in given if key not in fields and given[key] is not None]
-        if others:
-            named = ", ".join(map(shorten, others[:_NAMED_ENTRIES]))
-            values[WARNINGS] = f"{name}: entries without effect: {named}"
-        return values
-
-    entries = {key: or_null(kind.schema) for key, kind in fields.items()}
-    return Kind(read, {"type": "object", "properties": entries})
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,13 +216,13 @@ RESPONSES_FIELDS = with_fields_of_chats(
         Field("top_logprobs", integer(0, MAX_LOGPROBS), f"Needs include: {LOGPROBS}."),
         Field(
             "text",
-            _parts_of(format=_TEXT_FORMAT, verbosity=one_of("low", "medium", "high")),
+            object_of(format=_TEXT_FORMAT, verbosity=one_of("low", "medium", "high")),
             "format: text, json_object, or json_schema, which is kept to with or without strict. "
             "verbosity has no effect.",
         ),
         Field(
             "reasoning",
-            _parts_of(effort=STRING, summary=_SUMMARY, generate_summary=_SUMMARY),
+            object_of(effort=STRING, summary=_SUMMARY, generate_summary=_SUMMARY),
             "effort is for the template; no summary is made.",
         ),
         Field(
@@ -273,7 +248,7 @@ RESPONSES_FIELDS = with_fields_of_chats(
         ),
         Field(
             "stream_options",
-            _parts_of(include_obfuscation=BOOLEAN),
+            object_of(include_obfuscation=BOOLEAN),
             "include_obfuscation: taken; events are not padded.",
         ),
         Field(
@@ -299,12 +274,6 @@ RESPONSES_FIELDS = with_fields_of_chats(
         not_served("generate", BOOLEAN, True),
         taken("context_management", []),
         *map(taken, _TAKEN),
-        not_served("n", integer(1, MAX_CHOICES), 1),
-        # Fields of chats that would change the answer: refused, as ignoring them would mislead.
-        not_served("max_tokens", POSITIVE, help=OF_CHATS),
-        not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
-        not_served("messages", ARRAY, help=OF_CHATS),
-        not_served("response_format", OBJECT, {"type": "text"}, help=OF_CHATS),
     ]
 )
 
@@ -315,6 +284,7 @@ RESPONSES_FIELDS = with_fields_of_chats(
 def parse_response(body: JsonObject) -> ResponsesRequest:
     """A body of /v1/responses, without the previous response's conversation."""
     values = read_fields(RESPONSES_FIELDS, body)
+    _name_unknown_entries(values, body)
     spread_thinking(values, ["thinking"])
     effort = values.get("reasoning", {}).get("effort")
     if effort is not None:
@@ -361,24 +331,32 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
     return request
 
 
+def _name_unknown_entries(values: JsonObject, body: JsonObject) -> None:
+    """Add a warning of what `reasoning` and `text` have that has no effect."""
+    for name, known in _ENTRIES.items():
+        given = [key for key, entry in (body.get(name) or {}).items() if entry is not None]
+        if others := [key for key in given if key not in known]:
+            named = ", ".join(map(shorten, others[:_NAMED_ENTRIES]))
+            add_warning(values, f"{name}: entries without effect: {named}")
+
+
 def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
     """The tools of the body, and those that come as items."""
     tools: ParsedTools = values.get("tools") or ParsedTools()
     for name, more in given.tools:
-        tools.add(name, more, repeated=False)
+        tools.add(name, more, source=Source.ITEM)
     for name, more in given.found_tools:
-        tools.add(name, more, repeated=False, found=True)
+        tools.add(name, more, source=Source.SEARCH)
+    tools.warn_of_namesakes()
     return tools
 
 
 def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> JsonObject:
     """What has no effect: that of the fields, of the items, of the tools."""
-    lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings, tools.repeated_names()]
-    with_entries = ("text", "reasoning", "stream_options")
-    lines += [values.get(name, {}).pop(WARNINGS, "") for name in with_entries]
+    lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings]
     if values.get("text", {}).get("verbosity", "medium") != "medium":
-        lines.append("text.verbosity: taken without effect")
-    return {WARNINGS: tuple(filter(None, lines))}
+        lines.append(without_effect("text.verbosity"))
+    return {WARNINGS: tuple(lines)}
 
 
 def _constraint(values: JsonObject, common: JsonObject) -> JsonObject:

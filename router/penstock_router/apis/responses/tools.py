@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from enum import Enum, auto
+from typing import Any
 
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.apis.tools import (
@@ -22,10 +22,12 @@ from penstock_router.apis.tools import (
     MAX_TOOLS,
     NAME_SCHEMA,
     SHOWN,
+    as_definition,
+    check_number,
+    last_counts,
     read_name,
     read_tool,
 )
-from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     STRING,
     JsonObject,
@@ -34,11 +36,9 @@ from penstock_router.json_fields import (
     or_null,
     read_array,
     read_object,
-    refusal,
-    shorten,
     string,
 )
-from penstock_router.request import Tool, ToolChoice
+from penstock_router.request import Tool
 from penstock_router.text.answer_constraint import format_of
 from penstock_router.text.formats.base import CallFormat
 
@@ -71,18 +71,26 @@ class ServedTool:
         return self.type, self.namespace, self.name
 
 
+class Source(Enum):
+    """The part of a body that brings a tool."""
+
+    # `tools`, which answers repeat.
+    FIELD = auto()
+    ITEM = auto()
+    # The output of a search, which shows it: before the chat it would change what prompts begin
+    # with, and so leave nothing of them in the cache.
+    SEARCH = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """A tool that was read; the function's name is still the tool's own."""
 
     served: ServedTool
     function: Tool
-    # As answers repeat it, if it is of the field `tools`: a namespace as its first one.
+    # As answers repeat it: a namespace as its first one.
     shown: JsonObject | None
-    is_of_field: bool = True
-    # Whether the output of a search shows it: before the chat it would change what prompts begin
-    # with, and so leave nothing of them in the cache.
-    is_found: bool = False
+    source: Source = Source.FIELD
 
 
 @dataclass(slots=True)
@@ -92,37 +100,31 @@ class ParsedTools:
     entries: list[_Entry] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def add(self, name: str, value: Any, *, repeated: bool = True, found: bool = False) -> None:
-        """Add an array of tools; answers show them if `repeated`, and prompts begin with them
-        unless they were `found`. Raises `BadRequest`.
-        """
-        given, first = read_array(name, value), len(self.entries)
-        _check_number(name, len(given))
+    def add(self, name: str, value: Any, *, source: Source = Source.FIELD) -> None:
+        """Add an array of tools. Raises `BadRequest`."""
+        given = read_array(name, value)
+        check_number(name, len(given))
         for index, tool in enumerate(given):
-            self._add(f"{name}[{index}]", read_object(f"{name}[{index}]", tool), repeated)
-        _check_number(name, len(self.entries))
-        if found:
-            added = [dataclasses.replace(entry, is_found=True) for entry in self.entries[first:]]
-            self.entries[first:] = added
+            self._add(f"{name}[{index}]", read_object(f"{name}[{index}]", tool), source)
+        check_number(name, len(self.entries))
 
-    def _add(self, where: str, tool: JsonObject, repeated: bool) -> None:
+    def _add(self, where: str, tool: JsonObject, source: Source) -> None:
         kind = STRING.read(f"{where}.type", tool.get("type"))
         if kind == NAMESPACE:
-            self._add_namespace(where, tool, repeated)
+            self._add_namespace(where, tool, source)
             return
         entry = _read(where, kind, tool, "")
         if entry is None:
             self.warnings.append(f"{where}: tools of type {kind[:60]} are left out")
             return
-        shown = entry.shown if repeated else None
-        self.entries.append(dataclasses.replace(entry, shown=shown, is_of_field=repeated))
+        self.entries.append(dataclasses.replace(entry, source=source))
 
-    def _add_namespace(self, where: str, tool: JsonObject, repeated: bool) -> None:
+    def _add_namespace(self, where: str, tool: JsonObject, source: Source) -> None:
         name = read_name(f"{where}.name", tool.get("name"))
         about = tool.get("description")
         if about is not None:
             STRING.read(f"{where}.description", about)
-        shown = tool if repeated else None
+        shown: JsonObject | None = tool
         for index, member in enumerate(read_array(f"{where}.tools", tool.get("tools"))):
             at = f"{where}.tools[{index}]"
             kind = STRING.read(f"{at}.type", read_object(at, member).get("type"))
@@ -132,8 +134,7 @@ class ParsedTools:
                 continue
             if about and index == 0:
                 entry = dataclasses.replace(entry, function=_with_text(entry.function, about))
-            entry = dataclasses.replace(entry, shown=shown, is_of_field=repeated)
-            self.entries.append(entry)
+            self.entries.append(dataclasses.replace(entry, shown=shown, source=source))
             shown = None
 
     def named(self) -> tuple[tuple[Tool, ...], dict[str, ServedTool]]:
@@ -141,7 +142,7 @@ class ParsedTools:
         Of several that requests name alike the last counts.
         """
         by_key = {entry.served.key: entry for entry in self.entries}
-        at_front = {entry.served.key for entry in self.entries if not entry.is_found}
+        at_front = {entry.served.key for entry in self.entries if entry.source is not Source.SEARCH}
         # Plain functions first: their names are the models', and the client's.
         plain = {key for key in by_key if key[0] == FUNCTION and not key[1]}
         taken = {key[2] for key in plain}
@@ -165,25 +166,23 @@ class ParsedTools:
         """
         keyed = [(entry.served.key, entry.function) for entry in self.entries]
         return [
-            json.dumps(_renamed(tool, names.get(key) or flat_name(key)).shown, ensure_ascii=False)
+            as_definition(_renamed(tool, names.get(key) or flat_name(key)).shown)
             for key, tool in keyed
         ]
 
     def shown(self) -> list[JsonObject]:
         """The tools as answers repeat them."""
-        return [entry.shown for entry in self.entries if entry.shown is not None]
+        own = (entry.shown for entry in self._of_field())
+        return [shown for shown in own if shown is not None]
 
-    def repeated_names(self) -> str:
-        """Warn of tools of the same name: a line, or nothing."""
-        counts = Counter(entry.served.key for entry in self.entries if entry.is_of_field)
-        again = dict.fromkeys(key[2] for key, count in counts.items() if count > 1)
-        named = ", ".join(list(again)[:16])
-        return f"tools: several are named {named}; the last counts" if again else ""
+    def warn_of_namesakes(self) -> None:
+        """Add a warning if several have one name."""
+        counts = Counter(entry.served.key for entry in self._of_field())
+        if again := dict.fromkeys(key[2] for key, count in counts.items() if count > 1):
+            self.warnings.append(last_counts([*again]))
 
-
-def _check_number(name: str, count: int) -> None:
-    if count > MAX_TOOLS:
-        raise BadRequest(f"{name}: at most {MAX_TOOLS} tools; given: {count}", param=name)
+    def _of_field(self) -> Iterator[_Entry]:
+        return (entry for entry in self.entries if entry.source is Source.FIELD)
 
 
 def flat_name(key: ToolKey) -> str:
@@ -325,143 +324,12 @@ _OF_CLIENTS: Mapping[str, JsonObject] = {
         ),
     },
 }
+# Tools that have no name of their own.
+NAMED_BY_TYPE = (*_OF_CLIENTS, TOOL_SEARCH)
 _ABOUT_SEARCH: JsonObject = {
     "description": "Searches for more tools; those that it finds can be called afterwards.",
     "parameters": _parameters(["query"], query=_of("string", "What the tool should do.")),
 }
-
-
-# ---- tool_choice -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AskedChoice:
-    """What a body's tool_choice asks for; answers repeat `shown`."""
-
-    mode: Literal["none", "auto", "required", "named"]
-    shown: Any
-    # With mode "named" the tool; else the only ones that may be called, if any are named.
-    tools: tuple[ToolKey, ...] = ()
-
-
-AUTO = AskedChoice("auto", "auto")
-_NAMED = (FUNCTION, CUSTOM)
-
-
-def _read_choice(name: str, value: Any) -> AskedChoice:
-    match value:
-        case "none" | "auto" | "required":
-            return AskedChoice(value, value)
-        case {"type": "allowed_tools"}:
-            return _read_allowed(name, value)
-        case {"type": str(kind)} if kind in _NAMED or kind in _BY_TYPE:
-            key = _read_key(name, value)
-            return AskedChoice("named", _shown_key(key), (key,))
-        case {"type": str(kind)}:
-            text = f"{name}.type: tools of type {shorten(kind)} are not served by this server"
-            raise BadRequest(text, param=f"{name}.type")
-        case dict():
-            raise refusal(f"{name}.type", "a type of tool or allowed_tools", value.get("type"))
-    raise refusal(name, "none, auto, required or an object that names a tool", value)
-
-
-_BY_TYPE = (*_OF_CLIENTS, TOOL_SEARCH)
-
-
-def _read_key(where: str, entry: JsonObject) -> ToolKey:
-    kind = entry["type"]
-    if kind in _BY_TYPE:
-        return kind, "", kind
-    namespace = entry.get("namespace")
-    if namespace is not None:
-        read_name(f"{where}.namespace", namespace)
-    return kind, namespace or "", read_name(f"{where}.name", entry.get("name"))
-
-
-def _shown_key(key: ToolKey) -> JsonObject:
-    kind, namespace, name = key
-    if kind in _BY_TYPE:
-        return {"type": kind}
-    shown = {"type": kind, "name": name}
-    return {**shown, "namespace": namespace} if namespace else shown
-
-
-def _read_allowed(name: str, value: JsonObject) -> AskedChoice:
-    """The allowed tools, flat or, as in chats, under "allowed_tools"."""
-    key = "allowed_tools"
-    held = value
-    if value.get(key) is not None:
-        name, held = f"{name}.{key}", read_object(f"{name}.{key}", value[key])
-    mode = held.get("mode")
-    if mode not in ("auto", "required"):
-        raise refusal(f"{name}.mode", "auto or required", mode)
-    entries = read_array(f"{name}.tools", held.get("tools"))
-    if not 1 <= len(entries) <= MAX_TOOLS:
-        text = f"{name}.tools: 1 to {MAX_TOOLS} tools; given: {len(entries)}"
-        raise BadRequest(text, param=f"{name}.tools")
-    keys: list[ToolKey] = []
-    for index, entry in enumerate(entries):
-        where = f"{name}.tools[{index}]"
-        kind = STRING.read(f"{where}.type", read_object(where, entry).get("type"))
-        if kind == NAMESPACE:
-            keys.append((kind, read_name(f"{where}.name", entry.get("name")), ""))
-        elif kind in _NAMED or kind in _BY_TYPE:
-            keys.append(_read_key(where, entry))
-    tools = [
-        {"type": NAMESPACE, "name": key[1]} if key[0] == NAMESPACE else _shown_key(key)
-        for key in keys
-    ]
-    if not keys and mode == "required":
-        text = f"{name}.tools: none of these is served by this server"
-        raise BadRequest(text, param=f"{name}.tools")
-    shown = {"type": "allowed_tools", "mode": mode, "tools": tools}
-    # Where none is left, none may be called.
-    return AskedChoice(mode if keys else "none", shown, tuple(keys))
-
-
-def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> JsonObject:
-    """What a body asks for of tools, as `ResponsesRequest` takes it. Raises `BadRequest`."""
-    tools, served = parsed.named()
-    if not tools:
-        if asked.mode in ("required", "named"):
-            raise BadRequest("tool_choice: needs tools", param="tool_choice")
-        return {}
-    index = _Index(tools, served)
-    wanted = [name for key in asked.tools for name in index.names_of(key)]
-    choice = ToolChoice(asked.mode, wanted[0] if asked.mode == "named" else "")
-    if asked.mode != "named" and wanted:
-        allowed = set(wanted)
-        tools = tuple(tool for tool in tools if tool.name in allowed)
-    return {
-        "tools": tools,
-        "served": {tool.name: served[tool.name] for tool in tools if tool.name in served},
-        "tool_choice": choice,
-        "parallel_tool_calls": parallel,
-    }
-
-
-class _Index:
-    """Finds the functions that stand for tools as a tool_choice names them."""
-
-    def __init__(self, tools: Iterable[Tool], served: Mapping[str, ServedTool]) -> None:
-        # A function may also be named as the model sees it.
-        self._names = {(FUNCTION, "", tool.name): tool.name for tool in tools}
-        self._names |= {tool.key: name for name, tool in served.items()}
-        self._members: dict[str, list[str]] = defaultdict(list)
-        for name, tool in served.items():
-            self._members[tool.namespace].append(name)
-
-    def names_of(self, key: ToolKey) -> list[str]:
-        """The function, or all those of the namespace. Raises `BadRequest`."""
-        kind, namespace, _ = key
-        if kind == NAMESPACE:
-            found = self._members.get(namespace, [])
-        else:
-            found = [self._names[key]] if key in self._names else []
-        if not found:
-            named = " ".join(filter(None, key))
-            raise BadRequest(f"tool_choice: none of the tools is the {named}", param="tool_choice")
-        return found
 
 
 # ---- Grammars ----------------------------------------------------------------------------------
@@ -502,7 +370,7 @@ def _read_tools(name: str, value: Any) -> ParsedTools:
     return parsed
 
 
-def _object(kind: JsonObject, required: Sequence[str] = (), **more: JsonObject) -> JsonObject:
+def object_schema(kind: JsonObject, required: Sequence[str] = (), **more: JsonObject) -> JsonObject:
     return {
         "type": "object",
         "properties": {"type": kind, **more},
@@ -511,7 +379,7 @@ def _object(kind: JsonObject, required: Sequence[str] = (), **more: JsonObject) 
 
 
 _TEXT: JsonObject = or_null({"type": "string"})
-_FUNCTION_SCHEMA = _object(
+_FUNCTION_SCHEMA = object_schema(
     {"enum": [FUNCTION]},
     ["name"],
     name=NAME_SCHEMA,
@@ -519,7 +387,7 @@ _FUNCTION_SCHEMA = _object(
     strict=or_null({"type": "boolean"}),
     parameters=or_null({"type": "object", "properties": {"type": {"enum": ["object"]}}}),
 )
-_CUSTOM_SCHEMA = _object(
+_CUSTOM_SCHEMA = object_schema(
     {"enum": [CUSTOM]},
     ["name"],
     name=NAME_SCHEMA,
@@ -527,8 +395,8 @@ _CUSTOM_SCHEMA = _object(
     format=or_null(
         {
             "anyOf": [
-                _object({"enum": ["text"]}),
-                _object(
+                object_schema({"enum": ["text"]}),
+                object_schema(
                     {"enum": ["grammar"]},
                     ["syntax", "definition"],
                     syntax=_SYNTAX.schema,
@@ -542,9 +410,9 @@ _OTHER: JsonObject = {"type": "string", "not": {"enum": [FUNCTION, CUSTOM, NAMES
 _MEMBERS: list[JsonObject] = [
     _FUNCTION_SCHEMA,
     _CUSTOM_SCHEMA,
-    _object({"type": "string", "not": {"enum": [FUNCTION, CUSTOM]}}),
+    object_schema({"type": "string", "not": {"enum": [FUNCTION, CUSTOM]}}),
 ]
-_NAMESPACE_SCHEMA = _object(
+_NAMESPACE_SCHEMA = object_schema(
     {"enum": [NAMESPACE]},
     ["name", "tools"],
     name=NAME_SCHEMA,
@@ -552,36 +420,6 @@ _NAMESPACE_SCHEMA = _object(
     tools={"type": "array", "items": {"anyOf": _MEMBERS}},
 )
 _TOOL_SCHEMA: JsonObject = {
-    "anyOf": [_FUNCTION_SCHEMA, _CUSTOM_SCHEMA, _NAMESPACE_SCHEMA, _object(_OTHER)]
+    "anyOf": [_FUNCTION_SCHEMA, _CUSTOM_SCHEMA, _NAMESPACE_SCHEMA, object_schema(_OTHER)]
 }
 TOOLS = Kind(_read_tools, {"type": "array", "items": _TOOL_SCHEMA, "maxItems": MAX_TOOLS})
-
-
-def _allowed_schema(wrap: Callable[[JsonObject], JsonObject]) -> JsonObject:
-    tools = {"type": "array", "items": {"type": "object"}, "minItems": 1, "maxItems": MAX_TOOLS}
-    properties = {"mode": {"enum": ["auto", "required"]}, "tools": tools}
-    return wrap({"properties": properties, "required": ["mode", "tools"]})
-
-
-CHOICE = Kind(
-    _read_choice,
-    {
-        "anyOf": [
-            {"type": "string", "enum": ["none", "auto", "required"]},
-            _object({"enum": list(_NAMED)}, ["name"], name=NAME_SCHEMA, namespace=_TEXT),
-            _object({"enum": list(_BY_TYPE)}),
-            _allowed_schema(
-                lambda form: _object(
-                    {"enum": ["allowed_tools"]}, form["required"], **form["properties"]
-                )
-            ),
-            _allowed_schema(
-                lambda form: _object(
-                    {"enum": ["allowed_tools"]},
-                    ["allowed_tools"],
-                    allowed_tools={"type": "object", **form},
-                )
-            ),
-        ]
-    },
-)

@@ -10,9 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
-
-from penstock_router.json_fields import JsonObject, decode_json
+from penstock_router.json_fields import JsonObject, object_in
 from penstock_router.request import Message
 from penstock_router.text.contents import Content, join_all, join_contents
 from penstock_router.text.template_fit.traits import (
@@ -63,15 +61,7 @@ def _read(call: JsonObject) -> JsonObject:
     arguments = _function(call).get("arguments")
     if not isinstance(arguments, str):
         return call
-    return _with_arguments(call, _object_of(arguments))
-
-
-def _object_of(text: str) -> JsonObject:
-    try:
-        value = decode_json(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return _with_arguments(call, object_in(arguments) or {})
 
 
 def arguments_as_text(messages: list[Message]) -> list[Message]:
