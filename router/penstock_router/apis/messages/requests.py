@@ -21,7 +21,7 @@ from penstock_router.apis.messages.thinking import (
 )
 from penstock_router.apis.messages.tools import CHOICE, NO_TOOLS, TOOLS, OfferedTools
 from penstock_router.apis.messages.turns import TURNS, Turns
-from penstock_router.apis.openai.fields import CHAT_FIELDS, STOPS
+from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import common_options, own_kwargs
 from penstock_router.apis.structured_output import FORMAT, only_constraint
 from penstock_router.apis.tools import check_one_form, tool_options
@@ -44,6 +44,7 @@ from penstock_router.json_fields import (
     read_array,
     read_fields,
     read_object,
+    renamed,
     table,
     taken,
     without_effect,
@@ -136,7 +137,7 @@ _ANSWER_FIELDS = (
         "At most so many, and as the context has room; 0: have the prompt in the cache.",
         required=True,
     ),
-    Field("stop_sequences", STOPS, "Strings that end the answer; they are cut off."),
+    renamed("stop_sequences", CHAT_FIELDS["stop"]),
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
     Field("temperature", number(0, 1), "Below 1e-5 the likeliest token is always taken."),
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
@@ -168,7 +169,7 @@ def parse(body: JsonObject) -> ChatRequest:
     """A body of /v1/messages."""
     values = read_fields(FIELDS, body)
     prompt = _prompt(values)
-    options = common_options({**values, "stop": values.get("stop_sequences", ())})
+    options = common_options(values)
     request = ChatRequest(**{**options, **prompt}, bounds_max_tokens=True)
     check_one_form(request)
     return request
