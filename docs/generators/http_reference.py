@@ -48,7 +48,7 @@ def _operation(title: str, operation: Schema) -> Iterator[str]:
         yield from _parameters(operation, where)
     if "requestBody" in operation:
         yield from _body(operation["requestBody"]["content"]["application/json"]["schema"])
-    yield from _answer(operation["responses"]["200"].get("content", {}))
+    yield from _answer(operation["responses"].get("200", {}).get("content", {}))
     yield from _refusals(operation["responses"])
 
 

@@ -66,14 +66,16 @@ class Field:
     required: bool = False
     use: Use = Use.HONOURED
     neutral: tuple[Any, ...] = ()
+    # The JSON schema of what asks for nothing, if that is more than `neutral`.
+    nothing: JsonObject | None = None
     # The field of which this is another server's name; "": it is that field itself.
     stands_for: str = ""
 
     @property
     def schema(self) -> JsonObject:
         """The JSON schema of the accepted values, null among them."""
-        refused = self.use is Use.REFUSED
-        schema = {"enum": list(self.neutral)} if refused else self.kind.schema
+        nothing = self.nothing or {"enum": list(self.neutral)}
+        schema = nothing if self.use is Use.REFUSED else self.kind.schema
         if not self.required:
             schema = or_null(schema)
         return {**schema, "description": self.help} if self.help else schema
@@ -156,7 +158,7 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
         if entry.required and name not in values:
             raise BadRequest(f"{name}: required", param=name)
     if is_small and not body.keys() <= fields.keys():
-        warnings.append(_name_unknown(body, fields))
+        warnings += _name_unknown(body, fields)
     if warnings:
         values[WARNINGS] = (*values.get(WARNINGS, ()), *warnings)
     return values
@@ -182,11 +184,14 @@ def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
         raise BadRequest(text, param=entry.name)
 
 
-def _name_unknown(body: JsonObject, fields: Table) -> str:
-    unknown = sorted(body.keys() - fields.keys())
+def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
+    """The warning of unknown fields, if any has a value."""
+    unknown = sorted(name for name in body.keys() - fields.keys() if body[name] is not None)
+    if not unknown:
+        return []
     names = ", ".join(map(shorten, unknown[:_NAMED_FIELDS]))
     more = f" and {len(unknown) - _NAMED_FIELDS} more" if len(unknown) > _NAMED_FIELDS else ""
-    return f"unknown fields without effect: {names}{more}"
+    return [f"unknown fields without effect: {names}{more}"]
 
 
 # ---- Bytes -> object ---------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""What a router is asked: for each route a request, and a case for each field of its body."""
+"""What a router is asked: for each route a request, and a case for each field of its body.
+
+Cases of other servers' names of fields, and of fields that have no effect or may only ask for
+nothing, follow from the tables of this checkout's router.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from comparison.cases import Case, Cases, Json, of_fields, requests_of
+from comparison.cases import Case, Cases, Json, merge, of_fields, requests_of
 from comparison.shard_cases import ADAPTER, MODEL
 from support.streams import CONSTRAINTS
+
+from penstock_router.json_fields import Table, Use
+from penstock_router.routes.table import ROUTES as SERVED
 
 _WRITTEN = {constraint.kind.value: constraint.value for constraint in CONSTRAINTS}
 _SCHEMA = json.loads(_WRITTEN["json_schema"])
@@ -50,6 +57,7 @@ _SAMPLING = {
     "presence_penalty": Case({"": 1.9}),
     "frequency_penalty": Case({"": 1.6}),
     "seed": Case({"": -8}),
+    "typical_p": Case({"": 0.4}),
 }
 _PAIR = {"x": {"type": "integer"}, "y": {"type": "string"}}
 _JSON_OUTPUT = {
@@ -73,6 +81,12 @@ _CONSTRAINTS = {
     "guided_whitespace_pattern": Case({"": "[ ]?"}, {"guided_json": _SCHEMA}),
     "guided_decoding_backend": _silent("guidance"),
 }
+_CONSTRAINTS_OF_OTHERS = {
+    "json_schema": Case({"": _SCHEMA}),
+    "regex": Case({"": _WRITTEN["regex"]}),
+    "ebnf": Case({"": _WRITTEN["grammar"]}),
+    "grammar": Case({"": _WRITTEN["grammar"]}),
+}
 _SCHEDULING = {
     "priority": _silent(3),
     "slo": _silent(0.5),
@@ -81,7 +95,6 @@ _SCHEDULING = {
     "request_id": _silent("mine"),
     "session_id": _silent("a session"),
     "timeout": _silent(500),
-    "user": _silent("somebody"),
 }
 # Of all that generate but Anthropic's and TGI's.
 _GENERATION = {
@@ -89,6 +102,7 @@ _GENERATION = {
     **_SAMPLING,
     **_CONSTRAINTS,
     **_SCHEDULING,
+    "repeat_last_n": Case({"": 2}, {"repetition_penalty": 1.7}),
     "logit_bias": Case({"": {"7": -9, "8": 3}}),
     "allowed_token_ids": Case({"": list(range(500, 600))}),
     "bad_words": Case({"": ["the", " a"]}),
@@ -105,6 +119,8 @@ _GENERATION = {
 # Of completions and chats.
 _OPENAI = {
     **_GENERATION,
+    **_CONSTRAINTS_OF_OTHERS,
+    "lora_path": Case({"": ADAPTER}),
     "n": Case({"": 3}),
     "echo": Case({"": True}),
     "prompt_logprobs": Case({"": 2}),
@@ -190,6 +206,12 @@ def _chats() -> Route:
         "return_tokens_as_token_ids": Case({"": True}, scored),
         "include_reasoning": _silent(True),
         "thinking_token_budget": Case({"": 3}),
+        "enable_thinking": _silent(True),
+        "thinking": Case({"": {"type": "enabled", "budget_tokens": 3}}),
+        "reasoning.effort": _silent("low"),
+        "reasoning.max_tokens": Case({"": 3}),
+        "reasoning.enabled": _silent(True),
+        "reasoning.exclude": _silent(False),
         "tools": Case({"": [_TOOL]}),
         "tool_choice": Case({"": "required"}, {**calls, "tool_choice": "none"}),
         "parallel_tool_calls": Case({"": False}, calls),
@@ -202,29 +224,36 @@ def _messages() -> Route:
         "model": MODEL,
         "messages": [_USER],
         "max_tokens": 24,
-        "temperature": 0.0,
+        "temperature": 0.9,
+        "seed": 7,
     }
     tool = {"name": "weather", "input_schema": _PARAMETERS}
     written = {"type": "json_schema", "schema": _SCHEMA}
-    names = ("model", "timeout", "stream")
+    names = (
+        *("model", "timeout", "stream", "logit_bias", "min_tokens", "stop_token_ids"),
+        *("priority", "cache_salt", "session_id"),
+    )
+    thinks = {"thinking": {"type": "enabled"}}
     cases = {
+        **_SAMPLING,
         **{name: _GENERATION[name] for name in names},
+        # The fake runner ends a sequence only where nothing else is allowed.
+        "ignore_eos": _silent(True),
         "messages": Case({"": [_USER, _ASSISTANT, _USER]}),
         "system": Case({"": "Be brief."}),
         "tools": Case({"": [tool]}),
         "tool_choice": Case({"": {"type": "any"}}, {"tools": [tool]}),
-        "thinking": Case({"": {"type": "enabled", "budget_tokens": 3}}),
+        "thinking.type": _silent("enabled"),
+        # A model that does not reason needs no bound.
+        "thinking.budget_tokens": Case({"": 3}, thinks, shows=False),
+        "thinking.display": Case({"": "omitted"}, thinks, shows=False),
+        "chat_template_kwargs": _TEMPLATE["chat_template_kwargs"],
+        "context_management.edits": _silent([{"type": "clear_tool_uses_20250919"}]),
         "output_config.format": Case({"": written}),
         "output_config.effort": _silent("low"),
         "output_format": Case({"": written}),
         "max_tokens": Case({"": 9}),
         "stop_sequences": Case({"": ["e", "a"]}),
-        "metadata": _silent({"user_id": "somebody"}),
-        "service_tier": _silent("auto"),
-        # There is no seed: an answer is the same only where nothing is drawn.
-        "temperature": _silent(1e-6),
-        "top_p": _silent(0.4),
-        "top_k": _silent(3),
     }
     return Route(base, _with_names(cases))
 
@@ -265,6 +294,8 @@ def _responses() -> Route:
         "prompt_cache_key": Case({"": "a key"}),
         "safety_identifier": Case({"": "somebody"}),
         "user": Case({"": "somebody"}),
+        "client_metadata": _silent({"who": "somebody"}),
+        "stream_options.include_obfuscation": Case({"": True}, {"stream": True}, shows=False),
         "service_tier": _silent("auto"),
         "tools": Case({"": [tool]}),
         "tool_choice": Case({"": "required"}, {**calls, "tool_choice": "none"}),
@@ -280,10 +311,12 @@ def _tgi(changes: Cases, **more: object) -> Route:
         "parameters": {"seed": 7, "temperature": 0.9, "max_new_tokens": 24, "details": True},
         **more,
     }
-    names = ("temperature", "repetition_penalty", "frequency_penalty", "top_k", "top_p", "stop")
+    names = (
+        *("temperature", "repetition_penalty", "frequency_penalty", "top_k", "top_p", "stop"),
+        "typical_p",
+    )
     cases = {
         **{name: _GENERATION[name] for name in names},
-        "typical_p": Case({"": 0.4}),
         "do_sample": _silent(True),
         "max_new_tokens": Case({"": 9}),
         "truncate": Case({"": 4}),
@@ -295,6 +328,7 @@ def _tgi(changes: Cases, **more: object) -> Route:
         "grammar": Case({"": {"type": "regex", "value": _WRITTEN["regex"]}}),
         "return_full_text": Case({"": True}),
         "adapter_id": Case({"": ADAPTER}),
+        "watermark": _silent(False),
         "timeout": _silent(500),
     }
     inputs = Case({"inputs": "The lazy dog"})
@@ -312,7 +346,6 @@ def _embeddings() -> Route:
         "truncate_prompt_tokens": Case({"": 4}),
         "truncation_side": Case({"": "left"}, {"truncate_prompt_tokens": 4}),
         "add_special_tokens": _silent(False),
-        "user": _silent("somebody"),
         "timeout": _silent(500),
     }
     return Route({"model": MODEL, "input": "The quick brown fox jumps over"}, _with_names(cases))
@@ -324,23 +357,23 @@ def _of_ollama() -> dict[str, Case]:
     options = {
         **sampling,
         "repeat_penalty": _SAMPLING["repetition_penalty"],
-        "typical_p": Case({"": 0.3}),
         "num_predict": Case({"": 9}),
         "stop": Case({"": ["e", "a"]}),
         **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread"), _silent(1)),
         **dict.fromkeys(("num_keep", "use_mmap", "use_mlock", "numa", "low_vram"), _silent(1)),
         **dict.fromkeys(("f16_kv", "vocab_only", "logits_all", "embedding_only"), _silent(1)),
         **dict.fromkeys(("mirostat_tau", "mirostat_eta", "draft_num_predict"), _silent(1)),
+        "mirostat": _silent(0),
+        "tfs_z": _silent(1.0),
+        "penalize_newline": _silent(True),
         "repeat_last_n": Case({"": 2}, {"options": {"repeat_penalty": 1.7}}),
     }
     return {
         "model": Case({"": ADAPTER}),
         "stream": Case({"": True}),
         "format": Case({"": _SCHEMA}),
-        "name": Case({"": "of nobody"}),
         "think": _silent(False),
         "truncate": _silent(False),
-        "shift": _silent(True),
         "logprobs": Case({"": True}),
         "top_logprobs": Case({"": 2}, {"logprobs": True}),
         "keep_alive": _silent("5m"),
@@ -378,7 +411,6 @@ def _ollama_generate() -> Route:
 def _ollama_embed(name: str, **more: Case) -> Route:
     cases = {
         "model": Case({"": "of nobody"}),
-        "name": Case({"": "of nobody"}),
         name: Case({"": "The lazy dog"}),
         "options": _silent({"num_ctx": 9}),
         "keep_alive": _silent("5m"),
@@ -425,15 +457,16 @@ def _tokenize() -> Route:
 
 def _count_tokens() -> Route:
     whole = _messages()
-    silent = ["model", "tool_choice", "thinking", "output_config.effort"]
-    silent += ["output_config.format", "output_format"]
+    silent = ["model", "tool_choice", "output_config.effort", "output_config.format"]
+    silent += ["output_format", "thinking.type", "thinking.budget_tokens", "thinking.display"]
+    silent += ["chat_template_kwargs", "context_management.edits"]
     shown = ("messages", "system", "tools")
     cases = {name: whole.cases[name] for name in shown}
     hidden = {name: replace(whole.cases[name], shows=False) for name in silent}
     return Route({"model": MODEL, "messages": [_USER]}, {**cases, **hidden})
 
 
-ROUTES: Mapping[str, Route] = {
+_BY_HAND: Mapping[str, Route] = {
     "/v1/completions": _completions(),
     "/v1/chat/completions": _chats(),
     "/v1/messages": _messages(),
@@ -444,25 +477,12 @@ ROUTES: Mapping[str, Route] = {
     "/api/generate": _ollama_generate(),
     "/api/embed": _ollama_embed("input", truncate=_silent(False), dimensions=Case({"": 8})),
     "/api/embeddings": _ollama_embed("prompt"),
-    "/api/show": Route(
-        {"model": MODEL},
-        _with_names(
-            {
-                "model": Case({"": "of nobody"}),
-                "name": Case({"": "of nobody"}),
-                "verbose": _silent(True),
-                "system": _silent("Be brief."),
-                "template": _silent("{{ .Prompt }}"),
-                "options": _silent({"seed": 1}),
-            }
-        ),
-    ),
+    "/api/show": Route({"model": MODEL}, _with_names({"model": Case({"": "of nobody"})})),
     "/api/pull": Route(
         {"model": MODEL},
         _with_names(
             {
                 "model": Case({"": "of nobody"}),
-                "name": Case({"": "of nobody"}),
                 "stream": Case({"": False}),
                 **dict.fromkeys(("insecure", "username", "password"), _silent(True)),
             }
@@ -484,6 +504,34 @@ ROUTES: Mapping[str, Route] = {
         {"tokens": [325, 1229]},
         _with_names({"tokens": Case({"": [5, 6]}), "model": Case({"": "of nobody"})}),
     ),
+}
+
+
+# ---- what the tables of fields say by themselves -----------------------------------------------
+
+
+def _with_words_of_table(route: Route, fields: Table) -> Route:
+    """The route, with cases of fields that change nothing, and of other names of fields."""
+    cases = dict(route.cases)
+    for name, entry in fields.items():
+        if entry.use is Use.REFUSED:
+            cases[name] = Case({name: next(iter(entry.neutral), None)}, shows=False)
+        elif entry.use is Use.TAKEN:
+            cases[name] = Case({name: "anything"}, shows=False)
+        elif entry.stands_for:
+            cases[name] = _by_another_name(name, entry.stands_for, route.cases[entry.stands_for])
+    return Route(route.base, cases)
+
+
+def _by_another_name(name: str, ours: str, case: Case) -> Case:
+    """What is answered to our field of the same value is answered to the other name too."""
+    asked = merge(case.beside, case.change)
+    return Case({ours: None, name: asked[ours]}, asked, shows=False)
+
+
+_TABLES = {route.canonical_path: route.fields for route in SERVED if route.method == "POST"}
+ROUTES: Mapping[str, Route] = {
+    path: _with_words_of_table(route, _TABLES[path] or {}) for path, route in _BY_HAND.items()
 }
 # The operator's: they take adapters from where shards are.
 NOT_ASKED = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}

@@ -203,7 +203,7 @@ def _without_ids_and_times(value: Any) -> Any:
 
 
 def http_fields(router: Router) -> dict[str, list[str]]:
-    """The fields that work of each route's body, as the router's OpenAPI document has them; those
+    """The fields of each route's body, as the router's OpenAPI document has them; those
     of an object within are named with a dot.
     """
     document = json.loads(router.ask("/openapi.json")[1])
@@ -212,18 +212,17 @@ def http_fields(router: Router) -> dict[str, list[str]]:
         content = operations.get("post", {}).get("requestBody", {}).get("content", {})
         schema = content.get("application/json", {}).get("schema", {})
         if "properties" in schema:
-            found[path] = list(_served_fields(schema))
+            found[path] = list(_fields(schema))
     return found
 
 
-def _served_fields(schema: Json, before: str = "") -> Iterator[str]:
-    """Names of fields that are served. One that is not takes only what asks for nothing."""
+def _fields(schema: Json, before: str = "") -> Iterator[str]:
     for name, value in schema["properties"].items():
         forms = [form for form in value.get("anyOf", [value]) if form != {"type": "null"}]
         within = [form for form in forms if "properties" in form]
         if len(within) == len(forms) == 1:
-            yield from _served_fields(within[0], f"{before}{name}.")
-        elif any("enum" not in form or "type" in form for form in forms):
+            yield from _fields(within[0], f"{before}{name}.")
+        else:
             yield before + name
 
 

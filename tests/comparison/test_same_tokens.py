@@ -71,6 +71,12 @@ def test_every_field_of_every_route_has_a_case(sides: Sides) -> None:
         assert set(route.cases) == set(fields[path]), path
 
 
+def test_no_field_of_before_is_gone(sides: Sides) -> None:
+    fields = http_fields(sides.now.router)
+    for path, before in http_fields(sides.before.router).items():
+        assert set(before) <= set(fields[path]), path
+
+
 # ---- the fake runner, whose tokens depend on every field ---------------------------------------
 
 

@@ -172,7 +172,7 @@ def _everything_that_can_be_asked(router: Router, keys: list[str]) -> str:
             ("/v1/chat/completions", chat),
             ("/v1/messages", {**chat, "model": "builtin"}),
             ("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 2}}),
-            ("/v1/completions", {"prompt": "x", "max_tokens": -1}),
+            ("/v1/completions", {"prompt": "x", "max_tokens": -2}),
             ("/v1/completions", b"["),
             ("/v1/nothing", None),
             ("/admin/shards", None),

@@ -88,6 +88,15 @@ def test_chat_without_max_tokens_runs_to_the_end_of_the_context(client: openai.O
     assert answer.usage.total_tokens == 2048
 
 
+def test_a_completion_of_minus_one_token_runs_to_the_end_of_the_context(
+    client: openai.OpenAI,
+) -> None:
+    answer = client.completions.create(model=MODEL, prompt="word " * 1900, max_tokens=-1)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 2048
+
+
 def test_choices_of_one_seed_differ_and_repeat(client: openai.OpenAI) -> None:
     def texts() -> list[str]:
         answer = client.completions.create(
@@ -167,7 +176,7 @@ def test_a_batch_of_prompts_is_answered_in_order(client: openai.OpenAI) -> None:
     [
         (openai.NotFoundError, {"model": "gpt-4"}, ["gpt-4"]),
         (openai.BadRequestError, {"temperature": 3.0}, ["temperature", "2"]),
-        (openai.BadRequestError, {"max_tokens": -1}, ["max_tokens"]),
+        (openai.BadRequestError, {"max_tokens": -2}, ["max_tokens"]),
         (openai.BadRequestError, {"max_tokens": 4000}, ["2048"]),
         (openai.BadRequestError, {"prompt": ""}, ["prompt"]),
         (openai.BadRequestError, {"presence_penalty": 2.5}, ["presence_penalty", "2"]),

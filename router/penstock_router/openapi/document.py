@@ -77,11 +77,12 @@ def describe(routes: Iterable[Route]) -> JsonObject:
 
 
 def _operation(route: Route, types: TypeSchemas) -> JsonObject:
+    answers = {} if route.is_refused else {"200": _answer(route, types)}
     operation: JsonObject = {
         "operationId": _name(route),
         "summary": route.summary,
         "parameters": list(_parameters(route)),
-        "responses": {"200": _answer(route, types), **_refusals(route, types)},
+        "responses": {**answers, **_refusals(route, types)},
         # An empty entry says that a key may be missing: whether one is needed is the operator's.
         "security": [] if route.is_open else [{"bearer": []}, {"x-api-key": []}, {}],
     }
@@ -200,7 +201,8 @@ def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
         yield from (errors.BadRequest, errors.TooManyRequests, errors.TimedOut)
     elif route.query or "{" in route.path:
         yield errors.BadRequest
-    if route.is_admins:
+    # A body may come from a page of another origin.
+    if route.is_admins or route.is_refused or _has_body(route):
         yield errors.Forbidden
     if not route.is_open:
         yield from (errors.Unauthorized, errors.NotFound)

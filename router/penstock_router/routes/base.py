@@ -135,6 +135,8 @@ class Route:
     is_open: bool = False
     # Served to admins' keys alone.
     is_admins: bool = False
+    # Served to nobody: another server's route, which a client may ask for.
+    is_refused: bool = False
 
     @property
     def canonical_path(self) -> str:

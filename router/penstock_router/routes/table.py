@@ -81,6 +81,7 @@ def _refused_change(method: str, path: str) -> Route:
         handler=ollama_routes.refuse_change,
         summary="Refused: a model is what a shard was started with.",
         errors=ollama_answers.ERRORS,
+        is_refused=True,
     )
 
 

@@ -424,8 +424,9 @@ def test_names_that_mean_nothing_are_not_gone_through() -> None:
 
 
 def test_names_that_mean_nothing_are_named_in_a_warning() -> None:
-    values = read_fields(COMPLETION_FIELDS, {"prompt": "a", "nothing": None, "n0": {}})
-    assert values[WARNINGS] == ("unknown fields without effect: 'n0', 'nothing'",)
+    values = read_fields(COMPLETION_FIELDS, {"prompt": "a", "nothing": None, "n0": {}, "x": 1})
+    assert values[WARNINGS] == ("unknown fields without effect: 'n0', 'x'",)
+    assert WARNINGS not in read_fields(COMPLETION_FIELDS, {"prompt": "a", "nothing": None})
     many = {f"n{number:02}": 1 for number in range(30)}
     [warning] = read_fields(COMPLETION_FIELDS, {"prompt": "a", **many})[WARNINGS]
     assert "'n15' and 14 more" in warning

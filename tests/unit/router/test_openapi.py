@@ -174,6 +174,16 @@ def test_errors_have_the_statuses_and_the_shapes_of_their_form() -> None:
     assert "400" in both["responses"]
 
 
+def test_a_refusal_of_what_is_not_open_is_described_where_there_may_be_one() -> None:
+    no_body = replace(EXAMPLE, fields=None)
+    assert "403" in operation(EXAMPLE)["responses"]
+    assert "403" not in operation(no_body)["responses"]
+    assert "403" in operation(replace(no_body, is_admins=True))["responses"]
+    refused = operation(replace(no_body, is_refused=True))["responses"]
+    assert "403" in refused
+    assert "200" not in refused
+
+
 def test_a_stream_s_last_frames_say_what_an_answer_that_is_an_error_says() -> None:
     error = ApiError("no luck")
     forms = {route.errors: route.framing for route in ROUTES if route.event is not None}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from unit.router.test_every_field import NEEDED, PARSERS, PROOFS, ROUTES
 
@@ -215,17 +216,26 @@ def test_each_field_that_is_refused_has_its_values_that_ask_for_nothing() -> Non
     assert refused == ASKS_FOR_NOTHING.keys()
 
 
+def others_than_nothing(name: str) -> list[Any]:
+    nothing = ASKS_FOR_NOTHING[name]
+    return [value for value in VALUES if value not in (*nothing, -3.5 if -1 in nothing else None)]
+
+
+@pytest.mark.parametrize("name", ASKS_FOR_NOTHING)
+def test_the_schema_of_what_is_refused_is_what_asks_for_nothing(name: str) -> None:
+    schema = jsonschema_rs.validator_for(OTHERS[name].schema)
+    assert all(schema.is_valid(value) for value in (None, *ASKS_FOR_NOTHING[name]))
+    assert not any(schema.is_valid(value) for value in others_than_nothing(name))
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", ASKS_FOR_NOTHING)
 def test_what_would_change_the_answer_is_refused_by_name(route: str, name: str) -> None:
     plain, nothing = parsed(route), ASKS_FOR_NOTHING[name]
     for value in (None, *nothing):
         assert parsed(route, **{name: value}) == plain
-    below_0 = any(isinstance(value, float) and value < 0 for value in nothing) or -1 in nothing
     refusals = []
-    for value in VALUES:
-        if value in nothing or (below_0 and value == -3.5):
-            continue
+    for value in others_than_nothing(name):
         with pytest.raises(BadRequest) as caught:
             parsed(route, **{name: value})
         assert caught.value.param == name

@@ -36,7 +36,7 @@ async def test_an_unknown_field_is_named_in_the_answer(router: MemoryRouter, pat
     warned = await router.post(path, {**body, "nonsense": 1, "nothing": None})
     assert (plain.status, warned.status) == (200, 200), warned.body
     assert HEADER not in plain.headers
-    assert warned.headers[HEADER] == "unknown fields without effect: 'nonsense', 'nothing'"
+    assert warned.headers[HEADER] == "unknown fields without effect: 'nonsense'"
 
 
 async def test_what_a_header_cannot_hold_is_escaped_and_cut(router: MemoryRouter) -> None:

@@ -7,6 +7,7 @@ they read is known from their documentation and their schemas of requests.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock_router.json_fields import (
@@ -78,19 +79,23 @@ def _read_switch(name: str, value: Any) -> float:
     return max(given, 0.0)
 
 
-_OFF_BELOW_0 = Kind(_read_switch, ANY_NUMBER.schema)
+def _off_below_0(name: str) -> Field:
+    field = not_served(name, Kind(_read_switch, ANY_NUMBER.schema), 0.0)
+    return replace(field, nothing={"type": "number", "maximum": 0})
+
+
 _NOT_SERVED: Sequence[Field] = (
     # Samplers.
     not_served("mirostat", integer(0, 2), 0),
     not_served("mirostat_mode", integer(0, 2), 0),
     not_served("dry_multiplier", ANY_NUMBER, 0.0),
     not_served("xtc_probability", ANY_NUMBER, 0.0),
-    not_served("top_n_sigma", _OFF_BELOW_0, 0.0),
-    not_served("nsigma", _OFF_BELOW_0, 0.0),
+    _off_below_0("top_n_sigma"),
+    _off_below_0("nsigma"),
     not_served("dynatemp_range", ANY_NUMBER, 0.0),
     not_served("dynamic_temperature", BOOLEAN, False),
     not_served("smoothing_factor", ANY_NUMBER, 0.0),
-    not_served("adaptive_target", _OFF_BELOW_0, 0.0),
+    _off_below_0("adaptive_target"),
     not_served("top_a", ANY_NUMBER, 0.0),
     not_served("tfs", ANY_NUMBER, 1.0),
     not_served("tfs_z", ANY_NUMBER, 1.0),
