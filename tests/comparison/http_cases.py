@@ -251,6 +251,7 @@ def _messages() -> Route:
         "context_management.edits": _silent([{"type": "clear_tool_uses_20250919"}]),
         "output_config.format": Case({"": written}),
         "output_config.effort": _silent("low"),
+        "output_config.task_budget": _silent({"type": "tokens", "total": 64_000}),
         "output_format": Case({"": written}),
         "max_tokens": Case({"": 9}),
         "stop_sequences": Case({"": ["e", "a"]}),
@@ -459,7 +460,7 @@ def _count_tokens() -> Route:
     whole = _messages()
     silent = ["model", "tool_choice", "output_config.effort", "output_config.format"]
     silent += ["output_format", "thinking.type", "thinking.budget_tokens", "thinking.display"]
-    silent += ["chat_template_kwargs", "context_management.edits"]
+    silent += ["chat_template_kwargs", "context_management.edits", "output_config.task_budget"]
     shown = ("messages", "system", "tools")
     cases = {name: whole.cases[name] for name in shown}
     hidden = {name: replace(whole.cases[name], shows=False) for name in silent}
