@@ -359,7 +359,7 @@ def string(min_chars: int = 0, max_chars: int | None = None, *, without: str = "
 
 def unless(kind: Kind, *nothing: Any) -> Kind:
     """A kind for which some values ask for nothing: they are read as None."""
-    schema = {"anyOf": [{"enum": list(nothing)}, kind.schema]}
+    schema = {"anyOf": [*({"const": each} for each in nothing), kind.schema]}
     return Kind(lambda name, value: None if value in nothing else kind.read(name, value), schema)
 
 
