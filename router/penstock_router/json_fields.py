@@ -115,7 +115,7 @@ def renamed(name: str, of: Field) -> Field:
 def another_name(name: str, of: Field, kind: Kind | None = None) -> Field:
     """Another server's name of a field, with that server's bounds if they differ."""
     help_text = f"Another name of {of.name}."
-    return replace(renamed(name, of), kind=kind or of.kind, help=help_text)
+    return replace(renamed(name, of), kind=kind or of.kind, help=help_text, required=False)
 
 
 def body_schema(fields: Table) -> JsonObject:

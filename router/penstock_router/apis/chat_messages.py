@@ -18,6 +18,7 @@ from penstock_router.apis.images import (
 )
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
+    BOOLEAN,
     STRING,
     JsonObject,
     Kind,
@@ -39,7 +40,11 @@ MAX_PIECES = 16_384
 MAX_KEYS = 64
 # Keys of a message with a string or null; what a model thought has either of two names.
 _TEXT_KEYS = ("tool_call_id", "reasoning_content", "reasoning")
+# Marks of an answer that is to be continued.
+_UNFINISHED_KEYS = ("prefix", "partial")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+# What an answer may have thought, as other servers tell it; of the last nothing can be read.
+_THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 _IMAGE_PARTS: Mapping[str, Callable[[str, JsonObject], Part]] = {
     "image_url": read_image_url,
     "input_image": read_input_image,
@@ -53,6 +58,14 @@ def read_messages(name: str, value: Any) -> list[Message]:
         raise BadRequest(f"{name}: at least one message is needed", param=name)
     check_size(name, messages)
     return [_message(f"{name}[{index}]", message) for index, message in enumerate(messages)]
+
+
+def ends_unfinished(messages: Sequence[Message]) -> bool:
+    """Whether the last message is the beginning of an answer, as Mistral's, DeepSeek's, Kimi's and
+    Qwen's clients mark it.
+    """
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and any(last.get(key) for key in _UNFINISHED_KEYS)
 
 
 def check_size(name: str, messages: Sequence[Any]) -> None:
@@ -80,14 +93,20 @@ def _message(name: str, value: Any) -> JsonObject:
     role = message.get("role")
     if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_CHARS:
         raise refusal(f"{name}.role", f"a string of 1 to {MAX_ROLE_CHARS} characters", role)
+    if role == "assistant":
+        message = _with_thoughts(f"{name}.content", _with_refusal(message))
+    elif role == "tool":
+        # A function that returns nothing has null as its result.
+        message.setdefault("content", "")
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = read_parts(f"{name}.content", content)
     elif content is not None and not isinstance(content, str):
         raise refusal(f"{name}.content", "a string, null or an array of parts", content)
-    for key in _TEXT_KEYS:
-        if key in message:
-            STRING.read(f"{name}.{key}", message[key])
+    for keys, kind in ((_TEXT_KEYS, STRING), (_UNFINISHED_KEYS, BOOLEAN)):
+        for key in keys:
+            if key in message:
+                kind.read(f"{name}.{key}", message[key])
     calls = _tool_calls(f"{name}.tool_calls", message.pop("tool_calls", []))
     if calls:
         message["tool_calls"] = calls
@@ -107,6 +126,49 @@ def _with_tools(message: JsonObject) -> JsonObject:
     return {**message, "tool_calls": message.get("tool_calls") or [call]}
 
 
+def _with_refusal(message: JsonObject) -> JsonObject:
+    """An answer that was a refusal, with that as its content."""
+    if "content" in message or not isinstance(message.get("refusal"), str):
+        return message
+    return {**message, "content": message["refusal"]}
+
+
+def _with_thoughts(name: str, message: JsonObject) -> JsonObject:
+    """An answer whose content has parts of reasoning, with these as its reasoning."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    thoughts: list[str] = []
+    rest: list[Any] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _THOUGHT_PARTS:
+            thoughts.append(_thought(f"{name}[{index}]", part))
+        else:
+            rest.append(part)
+    if len(rest) == len(content):
+        return message
+    said: JsonObject = {**message, "content": rest}
+    if not rest and message.get("tool_calls"):
+        del said["content"]
+    if any(thoughts) and not (said.get("reasoning_content") or said.get("reasoning")):
+        said["reasoning_content"] = "\n".join(filter(None, thoughts))
+    return said
+
+
+def _thought(name: str, part: JsonObject) -> str:
+    """The text of a part of reasoning: under its type's name, or as text; Mistral's has parts."""
+    kind = part["type"]
+    if kind == "redacted_thinking":
+        return ""
+    key = kind if part.get(kind) is not None else "text"
+    value = part.get(key)
+    if isinstance(value, list):
+        return as_text(read_parts(f"{name}.{key}", value, image_parts={}), "")
+    text: str = STRING.read(f"{name}.{key}", value)
+    return text
+
+
 def read_parts(
     name: str,
     parts: list[Any],
@@ -116,7 +178,10 @@ def read_parts(
     read: list[Part] = []
     for index, part in enumerate(parts):
         at = f"{name}[{index}]"
-        kind = read_object(at, part).get("type")
+        if isinstance(part, str):
+            read.append(text_part(part))
+            continue
+        kind = _type_of_part(read_object(at, part))
         reader = image_parts.get(kind) if isinstance(kind, str) else None
         if reader is not None:
             read.append(reader(at, part))
@@ -128,6 +193,14 @@ def read_parts(
             text = f"{at}: parts of type {shorten(kind)} are not served, only {served}"
             raise BadRequest(text, param=name)
     return joined(read)
+
+
+def _type_of_part(part: JsonObject) -> object:
+    """Its type, or, where that is left out, what it has: clients of vLLM may leave it out."""
+    kind = part.get("type")
+    if kind is not None:
+        return kind
+    return next((key for key in ("text", "image_url") if part.get(key) is not None), None)
 
 
 def joined(parts: list[Part]) -> Content:
@@ -145,10 +218,24 @@ def _tool_calls(name: str, value: Any) -> list[JsonObject]:
         call = dict(read_object(f"{name}[{index}]", item))
         if call.get("id") is not None:
             STRING.read(f"{name}[{index}].id", call["id"])
-        if "function" in call:
-            call["function"] = _called_function(f"{name}[{index}].function", call["function"])
+        function = _function_of(f"{name}[{index}]", call)
+        call["function"] = _called_function(f"{name}[{index}].function", function)
         calls.append(call)
     return calls
+
+
+def _function_of(name: str, call: JsonObject) -> Any:
+    """The function that a call has: nested, flat as in responses, or a custom tool's, whose input
+    is its only argument.
+    """
+    if "function" in call or not {"custom", "name"} & call.keys():
+        return call.get("function")
+    if "name" in call:
+        return {"name": call.pop("name"), "arguments": call.pop("arguments", None)}
+    custom = read_object(f"{name}.custom", call.pop("custom"))
+    call["type"] = "function"
+    text = STRING.read(f"{name}.custom.input", custom.get("input"))
+    return {"name": custom.get("name"), "arguments": {"input": text}}
 
 
 def _called_function(name: str, value: Any) -> JsonObject:
@@ -217,22 +304,45 @@ def tool_message(call_id: str, content: Content, name: str = "") -> Message:
 # ---- Schemas -----------------------------------------------------------------------------------
 
 
-_PART_SCHEMA: JsonObject = {
-    "anyOf": [
-        {
-            "type": "object",
-            "properties": {"type": {"enum": kinds}, key: {"type": "string"}},
-            "required": ["type", key],
-        }
-        for kinds, key in ((list(_TEXT_PARTS[:-1]), "text"), (["refusal"], "refusal"))
-    ]
-}
-_TEXT_SCHEMA: JsonObject = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}
-_ANY_PART_SCHEMA: JsonObject = {
-    "anyOf": [*_PART_SCHEMA["anyOf"], IMAGE_URL_SCHEMA, INPUT_IMAGE_SCHEMA]
+def _part_schema(key: str, schema: JsonObject, *kinds: str | None) -> JsonObject:
+    """A part with `key`; a type of None may be left out."""
+    properties = {"type": {"enum": list(kinds)}, key: schema}
+    required = [key] if None in kinds else ["type", key]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+_STRING: JsonObject = {"type": "string"}
+_PART_SCHEMAS: tuple[JsonObject, ...] = (
+    _STRING,
+    _part_schema("text", _STRING, *_TEXT_PARTS[:-1], None),
+    _part_schema("refusal", _STRING, "refusal"),
+)
+_TEXTS_SCHEMA: JsonObject = {"type": "array", "items": {"anyOf": [*_PART_SCHEMAS]}}
+_TEXT_SCHEMA: JsonObject = {"anyOf": [_STRING, _TEXTS_SCHEMA]}
+_THOUGHT_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {"type": {"enum": list(_THOUGHT_PARTS)}},
+    "required": ["type"],
 }
 _PARTS_SCHEMA: JsonObject = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": _ANY_PART_SCHEMA}]
+    "anyOf": [
+        _STRING,
+        {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    *_PART_SCHEMAS,
+                    _part_schema(
+                        "image_url",
+                        IMAGE_URL_SCHEMA["properties"]["image_url"],
+                        *("image_url", None),
+                    ),
+                    INPUT_IMAGE_SCHEMA,
+                    _THOUGHT_SCHEMA,
+                ]
+            },
+        },
+    ]
 }
 
 
@@ -267,7 +377,12 @@ _CALLS_SCHEMA: JsonObject = {
 
 
 def _message_schema(*required: str, role: JsonObject, **more: JsonObject) -> JsonObject:
-    properties = {"role": role, **dict.fromkeys(_TEXT_KEYS, _TEXT_OR_NULL), **more}
+    properties = {
+        "role": role,
+        **dict.fromkeys(_TEXT_KEYS, _TEXT_OR_NULL),
+        **dict.fromkeys(_UNFINISHED_KEYS, or_null(BOOLEAN.schema)),
+        **more,
+    }
     return {"type": "object", "properties": properties, "required": ["role", *required]}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,10 +90,11 @@ SHOWN = ("name", "description")
 
 def _chat_tool(where: str, value: Any) -> Tool:
     tool = read_object(where, value)
-    _check_type(where, tool.get("type"))
+    _check_type(where, tool)
     if "function" not in tool and "name" in tool:
-        # Cursor sends tools in the form of responses.
-        return read_tool(where, tool, SHOWN)
+        # Cursor sends tools in the form of responses, or in that of Messages.
+        key = "input_schema" if tool.get("parameters") is None else "parameters"
+        return read_tool(where, tool, SHOWN, key)
     function = read_object(f"{where}.function", tool.get("function"))
     # Some templates read more entries, such as what a function returns. Whether the schema is
     # enforced does not concern templates.
@@ -101,9 +102,11 @@ def _chat_tool(where: str, value: Any) -> Tool:
     return read_tool(f"{where}.function", function, shown)
 
 
-def _check_type(where: str, given: object) -> None:
-    if given != "function":
-        text = f"{where}.type: tools of type {shorten(given)} are not served, only function"
+def _check_type(where: str, entry: JsonObject) -> None:
+    """Refuse all types but function, which may be left out."""
+    kind = entry.get("type")
+    if kind is not None and kind != "function":
+        text = f"{where}.type: tools of type {shorten(kind)} are not served, only function"
         raise BadRequest(text, param=f"{where}.type")
 
 
@@ -133,24 +136,36 @@ class ParsedToolChoice:
     parallel: bool | None = None
 
 
+# The words of a choice; the last is Mistral's.
+_MODES: Mapping[str, ToolChoice] = {
+    "none": ToolChoice("none"),
+    "auto": ToolChoice("auto"),
+    "required": ToolChoice("required"),
+    "any": ToolChoice("required"),
+}
+
+
 def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
     if isinstance(value, dict) and "function" in value and "type" not in value:
         # Hugging Face's clients give no type.
         value = {"type": "function", **value}
-    words = "none, auto, required or an object that names a function"
     match value:
-        case "none" | "auto" | "required":
-            return ParsedToolChoice(ToolChoice(value))
-        case {"type": "function"}:
+        # Cursor sends a word as a type, as Messages have it.
+        case str(word) | {"type": str(word)} if word in _MODES:
+            return ParsedToolChoice(_MODES[word])
+        case {"type": "function" | "tool"}:
             return ParsedToolChoice(ToolChoice("named", _function_name(name, value)))
         case {"type": "allowed_tools"}:
             return _read_allowed(name, value)
         case {"type": other}:
             raise refusal(f"{name}.type", "function or allowed_tools", other)
-    raise refusal(name, words, value)
+    raise refusal(name, "none, auto, required or an object that names a function", value)
 
 
 def _function_name(where: str, entry: JsonObject) -> str:
+    """The name of a function: nested as in chats, or flat as in responses."""
+    if "function" not in entry and "name" in entry:
+        return read_name(f"{where}.name", entry["name"])
     function = read_object(f"{where}.function", entry.get("function"))
     return read_name(f"{where}.function.name", function.get("name"))
 
@@ -158,7 +173,7 @@ def _function_name(where: str, entry: JsonObject) -> str:
 def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
     mode, entries = read_allowed(name, value)
     for where, entry in entries.items():
-        _check_type(where, entry.get("type"))
+        _check_type(where, entry)
     names = tuple(_function_name(where, entry) for where, entry in entries.items())
     return ParsedToolChoice(ToolChoice(mode), allowed=names)
 
@@ -256,14 +271,16 @@ _PARAMETERS: JsonObject = {
     "properties": {"type": {"enum": ["object"]}},
 }
 _MAYBE: JsonObject = or_null(_PARAMETERS)
-_FUNCTION: JsonObject = {"enum": ["function"]}
-_CHAT_TOOL: JsonObject = {
+_FUNCTION: JsonObject = {"enum": ["function", None]}
+CHAT_TOOL: JsonObject = {
     "type": "object",
     "properties": {"type": _FUNCTION, "function": describe(parameters=_MAYBE)},
-    "required": ["type", "function"],
+    "required": ["function"],
 }
-_FLAT_TOOL = describe(type=_FUNCTION, parameters=_MAYBE)
-_FLAT_TOOL["required"] = ["type", "name"]
+_FLAT_TOOLS = [
+    describe(type=_FUNCTION, parameters=_MAYBE),
+    describe(type=_FUNCTION, parameters={"type": "null"}, input_schema=_MAYBE),
+]
 NAMED: JsonObject = {
     "type": "object",
     "properties": {"name": NAME_SCHEMA},
@@ -291,7 +308,19 @@ def _nest(key: str, form: JsonObject) -> JsonObject:
     return {"type": "object", "properties": {key: form}, "required": [key]}
 
 
-_ONE = add_type("function", _nest("function", NAMED))
+_ANY_WORD: JsonObject = {"enum": list(_MODES)}
+_WORD_AS_TYPE: JsonObject = {
+    "type": "object",
+    "properties": {"type": _ANY_WORD},
+    "required": ["type"],
+}
+_ONE: JsonObject = {"anyOf": [_nest("function", NAMED), NAMED]}
+_NAMED_ONE: JsonObject = {
+    "anyOf": [
+        _nest("function", NAMED),
+        *(add_type(kind, form) for kind in ("function", "tool") for form in _ONE["anyOf"]),
+    ]
+}
 
 
 def allowed_schemas(tool: JsonObject) -> list[JsonObject]:
@@ -304,7 +333,7 @@ def allowed_schemas(tool: JsonObject) -> list[JsonObject]:
 
 
 # Chats: {"type": "function", "function": {"name": ...}}.
-TOOLS = Kind(_read_tools, array_form({"anyOf": [_CHAT_TOOL, _FLAT_TOOL]}))
+TOOLS = Kind(_read_tools, array_form({"anyOf": [CHAT_TOOL, *_FLAT_TOOLS]}))
 CHOICE = Kind(
-    _chat_choice, choice_schema({**_ONE, "required": ["function"]}, *allowed_schemas(_ONE))
+    _chat_choice, choice_schema(_ANY_WORD, _WORD_AS_TYPE, _NAMED_ONE, *allowed_schemas(_ONE))
 )

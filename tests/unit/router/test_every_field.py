@@ -611,7 +611,7 @@ BOUNDS: dict[str, list[Bound]] = {
         Bound("max_completion_tokens", -1, -2, "at least 1"),
         *scores_of("top_logprobs", logprobs=True),
         Bound("tools", looks(16384), looks(16385), "at most 16384 tools", only_read=True),
-        Bound("tool_choice", "auto", "any", "none, auto, required", {"tools": [LOOK]}),
+        Bound("tool_choice", "auto", "some", "none, auto, required", {"tools": [LOOK]}),
         Bound("documents", [{}] * 1000, [{}] * 1001, "at most 1000"),
         Bound("messages", [{"role": "user", "content": ""}], [], "at least one message"),
     ],

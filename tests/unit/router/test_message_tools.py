@@ -119,6 +119,20 @@ def test_a_tool_of_an_unknown_type_with_a_schema_is_a_function() -> None:
     assert tool.shown == SHOWN
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
+        {"function": {"name": "f", "parameters": {"type": "object"}}},
+        {"type": "function", "name": "f", "parameters": {"type": "object"}},
+        {"name": "f", "parameters": {"type": "object"}},
+    ],
+)
+def test_a_tool_in_the_form_of_chats_or_responses_is_one_with_its_schema(given: Any) -> None:
+    own = {"name": "f", "input_schema": {"type": "object"}}
+    assert request_of(tools=[given]) == request_of(tools=[own])
+
+
 def test_there_may_be_hundreds_of_tools() -> None:
     many = [{**FETCH, "name": f"tool_{number}"} for number in range(500)]
     assert len(request_of(tools=many).tools) == 500

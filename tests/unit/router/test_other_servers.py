@@ -107,6 +107,7 @@ def test_no_adapter_may_be_asked_for_in_several_ways(given: Any) -> None:
         ({"reasoning": {"enabled": False}}, {"enable_thinking": False}, None, True),
         ({"reasoning": {"exclude": True}}, {}, None, False),
         ({"reasoning": {"effort": None, "summary": "auto"}}, {}, None, True),
+        ({"reasoning": {"generate_summary": "auto"}}, {}, None, True),
         (
             {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
             {"enable_thinking": False},
@@ -274,6 +275,21 @@ def test_tools_in_the_form_of_responses_are_those_of_chats() -> None:
     flat = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
     nested = {"type": "function", "function": {key: flat[key] for key in flat if key != "type"}}
     assert parsed("chat", tools=[flat]).tools == parsed("chat", tools=[nested]).tools
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"function": {"name": "f", "parameters": {"type": "object", "title": "t"}}},
+        {"type": None, "name": "f", "parameters": {"type": "object", "title": "t"}},
+        {"name": "f", "input_schema": {"type": "object", "title": "t"}},
+    ],
+)
+def test_a_tool_without_a_type_is_a_function(given: Any) -> None:
+    """vLLM's clients leave it out, and Cursor sends the form of Messages."""
+    function = {"name": "f", "parameters": {"type": "object", "title": "t"}}
+    usual = {"type": "function", "function": function}
+    assert parsed("chat", tools=[given]) == parsed("chat", tools=[usual])
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])

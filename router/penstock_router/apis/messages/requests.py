@@ -21,9 +21,11 @@ from penstock_router.apis.messages.thinking import (
 )
 from penstock_router.apis.messages.tools import CHOICE, NO_TOOLS, TOOLS, OfferedTools
 from penstock_router.apis.messages.turns import TURNS, Turns
+from penstock_router.apis.openai.elsewhere import with_fields_of_chats
 from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import common_options, own_kwargs
-from penstock_router.apis.structured_output import FORMAT, only_constraint
+from penstock_router.apis.openai.thinking import thinking_kwargs
+from penstock_router.apis.structured_output import CONSTRAINT_FIELDS, FORMAT, only_constraint
 from penstock_router.apis.tools import check_one_form, tool_options
 from penstock_router.json_fields import (
     ANYTHING,
@@ -35,6 +37,7 @@ from penstock_router.json_fields import (
     JsonObject,
     Kind,
     add_warning,
+    another_name,
     integer,
     label,
     not_served,
@@ -116,7 +119,8 @@ _PROMPT_FIELDS = (
     ),
     Field("output_config", _OUTPUT, "The form of the text, and how much effort to make."),
     Field("output_format", FORMAT, "The same as format in output_config."),
-    CHAT_FIELDS["chat_template_kwargs"],
+    *(CHAT_FIELDS[name] for name in ("chat_template_kwargs", "enable_thinking")),
+    CHAT_FIELDS["reasoning_effort"],
     Field("context_management", _EDITS, "Taken without effect: no turn is left out."),
     taken("mcp_servers", [], help=_OF_ANTHROPICS_SERVERS),
     taken("container", help=_OF_ANTHROPICS_SERVERS),
@@ -130,14 +134,17 @@ _PROMPT_FIELDS = (
     taken("inference_geo", help="Shards are where they are."),
     not_served("thread", ANYTHING, help="No turns are kept here: send them."),
 )
+_MAX_TOKENS = Field(
+    "max_tokens",
+    integer(0, INT32_MAX),
+    "At most so many, and as the context has room; 0: have the prompt in the cache.",
+    required=True,
+)
 _ANSWER_FIELDS = (
-    Field(
-        "max_tokens",
-        integer(0, INT32_MAX),
-        "At most so many, and as the context has room; 0: have the prompt in the cache.",
-        required=True,
-    ),
+    _MAX_TOKENS,
+    another_name("max_completion_tokens", _MAX_TOKENS),
     renamed("stop_sequences", CHAT_FIELDS["stop"]),
+    CHAT_FIELDS["stop"],
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
     Field("temperature", number(0, 1), "Below 1e-5 the likeliest token is always taken."),
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
@@ -148,12 +155,17 @@ _ANSWER_FIELDS = (
         CHAT_FIELDS[name]
         for name in (
             *("seed", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-            *("frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos"),
-            *("priority", "cache_salt", "session_id"),
+            *("frequency_penalty", "repeat_last_n", "logit_bias", "allowed_token_ids", "bad_words"),
+            *("min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+            *("skip_special_tokens", "spaces_between_special_tokens", "stream_interval"),
+            *("priority", "slo", "is_latency_sensitive", "cache_salt", "session_id"),
+            "request_id",
         )
     ),
+    *CONSTRAINT_FIELDS,
+    label("stream_options"),
 )
-FIELDS = table([*_PROMPT_FIELDS, *_ANSWER_FIELDS])
+FIELDS = with_fields_of_chats([*_PROMPT_FIELDS, *_ANSWER_FIELDS])
 COUNT_FIELDS = table(
     [
         *_PROMPT_FIELDS,
@@ -170,7 +182,8 @@ def parse(body: JsonObject) -> ChatRequest:
     values = read_fields(FIELDS, body)
     prompt = _prompt(values)
     options = common_options(values)
-    request = ChatRequest(**{**options, **prompt}, bounds_max_tokens=True)
+    constraint = only_constraint({**_constraint_of(options), **_constraint_of(prompt)})
+    request = ChatRequest(**{**options, **prompt, **constraint}, bounds_max_tokens=True)
     check_one_form(request)
     return request
 
@@ -230,9 +243,13 @@ def _format(values: JsonObject) -> JsonObject:
     return only_constraint(asked)
 
 
+def _constraint_of(options: JsonObject) -> JsonObject:
+    return {options["constraint_field"]: options["constraint"]} if "constraint" in options else {}
+
+
 def _template_kwargs(values: JsonObject, turns: Turns) -> JsonObject:
     """Whether to reason, and how hard, under the variable names that templates use."""
-    kwargs = thinking_variables(values)
+    kwargs = {**thinking_kwargs(values), **thinking_variables(values)}
     effort = turns.effort or values.get("output_config", {}).get("effort")
     if effort is not None:
         kwargs["reasoning_effort"] = effort

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock_router.apis.tools import (
+    CHAT_TOOL,
     NAMED,
     SHOWN,
     ParsedToolChoice,
@@ -152,8 +153,19 @@ def _left_out(where: str, kind: str) -> str:
     return f"{where}: tools of type {shorten(kind)} are left out"
 
 
+def _in_own_form(where: str, given: JsonObject) -> JsonObject:
+    """A tool as Messages have it, though it comes as one of a chat or of a response."""
+    if given.get("type") not in (None, "function"):
+        return given
+    if given.get("function") is not None:
+        given = {**given, **read_object(f"{where}.function", given["function"])}
+    if given.get("input_schema") is None:
+        given = {**given, "input_schema": given.get("parameters")}
+    return {**given, "type": "custom"}
+
+
 def _read_entry(where: str, value: Any) -> _Entry:
-    given = read_object(where, value)
+    given = _in_own_form(where, read_object(where, value))
     kind = given.get("type")
     kind = "custom" if kind is None else STRING.read(f"{where}.type", kind)
     defers = given.get("defer_loading")
@@ -221,7 +233,7 @@ _OF_ANTHROPIC: JsonObject = {
     "properties": {"type": {"type": "string"}},
     "required": ["type"],
 }
-TOOLS = Kind(_read_tools, array_form({"anyOf": [_CUSTOM, _OF_ANTHROPIC]}))
+TOOLS = Kind(_read_tools, array_form({"anyOf": [_CUSTOM, _OF_ANTHROPIC, CHAT_TOOL]}))
 CHOICE = Kind(
     _read_choice,
     {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock_router.apis.base import ERRORS, Api
+from penstock_router.apis.chat_messages import ends_unfinished
 from penstock_router.apis.images import take_images
 from penstock_router.apis.openai.answers import (
     ChatAnswer,
@@ -127,7 +128,7 @@ def _chat_logprobs(values: JsonObject) -> int | None:
 
 def template_options(values: JsonObject) -> JsonObject:
     """What a chat's prompt depends on besides its messages, as `ChatRequest` takes it."""
-    continues = values.get("continue_final_message", False)
+    continues = values.get("continue_final_message", ends_unfinished(values.get("messages", ())))
     begins = values.get("add_generation_prompt", not continues)
     if continues and begins:
         text = "continue_final_message: not together with add_generation_prompt"

@@ -6,7 +6,7 @@ template is known, and options of the request.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from penstock_router.errors import BadRequest
@@ -57,7 +57,7 @@ def _read_reasoning(name: str, value: Any) -> JsonObject:
     said = {ours: given[key] for key, ours in _OF_REASONING.items() if key in given}
     if "exclude" in given:
         said["include_reasoning"] = not given["exclude"]
-    _refuse_others(name, value, (*_OF_REASONING, "exclude", "summary"))
+    _refuse_others(name, value, (*_OF_REASONING, "exclude", "summary", "generate_summary"))
     return said
 
 
@@ -94,11 +94,11 @@ THINKING_FIELDS = (
 _VARIABLES = ("reasoning_effort", "enable_thinking", "clear_thinking")
 
 
-def spread_thinking(values: JsonObject) -> None:
-    """Put what `thinking` and `reasoning` say under the fields that say the same. Raises
-    `BadRequest` where two fields contradict each other.
+def spread_thinking(values: JsonObject, names: Sequence[str] = ("thinking", "reasoning")) -> None:
+    """Put what fields of these names say under the fields that say the same. Raises `BadRequest`
+    where two fields contradict each other.
     """
-    for name in ("thinking", "reasoning"):
+    for name in names:
         for ours, said in values.pop(name, {}).items():
             if values.setdefault(ours, said) != said:
                 text = f"{name}: not together with {ours}, which says something else"

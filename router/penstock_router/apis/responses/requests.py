@@ -15,14 +15,14 @@ import msgspec
 from penstock_client.types import Constraint
 from penstock_router.apis.base import Api
 from penstock_router.apis.images import take_images
+from penstock_router.apis.openai.elsewhere import with_fields_of_chats
 from penstock_router.apis.openai.fields import (
     CHAT_FIELDS,
-    MAX_CHOICES,
     MAX_LOGPROBS,
-    OF_CHATS,
     SAMPLING,
 )
 from penstock_router.apis.openai.requests import common_options, template_options
+from penstock_router.apis.openai.thinking import spread_thinking
 from penstock_router.apis.responses.answers import ResponseAnswer, ResponseEvent, ResponseShape
 from penstock_router.apis.responses.conversation import messages_of
 from penstock_router.apis.responses.errors import ERRORS
@@ -35,7 +35,6 @@ from penstock_router.apis.tools import check_one_form
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     ANYTHING,
-    ARRAY,
     BOOLEAN,
     OBJECT,
     POSITIVE,
@@ -44,6 +43,7 @@ from penstock_router.json_fields import (
     Field,
     JsonObject,
     Kind,
+    add_warning,
     array_of,
     integer,
     not_served,
@@ -52,8 +52,8 @@ from penstock_router.json_fields import (
     or_null,
     read_fields,
     read_object,
+    shorten,
     string,
-    table,
     taken,
     without_effect,
 )
@@ -64,6 +64,12 @@ MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
 MAX_FORMAT_NAME_CHARS = 64
+_ENTRIES = {
+    "reasoning": ("effort", "summary", "generate_summary"),
+    "text": ("format", "verbosity"),
+}
+# How many unknown entries of a field a warning names.
+_NAMED_ENTRIES = 16
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
 # Details of tools that OpenAI's servers run, and of images: this server has none of them.
@@ -156,6 +162,8 @@ _TEXT_FORMAT = Kind(
 )
 
 
+_SUMMARY = one_of("auto", "concise", "detailed")
+
 # ---- The table ---------------------------------------------------------------------------------
 
 # Fields of chats, with the same names and the same meaning.
@@ -165,8 +173,10 @@ _AS_IN_CHATS = (
     *("spaces_between_special_tokens", "stream", "stream_interval", "chat_template"),
     *("chat_template_kwargs", "priority", "slo", "is_latency_sensitive", "cache_salt"),
     *("request_id", "session_id", "timeout"),
-    *("include_reasoning", "thinking_token_budget", "structured_outputs"),
+    *("include_reasoning", "thinking_token_budget", "enable_thinking", "thinking"),
+    *("reasoning_effort", "lora_path", "documents", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf", "grammar"),
     *("guided_whitespace_pattern", "guided_decoding_backend"),
 )
 
@@ -176,7 +186,7 @@ _TAKEN = (
     *("background_options", "image", "request_country"),
 )
 
-RESPONSES_FIELDS = table(
+RESPONSES_FIELDS = with_fields_of_chats(
     [
         Field(
             "input",
@@ -212,7 +222,7 @@ RESPONSES_FIELDS = table(
         ),
         Field(
             "reasoning",
-            object_of(effort=STRING, summary=one_of("auto", "concise", "detailed")),
+            object_of(effort=STRING, summary=_SUMMARY, generate_summary=_SUMMARY),
             "effort is for the template; no summary is made.",
         ),
         Field(
@@ -264,12 +274,6 @@ RESPONSES_FIELDS = table(
         not_served("generate", BOOLEAN, True),
         taken("context_management", []),
         *map(taken, _TAKEN),
-        not_served("n", integer(1, MAX_CHOICES), 1),
-        # Fields of chats that would change the answer: refused, as ignoring them would mislead.
-        not_served("max_tokens", POSITIVE, help=OF_CHATS),
-        not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
-        not_served("messages", ARRAY, help=OF_CHATS),
-        not_served("response_format", OBJECT, {"type": "text"}, help=OF_CHATS),
     ]
 )
 
@@ -280,6 +284,8 @@ RESPONSES_FIELDS = table(
 def parse_response(body: JsonObject) -> ResponsesRequest:
     """A body of /v1/responses, without the previous response's conversation."""
     values = read_fields(RESPONSES_FIELDS, body)
+    _name_unknown_entries(values, body)
+    spread_thinking(values, ["thinking"])
     effort = values.get("reasoning", {}).get("effort")
     if effort is not None:
         values["reasoning_effort"] = effort
@@ -323,6 +329,15 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
     )
     _check(request)
     return request
+
+
+def _name_unknown_entries(values: JsonObject, body: JsonObject) -> None:
+    """Add a warning of what `reasoning` and `text` have that has no effect."""
+    for name, known in _ENTRIES.items():
+        given = [key for key, entry in (body.get(name) or {}).items() if entry is not None]
+        if others := [key for key in given if key not in known]:
+            named = ", ".join(map(shorten, others[:_NAMED_ENTRIES]))
+            add_warning(values, f"{name}: entries without effect: {named}")
 
 
 def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
