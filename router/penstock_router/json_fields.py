@@ -46,7 +46,7 @@ def or_null(schema: JsonObject) -> JsonObject:
 
 
 class Use(Enum):
-    """What becomes of a field's value."""
+    """The fate of a field's value."""
 
     # It has its effect.
     HONOURED = auto()
@@ -58,7 +58,7 @@ class Use(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a body. A value in `neutral` asks for nothing."""
+    """A field of a body. A value in `neutral` asks for nothing."""
 
     name: str
     kind: Kind

@@ -37,7 +37,7 @@ def read_content(name: str, role: str, value: Any) -> list[Part]:
 
 
 def read_output(name: str, value: Any) -> str | list[Part]:
-    """What a tool gave back."""
+    """Read the output of a tool."""
     return value if isinstance(value, str) else read_content(name, TOOL, value)
 
 
@@ -75,7 +75,7 @@ def read_plain_parts(
 
 
 def content_of(name: str, parts: list[Part]) -> Content:
-    """As of a chat's message: one text, or parts where it has images."""
+    """The content of a chat's message: one text, or parts where it has images."""
     return joined(
         [
             image_part(part["image_url"], f"{name}[{index}]")

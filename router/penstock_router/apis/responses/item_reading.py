@@ -192,7 +192,7 @@ def _reasoning(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> R
 
 
 def _agent_message(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequence[Item]:
-    """What another agent said: as the user's words, with the names of both agents."""
+    """Read another agent's words: as the user's, with the names of both agents."""
     texts: list[str] = []
     for index, entry in enumerate(read_array(f"{name}.content", item.get("content"))):
         at = f"{name}.content[{index}]"
