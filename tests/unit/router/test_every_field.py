@@ -629,7 +629,9 @@ def bounded_ends(schema: JsonObject) -> int:
     technical = (0, INT32_MAX, 2**32 - 1, "boolean")
     count = 0
     for part in (schema, *schema.get("anyOf", ())):
-        count += sum(1 for name in limits if part.get(name, 0) not in technical)
+        # Values beside others are those that ask for nothing.
+        ends = limits if part is schema else limits[:-1]
+        count += sum(1 for name in ends if part.get(name, 0) not in technical)
     return count
 
 

@@ -5,6 +5,7 @@ Turns, tools, thinking and answers have modules of their own.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -47,7 +48,6 @@ from penstock_router.json_fields import (
     read_array,
     read_fields,
     read_object,
-    renamed,
     table,
     taken,
     without_effect,
@@ -140,11 +140,12 @@ _MAX_TOKENS = Field(
     "At most so many, and as the context has room; 0: have the prompt in the cache.",
     required=True,
 )
+_STOPS = dataclasses.replace(CHAT_FIELDS["stop"], name="stop_sequences")
 _ANSWER_FIELDS = (
     _MAX_TOKENS,
     another_name("max_completion_tokens", _MAX_TOKENS),
-    renamed("stop_sequences", CHAT_FIELDS["stop"]),
-    CHAT_FIELDS["stop"],
+    _STOPS,
+    another_name("stop", _STOPS),
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
     Field("temperature", number(0, 1), "Below 1e-5 the likeliest token is always taken."),
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
@@ -181,7 +182,7 @@ def parse(body: JsonObject) -> ChatRequest:
     """A body of /v1/messages."""
     values = read_fields(FIELDS, body)
     prompt = _prompt(values)
-    options = common_options(values)
+    options = common_options({**values, "stop": values.get(_STOPS.name, ())})
     constraint = only_constraint({**_constraint_of(options), **_constraint_of(prompt)})
     request = ChatRequest(**{**options, **prompt, **constraint}, bounds_max_tokens=True)
     check_one_form(request)
