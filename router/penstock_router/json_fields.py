@@ -107,16 +107,15 @@ def label(name: str) -> Field:
     )
 
 
+def renamed(name: str, of: Field) -> Field:
+    """Another route's field by the name that it has here; it is read under its own."""
+    return replace(of, name=name, stands_for=of.name)
+
+
 def another_name(name: str, of: Field, kind: Kind | None = None) -> Field:
     """Another server's name of a field, with that server's bounds if they differ."""
-    return replace(
-        of,
-        name=name,
-        kind=kind or of.kind,
-        help=f"Another name of {of.name}.",
-        required=False,
-        stands_for=of.name,
-    )
+    help_text = f"Another name of {of.name}."
+    return replace(renamed(name, of), kind=kind or of.kind, help=help_text, required=False)
 
 
 def body_schema(fields: Table) -> JsonObject:
@@ -356,6 +355,12 @@ def string(min_chars: int = 0, max_chars: int | None = None, *, without: str = "
         escaped = "".join(f"\\u{ord(character):04x}" for character in without)
         schema["pattern"] = f"^[^{escaped}]*$"
     return Kind(read, schema)
+
+
+def unless(kind: Kind, *nothing: Any) -> Kind:
+    """A kind for which some values ask for nothing: they are read as None."""
+    schema = {"anyOf": [{"enum": list(nothing)}, kind.schema]}
+    return Kind(lambda name, value: None if value in nothing else kind.read(name, value), schema)
 
 
 def one_of(*values: str) -> Kind:

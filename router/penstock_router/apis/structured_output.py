@@ -28,6 +28,7 @@ from penstock_router.json_fields import (
     read_object,
     refusal,
     string,
+    unless,
 )
 
 # Depth of nested objects and arrays in a schema. Later code may recurse over them.
@@ -384,12 +385,6 @@ OUTPUTS = Kind(
 )
 
 
-def _or_nothing(kind: Kind) -> Kind:
-    """The same, or an empty text, which asks for nothing."""
-    schema = {"anyOf": [{"const": ""}, kind.schema]}
-    return Kind(lambda name, value: None if value == "" else kind.read(name, value), schema)
-
-
 # vLLM's names for its grammar backends.
 _BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 
@@ -411,9 +406,7 @@ CONSTRAINT_FIELDS = (
         for name in ("json", "regex", "choice", "grammar")
     ),
     *(
-        Field(
-            name, _or_nothing(_LANGUAGES[language]), f"As structured_outputs.{language}, in {of}."
-        )
+        Field(name, unless(_LANGUAGES[language], ""), f"As structured_outputs.{language}, in {of}.")
         for name, language, of in (
             ("json_schema", "json", "llama.cpp and SGLang"),
             ("regex", "regex", "SGLang"),

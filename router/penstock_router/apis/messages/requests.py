@@ -22,7 +22,7 @@ from penstock_router.apis.messages.thinking import (
 from penstock_router.apis.messages.tools import CHOICE, NO_TOOLS, TOOLS, OfferedTools
 from penstock_router.apis.messages.turns import TURNS, Turns
 from penstock_router.apis.openai.elsewhere import with_fields_of_chats
-from penstock_router.apis.openai.fields import CHAT_FIELDS, STOPS
+from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import common_options, own_kwargs
 from penstock_router.apis.openai.thinking import thinking_kwargs
 from penstock_router.apis.structured_output import CONSTRAINT_FIELDS, FORMAT, only_constraint
@@ -47,6 +47,7 @@ from penstock_router.json_fields import (
     read_array,
     read_fields,
     read_object,
+    renamed,
     table,
     taken,
     without_effect,
@@ -139,12 +140,11 @@ _MAX_TOKENS = Field(
     "At most so many, and as the context has room; 0: have the prompt in the cache.",
     required=True,
 )
-_STOPS = Field("stop_sequences", STOPS, "Strings that end the answer; they are cut off.")
 _ANSWER_FIELDS = (
     _MAX_TOKENS,
     another_name("max_completion_tokens", _MAX_TOKENS),
-    _STOPS,
-    another_name("stop", _STOPS),
+    renamed("stop_sequences", CHAT_FIELDS["stop"]),
+    CHAT_FIELDS["stop"],
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
     Field("temperature", number(0, 1), "Below 1e-5 the likeliest token is always taken."),
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
@@ -181,7 +181,7 @@ def parse(body: JsonObject) -> ChatRequest:
     """A body of /v1/messages."""
     values = read_fields(FIELDS, body)
     prompt = _prompt(values)
-    options = common_options({**values, "stop": values.get("stop_sequences", ())})
+    options = common_options(values)
     constraint = only_constraint({**_constraint_of(options), **_constraint_of(prompt)})
     request = ChatRequest(**{**options, **prompt, **constraint}, bounds_max_tokens=True)
     check_one_form(request)

@@ -47,6 +47,7 @@ from penstock_router.json_fields import (
     read_array,
     read_fields,
     read_object,
+    renamed,
     string,
     table,
     taken,
@@ -66,11 +67,6 @@ _LEAST_SHARE = 1e-9
 # ---- Options -----------------------------------------------------------------------------------
 
 
-def _as(name: str, known: str) -> Field:
-    """A field of completions, by the name that it has here."""
-    return dataclasses.replace(COMPLETION_FIELDS[known], name=name)
-
-
 def _of_loading(name: str) -> Field:
     return taken(name, help="Decided when a shard starts: taken without effect.")
 
@@ -87,7 +83,7 @@ OPTIONS = table(
         Field("top_p", Kind(_read_share, _SHARE.schema), "The likeliest up to this sum."),
         Field("typical_p", Kind(_read_share, _SHARE.schema), "The most typical up to this sum."),
         *(COMPLETION_FIELDS[name] for name in ("seed", "top_k", "min_p", "stop")),
-        _as("repeat_penalty", "repetition_penalty"),
+        renamed("repeat_penalty", COMPLETION_FIELDS["repetition_penalty"]),
         *(COMPLETION_FIELDS[name] for name in ("presence_penalty", "frequency_penalty")),
         COMPLETION_FIELDS["repeat_last_n"],
         Field(
@@ -110,13 +106,11 @@ OPTIONS = table(
 def _read_options(name: str, value: Any) -> JsonObject:
     """The sampling fields of a request, by the names that they have there."""
     values = read_fields(OPTIONS, read_object(name, value))
-    length, window = values.pop("num_predict", -1), values.pop("repeat_last_n", -1)
-    if "repeat_penalty" in values:
-        values["repetition_penalty"] = values.pop("repeat_penalty")
+    length = values.get("num_predict", -1)
     return {
         **{key: values[key] for key in values if key in {*_SAMPLING, WARNINGS}},
         "max_tokens": length if length > 0 else None,
-        "penalty_window_tokens": window if window >= 0 else None,
+        "penalty_window_tokens": values.get("repeat_last_n"),
     }
 
 

@@ -47,6 +47,7 @@ from penstock_router.json_fields import (
     string,
     taken,
     token_ids,
+    unless,
     whole_numbers,
 )
 from penstock_router.request import MAX_SESSION_CHARS, WHOLE_VOCABULARY
@@ -193,20 +194,9 @@ _LOGIT_BIAS = Kind(
 )
 
 
-def _read_seed(name: str, value: Any) -> int | None:
-    """A seed; -1 asks for none in particular, as of vLLM, llama.cpp and Ollama."""
-    seed: int = INT64.read(name, value)
-    return None if seed == -1 else seed
-
-
-SEED = Kind(_read_seed, INT64.schema)
-
-
 def length(at_least: int) -> Kind:
-    """A number of tokens; -1: up to the end of the context, which is read as None."""
-    count = integer(at_least, INT32_MAX)
-    schema = {"anyOf": [{"enum": [-1]}, count.schema]}
-    return Kind(lambda name, value: None if value == -1 else count.read(name, value), schema)
+    """A number of tokens; -1: up to the end of the context."""
+    return unless(integer(at_least, INT32_MAX), -1)
 
 
 def _read_lora(name: str, value: Any) -> str | None:
@@ -243,6 +233,10 @@ _STREAM_OPTIONS = Kind(
 )
 
 
+# -1 asks for no bound.
+_WINDOW = integer(-1, INT32_MAX)
+
+
 # ---- The tables --------------------------------------------------------------------------------
 
 # Fields of completions, chats and responses alike.
@@ -260,12 +254,12 @@ SAMPLING = (
     Field("frequency_penalty", number(-2, 2), "The same for each time that the answer has them."),
     Field(
         "repeat_last_n",
-        integer(-1, INT32_MAX),
+        Kind(unless(_WINDOW, -1).read, _WINDOW.schema),
         "The penalties count the last so many tokens, as in llama.cpp; 0: none, -1: all.",
     ),
     Field(
         "seed",
-        SEED,
+        unless(INT64, -1),
         "The same request with the same seed gets the same answer; -1: any seed.",
     ),
     Field(

@@ -24,15 +24,10 @@ from penstock_router.json_fields import (
     not_served,
     table,
     taken,
+    unless,
 )
 
 # ---- Other names of fields that are served -----------------------------------------------------
-
-
-def _unless(kind: Kind, *nothing: Any) -> Kind:
-    """A kind for which some values ask for nothing: they are read as None."""
-    schema = {"anyOf": [{"enum": list(nothing)}, kind.schema]}
-    return Kind(lambda name, value: None if value in nothing else kind.read(name, value), schema)
 
 
 # Name -> our field. Those of fields that a route does not have are left out there.
@@ -70,7 +65,7 @@ def _other_names(fields: Table) -> list[Field]:
     for name, ours in _NAMES.items():
         if ours in fields and name not in fields:
             kind, nothing = fields[ours].kind, _NOTHING.get(name)
-            kind = _unless(kind, *nothing) if nothing else kind
+            kind = unless(kind, *nothing) if nothing else kind
             found.append(another_name(name, fields[ours], kind))
     return found
 

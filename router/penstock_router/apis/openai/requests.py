@@ -28,6 +28,7 @@ from penstock_router.request import ChatRequest, CompletionRequest, Options
 _OPTION_NAMES = frozenset(Options.__dataclass_fields__)
 # Fields that `Options` names differently.
 _RENAMED = {
+    "repeat_last_n": "penalty_window_tokens",
     "slo": "seconds_between_tokens",
     "is_latency_sensitive": "latency_sensitive",
     "session_id": "session",
@@ -96,8 +97,6 @@ def common_options(values: JsonObject) -> JsonObject:
     named = {_RENAMED.get(name, name): value for name, value in values.items()}
     common = {name: value for name, value in named.items() if name in _OPTION_NAMES}
     common |= constraint_options(values)
-    if values.get("repeat_last_n", -1) != -1:
-        common["penalty_window_tokens"] = values["repeat_last_n"]
     if adapter := values.get("lora_path"):
         common["model"] = adapter
     stream = common.get("stream", False)
