@@ -363,7 +363,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model's files say of its size; 0 or empty where they do not."""
+    """The size of a model as its files say it; 0 or empty where they do not."""
 
     # As config.json names its kind, such as "llama".
     model_type: str = ""

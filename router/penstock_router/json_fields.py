@@ -46,7 +46,7 @@ def or_null(schema: JsonObject) -> JsonObject:
 
 
 class Use(Enum):
-    """What becomes of a field's value."""
+    """The fate of a field's value."""
 
     # It has its effect.
     HONOURED = auto()
@@ -58,7 +58,7 @@ class Use(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a body. A value in `neutral` asks for nothing."""
+    """A field of a body. A value in `neutral` asks for nothing."""
 
     name: str
     kind: Kind
@@ -359,7 +359,7 @@ def string(min_chars: int = 0, max_chars: int | None = None, *, without: str = "
 
 def unless(kind: Kind, *nothing: Any) -> Kind:
     """A kind for which some values ask for nothing: they are read as None."""
-    schema = {"anyOf": [{"enum": list(nothing)}, kind.schema]}
+    schema = {"anyOf": [*({"const": each} for each in nothing), kind.schema]}
     return Kind(lambda name, value: None if value in nothing else kind.read(name, value), schema)
 
 

@@ -258,7 +258,7 @@ def _messages() -> Route:
         "context_management.edits": _silent([{"type": "clear_tool_uses_20250919"}]),
         "output_config.format": Case({"": written}),
         "output_config.effort": _silent("low"),
-        "output_config.task_budget": _silent({"type": "tokens", "total": 64_000}),
+        "output_config.task_budget": _silent({"type": "tokens", "total": 20_000}),
         "output_format": Case({"": written}),
         "max_tokens": Case({"": 9}),
         "stop_sequences": Case({"": ["e", "a"]}),

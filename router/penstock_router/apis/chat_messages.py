@@ -61,8 +61,8 @@ def read_messages(name: str, value: Any) -> list[Message]:
 
 
 def ends_unfinished(messages: Sequence[Message]) -> bool:
-    """Whether the last message is the beginning of an answer, as Mistral's, DeepSeek's, Kimi's and
-    Qwen's clients mark it.
+    """Tell whether the last message is the beginning of an answer, as Mistral's, DeepSeek's, Kimi's
+    and Qwen's clients mark it.
     """
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and any(last.get(key) for key in _UNFINISHED_KEYS)
@@ -196,7 +196,7 @@ def read_parts(
 
 
 def _type_of_part(part: JsonObject) -> object:
-    """Its type, or, where that is left out, what it has: clients of vLLM may leave it out."""
+    """The type of a part, by what it has where clients of vLLM leave the type out."""
     kind = part.get("type")
     if kind is not None:
         return kind

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from penstock_router.apis.base import ERRORS, TIMEOUT, BodyKind
-from penstock_router.apis.openai.fields import COMPLETION_FIELDS, prompts
+from penstock_router.apis.openai.fields import COMPLETION_FIELDS
+from penstock_router.apis.openai.kinds import prompts
 from penstock_router.json_fields import (
     BOOLEAN,
     POSITIVE,

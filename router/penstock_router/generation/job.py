@@ -45,7 +45,7 @@ class Job:
 
     @property
     def ends_with_context(self) -> bool:
-        """Whether the context ends before `max_tokens` do."""
+        """Tell whether the context ends before `max_tokens` do."""
         wanted, [first, *_] = self.options.max_tokens, self.requests
         return wanted is None or (first.max_tokens or 0) < wanted
 

@@ -197,7 +197,7 @@ def caller_of(request: web.Request) -> str:
 
 
 def is_anthropics(request: web.Request) -> bool:
-    """Whether the client speaks Anthropic's API: none but its clients send this header."""
+    """Tell whether the client speaks Anthropic's API: none but its clients send this header."""
     return "anthropic-version" in request.headers
 
 
@@ -336,8 +336,8 @@ def _check_type(request: web.Request, *, any_type: bool) -> None:
 
 
 def _is_welcome(request: web.Request) -> bool:
-    """Whether the request comes from no page, from this router's own, or from one of an origin that
-    the operator allows.
+    """Tell whether the request comes from no page, from this router's own, or from a page of an
+    origin that the operator allows.
     """
     origin, allowed = request.headers.get("Origin"), request.app[ROUTER].config.cors_origins
     if origin is None or "*" in allowed or origin in allowed:

@@ -99,8 +99,8 @@ async def respond(call: Call[ResponsesRequest]) -> web.StreamResponse:
 
 
 async def _find_earlier(request: web.Request, asked: ResponsesRequest) -> bytes:
-    """What the request refers to, as JSON for `ResponsesRequest.after`: the conversation before it,
-    and answers of which it repeats items.
+    """Find what the request refers to: the conversation before it, and answers of which it repeats
+    items. The result is JSON for `ResponsesRequest.after`.
     """
     before = b"[]"
     if asked.previous_response_id is not None:

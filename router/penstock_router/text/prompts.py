@@ -137,7 +137,7 @@ def thinking_mark_ids(model: TextModel) -> tuple[int, int] | None:
 
 
 def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
-    """What of a request has no effect with this model."""
+    """Warnings of what in a request has no effect with this model."""
     if not isinstance(request, ChatRequest):
         return ()
     found = []

@@ -22,8 +22,8 @@ MAX_CHARS = 4096
 
 
 class _Automaton:
-    """All stop strings, matched a character at a time (Aho and Corasick, 1975): however many there
-    are, a character costs the same.
+    """Stop strings, matched a character at a time (Aho and Corasick, 1975): however many there are,
+    a character costs the same.
 
     A state stands for the longest suffix of the text so far that begins a stop string; `depths` has
     its length: at once what has to be held back and all that needs to be remembered.

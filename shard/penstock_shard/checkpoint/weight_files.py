@@ -1,5 +1,5 @@
-"""Which files hold weights, what their headers say, and how large the model is by these and by its
-configuration. Imports no torch.
+"""Finds the files that hold weights, reads their headers, and tells how large the model is by these
+and by its configuration. Imports no torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def has_index(directory: Path) -> bool:
-    """Whether a file lists the parts of the weights."""
+    """Tell whether a file lists the parts of the weights."""
     return (directory / INDEX).exists()
 
 
@@ -72,7 +72,7 @@ def unlisted(names: Iterable[str]) -> list[str]:
 
 
 def _set_of(name: str, files: Sequence[str]) -> list[str]:
-    """All parts of the set that this one is of; itself if it is whole."""
+    """The parts of the set to which this one belongs; the name itself if it is whole."""
     part = _PART.fullmatch(name)
     if part is None:
         return [name]
@@ -150,7 +150,7 @@ def model_shape(directory: Path) -> ModelShape:
 
 
 def _kv_heads(config: dict[str, Any], heads: int) -> int:
-    """How many heads of keys there are: as many as of queries, unless the configuration differs."""
+    """The number of heads of keys: as many as of queries, unless the configuration differs."""
     names = ("num_key_value_heads", "num_kv_heads", "multi_query")
     stated = [config[name] for name in names if config.get(name) not in (None, False)]
     return _count_in(config, *names) if stated else heads
@@ -163,7 +163,7 @@ def _count_in(config: dict[str, Any], *names: str) -> int:
 
 
 def _count_weights(directory: Path) -> tuple[int, int]:
-    """How many numbers the weights are, 0 where that is not told, and their bytes."""
+    """The number of values in the weights, 0 where that is not told, and their bytes."""
     paths = [path for path in weight_files(directory) if path.exists()]
     if any(path.name == GGUF for path in paths):
         return 0, sum(path.stat().st_size for path in paths)

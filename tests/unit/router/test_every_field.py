@@ -545,6 +545,7 @@ COMMON_BOUNDS = [
     Bound("typical_p", 0.001, 0, "above 0"),
     Bound("typical_p", 1, 1.001, "at most 1"),
     Bound("lora_path", [None], ["a", "b"], "a string", only_read=True),
+    Bound("json_schema", "", 3, "an object or a string"),
     Bound("regex", "", 3, "a string"),
     Bound("ebnf", "", 3, "a string"),
     Bound("grammar", "", 3, "a string"),

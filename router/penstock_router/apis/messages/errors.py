@@ -13,7 +13,7 @@ _CHARS_A_TOKEN = 3
 
 
 class MessageErrorObject(TypedDict):
-    """What went wrong."""
+    """The kind of an error, and its message."""
 
     type: str
     message: str

@@ -25,7 +25,7 @@ _Reader = TypeVar("_Reader")
 
 @dataclass(slots=True)
 class Context:
-    """What turns say besides: the tools that they add, and what of them has no effect."""
+    """The tools that turns add, and what of the turns has no effect."""
 
     added: list[Tool] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ def read_blocks(
 
 
 def reader_of(at: str, block: JsonObject, readers: Mapping[str, _Reader]) -> _Reader:
-    """What reads a block of its type; raises `BadRequest` where there is none."""
+    """The reader of a block of this type; raises `BadRequest` where there is none."""
     kind = block.get("type")
     reader = readers.get(kind) if isinstance(kind, str) else None
     if reader is None:
@@ -83,7 +83,7 @@ def reader_of(at: str, block: JsonObject, readers: Mapping[str, _Reader]) -> _Re
 
 
 def json_text(name: str, value: Any) -> str:
-    """What a model can read of a result, as JSON: without what is encrypted and what is a file."""
+    """The JSON of a result as a model can read it: without what is encrypted and what is a file."""
     check_nesting(name, value)
     return json.dumps(_readable(value), ensure_ascii=False)
 
@@ -153,7 +153,7 @@ def _read_search_result(at: str, block: JsonObject, context: Context) -> list[Pa
 
 
 def _headed(at: str, block: JsonObject, what: str, keys: tuple[str, ...]) -> list[Part]:
-    """What stands above a text, a line for each key that is there."""
+    """Lines to stand above a text, one for each key that is there."""
     given = [key for key in keys if block.get(key) is not None]
     lines = [STRING.read(f"{at}.{key}", block[key]) for key in given]
     return [text_part(what + "\n".join(lines))] if lines else []

@@ -76,7 +76,7 @@ _OUTPUT = object_of(format=FORMAT, effort=STRING, task_budget=ANYTHING)
 
 
 def _read_edits(name: str, value: Any) -> bool:
-    """Whether turns are to be left out or made shorter. It is for servers that bill them: a prompt
+    """Tell whether turns are to be left out or made shorter. Servers that bill them do so: a prompt
     is rendered whole here.
     """
     edits = read_object(name, value).get("edits")
@@ -228,7 +228,7 @@ def _offered(values: JsonObject) -> OfferedTools:
 
 
 def _without_effect(values: JsonObject) -> list[str]:
-    """What of fields with an effect has none."""
+    """Warnings of parts without effect, of fields that have one."""
     found = []
     if values.get("context_management"):
         found.append(without_effect("context_management"))

@@ -49,7 +49,7 @@ class OfferedTools:
     warnings: tuple[str, ...] = ()
 
     def showing(self, name: str) -> OfferedTools:
-        """The same with this tool shown like those that are not deferred."""
+        """A copy with this tool shown like those that are not deferred."""
         if name not in self.deferred:
             return self
         rest = {other: shown for other, shown in self.deferred.items() if other != name}
@@ -129,7 +129,7 @@ _PUBLISHED: Mapping[str, JsonObject] = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One of a body's tools; None where it is left out."""
+    """An entry of a body's tools; its tool is None where it is left out."""
 
     kind: str
     tool: Tool | None
@@ -137,7 +137,7 @@ class _Entry:
 
     @property
     def finds_others(self) -> bool:
-        """Whether it is the search of Anthropic's servers for deferred tools."""
+        """Tell whether it is the search of Anthropic's servers for deferred tools."""
         return self.kind.startswith("tool_search_tool")
 
 
@@ -181,7 +181,7 @@ def _read_entry(where: str, value: Any) -> _Entry:
 
 
 def _may_be_called(name: str, callers: Any) -> bool:
-    """Whether a model may call the tool itself."""
+    """Tell whether a model may call the tool itself."""
     return callers is None or "direct" in read_array(name, callers)
 
 

@@ -214,7 +214,7 @@ def _read_result(name: str, block: JsonObject, turns: Turns) -> Message:
 
 
 def _read_content(name: str, value: Any, context: Context) -> Content:
-    """Of a result: a text, or blocks."""
+    """Read the content of a result: a text, or blocks."""
     if not isinstance(value, list):
         return "" if value is None else STRING.read(name, value)
     return read_blocks(name, value, context, OF_RESULTS)
@@ -225,7 +225,7 @@ def _read_content(name: str, value: Any, context: Context) -> Content:
 
 @dataclass(slots=True)
 class _Said:
-    """What an assistant said since its last message, collected from blocks."""
+    """A message of the assistant, collected from blocks."""
 
     turns: Turns
     texts: list[str] = field(default_factory=list)
@@ -295,7 +295,7 @@ def _is_readable(blocks: list[Any]) -> bool:
 
 
 def _read_summary(name: str, block: JsonObject, said: _Said) -> None:
-    """All that was said before, in the words of the server that made it short."""
+    """Put a server's summary in the place of all that was said before."""
     content = block.get("content")
     if content is None or not STRING.read(f"{name}.content", content):
         return

@@ -1,4 +1,4 @@
-"""What a shard tells of its model, in Ollama's words: its family, its size, its dtype."""
+"""Facts of a shard's model in Ollama's words: its family, its size, its dtype."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def digest(info: ShardInfo, adapter: str) -> str:
 
 
 def model_info(info: ShardInfo) -> dict[str, Any]:
-    """What is known of the model, by GGUF's names."""
+    """Facts of the model by GGUF's names."""
     shape, name = info.shape, architecture(info)
     hidden_size = shape.hidden_size or (0 if info.embedding is None else info.embedding.size)
     known = {

@@ -98,7 +98,7 @@ def _fitting(request: OllamaRequest, model: TextModel) -> PreparedPrompts | None
 
 
 def _after_context(request: OllamaChat, model: TextModel, made: PreparedPrompts) -> PreparedPrompts:
-    """The same prompt after the ids of `request.context`; the first of these are cut off."""
+    """Put the ids of `request.context` before the prompt; the first of these are cut off."""
     [prompt] = made.prompts
     if prompt.images:
         raise BadRequest("context: not together with images", param="context")
@@ -146,7 +146,7 @@ def _without_oldest(chat: OllamaChat, model: TextModel, max_tokens: int) -> tupl
 
 
 def _kept_tokens(request: OllamaRequest, model: TextModel) -> int:
-    """How long a prompt that was too long becomes: what follows has room, at most for half of the
+    """The length to which a long prompt is cut: what follows has room, at most for half of the
     context.
     """
     limit, wanted = model.max_model_len, request.max_tokens

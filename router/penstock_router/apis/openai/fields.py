@@ -5,16 +5,21 @@ One table for each route. Bounds that depend on a model are checked where the mo
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 from penstock_router.apis.base import TIMEOUT
 from penstock_router.apis.chat_messages import MESSAGES
+from penstock_router.apis.openai.kinds import (
+    LOGIT_BIAS,
+    LORA,
+    NUM_LOGPROBS,
+    STOPS,
+    STREAM_OPTIONS,
+    length,
+    prompts,
+)
 from penstock_router.apis.openai.other_servers import with_other_servers
 from penstock_router.apis.openai.thinking import THINKING_FIELDS
 from penstock_router.apis.structured_output import CONSTRAINT_FIELDS
 from penstock_router.apis.tools import CHOICE, TOOLS
-from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     ANY_NUMBER,
     ANYTHING,
@@ -26,12 +31,8 @@ from penstock_router.json_fields import (
     OBJECT,
     POSITIVE,
     STRING,
-    TOKEN_ID,
-    UINT32_MAX,
     WORD_OR_BOOLEAN,
     Field,
-    JsonObject,
-    Kind,
     Table,
     array_of,
     integer,
@@ -39,19 +40,12 @@ from penstock_router.json_fields import (
     not_served,
     number,
     one_of,
-    or_null,
-    read_array,
-    read_object,
-    refusal,
-    shorten,
     string,
     taken,
     token_ids,
     unless,
-    whole_numbers,
 )
-from penstock_router.request import MAX_SESSION_CHARS, WHOLE_VOCABULARY
-from penstock_router.text.stop_strings import MAX_CHARS as MAX_STOPS_CHARS
+from penstock_router.request import MAX_SESSION_CHARS
 
 MAX_CHOICES = 16384
 MAX_WORD_CHARS = 1024
@@ -61,183 +55,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128
 # More than any vocabulary has.
 MAX_ALLOWED_TOKEN_IDS = 1_000_000
-MAX_LOGIT_BIASES = 1024
-# The id of a token as a key of an object: no vocabulary has a thousand million.
-_ID_KEY = re.compile("[0-9]{1,9}")
 DEFAULT_COMPLETION_TOKENS = 16
 NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
 
-
-# ---- Kinds of these routes ---------------------------------------------------------------------
-
-# The bound is the shards' own, which is known once a request has its model.
-NUM_LOGPROBS = integer(WHOLE_VOCABULARY, INT32_MAX)
-
-
-def _read_stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else read_array(name, value)
-    for stop in stops:
-        if not isinstance(stop, str):
-            raise refusal(name, "a string or an array of strings", stop)
-        if not stop:
-            raise BadRequest(f"{name}: a stop string has at least 1 character", param=name)
-    if (num_chars := sum(map(len, stops))) > MAX_STOPS_CHARS:
-        text = f"{name}: at most {MAX_STOPS_CHARS} characters in all strings; given: {num_chars}"
-        raise BadRequest(text, param=name)
-    return tuple(stops)
-
-
-def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
-    """Biases by id, cut to -100..100. Ids come as strings, since JSON has no other keys, or, as
-    llama.cpp has them, in pairs of id and bias, where false bans a token.
-    """
-    given = value if isinstance(value, list) else read_object(name, value)
-    if len(given) > MAX_LOGIT_BIASES:
-        text = f"{name}: at most {MAX_LOGIT_BIASES} ids; given: {len(given)}"
-        raise BadRequest(text, param=name)
-    pairs = _pairs(name, given) if isinstance(given, list) else given.items()
-    biases: dict[int, float] = {}
-    for key, bias in pairs:
-        if not _ID_KEY.fullmatch(key):
-            raise refusal(name, "an object whose keys are token ids, of 1 to 9 digits", key)
-        if isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise refusal(name, "an object of token ids and numbers", bias)
-        biases[int(key)] = float(max(-100.0, min(100.0, bias)))
-    return biases
-
-
-def _pairs(name: str, given: list[Any]) -> list[tuple[str, Any]]:
-    pairs = []
-    for item in given:
-        match item:
-            case [int() as token_id, bias] if not isinstance(token_id, bool):
-                pairs.append((str(token_id), -100.0 if bias is False else bias))
-            case _:
-                raise refusal(name, "an array of pairs of a token id and a number", item)
-    return pairs
-
-
-def prompts(at_most: int, empty: str) -> Kind:
-    """The four forms of a prompt, as a tuple of strings and of lists of ids; `empty` is the refusal
-    of a prompt with nothing in it.
-    """
-    forms = "a string, an array of token ids, or an array of either"
-
-    def read(name: str, value: Any) -> tuple[str | list[int], ...]:
-        if not isinstance(value, str | list):
-            raise refusal(name, forms, value)
-        single = isinstance(value, str) or (bool(value) and _is_number(value[0]))
-        given = [value] if single else value
-        # Checked first: there may be millions of prompts to look at.
-        if len(given) > at_most:
-            text = f"{name}: at most {at_most} prompts; given: {len(given)}"
-            raise BadRequest(text, param=name)
-        if not given or any(prompt in ("", []) for prompt in given):
-            raise BadRequest(empty, param=name)
-        if wrong := [prompt for prompt in given if not isinstance(prompt, str | list)]:
-            raise refusal(name, forms, wrong[0])
-        return tuple([each if isinstance(each, str) else _prompt_ids(name, each) for each in given])
-
-    text: JsonObject = {"type": "string", "minLength": 1}
-    ids: JsonObject = {"type": "array", "minItems": 1, "items": TOKEN_ID.schema}
-    several = {
-        "type": "array",
-        "minItems": 1,
-        "maxItems": at_most,
-        "items": {"anyOf": [text, ids]},
-    }
-    return Kind(read, {"anyOf": [text, ids, several]})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _prompt_ids(name: str, given: list[Any]) -> list[int]:
-    ids = whole_numbers(name, given)
-    if min(ids) < 0 or max(ids) > UINT32_MAX:
-        wrong = next(item for item in ids if not 0 <= item <= UINT32_MAX)
-        raise BadRequest(f"{name}: Token id {shorten(wrong)} is out of vocabulary", param=name)
-    return ids
-
-
-_STOP = string(1, MAX_STOPS_CHARS)
-STOPS = Kind(
-    _read_stops,
-    {"anyOf": [_STOP.schema, {"type": "array", "items": _STOP.schema}]},
-)
-_LOGIT_BIAS = Kind(
-    _read_logit_bias,
-    {
-        "anyOf": [
-            {
-                "type": "object",
-                "maxProperties": MAX_LOGIT_BIASES,
-                "propertyNames": {"pattern": f"^{_ID_KEY.pattern}$"},
-                "additionalProperties": {"type": "number"},
-            },
-            {
-                "type": "array",
-                "maxItems": MAX_LOGIT_BIASES,
-                "items": {
-                    "type": "array",
-                    "prefixItems": [
-                        TOKEN_ID.schema,
-                        {"anyOf": [{"type": "number"}, {"const": False}]},
-                    ],
-                    "minItems": 2,
-                    "maxItems": 2,
-                },
-            },
-        ]
-    },
-)
-
-
-def length(at_least: int) -> Kind:
-    """A number of tokens; -1: up to the end of the context."""
-    return unless(integer(at_least, INT32_MAX), -1)
-
-
-def _read_lora(name: str, value: Any) -> str | None:
-    """The name of an adapter, alone or in an array of one."""
-    match value:
-        case [only]:
-            value = only
-        case []:
-            value = None
-    return (STRING.read(name, value) or None) if value is not None else None
-
-
-_LORA = Kind(
-    _read_lora,
-    {"anyOf": [STRING.schema, {"type": "array", "items": or_null(STRING.schema), "maxItems": 1}]},
-)
-
-
-def _read_stream_options(name: str, value: Any) -> JsonObject:
-    options = read_object(name, value)
-    for key in ("include_usage", "continuous_usage_stats"):
-        if options.get(key) is not None:
-            BOOLEAN.read(f"{name}.{key}", options[key])
-    return options
-
-
-_FLAG_OR_NULL = or_null({"type": "boolean"})
-_STREAM_OPTIONS = Kind(
-    _read_stream_options,
-    {
-        "type": "object",
-        "properties": {"include_usage": _FLAG_OR_NULL, "continuous_usage_stats": _FLAG_OR_NULL},
-    },
-)
-
-
-# -1 asks for no bound.
-_WINDOW = integer(-1, INT32_MAX)
-
-
-# ---- The tables --------------------------------------------------------------------------------
 
 # Fields of completions, chats and responses alike.
 SAMPLING = (
@@ -254,7 +74,7 @@ SAMPLING = (
     Field("frequency_penalty", number(-2, 2), "The same for each time that the answer has them."),
     Field(
         "repeat_last_n",
-        Kind(unless(_WINDOW, -1).read, _WINDOW.schema),
+        unless(integer(-1, INT32_MAX), -1),
         "The penalties count the last so many tokens, as in llama.cpp; 0: none, -1: all.",
     ),
     Field(
@@ -271,10 +91,10 @@ SAMPLING = (
 
 _COMMON = (
     Field("model", STRING, "One of /v1/models; may be left out if there is only one."),
-    Field("lora_path", _LORA, "SGLang's name of an adapter, which is asked for like a model."),
+    Field("lora_path", LORA, "SGLang's name of an adapter, which is asked for like a model."),
     Field("n", integer(1, MAX_CHOICES), "How many choices; the first has the seed itself."),
     *SAMPLING,
-    Field("logit_bias", _LOGIT_BIAS, "Added to the logits of tokens by id, cut to -100..100."),
+    Field("logit_bias", LOGIT_BIAS, "Added to the logits of tokens by id, cut to -100..100."),
     Field(
         "allowed_token_ids",
         token_ids(at_least=1, at_most=MAX_ALLOWED_TOKEN_IDS),
@@ -326,7 +146,7 @@ _COMMON = (
     Field("return_token_ids", BOOLEAN, "Return the token ids of prompt and answer."),
     Field("return_tokens_as_token_ids", BOOLEAN, "Name tokens of log-probabilities by their ids."),
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
-    Field("stream_options", _STREAM_OPTIONS, "Only in streams: whether events contain the usage."),
+    Field("stream_options", STREAM_OPTIONS, "Only in streams: whether events contain the usage."),
     Field("stream_interval", POSITIVE, "Least number of tokens in an event of a stream."),
     # Lower values run first. HTTP clients cannot go below the default of 0: otherwise anybody could
     # overtake all others.

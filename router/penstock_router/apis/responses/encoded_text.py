@@ -53,7 +53,7 @@ class EncodedText:
         return added
 
     def _behind_opening(self, piece: str) -> str | None:
-        """What follows the quote that begins the string; None: it has not come."""
+        """The JSON behind the quote that begins the string; None: that has not come."""
         self._held.append(piece)
         if self._num_held > _MAX_SOUGHT:
             return None

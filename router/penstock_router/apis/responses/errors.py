@@ -43,7 +43,7 @@ _CODES = {
 
 
 class RefusalObject(TypedDict):
-    """What went wrong."""
+    """An error: its message, its kind, and the field at fault."""
 
     message: str
     type: ErrorType

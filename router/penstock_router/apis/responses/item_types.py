@@ -1,4 +1,4 @@
-"""What items of OpenAI's Responses API look like: in a conversation that is kept, and in answers.
+"""Items of OpenAI's Responses API, as they look in a conversation that is kept and in answers.
 
 Each has an id and a type; text is in arrays of parts.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def catalogue(query: Mapping[str, str]) -> dict[str, list[Any]]:
-    """What `GET /v1/models` has besides for Codex, which says its version in the query.
+    """Entries of `GET /v1/models` for Codex, which says its version in the query.
 
     It is empty: an entry would replace Codex's own instructions for models that it does not know.
     Without the key Codex takes the whole list for broken.

@@ -352,7 +352,7 @@ def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
 
 
 def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> JsonObject:
-    """What has no effect: that of the fields, of the items, of the tools."""
+    """Warnings of what has no effect: of the fields, of the items, of the tools."""
     lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings]
     if values.get("text", {}).get("verbosity", "medium") != "medium":
         lines.append(without_effect("text.verbosity"))
