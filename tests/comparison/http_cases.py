@@ -261,6 +261,8 @@ def _messages() -> Route:
         "output_config.task_budget": _silent({"type": "tokens", "total": 20_000}),
         "output_format": Case({"": written}),
         "max_tokens": Case({"": 9}),
+        "stop": Case({"": ["e", "a"]}),
+        # The name that this route always had.
         "stop_sequences": Case({"": ["e", "a"]}),
     }
     return Route(base, _with_names(cases))
@@ -532,7 +534,7 @@ def _with_words_of_table(route: Route, fields: Table) -> Route:
             cases[name] = Case({name: next(iter(entry.neutral), None)}, shows=False)
         elif entry.use is Use.TAKEN:
             cases[name] = Case({name: "anything"}, shows=False)
-        elif entry.stands_for:
+        elif entry.stands_for and name not in route.cases:
             cases[name] = _by_another_name(name, entry.stands_for, route.cases[entry.stands_for])
     return Route(route.base, cases)
 
