@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from penstock_router.apis.chat_messages import joined
-from penstock_router.apis.images import image_part, read_input_image
+from penstock_router.apis.images import INPUT_IMAGE_SCHEMA, image_part, read_input_image
 from penstock_router.apis.responses.item_types import Part
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     STRING,
     JsonObject,
+    Kind,
     one_of,
+    or_null,
     read_array,
     read_object,
     shorten,
@@ -36,7 +39,7 @@ def read_content(name: str, role: str, value: Any) -> list[Part]:
     ]
 
 
-def read_output(name: str, value: Any) -> str | list[Part]:
+def _read_output(name: str, value: Any) -> str | list[Part]:
     """Read the output of a tool."""
     return value if isinstance(value, str) else read_content(name, TOOL, value)
 
@@ -89,3 +92,34 @@ def content_of(name: str, parts: list[Part]) -> Content:
 def text_of(parts: list[Part]) -> str:
     """The parts as one text, joined like those of a chat's message."""
     return "\n".join(part.get("text", part.get("refusal", "")) for part in parts)
+
+
+# ---- As documented -----------------------------------------------------------------------------
+
+
+def item_schema(kinds: Sequence[str], *required: str, **properties: JsonObject) -> JsonObject:
+    """An item, or a part, of one of these types."""
+    return {
+        "type": "object",
+        "properties": {"type": {"enum": list(kinds)}, **properties},
+        "required": ["type", *required],
+    }
+
+
+def _part_schema(kinds: Sequence[str], key: str) -> JsonObject:
+    return item_schema(kinds, key, **{key: STRING.schema})
+
+
+def content_schema(*more: JsonObject) -> JsonObject:
+    """The content of a message; `more` are other parts that it may have."""
+    forms = [_part_schema(TEXT_TYPES, "text"), _part_schema(("refusal",), "refusal")]
+    parts = {"type": "array", "items": {"anyOf": [*forms, INPUT_IMAGE_SCHEMA, *more]}}
+    return {"anyOf": [STRING.schema, parts]}
+
+
+def plain_parts_schema(*kinds: str) -> JsonObject:
+    """Parts of these types, or null."""
+    return or_null({"type": "array", "items": _part_schema(kinds, "text")})
+
+
+OUTPUT = Kind(_read_output, content_schema(item_schema(_UNSEEN)))

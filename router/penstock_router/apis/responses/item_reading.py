@@ -6,42 +6,38 @@ is a function's call and its output.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from penstock_router.apis.chat_messages import check_size
-from penstock_router.apis.images import INPUT_IMAGE_SCHEMA
 from penstock_router.apis.responses.encrypted_reasoning import unseal
 from penstock_router.apis.responses.item_parts import (
+    OUTPUT,
     TEXT_TYPES,
+    content_schema,
+    item_schema,
+    plain_parts_schema,
     read_content,
-    read_output,
     read_plain_parts,
 )
 from penstock_router.apis.responses.item_types import (
-    ApplyPatchCallItem,
     ApplyPatchOutputItem,
-    CallItem,
-    CallOutputItem,
-    CustomCallItem,
     Item,
-    LocalShellCallItem,
-    LocalShellOutputItem,
     MessageItem,
     Part,
     ReasoningItem,
     ReferenceItem,
-    ShellCallItem,
-    ShellOutputItem,
     ToolSearchCallItem,
-    ToolSearchOutputItem,
 )
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
+    ARRAY,
+    OBJECT,
     STRING,
     JsonObject,
     Kind,
@@ -135,9 +131,8 @@ def _read(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequen
         parsed.tools.append((f"{name}.tools", read_array(f"{name}.tools", item.get("tools"))))
         return ()
     if kind == "tool_search_output":
-        found = _tool_search_output(name, stem, item)
-        parsed.found_tools.append((f"{name}.tools", list(found["tools"])))
-        return [found]
+        parsed.found_tools.append((f"{name}.tools", read_array(f"{name}.tools", item.get("tools"))))
+        return [_READERS[kind](name, stem, item)]
     if kind == "agent_message":
         return _agent_message(parsed, name, stem, item)
     if isinstance(kind, str) and kind in _HOSTED:
@@ -211,117 +206,73 @@ def _agent_message(parsed: ParsedInput, name: str, stem: str, item: JsonObject) 
 # ---- Calls and their outputs -------------------------------------------------------------------
 
 
-def _call_id(name: str, item: JsonObject) -> str:
-    given: str = _NOT_EMPTY.read(f"{name}.call_id", item.get("call_id"))
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A type of calls or of outputs: the prefix of its ids, and its entries."""
+
+    prefix: str
+    entries: Mapping[str, Kind]
+    # Entries that are set here, whatever the client says.
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    # Whether the item's id is meant where its call's id is left out.
+    may_lack_call_id: bool = False
+
+    def read(self, kind: str, name: str, stem: str, item: JsonObject) -> Item:
+        """Read an item of this type. Raises `BadRequest`."""
+        call_id = _call_id(name, item, or_own=self.may_lack_call_id)
+        entries = {
+            key: entry.read(f"{name}.{key}", item.get(key))
+            for key, entry in self.entries.items()
+            if key != _NAMESPACE or item.get(key) not in (None, "")
+        }
+        kept = {
+            "type": kind,
+            "id": f"{self.prefix}_{stem}",
+            "call_id": call_id,
+            **entries,
+            **self.fixed,
+            "status": "completed",
+        }
+        return cast(Item, kept)
+
+    def schema(self, kind: str) -> JsonObject:
+        """The JSON schema of such items."""
+        entries = {
+            key: or_null(entry.schema) if key == _NAMESPACE else entry.schema
+            for key, entry in self.entries.items()
+        }
+        required = [key for key in entries if key != _NAMESPACE]
+        if self.may_lack_call_id:
+            return item_schema([kind], *required, **entries)
+        return item_schema([kind], "call_id", *required, call_id=_NOT_EMPTY.schema, **entries)
+
+
+def _call_id(name: str, item: JsonObject, *, or_own: bool) -> str:
+    key = "id" if or_own and item.get("call_id") is None else "call_id"
+    given: str = _NOT_EMPTY.read(f"{name}.call_id", item.get(key))
     return given
 
 
-def _own_id(name: str, item: JsonObject) -> str:
-    """The id of a call whose type may leave it out: then the item's is meant."""
-    given = item.get("call_id")
-    return _call_id(name, item if given is not None else {"call_id": item.get("id")})
+def _read_execution(name: str, value: Any) -> JsonObject:
+    return {**read_object(name, value), "type": "exec"}
 
 
-def _in_namespace(name: str, item: JsonObject) -> dict[str, str]:
-    namespace = item.get("namespace")
-    if namespace is None or namespace == "":
-        return {}
-    return {"namespace": STRING.read(f"{name}.namespace", namespace)}
-
-
-def _call(name: str, stem: str, item: JsonObject) -> CallItem:
-    return {
-        "type": "function_call",
-        "id": f"fc_{stem}",
-        "call_id": _call_id(name, item),
-        "name": _NOT_EMPTY.read(f"{name}.name", item.get("name")),
-        **_in_namespace(name, item),  # type: ignore[typeddict-item]
-        "arguments": STRING.read(f"{name}.arguments", item.get("arguments")),
-        "status": "completed",
-    }
-
-
-def _call_output(name: str, stem: str, item: JsonObject) -> CallOutputItem:
-    return {
-        "type": "function_call_output",
-        "id": f"fco_{stem}",
-        "call_id": _call_id(name, item),
-        "output": read_output(f"{name}.output", item.get("output")),
-        "status": "completed",
-    }
-
-
-def _custom_call(name: str, stem: str, item: JsonObject) -> CustomCallItem:
-    return {
-        "type": "custom_tool_call",
-        "id": f"ctc_{stem}",
-        "call_id": _call_id(name, item),
-        "name": _NOT_EMPTY.read(f"{name}.name", item.get("name")),
-        **_in_namespace(name, item),  # type: ignore[typeddict-item]
-        "input": STRING.read(f"{name}.input", item.get("input")),
-        "status": "completed",
-    }
-
-
-def _custom_output(name: str, stem: str, item: JsonObject) -> CallOutputItem:
-    return {
-        "type": "custom_tool_call_output",
-        "id": f"ctco_{stem}",
-        "call_id": _call_id(name, item),
-        "output": read_output(f"{name}.output", item.get("output")),
-        "status": "completed",
-    }
-
-
-def _local_shell_call(name: str, stem: str, item: JsonObject) -> LocalShellCallItem:
-    action = read_object(f"{name}.action", item.get("action"))
-    return {
-        "type": "local_shell_call",
-        "id": f"lsh_{stem}",
-        "call_id": _own_id(name, item),
-        "action": {**action, "type": "exec"},
-        "status": "completed",
-    }
-
-
-def _local_shell_output(name: str, stem: str, item: JsonObject) -> LocalShellOutputItem:
-    return {
-        "type": "local_shell_call_output",
-        "id": f"lsho_{stem}",
-        "call_id": _own_id(name, item),
-        "output": STRING.read(f"{name}.output", item.get("output")),
-        "status": "completed",
-    }
-
-
-def _shell_call(name: str, stem: str, item: JsonObject) -> ShellCallItem:
-    return {
-        "type": "shell_call",
-        "id": f"sh_{stem}",
-        "call_id": _call_id(name, item),
-        "action": read_object(f"{name}.action", item.get("action")),
-        "status": "completed",
-    }
-
-
-def _shell_output(name: str, stem: str, item: JsonObject) -> ShellOutputItem:
-    return {
-        "type": "shell_call_output",
-        "id": f"sho_{stem}",
-        "call_id": _call_id(name, item),
-        "output": read_array(f"{name}.output", item.get("output")),
-        "status": "completed",
-    }
-
-
-def _apply_patch_call(name: str, stem: str, item: JsonObject) -> ApplyPatchCallItem:
-    return {
-        "type": "apply_patch_call",
-        "id": f"apc_{stem}",
-        "call_id": _call_id(name, item),
-        "operation": read_object(f"{name}.operation", item.get("operation")),
-        "status": "completed",
-    }
+# Of a call that may be of a function in one: left out if it is null or empty.
+_NAMESPACE = "namespace"
+_ACTION = Kind(_read_execution, OBJECT.schema)
+_FOR_CLIENTS = {"execution": "client"}
+_FORMS: Mapping[str, _Form] = {
+    "function_call": _Form("fc", {"name": _NOT_EMPTY, _NAMESPACE: STRING, "arguments": STRING}),
+    "function_call_output": _Form("fco", {"output": OUTPUT}),
+    "custom_tool_call": _Form("ctc", {"name": _NOT_EMPTY, _NAMESPACE: STRING, "input": STRING}),
+    "custom_tool_call_output": _Form("ctco", {"output": OUTPUT}),
+    "local_shell_call": _Form("lsh", {"action": _ACTION}, may_lack_call_id=True),
+    "local_shell_call_output": _Form("lsho", {"output": STRING}, may_lack_call_id=True),
+    "shell_call": _Form("sh", {"action": OBJECT}),
+    "shell_call_output": _Form("sho", {"output": ARRAY}),
+    "apply_patch_call": _Form("apc", {"operation": OBJECT}),
+    "tool_search_output": _Form("tso", {"tools": ARRAY}, _FOR_CLIENTS, may_lack_call_id=True),
+}
 
 
 def _apply_patch_output(name: str, stem: str, item: JsonObject) -> ApplyPatchOutputItem:
@@ -332,7 +283,7 @@ def _apply_patch_output(name: str, stem: str, item: JsonObject) -> ApplyPatchOut
     return {
         "type": "apply_patch_call_output",
         "id": f"apco_{stem}",
-        "call_id": _call_id(name, item),
+        "call_id": _call_id(name, item, or_own=False),
         "output": STRING.read(f"{name}.output", output) if output else status or "completed",
         "status": status or "completed",
     }
@@ -342,20 +293,9 @@ def _tool_search_call(name: str, stem: str, item: JsonObject) -> ToolSearchCallI
     return {
         "type": "tool_search_call",
         "id": f"tsc_{stem}",
-        "call_id": _own_id(name, item),
+        "call_id": _call_id(name, item, or_own=True),
         "execution": "client",
         "arguments": item.get("arguments") or {},
-        "status": "completed",
-    }
-
-
-def _tool_search_output(name: str, stem: str, item: JsonObject) -> ToolSearchOutputItem:
-    return {
-        "type": "tool_search_output",
-        "id": f"tso_{stem}",
-        "call_id": _own_id(name, item),
-        "execution": "client",
-        "tools": read_array(f"{name}.tools", item.get("tools")),
         "status": "completed",
     }
 
@@ -366,15 +306,7 @@ def _reference(name: str, stem: str, item: JsonObject) -> ReferenceItem:
 
 _READERS: Mapping[str, Callable[[str, str, JsonObject], Item]] = {
     "message": _read_message,
-    "function_call": _call,
-    "function_call_output": _call_output,
-    "custom_tool_call": _custom_call,
-    "custom_tool_call_output": _custom_output,
-    "local_shell_call": _local_shell_call,
-    "local_shell_call_output": _local_shell_output,
-    "shell_call": _shell_call,
-    "shell_call_output": _shell_output,
-    "apply_patch_call": _apply_patch_call,
+    **{kind: functools.partial(form.read, kind) for kind, form in _FORMS.items()},
     "apply_patch_call_output": _apply_patch_output,
     "tool_search_call": _tool_search_call,
     "item_reference": _reference,
@@ -401,8 +333,8 @@ def _hosted(
     }
     shown = output if isinstance(output, str) else _json(output)
     return [
-        _call(name, stem, call),
-        _call_output(name, stem, {"call_id": call["call_id"], "output": shown}),
+        _READERS["function_call"](name, stem, call),
+        _READERS["function_call_output"](name, stem, {**call, "output": shown}),
     ]
 
 
@@ -433,93 +365,35 @@ _HOSTED: Mapping[str, Callable[[JsonObject], tuple[Any, Any, Any]]] = {
 # ---- As documented -----------------------------------------------------------------------------
 
 
-def _object_schema(properties: JsonObject, *required: str) -> JsonObject:
-    return {"type": "object", "properties": properties, "required": list(required)}
-
-
-def _item_schema(kinds: Sequence[str], *required: str, **properties: JsonObject) -> JsonObject:
-    return _object_schema({"type": {"enum": list(kinds)}, **properties}, "type", *required)
-
-
-def _part_schema(kinds: Sequence[str], key: str) -> JsonObject:
-    return _item_schema(kinds, key, **{key: {"type": "string"}})
-
-
-_TEXT: JsonObject = {"type": "string"}
-_OBJECT: JsonObject = {"type": "object"}
-_ARRAY: JsonObject = {"type": "array"}
-_TEXT_OR_NULL = or_null(_TEXT)
-
-
-def _content_schema(*more: JsonObject) -> JsonObject:
-    forms = [_part_schema(TEXT_TYPES, "text"), _part_schema(("refusal",), "refusal")]
-    parts = {"type": "array", "items": {"anyOf": [*forms, INPUT_IMAGE_SCHEMA, *more]}}
-    return {"anyOf": [_TEXT, parts]}
-
-
-def _plain_parts_schema(*kinds: str) -> JsonObject:
-    return or_null({"type": "array", "items": _part_schema(kinds, "text")})
-
-
-_MESSAGE_SCHEMA = _object_schema(
-    {
+_MESSAGE_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {
         "type": {"enum": ["message", None]},
         "role": {"enum": list(ROLES)},
-        "content": _content_schema(),
+        "content": content_schema(),
     },
-    "role",
-    "content",
-)
-_REASONING_SCHEMA = _item_schema(
+    "required": ["role", "content"],
+}
+_REASONING_SCHEMA = item_schema(
     ["reasoning"],
-    summary=_plain_parts_schema("summary_text"),
-    content=_plain_parts_schema("reasoning_text", "text"),
-    encrypted_content=_TEXT_OR_NULL,
-)
-_OUTPUT_SCHEMA = _content_schema(
-    _item_schema(["input_file", "input_audio", "audio", "encrypted_content"])
+    summary=plain_parts_schema("summary_text"),
+    content=plain_parts_schema("reasoning_text", "text"),
+    encrypted_content=or_null(STRING.schema),
 )
 _ID = _NOT_EMPTY.schema
 _FIRST_SCHEMAS = [
     _MESSAGE_SCHEMA,
-    _item_schema(
-        ["function_call"],
-        *("call_id", "name", "arguments"),
-        call_id=_ID,
-        name=_ID,
-        namespace=_TEXT_OR_NULL,
-        arguments=_TEXT,
-    ),
-    _item_schema(
-        ["custom_tool_call"],
-        *("call_id", "name", "input"),
-        call_id=_ID,
-        name=_ID,
-        namespace=_TEXT_OR_NULL,
-        input=_TEXT,
-    ),
-    _item_schema(
-        ["function_call_output", "custom_tool_call_output"],
-        *("call_id", "output"),
-        call_id=_ID,
-        output=_OUTPUT_SCHEMA,
-    ),
-    _item_schema(["local_shell_call"], "action", action=_OBJECT),
-    _item_schema(["local_shell_call_output"], "output", output=_TEXT),
-    _item_schema(["shell_call"], "call_id", "action", call_id=_ID, action=_OBJECT),
-    _item_schema(["shell_call_output"], "call_id", "output", call_id=_ID, output=_ARRAY),
-    _item_schema(["apply_patch_call"], "call_id", "operation", call_id=_ID, operation=_OBJECT),
-    _item_schema(["apply_patch_call_output"], "call_id", call_id=_ID, output=_TEXT_OR_NULL),
-    _item_schema(["tool_search_call"]),
-    _item_schema(["tool_search_output"], "tools", tools=_ARRAY),
-    _item_schema(list(_HOSTED)),
-    _item_schema(["agent_message"], "content", content=_ARRAY),
-    _item_schema(["item_reference"], "id", id=_ID),
+    *(form.schema(kind) for kind, form in _FORMS.items()),
+    item_schema(["apply_patch_call_output"], "call_id", call_id=_ID, output=or_null(STRING.schema)),
+    item_schema(["tool_search_call"]),
+    item_schema(list(_HOSTED)),
+    item_schema(["agent_message"], "content", content=ARRAY.schema),
+    item_schema(["item_reference"], "id", id=_ID),
 ]
 _OTHER_SCHEMAS = [
     _REASONING_SCHEMA,
-    _item_schema(["additional_tools"], "tools", tools=_ARRAY),
-    _item_schema(_LEFT_OUT),
+    item_schema(["additional_tools"], "tools", tools=ARRAY.schema),
+    item_schema(_LEFT_OUT),
 ]
 INPUT = Kind(
     read_input,
