@@ -230,13 +230,20 @@ def _messages() -> Route:
     tool = {"name": "weather", "input_schema": _PARAMETERS}
     written = {"type": "json_schema", "schema": _SCHEMA}
     names = (
-        *("model", "timeout", "stream", "logit_bias", "min_tokens", "stop_token_ids"),
-        *("priority", "cache_salt", "session_id"),
+        *("model", "timeout", "stream", "stream_interval", "logit_bias", "min_tokens"),
+        *("stop_token_ids", "allowed_token_ids", "bad_words", "repeat_last_n"),
+        *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("priority", "slo", "is_latency_sensitive", "cache_salt", "session_id", "request_id"),
     )
     thinks = {"thinking": {"type": "enabled"}}
     cases = {
         **_SAMPLING,
         **{name: _GENERATION[name] for name in names},
+        **_CONSTRAINTS,
+        **_CONSTRAINTS_OF_OTHERS,
+        "response_format": _OPENAI["response_format"],
+        "reasoning_effort": _silent("low"),
+        "enable_thinking": _silent(True),
         # The fake runner ends a sequence only where nothing else is allowed.
         "ignore_eos": _silent(True),
         "messages": Case({"": [_USER, _ASSISTANT, _USER]}),
@@ -251,6 +258,7 @@ def _messages() -> Route:
         "context_management.edits": _silent([{"type": "clear_tool_uses_20250919"}]),
         "output_config.format": Case({"": written}),
         "output_config.effort": _silent("low"),
+        "output_config.task_budget": _silent({"type": "tokens", "total": 20_000}),
         "output_format": Case({"": written}),
         "max_tokens": Case({"": 9}),
         "stop_sequences": Case({"": ["e", "a"]}),
@@ -271,9 +279,13 @@ def _responses() -> Route:
     scored = {"include": ["message.output_text.logprobs"]}
     tool = {"type": "function", **_FUNCTION}
     calls = {"tools": [tool], "tool_choice": "required", "max_output_tokens": 200}
-    template = ("chat_template", "chat_template_kwargs")
+    template = ("chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
     cases = {
         **_GENERATION,
+        **_CONSTRAINTS_OF_OTHERS,
+        "lora_path": Case({"": ADAPTER}),
+        "enable_thinking": _silent(True),
+        "thinking": Case({"": {"type": "enabled", "budget_tokens": 3}}),
         **{name: _TEMPLATE[name] for name in template},
         "input": Case({"": [_USER, _ASSISTANT, _USER]}),
         "instructions": Case({"": "Be brief."}),
@@ -289,6 +301,7 @@ def _responses() -> Route:
         "text.verbosity": _silent("medium"),
         "reasoning.effort": Case({"": "low"}),
         "reasoning.summary": Case({"": "auto"}),
+        "reasoning.generate_summary": _silent("auto"),
         "truncation": Case({"": "auto"}),
         "metadata": Case({"": {"who": "somebody"}}),
         "prompt_cache_key": Case({"": "a key"}),
@@ -459,7 +472,8 @@ def _count_tokens() -> Route:
     whole = _messages()
     silent = ["model", "tool_choice", "output_config.effort", "output_config.format"]
     silent += ["output_format", "thinking.type", "thinking.budget_tokens", "thinking.display"]
-    silent += ["chat_template_kwargs", "context_management.edits"]
+    silent += ["chat_template_kwargs", "context_management.edits", "output_config.task_budget"]
+    silent += ["enable_thinking", "reasoning_effort"]
     shown = ("messages", "system", "tools")
     cases = {name: whole.cases[name] for name in shown}
     hidden = {name: replace(whole.cases[name], shows=False) for name in silent}

@@ -288,10 +288,11 @@ NAMED: JsonObject = {
 }
 
 
-def choice_schema(*forms: JsonObject) -> JsonObject:
+def choice_schema(
+    *forms: JsonObject, words: Iterable[str] = ("none", "auto", "required")
+) -> JsonObject:
     """A tool_choice that is a word, or has one of these forms."""
-    words: JsonObject = {"type": "string", "enum": ["none", "auto", "required"]}
-    return {"anyOf": [words, *forms]}
+    return {"anyOf": [{"type": "string", "enum": list(words)}, *forms]}
 
 
 def _allowed_form(tool: JsonObject) -> JsonObject:
@@ -308,10 +309,9 @@ def _nest(key: str, form: JsonObject) -> JsonObject:
     return {"type": "object", "properties": {key: form}, "required": [key]}
 
 
-_ANY_WORD: JsonObject = {"enum": list(_MODES)}
 _WORD_AS_TYPE: JsonObject = {
     "type": "object",
-    "properties": {"type": _ANY_WORD},
+    "properties": {"type": {"enum": list(_MODES)}},
     "required": ["type"],
 }
 _ONE: JsonObject = {"anyOf": [_nest("function", NAMED), NAMED]}
@@ -335,5 +335,6 @@ def allowed_schemas(tool: JsonObject) -> list[JsonObject]:
 # Chats: {"type": "function", "function": {"name": ...}}.
 TOOLS = Kind(_read_tools, array_form({"anyOf": [CHAT_TOOL, *_FLAT_TOOLS]}))
 CHOICE = Kind(
-    _chat_choice, choice_schema(_ANY_WORD, _WORD_AS_TYPE, _NAMED_ONE, *allowed_schemas(_ONE))
+    _chat_choice,
+    choice_schema(_WORD_AS_TYPE, _NAMED_ONE, *allowed_schemas(_ONE), words=_MODES),
 )

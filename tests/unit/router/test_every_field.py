@@ -518,6 +518,7 @@ COMMON_BOUNDS = [
     *range_of("frequency_penalty", -2, 2, 0.001),
     Bound("seed", -(2**63), -(2**63) - 1, f"at least {-(2**63)} (greater_than_equal)"),
     Bound("seed", 2**63 - 1, 2**63, f"at most {2**63 - 1} (less_than_equal)"),
+    Bound("seed", -1, 1.5, "an integer"),
     Bound("logit_bias", {"499": 1}, {"500": 1}, "0..499 (the vocabulary)"),
     Bound(
         "logit_bias",
@@ -544,6 +545,7 @@ COMMON_BOUNDS = [
     Bound("typical_p", 0.001, 0, "above 0"),
     Bound("typical_p", 1, 1.001, "at most 1"),
     Bound("lora_path", [None], ["a", "b"], "a string", only_read=True),
+    Bound("json_schema", "", 3, "an object or a string"),
     Bound("regex", "", 3, "a string"),
     Bound("ebnf", "", 3, "a string"),
     Bound("grammar", "", 3, "a string"),
