@@ -219,6 +219,7 @@ class _Form:
 
     def read(self, kind: str, name: str, stem: str, item: JsonObject) -> Item:
         """Read an item of this type. Raises `BadRequest`."""
+        call_id = _call_id(name, item, or_own=self.may_lack_call_id)
         entries = {
             key: entry.read(f"{name}.{key}", item.get(key))
             for key, entry in self.entries.items()
@@ -227,7 +228,7 @@ class _Form:
         kept = {
             "type": kind,
             "id": f"{self.prefix}_{stem}",
-            "call_id": _call_id(name, item, or_own=self.may_lack_call_id),
+            "call_id": call_id,
             **entries,
             **self.fixed,
             "status": "completed",
