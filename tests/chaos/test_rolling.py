@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,13 +28,20 @@ async def _all_ready(fleet: Fleet) -> None:
             await asyncio.sleep(0.02)
 
 
+def _without_window(request: GenerationRequest) -> GenerationRequest:
+    sampling = dataclasses.replace(request.sampling, penalty_window_tokens=None)
+    return dataclasses.replace(request, sampling=sampling)
+
+
 class Rolling:
     """A fleet whose shards are replaced in place, under a steady stream of requests."""
 
     def __init__(self, shards: list[Shard], fleet: Fleet, rng: random.Random) -> None:
         self.shards = shards
         self.fleet = fleet
-        self.requests = [any_request(rng, VOCAB, max_tokens=100) for _ in range(40)]
+        made = [any_request(rng, VOCAB, max_tokens=100) for _ in range(40)]
+        # Shards of the first revision do not serve windows.
+        self.requests = [_without_window(request) for request in made]
         self.answers: list[tuple[GenerationRequest, asyncio.Task[Whole]]] = []
         self._rng = rng
 

@@ -99,7 +99,7 @@ def test_a_response_that_is_not_stored_is_not_found(client) -> None:
     ("error", "options", "words"),
     [
         (openai.NotFoundError, {"model": NO_MODEL}, NO_MODEL),
-        (openai.NotFoundError, {"previous_response_id": "resp_none"}, "resp_none"),
+        (openai.BadRequestError, {"previous_response_id": "resp_none"}, "resp_none"),
         (openai.BadRequestError, {"temperature": 3.0}, "temperature"),
         (openai.BadRequestError, {"max_output_tokens": -1}, "max_output_tokens"),
         (openai.BadRequestError, {"input": TOO_LONG}, "maximum context length is 2048"),

@@ -582,10 +582,18 @@ def _openai_error(answer: Any) -> str:
     return str(error["message"])
 
 
+def _response_error(answer: Any) -> str:
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return str(error["message"])
+
+
 def _message_error(answer: Any) -> str:
+    """The words, without those by which Claude Code knows that it has to leave an image out."""
     assert answer["type"] == "error"
     assert answer["error"]["type"] == "invalid_request_error"
-    return str(answer["error"]["message"])
+    return str(answer["error"]["message"]).removeprefix("Could not process image: ")
 
 
 def _ollama_error(answer: Any) -> str:
@@ -613,7 +621,7 @@ class _Refusing:
 
 _REFUSING = {
     "chat": _Refusing(_AS_CHATS["chat"], "messages[0].content[0]", _openai_error),
-    "responses": _Refusing(_AS_CHATS["responses"], "input[0].content[0]", _openai_error),
+    "responses": _Refusing(_AS_CHATS["responses"], "input[0].content[0]", _response_error),
     "messages": _Refusing(_AS_CHATS["messages"], "messages[0].content[0]", _message_error),
     "ollama": _Refusing(_AS_CHATS["ollama's chat"], "messages[0].images[0]", _ollama_error),
     "ollama's generate": _Refusing(_AS_CHATS["ollama's generate"], "images[0]", _ollama_error),
@@ -737,7 +745,7 @@ def test_a_response_about_an_image_is_not_stored(site: ImageSite) -> None:
         for response in (answer, events[-1]["response"]):
             assert base64.b64encode(_FILE).decode()[:40] not in json.dumps(response)
             then = {"model": site.name, "input": "and?", "previous_response_id": response["id"]}
-            error = site.post("/v1/responses", then, 404)["error"]
+            error = site.post("/v1/responses", then, 400)["error"]
             assert error["param"] == "previous_response_id"
             assert response["id"] in error["message"]
             assert site.router.ask(f"/v1/responses/{response['id']}")[0] == 404
