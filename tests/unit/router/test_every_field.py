@@ -708,7 +708,7 @@ async def test_a_megabyte_in_any_field_is_not_sent_back_in_an_error(route: str) 
     fleet = CheckedFleet(model_files(BYTE_LEVEL, TEMPLATE))
     async with memory_router(fleet, trust_request_chat_template=True) as router:
         headers = {"Content-Type": "application/json"}
-        for name in fields:
+        for name in rng.sample(list(fields), budget(60, len(fields))):
             for value in rng.sample(HUGE_JSON, budget(1, len(HUGE_JSON))):
                 body = with_field(NEEDED[route], name, value)
                 answer = await router.request("POST", path, body, headers)
