@@ -136,7 +136,8 @@ _MAX_SOUGHT = 1024
 
 def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     """The values of all fields that the body has and that are honoured, under their own names, and
-    under `WARNINGS` what of the body has no effect, if anything.
+    under `WARNINGS` what of the body has no effect, if anything. Raises `BadRequest` for the first
+    field that is wrong, in the body's order, or of a body of very many names in the table's.
     """
     values: JsonObject = {}
     warnings: list[str] = []
