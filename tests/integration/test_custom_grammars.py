@@ -12,7 +12,7 @@ from support.families.family import Family
 from unit.router.router_doubles import byte_level_tokenizer
 
 from penstock_router.apis.responses.requests import parse_response
-from penstock_router.apis.responses.tools import hold_to_grammars
+from penstock_router.apis.responses.tools.functions import hold_to_grammars
 from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.registry import FORMATS
 from penstock_shard.structured_output.structural_lark import written

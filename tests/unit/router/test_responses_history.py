@@ -25,9 +25,9 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_router.apis.responses.encrypted_reasoning import seal, unseal
 from penstock_router.apis.responses.errors import error_object
-from penstock_router.apis.responses.item_reading import INPUT
+from penstock_router.apis.responses.items.encrypted_reasoning import seal, unseal
+from penstock_router.apis.responses.items.reading import INPUT
 from penstock_router.apis.responses.requests import parse_response
 from penstock_router.errors import BadRequest, ContextExceeded, TimedOut, TooManyRequests
 

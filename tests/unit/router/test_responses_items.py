@@ -15,7 +15,7 @@ from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_r
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.apis import chat_messages
 from penstock_router.apis.openai.requests import parse_chat
-from penstock_router.apis.responses.item_reading import read_input
+from penstock_router.apis.responses.items.reading import read_input
 from penstock_router.apis.responses.requests import parse_response
 from penstock_router.errors import BadRequest
 from penstock_router.request import ToolChoice

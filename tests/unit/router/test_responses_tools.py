@@ -16,10 +16,10 @@ from support.budget import budget, seeded
 from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, Answer, FakeFleet, memory_router, model_files
 
-from penstock_router.apis.responses.encoded_text import EncodedText
+from penstock_router.apis.responses.output.encoded_text import EncodedText
 from penstock_router.apis.responses.requests import parse_response
-from penstock_router.apis.responses.tool_choice import CHOICE
-from penstock_router.apis.responses.tools import TOOLS, hold_to_grammars
+from penstock_router.apis.responses.tools.choice import CHOICE
+from penstock_router.apis.responses.tools.functions import TOOLS, hold_to_grammars
 from penstock_router.errors import BadRequest
 from penstock_router.request import ToolChoice
 from penstock_router.text.formats.base import CallRule

@@ -13,7 +13,7 @@ from support.budget import budget, seeded
 from penstock_router.apis.messages import tools as message_tools
 from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import CHATS, parse_chat
-from penstock_router.apis.responses import tools as responses_tools
+from penstock_router.apis.responses.tools import functions as responses_tools
 from penstock_router.apis.structured_output import MAX_NESTING
 from penstock_router.apis.tokenize import TOKENIZE_FIELDS, chat_to_tokenize, parse_with
 from penstock_router.apis.tools import (

@@ -16,9 +16,9 @@ from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import Envelope, call_id
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
 from penstock_router.apis.responses.errors import ResponseError, error_object
-from penstock_router.apis.responses.item_types import Item, ItemStatus, Part
-from penstock_router.apis.responses.output_calls import call_builder
-from penstock_router.apis.responses.output_items import (
+from penstock_router.apis.responses.items.types import Item, ItemStatus, Part
+from penstock_router.apis.responses.output.calls import call_builder
+from penstock_router.apis.responses.output.items import (
     ItemBuilder,
     MessageBuilder,
     ReasoningBuilder,

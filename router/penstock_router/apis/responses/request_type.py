@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Self, TypedDict
 
-from penstock_router.apis.responses.conversation import messages_of
-from penstock_router.apis.responses.item_reading import check_items
-from penstock_router.apis.responses.item_types import Item
-from penstock_router.apis.responses.tools import ServedTool
+from penstock_router.apis.responses.items.conversation import messages_of
+from penstock_router.apis.responses.items.reading import check_items
+from penstock_router.apis.responses.items.types import Item
+from penstock_router.apis.responses.tools.functions import ServedTool
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject, shorten
 from penstock_router.request import ChatRequest

@@ -24,12 +24,17 @@ from penstock_router.apis.openai.fields import (
 from penstock_router.apis.openai.requests import common_options, template_options
 from penstock_router.apis.openai.thinking import spread_thinking
 from penstock_router.apis.responses.answers import ResponseAnswer, ResponseEvent, ResponseShape
-from penstock_router.apis.responses.conversation import messages_of
 from penstock_router.apis.responses.errors import ERRORS
-from penstock_router.apis.responses.item_reading import INPUT, ParsedInput
+from penstock_router.apis.responses.items.conversation import messages_of
+from penstock_router.apis.responses.items.reading import INPUT, ParsedInput
 from penstock_router.apis.responses.request_type import EchoedFields, ResponsesRequest, TextFormat
-from penstock_router.apis.responses.tool_choice import AUTO, CHOICE, AskedChoice, tool_options
-from penstock_router.apis.responses.tools import TOOLS, ParsedTools, Source, hold_to_grammars
+from penstock_router.apis.responses.tools.choice import AUTO, CHOICE, AskedChoice, tool_options
+from penstock_router.apis.responses.tools.functions import (
+    TOOLS,
+    ParsedTools,
+    Source,
+    hold_to_grammars,
+)
 from penstock_router.apis.structured_output import constraint_of_format, only_constraint
 from penstock_router.apis.tools import check_one_form
 from penstock_router.errors import BadRequest

@@ -13,8 +13,8 @@ import msgspec
 
 from penstock_router.apis.base import event_frame
 from penstock_router.apis.logprobs import ChatLogprob
-from penstock_router.apis.responses.encrypted_reasoning import seal
-from penstock_router.apis.responses.item_types import (
+from penstock_router.apis.responses.items.encrypted_reasoning import seal
+from penstock_router.apis.responses.items.types import (
     Item,
     ItemStatus,
     MessageItem,

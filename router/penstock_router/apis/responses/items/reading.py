@@ -15,8 +15,8 @@ from typing import Any, cast
 import msgspec
 
 from penstock_router.apis.chat_messages import check_size
-from penstock_router.apis.responses.encrypted_reasoning import unseal
-from penstock_router.apis.responses.item_parts import (
+from penstock_router.apis.responses.items.encrypted_reasoning import unseal
+from penstock_router.apis.responses.items.parts import (
     OUTPUT,
     TEXT_TYPES,
     content_schema,
@@ -25,7 +25,7 @@ from penstock_router.apis.responses.item_parts import (
     read_content,
     read_plain_parts,
 )
-from penstock_router.apis.responses.item_types import (
+from penstock_router.apis.responses.items.types import (
     ApplyPatchOutputItem,
     Item,
     MessageItem,

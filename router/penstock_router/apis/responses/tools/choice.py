@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock_router.apis.responses.tools import (
+from penstock_router.apis.responses.tools.functions import (
     CUSTOM,
     FUNCTION,
     NAMED_BY_TYPE,

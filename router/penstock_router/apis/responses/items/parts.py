@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from penstock_router.apis.chat_messages import joined
 from penstock_router.apis.images import INPUT_IMAGE_SCHEMA, image_part, read_input_image
-from penstock_router.apis.responses.item_types import Part
+from penstock_router.apis.responses.items.types import Part
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     STRING,

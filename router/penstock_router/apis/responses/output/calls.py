@@ -7,16 +7,16 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock_router.apis.responses.encoded_text import EncodedText
-from penstock_router.apis.responses.item_types import (
+from penstock_router.apis.responses.items.types import (
     AnyCallItem,
     CallItem,
     CustomCallItem,
     Item,
     ItemStatus,
 )
-from penstock_router.apis.responses.output_items import Event, ItemBuilder
-from penstock_router.apis.responses.tools import (
+from penstock_router.apis.responses.output.encoded_text import EncodedText
+from penstock_router.apis.responses.output.items import Event, ItemBuilder
+from penstock_router.apis.responses.tools.functions import (
     APPLY_PATCH,
     CUSTOM,
     FUNCTION,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock_router.apis.chat_messages import FunctionCall, assistant_message, tool_message
-from penstock_router.apis.responses.item_parts import content_of, text_of
-from penstock_router.apis.responses.item_types import AnyCallItem, AnyOutputItem, Item
-from penstock_router.apis.responses.tools import (
+from penstock_router.apis.responses.items.parts import content_of, text_of
+from penstock_router.apis.responses.items.types import AnyCallItem, AnyOutputItem, Item
+from penstock_router.apis.responses.tools.functions import (
     APPLY_PATCH,
     CUSTOM,
     FUNCTION,

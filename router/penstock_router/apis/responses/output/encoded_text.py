@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from penstock_router.apis.responses.tools import INPUT
+from penstock_router.apis.responses.tools.functions import INPUT
 
 _OPENS = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 # Whatever may still become what `_OPENS` finds is shorter than this, unless it is white space.

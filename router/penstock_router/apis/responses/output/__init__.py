@@ -1,0 +1,1 @@
+"""Items of an answer while it is made."""
