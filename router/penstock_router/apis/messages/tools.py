@@ -153,12 +153,19 @@ def _left_out(where: str, kind: str) -> str:
     return f"{where}: tools of type {shorten(kind)} are left out"
 
 
+_OF_FUNCTIONS = ("name", "description", "parameters", "input_schema", "strict")
+
+
 def _in_own_form(where: str, given: JsonObject) -> JsonObject:
     """A tool as Messages have it, though it comes as one of a chat or of a response."""
     if given.get("type") not in (None, "function"):
         return given
     if given.get("function") is not None:
-        given = {**given, **read_object(f"{where}.function", given["function"])}
+        function = read_object(f"{where}.function", given["function"])
+        # What stands beside the function says how it is used, never what it is.
+        given = {key: given[key] for key in given if key not in _OF_FUNCTIONS} | function
+        if given.get("parameters") is not None:
+            given["input_schema"] = given["parameters"]
     if given.get("input_schema") is None:
         given = {**given, "input_schema": given.get("parameters")}
     return {**given, "type": "custom"}
