@@ -47,7 +47,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The leave or duty of an answer to call tools; with mode "named", `name` is the one to call."""
+    """Permission or duty to call tools; with mode "named", `name` is the one to call."""
 
     mode: Literal["none", "auto", "required", "named"] = "none"
     name: str = ""

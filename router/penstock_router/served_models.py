@@ -179,8 +179,8 @@ class Models:
         return list(infos.values())
 
     def names(self) -> dict[str, tuple[ShardInfo, str]]:
-        """Every name that requests may use now, with its model and its adapter, "" for none. Models
-        come before adapters, and each model's own name before its aliases.
+        """List every name that requests may use now, with its model and its adapter, "" for none.
+        Models come before adapters, and each model's own name before its aliases.
         """
         infos = self.infos()
         candidates = [name for info in infos for name in (info.model, *info.model_aliases)]

@@ -105,7 +105,7 @@ class Sequence:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Tell whether every prompt token must be computed, so that the prefix cache is not used."""
+        """Tell whether every prompt token must be computed, the prefix cache not used."""
         return self.needs_prompt_logprobs or self.request.pooling is Pooling.MEAN
 
     def end_outside_images(self, end: int) -> int:

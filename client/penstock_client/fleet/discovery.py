@@ -133,7 +133,7 @@ class _PolledSource(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DnsSource(_PolledSource):
-    """Every address that a name has, such as that of a Kubernetes headless service."""
+    """The addresses that a name has, such as that of a Kubernetes headless service."""
 
     name: str
     port: int

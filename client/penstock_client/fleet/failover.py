@@ -326,7 +326,9 @@ class Continuations:
         return Plan(self._shards[decision.address], reason, source)
 
     def _kv_source(self, stream: FleetStream) -> str:
-        """The shard where it ran last, if that can be asked: it has KV blocks up to the last token."""
+        """The shard where it ran last, if still there to ask: it has KV blocks up to the last
+        token.
+        """
         last = self._shards.get(stream.attempts[-1].shard) if stream.attempts else None
         return last.address if last is not None and (last.ready or last.handing_over) else ""
 

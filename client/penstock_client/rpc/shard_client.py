@@ -437,7 +437,7 @@ class _SharedCall:
             return
 
     def _is_wanted(self, message: Any) -> bool:
-        """Tell whether the shard need see it: not what was cancelled while it waited in the queue."""
+        """Tell whether the shard need see it: not if it was cancelled while in the queue."""
         stream = self.streams.get(message.request_id)
         return stream is not None and stream.attempt == message.attempt
 

@@ -147,7 +147,7 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Count the received tokens that are reasoning; None if it is not separated from content."""
+        """Count received tokens of reasoning; None if it is not separated from content."""
         return None if self._reader is None else self._reader.reasoning_tokens
 
     def is_silent_for(self, looks: int) -> bool:

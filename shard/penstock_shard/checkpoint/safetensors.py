@@ -84,7 +84,7 @@ class Checkpoint:
         return tensor
 
     def _slice(self, name: str) -> Any:
-        """Describe a tensor, and give a part of it when it is sliced."""
+        """The handle of a tensor, which tells of it and gives a part of it when it is sliced."""
         stored = self.names.stored[name]
         return self._files[stored].get_slice(stored)
 

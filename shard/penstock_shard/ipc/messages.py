@@ -156,7 +156,7 @@ class Error(msgspec.Struct, array_like=True):
 
 
 class Work(msgspec.Struct, array_like=True, frozen=True):
-    """The cost of a request to the engine: steps that computed it, and how often it was preempted."""
+    """The cost of a request to the engine: steps that computed it, and its preemptions."""
 
     steps: int
     preemptions: int

@@ -169,7 +169,7 @@ def _block_bytes(model: CausalModel) -> tuple[int, ...]:
 def _embedding(
     config: ShardConfig, model_dir: Path, model: CausalModel, progress: Callable[[str], None]
 ) -> EmbeddingDefaults | None:
-    """Load the embedding; None for a model that serves no embeddings. Raises ModelError if files
+    """Find how to make embeddings; None for a model that serves none. Raises ModelError if files
     cannot be read, or if the flags ask for embeddings that the model cannot give.
     """
     found = pooling_of(model_dir, config.embeddings, progress)

@@ -217,7 +217,7 @@ def usage_object(usage: Usage) -> UsageObject:
 
 
 class _OpenAIShape(ABC):
-    """The part that completions and chats share: the envelope, and chunks around a piece of text."""
+    """The part that completions and chats share: the envelope, and chunks around a text."""
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]

@@ -130,7 +130,7 @@ class Asker:
         self._notes.append(f"the chat template {what}")
 
     def names(self, word: str) -> bool:
-        """Tell whether the template knows the word: a role that it only repeats it does not know."""
+        """Tell whether the template knows the word: a role that it only repeats is not known."""
         return re.search(rf"""(["']){word}\1""", self._source) is not None
 
     def reads(self, key: str) -> bool:
@@ -146,7 +146,7 @@ class Asker:
         return {"parts_only": self._found.parts_only | {role}}
 
     def joint(self, role: str, messages: Sequence[Message]) -> str | None:
-        """Find what the template puts between two texts of a content; None where it takes no parts."""
+        """Find what the template puts between two texts of a content; None if it takes no parts."""
         [message] = [each for each in messages if each["role"] == role][:1]
         fitted = fit(list(messages), self._found)
         places = [at for at, each in enumerate(fitted) if each.get("content") == message["content"]]

@@ -97,7 +97,7 @@ class Sampler:
         return self._requests[slot].ends_with(token_id)
 
     def repeat(self, slot: int) -> None:
-        """Ask again for the position of the sequence in this slot: nothing could be drawn for it."""
+        """Ask again for the position of the sequence in this slot: none could be drawn."""
         self._shaping.repeat(slot)
 
     def is_stateful(self, slot: int) -> bool:
