@@ -28,7 +28,7 @@ def parser_for(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
-    """Where the router is, and the key it wants."""
+    """Add the flags for the router's address and the key it wants."""
     parser.add_argument(
         "--url",
         default="http://127.0.0.1:8000",

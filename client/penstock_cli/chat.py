@@ -60,8 +60,8 @@ def _greeting(url: str, model: str) -> str:
 
 
 def _names(url: str, key: str | None) -> dict[str, str]:
-    """Every name that is served, with the model it means, "" for an adapter. Raises as `_deltas`
-    does.
+    """List every name that is served, with the model it means, "" for an adapter. Raises as
+    `_deltas` does.
     """
     with open_url(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
         try:

@@ -239,7 +239,7 @@ def choose_shard(record: AuditRecord, shards: Sequence[ShardState]) -> tuple[Sha
 
 
 def numerics_remark(record: AuditRecord, info: ShardInfo) -> str:
-    """Why tokens may differ though nothing is wrong; empty where they may not."""
+    """Say why tokens may differ though nothing is wrong; empty where they may not."""
     recorded = ", ".join(name or "none" for name in record.numerics_fingerprints) or "none"
     here = info.numerics_fingerprint
     if recorded == here:

@@ -1,4 +1,4 @@
-"""Why a request to a router failed, in one line that says what to do."""
+"""Reasons why a request to a router failed, each in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_CHARACTERS = 400
 
 
 def no_answer(error: Exception, url: str) -> str:
-    """Why nothing came from an address that is asked by HTTP."""
+    """Say why nothing came from an address that is asked by HTTP."""
     # urllib wraps what went wrong, and its text shows the wrapping.
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
         error = error.reason
@@ -42,7 +42,7 @@ def no_answer(error: Exception, url: str) -> str:
 
 
 def reason(error: Exception, url: str) -> str:
-    """Why a request to the router at `url` failed that `open_url` has sent."""
+    """Say why a request to the router at `url` failed that `open_url` has sent."""
     if isinstance(error, urllib.error.HTTPError):
         with error:
             try:

@@ -353,7 +353,7 @@ class _RotatingFile:
         return self.path.with_name(f"{self.path.name}.{number}")
 
     def _find_mark(self) -> tuple[int, str]:
-        """Where the log stands; a file that has just begun goes on with the one before it."""
+        """Find where the log stands; a file that has just begun goes on with the one before it."""
         if self._size:
             mark = _last_mark(self._open(), self._size)
             if mark is None:

@@ -62,8 +62,8 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """At most `max_tokens` between the token that begins reasoning and the one that ends it, which
-    is forced then. `begun`: the prompt ends within reasoning.
+    """A bound of `max_tokens` between the token that begins reasoning and the one that ends it,
+    which is forced then. `begun`: the prompt ends within reasoning.
     """
 
     max_tokens: int
@@ -209,7 +209,7 @@ class AttemptRecord:
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended without an error."""
+    """The reason why a sequence ended without an error."""
 
     STOP = "stop"
     LENGTH = "length"

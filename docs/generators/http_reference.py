@@ -140,7 +140,7 @@ def _of_one_kind(schema: Schema) -> str:
 
 
 def _items(schema: Schema) -> str:
-    """Without their bounds, which would be taken for the array's."""
+    """Describe items without their bounds, which would be taken for the array's."""
     plain = {"string", "integer", "number", "boolean", "object"}
     kinds = [kind.get("type") for kind in _kinds(schema)]
     if kinds and all(kind in plain for kind in kinds):
@@ -157,7 +157,7 @@ def _most(schema: Schema, name: str, unit: str) -> str:
 
 
 def _bounds(schema: Schema) -> str:
-    """Of a number; those of machine numbers say nothing."""
+    """Describe a number's bounds; those of machine numbers say nothing."""
     least, most = schema.get("minimum"), schema.get("maximum")
     least = None if least is None or least < _MACHINE_LEAST else least
     most = None if most is None or most > _MACHINE_MOST else most

@@ -19,7 +19,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One of their names, and which of our families it is: those that are there, summed."""
+    """A name of theirs, and the families of ours that it is: those that are there, summed."""
 
     theirs: str
     ours: tuple[str, ...]

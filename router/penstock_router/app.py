@@ -157,7 +157,7 @@ def build_app(
 
 @functools.cache
 def _openapi_document() -> bytes:
-    """The same for every application of a process."""
+    """Build the document, the same for every application of a process."""
     return msgspec.json.encode(openapi.describe(ROUTES))
 
 
@@ -306,7 +306,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal_of_head(request: web.Request) -> BadRequest | None:
-    """Why a head that aiohttp accepts is refused: a proxy may understand its length otherwise."""
+    """Say why a head that aiohttp accepts is refused: a proxy may read its length otherwise."""
     version = request.version
     if version not in (HttpVersion10, HttpVersion11):
         return BadRequest(f"HTTP/{version.major}.{version.minor}: must be HTTP/1.1 or HTTP/1.0")

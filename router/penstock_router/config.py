@@ -315,6 +315,6 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         )
 
     def part_of(self, whole: int) -> int:
-        """This worker's part of a bound over all workers."""
+        """The part that this worker has of a bound over all workers."""
         part, rest = divmod(whole, self.workers)
         return part + (self.worker < rest)

@@ -1,4 +1,4 @@
-"""Every way a request can fail, and the one translation of exceptions to HTTP statuses.
+"""Ways in which a request can fail, and the one translation of exceptions to HTTP statuses.
 
 ApiError                  500  a defect of ours
 ├── GenerationFailed      500  the shard failed

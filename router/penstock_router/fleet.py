@@ -1,4 +1,4 @@
-"""What the router needs of a fleet of shards: the part of `penstock_client.Fleet` it uses.
+"""The part of `penstock_client.Fleet`, a fleet of shards, that the router uses.
 
 It is a protocol so that tests run the whole router against a double.
 """
@@ -21,7 +21,7 @@ from penstock_client.types import (
 
 
 class GenerationStream(Protocol):
-    """One sequence in flight; `cancel` aborts it in the shard."""
+    """A sequence in flight; `cancel` aborts it in the shard."""
 
     @property
     def ended(self) -> bool: ...
@@ -52,7 +52,7 @@ class GenerationStream(Protocol):
 
 
 class ShardState(Protocol):
-    """One shard as the fleet last saw it."""
+    """A shard as the fleet last saw it."""
 
     @property
     def address(self) -> str: ...

@@ -34,7 +34,7 @@ Reader = Callable[[str, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a value is read, and the JSON schema of what is accepted."""
+    """The way a value is read, and the JSON schema of what is accepted."""
 
     read: Reader
     schema: JsonObject
@@ -215,7 +215,7 @@ def decode_object(body: bytes | memoryview) -> JsonObject:
 
 
 def decode_json(data: bytes | memoryview | str) -> Any:
-    """As `msgspec.json.decode`, errors included, with the garbage collector off.
+    """Decode as `msgspec.json.decode` does, errors included, with the garbage collector off.
 
     The collector would traverse the objects being built again and again: for seconds, with
     millions of lists.
@@ -239,7 +239,7 @@ def object_in(text: str) -> JsonObject | None:
 
 
 def json_type(value: object) -> str:
-    """What a JSON value is, in words."""
+    """Say in words what a JSON value is."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -365,7 +365,7 @@ def unless(kind: Kind, *nothing: Any) -> Kind:
 
 
 def one_of(*values: str) -> Kind:
-    """One of a few words."""
+    """Take one of a few words."""
 
     def read(name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in values:

@@ -47,14 +47,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether an answer may or must call tools; with mode "named", `name` is the one to call."""
+    """Permission or duty to call tools; with mode "named", `name` is the one to call."""
 
     mode: Literal["none", "auto", "required", "named"] = "none"
     name: str = ""
 
     @property
     def forces(self) -> bool:
-        """Whether the answer must be one or several calls."""
+        """Tell whether the answer must be one or several calls."""
         return self.mode in ("required", "named")
 
 
@@ -167,12 +167,12 @@ class Options:
 
     @property
     def places(self) -> tuple[int, str]:
-        """How many sequences it asks for, and the field that asks for so many."""
+        """Count the sequences it asks for, and name the field that asks for so many."""
         return self.n, "n"
 
     @property
     def brings_template(self) -> bool:
-        """Whether a program of its own is to make its prompt."""
+        """Tell whether a program of its own is to make its prompt."""
         return False
 
 
@@ -192,7 +192,7 @@ class CompletionRequest(Options):
 
     @property
     def places(self) -> tuple[int, str]:
-        """How many sequences it asks for, and the field that asks for so many."""
+        """Count the sequences it asks for, and name the field that asks for so many."""
         param = "best_of" if self.best_of > self.n else "n" if self.n > 1 else "prompt"
         return len(self.prompts) * self.best_of, param
 
@@ -220,7 +220,7 @@ class ChatRequest(Options):
 
     @property
     def brings_template(self) -> bool:
-        """Whether a program of its own is to make its prompt."""
+        """Tell whether a program of its own is to make its prompt."""
         return self.chat_template is not None
 
     def without_text(self) -> Self:

@@ -1,4 +1,4 @@
-"""What the router knows of each model the fleet serves: its shard's facts, tokenizer, template.
+"""Facts of each model the fleet serves: its shard's, its tokenizer, its template.
 
 Files come from the shards and are loaded when a model is first asked for; a fleet that comes back
 with another tokenizer under the same name is noticed by its hash.
@@ -63,7 +63,7 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
+        """The model's tokenizer."""
         return self.text.tokenizer
 
     @property
@@ -84,8 +84,8 @@ class ServedModel:
 
 
 def _notes_of(template: ChatTemplate) -> tuple[str, ...]:
-    """What the template loses, with tools or without. Found out at load, in a thread: it takes some
-    milliseconds.
+    """Note what the template loses, with tools or without. Found out at load, in a thread: it takes
+    some milliseconds.
     """
     found = (template.traits(with_tools=with_tools).notes for with_tools in (False, True))
     return tuple(dict.fromkeys(note for notes in found for note in notes))
@@ -149,7 +149,9 @@ class Models:
 
     @property
     def not_ready_because(self) -> str | None:
-        """Why requests would be answered 503; None when they are served, or held until they are."""
+        """Say why requests would be answered 503; None when they are served, or held until they
+        are.
+        """
         infos = self.infos()
         if self._shard_wait_s is not None and not infos:
             return None
@@ -162,14 +164,14 @@ class Models:
         return next(iter(self._troubles.values()), "the models are being loaded")
 
     def none_serves(self) -> str:
-        """Why nothing is served; only where no shard is ready."""
+        """Say why nothing is served; only where no shard is ready."""
         when = "at present" if self._texts else "yet"
         states = Counter(state_of(shard) for shard in self._fleet.shards)
         shown = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         return f"no shard serves {when} ({shown or 'the fleet has none'})"
 
     def infos(self) -> list[ShardInfo]:
-        """One info for each model that a ready shard serves."""
+        """List an info for each model that a ready shard serves."""
         infos: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
             if shard.ready and shard.info is not None:
@@ -177,8 +179,8 @@ class Models:
         return list(infos.values())
 
     def names(self) -> dict[str, tuple[ShardInfo, str]]:
-        """Every name that requests may use now, with its model and its adapter, "" for none. Models
-        come before adapters, and each model's own name before its aliases.
+        """List every name that requests may use now, with its model and its adapter, "" for none.
+        Models come before adapters, and each model's own name before its aliases.
         """
         infos = self.infos()
         candidates = [name for info in infos for name in (info.model, *info.model_aliases)]
@@ -213,13 +215,13 @@ class Models:
         return next((holders[info.model] for info in infos if info.model in holders), None)
 
     def takes_images(self, info: ShardInfo) -> bool:
-        """Whether requests for a model may have images; not before its files are loaded."""
+        """Tell whether requests for a model may have images; not before its files are loaded."""
         text = self._loaded(info)
         return text is not None and "images" in info.capabilities and text.image_tokens is not None
 
     def formats(self, info: ShardInfo) -> tuple[Conventions, tuple[str, ...]]:
-        """How a model's calls and reasoning are read, and what its chat template loses, a sentence
-        each; nothing before its files are loaded.
+        """Say how a model's calls and reasoning are read, and what its chat template loses, a
+        sentence each; nothing before its files are loaded.
         """
         text = self._loaded(info)
         return (Conventions(), ()) if text is None else (text.conventions, text.notes)
@@ -276,7 +278,7 @@ class Models:
                 self._names.update((shard.info.model, *shard.info.model_aliases))
 
     def _is_away(self, adapter: str) -> bool:
-        """Whether a shard that is away may have the adapter when it returns."""
+        """Tell whether a shard that is away may have the adapter when it returns."""
         infos = [shard.last_info for shard in self._fleet.shards if not shard.leaving]
         return bool(adapter) and any(info.has_adapter(adapter) for info in infos if info)
 

@@ -36,7 +36,7 @@ def adapter(text: str) -> tuple[str, str]:
 
 
 def name_refusal(name: str, model_names: Collection[str]) -> str:
-    """Why an adapter cannot have this name; empty if it can."""
+    """Say why an adapter cannot have this name; empty if it can."""
     if not 1 <= len(name) <= MAX_ADAPTER_NAME_CHARACTERS:
         return f"a name has 1..{MAX_ADAPTER_NAME_CHARACTERS} characters"
     if not name.isprintable() or name != name.strip():
@@ -391,12 +391,12 @@ class ShardConfig(ObservingConfig):
 
     @property
     def serves_adapters(self) -> bool:
-        """Whether requests may use adapters."""
+        """Tell whether requests may use adapters."""
         return self.enable_lora or bool(self.loras)
 
     @property
     def constraint_limits(self) -> ConstraintLimits:
-        """What one constraint may take to be compiled."""
+        """Bounds on what one constraint may take to be compiled."""
         return ConstraintLimits(self.constraint_timeout_s, self.constraint_memory_bytes)
 
     @property

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class SequenceState(enum.Enum):
-    """Whether the scheduler has a sequence queued, waiting for copies in its blocks, running or
-    ended.
+    """The state in which the scheduler has a sequence: queued, waiting for copies in its blocks,
+    running or ended.
     """
 
     WAITING = "waiting"
@@ -27,7 +27,7 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What is known of a request's tokens, and how many of them are computed into the KV cache.
+    """The tokens of a request that are known, and how many of them are computed into the KV cache.
 
     There is no prefill phase and no decode phase: each step computes some tokens that are known,
     and a step that reaches the last known token samples one more. Steps overlap, so counts run
@@ -96,14 +96,16 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Some are still to be sent, so the prompt must be computed, not taken from the cache."""
+        """Tell whether some are still to be sent, so the prompt must be computed, not taken from
+        the cache.
+        """
         if self.request.prompt_logprobs is None:
             return False
         return self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether every prompt token must be computed, so that the prefix cache is not used."""
+        """Tell whether every prompt token must be computed, the prefix cache not used."""
         return self.needs_prompt_logprobs or self.request.pooling is Pooling.MEAN
 
     def end_outside_images(self, end: int) -> int:
@@ -114,13 +116,13 @@ class Sequence:
         return end
 
     def image_at(self, start: int) -> int:
-        """How many tokens the image has that begins there; 0 if none does."""
+        """Count the tokens of the image that begins there; 0 if none does."""
         lengths = (image.num_tokens for image in self.request.images if image.offset == start)
         return next(lengths, 0)
 
     def take_unsent(self, start: int, prompt_logprobs: Logprobs) -> Logprobs:
-        """Of prompt log-probabilities that a row gave which began at `start`, those that were not
-        sent before the sequence was preempted; they count as sent now.
+        """Take those prompt log-probabilities of a row that began at `start` that were not sent
+        before the sequence was preempted; they count as sent now.
         """
         known = self.num_prompt_logprobs_sent - start
         if known > 0:

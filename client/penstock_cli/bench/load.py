@@ -94,7 +94,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where requests go, and the fields each body has beside its prompt and its length.
+    """The server that requests go to, and the fields each body has beside its prompt and its
+    length.
 
     Without `sends_done` its streams end without the [DONE] of the OpenAI API.
     """
@@ -138,7 +139,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """From when it was due to its first text, or to its end where there was no text."""
+        """Seconds from when it was due to its first text, or to its end where there was no text."""
         return (self.first_s or self.ended_s) - self.due_s
 
     @property
@@ -148,7 +149,7 @@ class Answer:
 
     @property
     def e2e_s(self) -> float:
-        """From when it was due to the end of its answer."""
+        """Seconds from when it was due to the end of its answer."""
         return self.ended_s - self.due_s
 
     def fail(self, kind: str, error: str) -> None:

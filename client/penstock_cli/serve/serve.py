@@ -372,7 +372,7 @@ async def _keep(child: _Child) -> tuple[int, str]:
 
 
 def _last_words(child: _Child, status: int) -> str:
-    """Why a child is not started again."""
+    """Say why a child is not started again."""
     if status == USAGE_STATUS:
         command = child.command[2].replace("_", " ")
         return f"the {child.name} cannot start: the line above that begins `{command}:` says why"

@@ -42,7 +42,7 @@ class DockerRun:
     others: list[str] = field(default_factory=list)
 
     def host_path(self, path: str) -> str:
-        """Where a path of the container is on the host, as far as a mounted folder says."""
+        """Find where a path of the container is on the host, as far as a mounted folder says."""
         for inside, outside in self.mounts.items():
             if path == inside or path.startswith(f"{inside}/"):
                 return outside + path[len(inside) :] if is_path(outside) else path

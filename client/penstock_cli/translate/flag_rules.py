@@ -19,7 +19,7 @@ class Takes(Enum):
 
 
 class Part(Enum):
-    """Whose flag ours is, in `penstock serve MODEL FLAGS -- FLAGS OF THE ROUTER`."""
+    """The command that a flag is for, in `penstock serve MODEL FLAGS -- FLAGS OF THE ROUTER`."""
 
     MODEL = "the model"
     SERVE = "penstock serve"
@@ -43,7 +43,7 @@ class Loss(Enum):
 
 
 class NotTranslatable(Exception):
-    """This value of a flag has no counterpart; the text says why and what to do instead."""
+    """A flag's value that has no counterpart; the text says why and what to do instead."""
 
     def __init__(self, text: str, loss: Loss = Loss.LOST) -> None:
         super().__init__(text)

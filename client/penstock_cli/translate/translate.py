@@ -106,7 +106,7 @@ def read(
 
 
 def _recognize(words: Sequence[str]) -> tuple[Peer, Sequence[str]]:
-    """Whose command it is, and what follows its name."""
+    """The command, and what follows its name."""
     program = PurePath(words[0]).name if words else ""
     if program == "vllm" and words[1:2] == ["serve"]:
         return VLLM, words[2:]

@@ -1,4 +1,4 @@
-"""Where shards may be: which IP addresses are never one's, and which may join at run time."""
+"""Addresses of shards: which IP addresses are never one's, and which may join at run time."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _ip_of(address: str) -> Ip | None:
 async def locate(
     address: str, networks: Sequence[Network], resolve: Resolve | None = None
 ) -> list[Ip]:
-    """Where the host name of HOST:PORT leads now, all of it in `networks`; nothing for an IP
+    """Find where the host name of HOST:PORT leads now, all of it in `networks`; nothing for an IP
     address, which is only checked.
 
     Raises `ValueError`, one line, if the name cannot be resolved, or no shard may be there.

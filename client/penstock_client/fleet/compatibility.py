@@ -1,4 +1,4 @@
-"""At which shards a request may go on, and with which defaults."""
+"""Shards at which a request may go on, and the defaults it has there."""
 
 from __future__ import annotations
 

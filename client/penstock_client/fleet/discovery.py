@@ -1,4 +1,4 @@
-"""Where a fleet's shard addresses come from: a list, a DNS name, a watched file, or several.
+"""Sources of a fleet's shard addresses: a list, a DNS name, a watched file, or several.
 
 A source says who should be there, each time that changes. It connects to nobody: whether a shard
 is up, busy or draining is the fleet's to find out. What goes wrong outside (a resolver that fails,
@@ -133,7 +133,7 @@ class _PolledSource(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DnsSource(_PolledSource):
-    """Every address that a name has, such as that of a Kubernetes headless service."""
+    """The addresses that a name has, such as that of a Kubernetes headless service."""
 
     name: str
     port: int

@@ -50,7 +50,7 @@ class Embeddings:
         return len(self._calls.get(shard, ()))
 
     def on_shard_change(self, shard: ShardState) -> None:
-        """If the shard is gone, send its batches elsewhere."""
+        """Send the shard's batches elsewhere if it is gone."""
         if shard.info is None:
             self._drop(shard)
 

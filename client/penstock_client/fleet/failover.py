@@ -326,7 +326,9 @@ class Continuations:
         return Plan(self._shards[decision.address], reason, source)
 
     def _kv_source(self, stream: FleetStream) -> str:
-        """Where it ran last, if that shard can be asked: it has KV blocks up to the last token."""
+        """The shard where it ran last, if still there to ask: it has KV blocks up to the last
+        token.
+        """
         last = self._shards.get(stream.attempts[-1].shard) if stream.attempts else None
         return last.address if last is not None and (last.ready or last.handing_over) else ""
 
@@ -380,7 +382,7 @@ class Continuations:
         return True
 
     def _send_waiting(self, stream: FleetStream) -> None:
-        """As `_send`; raises an error if waiting longer is pointless."""
+        """Do as `_send` does; raise an error if waiting longer is pointless."""
         if self._send(stream):
             return
         if stream.attempt < 0:
@@ -443,8 +445,8 @@ class Continuations:
         )
 
     def _plan_move(self, stream: FleetStream, target: ShardState | None = None) -> Plan | None:
-        """Where to move a stream from its shard, to `target` if it fits: to one that gives the same
-        tokens; None if none does.
+        """Plan where to move a stream from its shard, to `target` if it fits: to one that gives the
+        same tokens; None if none does.
         """
         made_by = stream.made_by
         others = [
@@ -463,7 +465,7 @@ class Continuations:
         return self._choose(stream, [target] if target in others else others)
 
     def _why_to_move(self, stream: FleetStream) -> str:
-        """Why a running stream should go on at another shard; empty if it should not."""
+        """Say why a running stream should go on at another shard; empty if it should not."""
         if stream.shard is not None and stream.shard.handing_over:
             return "drain"
         if wants_to_leave(stream):

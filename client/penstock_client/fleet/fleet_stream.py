@@ -70,7 +70,7 @@ class FleetStream(GenerationStream):
 
     @property
     def is_suspect(self) -> bool:
-        """So many engines died while it ran that it is tried alone."""
+        """Tell whether so many engines died while it ran that it is tried alone."""
         return self.engine_deaths >= SUSPECT_DEATHS
 
     @property

@@ -148,7 +148,7 @@ class ShardState:
         return self.pieces
 
     def forget_adapter(self, model: str, name: str) -> None:
-        """If the shard is away, do not expect it to return with this adapter of the model."""
+        """Stop expecting a shard that is away to return with this adapter of the model."""
         last = self.last_info
         if self.info is None and last is not None and last.model == model:
             left = {other: last.adapters[other] for other in last.adapters if other != name}

@@ -60,8 +60,8 @@ class PieceIndex:
             self._split()
 
     def _bucket_of(self, entry: int) -> array[int]:
-        """By as many bits of the name as number twice as many buckets, or without the highest of
-        these if that bucket is not there yet.
+        """Choose by as many bits of the name as number twice as many buckets, or without the
+        highest of these if that bucket is not there yet.
         """
         buckets = self._buckets
         mask = (1 << len(buckets).bit_length()) - 1

@@ -60,7 +60,7 @@ class GenerationStream:
 
     @property
     def ended(self) -> bool:
-        """Nothing more will arrive from the shard."""
+        """Tell whether nothing more will arrive from the shard."""
         return self._ended
 
     @property
@@ -191,7 +191,9 @@ class GenerationStream:
         return ""
 
     def _align_prompt(self, output: Output, logprobs: Logprobs) -> str:
-        """As `_align`, for the prompt's log-probabilities; each attempt sends them all again."""
+        """Do as `_align` does, for the prompt's log-probabilities; each attempt sends them all
+        again.
+        """
         known = self._next_prompt_index - output.prompt_logprobs_start
         if known < 0:
             return (

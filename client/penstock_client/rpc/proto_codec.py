@@ -1,5 +1,5 @@
-"""Between the client's dataclasses and the protobuf stubs. The only module here that touches
-them.
+"""Translation between the client's dataclasses and the protobuf stubs. The only module here that
+touches them.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class ShardClient:
         connector: Connector | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Without `tls` in the clear. A `connector`, in its place, is one that clients share.
+        """Connect in the clear without `tls`. A `connector`, in its place, is one that clients
+        share.
 
         Raises `TlsFilesUnusable`.
         """
@@ -140,8 +141,8 @@ class ShardClient:
 
     @property
     def _stub(self) -> Any:
-        """For the next call. A channel connects again with the certificates that it began with: one
-        without a connection is replaced when there are others.
+        """The stub for the next call. A channel connects again with the certificates that it began
+        with: one without a connection is replaced when there are others.
         """
         if self._credentials is None or self._closed:
             return self._newest_stub
@@ -335,8 +336,8 @@ class ShardClient:
         return proto_codec.adapter(answer.adapter)
 
     async def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
-        """No further request gets the adapter; those that run keep it. Raises `InvalidRequest` for
-        one that is not loaded, and others as `errors` lists them.
+        """Give the adapter to no further request; those that run keep it. Raises `InvalidRequest`
+        for one that is not loaded, and others as `errors` lists them.
         """
         await self._ask("UnloadAdapter", proto_codec.unload_adapter_request(name), timeout_s)
 
@@ -436,7 +437,7 @@ class _SharedCall:
             return
 
     def _is_wanted(self, message: Any) -> bool:
-        """Not what was cancelled while it waited in the queue: the shard need not see it."""
+        """Tell whether the shard need see it: not if it was cancelled while in the queue."""
         stream = self.streams.get(message.request_id)
         return stream is not None and stream.attempt == message.attempt
 

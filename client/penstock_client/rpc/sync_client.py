@@ -34,7 +34,7 @@ class SyncShardClient:
     """Speaks to one shard, blocking. Usable from several threads."""
 
     def __init__(self, address: str, *, api_key: str | None = None, tls: Tls | None = None) -> None:
-        """Without `tls` in the clear. Raises `TlsFilesUnusable`."""
+        """Connect in the clear without `tls`. Raises `TlsFilesUnusable`."""
         self.address = address
         self._metadata = call_metadata(api_key)
         self._connector = Connector(tls)
@@ -53,7 +53,9 @@ class SyncShardClient:
 
     @property
     def _stub(self) -> Any:
-        """For the next call, with the certificates of now; those that run keep their channel."""
+        """The stub for the next call, with the certificates of now; those that run keep their
+        channel.
+        """
         credentials = self._connector.credentials()
         if credentials is not self._credentials:
             self._credentials = credentials
@@ -116,7 +118,7 @@ class SyncShardClient:
         return proto_codec.adapter(self._ask("LoadAdapter", message, timeout_s).adapter)
 
     def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
-        """No further request gets the adapter, as `ShardClient.unload_adapter` has it."""
+        """Give the adapter to no further request, as `ShardClient.unload_adapter` has it."""
         self._ask("UnloadAdapter", proto_codec.unload_adapter_request(name), timeout_s)
 
     def abort(self, request_ids: list[str]) -> None:

@@ -49,7 +49,7 @@ _PACE_S = 10.0
 
 
 class TimeLimit:
-    """When a request must end: at its own limit, or earlier if `end` is called."""
+    """The time when a request must end: at its own limit, or earlier if `end` is called."""
 
     def __init__(self, timeout_s: float | None) -> None:
         now = asyncio.get_running_loop().time()
@@ -301,7 +301,7 @@ class Admission:
                 self._idle.set()
 
     async def start(self, ticket: Ticket, prompt_tokens: int) -> None:
-        """As `Ticket.start`."""
+        """Do as `Ticket.start` does."""
         ticket.limit.check()
         ticket.state = "waiting"
         self._queue.add(ticket)

@@ -1,4 +1,4 @@
-"""Whose key a request shows: the keys of the command line, and those of a file that may change.
+"""API keys that requests show: those of the command line, and those of a file that may change.
 
 Only SHA-256 digests are kept and compared. A plain hash is enough, and finding a key by looking its
 digest up gives nothing away: a key is random and long (`penstock keys` makes 256 bits), so nobody

@@ -1,4 +1,4 @@
-"""What an API is: a table of fields, a translation to a request, the shape of answers and errors.
+"""Parts of an API: a table of fields, a translation to a request, the shape of answers and errors.
 
 A new one is a file with an `Api` in it, its name in `offload/body_kinds.py`, and a line in the
 table of routes.
@@ -71,8 +71,8 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How a stream is sent: its media type, and what keeps a connection open where nothing comes,
-    if clients skip anything.
+    """The way a stream is sent: its media type, and what keeps a connection open where nothing
+    comes, if clients skip anything.
     """
 
     media_type: str
@@ -136,7 +136,7 @@ AnyKind = BodyKind | SeveralKinds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api(BodyKind, Generic[AnyRequest]):
-    """One HTTP API that generates tokens: how its bodies are read and its answers rendered."""
+    """An HTTP API that generates tokens: how its bodies are read and its answers rendered."""
 
     request_type: type[AnyRequest]
     # The fields of its bodies: what is checked and what is documented.
@@ -187,7 +187,7 @@ DONE = data_frame(b"[DONE]")
 
 
 class ErrorObject(TypedDict):
-    """What went wrong, in the form of OpenAI's API."""
+    """The error, in the form of OpenAI's API."""
 
     message: str
     type: str

@@ -44,7 +44,7 @@ class ChatLogprob(TypedDict):
 
 
 class ChatLogprobs(TypedDict):
-    """One entry for each token."""
+    """Log-probabilities of a choice, an entry for each token."""
 
     content: list[ChatLogprob]
 
@@ -120,7 +120,7 @@ class CompletionLogprobs:
         return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add(self, result: CompletionColumns, token_ids: Sequence[int], columns: Logprobs) -> None:
-        """One row for each token."""
+        """Add a row for each token."""
         for row, token_id in enumerate(token_ids):
             self._add_token(result, token_id)
             result["token_logprobs"].append(_finite(columns.chosen[row]))
@@ -130,7 +130,7 @@ class CompletionLogprobs:
     def add_prompt(
         self, result: CompletionColumns, token_ids: Sequence[int], columns: Logprobs | None
     ) -> None:
-        """One row for each token of the prompt; the first has no log-probability."""
+        """Add a row for each token of the prompt; the first has no log-probability."""
         self._add_token(result, token_ids[0])
         result["token_logprobs"].append(None)
         result["top_logprobs"].append(None)
@@ -188,8 +188,8 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
 ) -> list[msgspec.Raw | None]:
-    """For each token of a prompt, `PromptLogprob`s by token id: the token itself and the `top_n`
-    likeliest at its position. None for the first token.
+    """Render for each token of a prompt `PromptLogprob`s by token id: the token itself and the
+    `top_n` likeliest at its position. None for the first token.
     """
     parts = _tables(tokenizer, False).prompt_parts
     rows: list[msgspec.Raw | None] = [None]

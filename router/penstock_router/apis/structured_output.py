@@ -96,7 +96,7 @@ def _constraint_of_flag(name: str, value: Any) -> Constraint | None:
 
 
 def _constraint_of_tag(name: str, value: Any) -> Constraint:
-    """Either form of a structural tag: one format, or structures and triggers."""
+    """Translate either form of a structural tag: one format, or structures and triggers."""
     given = _object_or_text(name, value)
     tag: JsonObject = {"type": "structural_tag"}
     newer, older = given.get("format"), given.get("structures")
@@ -198,8 +198,8 @@ FORMATS = ("text", "json_object", "json_schema", "json", "regex", "structural_ta
 
 
 def constraint_of_format(name: str, value: Any) -> Constraint | None:
-    """All forms of `response_format`: OpenAI's for chats, its flat one for responses, that of
-    Messages, and those of Hugging Face's clients, with a `value`. None: any text.
+    """Translate all forms of `response_format`: OpenAI's for chats, its flat one for responses,
+    that of Messages, and those of Hugging Face's clients, with a `value`. None: any text.
     """
     given = read_object(name, value)
     match given.get("type"):
@@ -320,7 +320,7 @@ _ASKING = (
 
 
 def constraint_options(values: JsonObject) -> JsonObject:
-    """What the `CONSTRAINT_FIELDS` of a body ask for, as `Options` takes it."""
+    """Gather what the `CONSTRAINT_FIELDS` of a body ask for, as `Options` takes it."""
     options = only_constraint({name: values.get(name) for name in _ASKING})
     pattern = values.get("guided_whitespace_pattern")
     if pattern is not None:

@@ -100,7 +100,7 @@ class TokensRequest:
 
     @property
     def brings_template(self) -> bool:
-        """Whether it brings its own chat template, which is a program."""
+        """Tell whether it brings its own chat template, which is a program."""
         return "chat_template" in self.values
 
     def without_text(self) -> Self:

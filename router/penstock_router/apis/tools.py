@@ -127,7 +127,7 @@ def _read_tools(name: str, value: Any) -> tuple[Tool, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolChoice:
-    """What a body's tool_choice asks for."""
+    """The demand that a body's tool_choice makes."""
 
     choice: ToolChoice
     # The only tools that may be called; None: all.
@@ -203,8 +203,8 @@ def read_allowed(
 
 
 def tool_options(values: JsonObject) -> JsonObject:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` of a body ask for, as `ChatRequest`
-    takes it. May add to the warnings in `values`. Raises `BadRequest`.
+    """Gather what `tools`, `tool_choice` and `parallel_tool_calls` of a body ask for, as
+    `ChatRequest` takes it. May add to the warnings in `values`. Raises `BadRequest`.
     """
     tools = _last_of_each_name(values)
     asked: ParsedToolChoice = values.get("tool_choice") or ParsedToolChoice(ToolChoice("auto"))

@@ -1,4 +1,4 @@
-"""One sequence of a job: a shard's outputs in, text in deltas out, and its own end.
+"""A sequence of a job: a shard's outputs in, text in deltas out, and its own end.
 
 Text is searched for stop strings as it arrives. Where it may hold reasoning or tool calls, it is
 then split into pieces.
@@ -34,7 +34,7 @@ EndReason = Literal["length", "stop", "tool_calls"]
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice has gained. Only the last delta of a choice has a `finish_reason`.
+    """The gain of one choice. Only the last delta of a choice has a `finish_reason`.
 
     `prompt_logprobs` is on the first delta, where the request asked for them.
     """
@@ -54,8 +54,8 @@ class Delta:
 
 
 class DeltaBuffer:
-    """What came of one choice, as one delta. Texts are kept apart until then: adding each to all
-    before it would copy a long answer once for each of its tokens.
+    """The gain of one choice so far, as one delta. Texts are kept apart until then: adding each to
+    all before it would copy a long answer once for each of its tokens.
     """
 
     __slots__ = ("_delta", "_pieces", "_texts")
@@ -67,7 +67,7 @@ class DeltaBuffer:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens came."""
+        """Count the tokens that came."""
         return len(self._delta.token_ids)
 
     def add(self, later: Delta) -> None:
@@ -87,7 +87,7 @@ class DeltaBuffer:
         delta.stop_reason = later.stop_reason
 
     def whole(self) -> Delta:
-        """All of it; called once, at the end."""
+        """Join all of it; called once, at the end."""
         self._delta.text = "".join(self._texts)
         if self._pieces is not None:
             self._delta.pieces = join_pieces(self._pieces)
@@ -95,7 +95,7 @@ class DeltaBuffer:
 
 
 class Choice:
-    """One sequence of a job: turns a shard's outputs into deltas and finds its own end."""
+    """A sequence of a job: turns a shard's outputs into deltas and finds its own end."""
 
     # Set once the choice is submitted.
     stream: GenerationStream
@@ -147,7 +147,7 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """How many received tokens are reasoning; None if it is not separated from content."""
+        """Count received tokens of reasoning; None if it is not separated from content."""
         return None if self._reader is None else self._reader.reasoning_tokens
 
     def is_silent_for(self, looks: int) -> bool:
@@ -160,7 +160,7 @@ class Choice:
         return self._silent_looks >= looks
 
     def take(self, output: Output) -> Delta | None:
-        """What the output adds; None if it adds nothing to show yet."""
+        """Take the output and return what it adds; None if it adds nothing to show yet."""
         if output.cached_tokens is not None or output.prompt_logprobs is not None:
             self._note_prompt(output)
         if not output.token_ids and output.finish_reason is None:
@@ -242,7 +242,7 @@ class Choice:
         return texts
 
     def _read_until_stop(self, token_ids: Sequence[int], delta: Delta) -> list[str]:
-        """One token at a time, so that the stop does not depend on how tokens were bundled."""
+        """Read one token at a time, so that the stop does not depend on how tokens were bundled."""
         texts, unstoppable = [], self._unstoppable_tokens
         for count, token_id in enumerate(token_ids, 1):
             may_stop = count > unstoppable

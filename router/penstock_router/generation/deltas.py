@@ -1,4 +1,4 @@
-"""What an answer gains, as it comes: taken to whoever uses it, bundled, bounded, or collected."""
+"""Gains of an answer, as they come: taken to whoever uses them, bundled, bounded, or collected."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ class _DeltaPump:
 
 
 def bound(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Deltas:
-    """The same deltas, for a reader that keeps them all. `hold` is called with the bytes that the
-    log-probabilities of each take.
+    """Pass on the same deltas, for a reader that keeps them all. `hold` is called with the bytes
+    that the log-probabilities of each take.
 
     Raises `BadRequest` once they take more than `max_bytes`, and what `hold` raises.
     """
@@ -227,7 +227,7 @@ class _DeltaLimit(DeltasWrapper):
 
 
 async def collect(deltas: Deltas, job: Job, max_bytes: int, hold: Hold) -> list[Delta]:
-    """All deltas of a job: one for each choice of the answer, in the answer's order.
+    """Collect all deltas of a job: one for each choice of the answer, in the answer's order.
 
     Raises what `bound` raises.
     """

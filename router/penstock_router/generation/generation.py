@@ -245,7 +245,7 @@ class Generation(Deltas):
 
     @property
     def counts(self) -> tuple[tuple[int | None, int | None], ...]:
-        """Of each choice: cached tokens and, once it is finished, tokens of reasoning."""
+        """Count for each choice: cached tokens and, once it is finished, tokens of reasoning."""
         return tuple(self._counts)
 
     @property

@@ -124,7 +124,7 @@ def _placed(prompt: Prompt, images: Iterator[Image]) -> tuple[PromptImage, ...]:
 def _make_request(
     options: Options, model: ServedModel, prepared: PreparedPrompts, prompt: Prompt
 ) -> GenerationRequest:
-    """What a prompt's choices have in common: all but their seeds."""
+    """Make what a prompt's choices have in common: all but their seeds."""
     thinking_budget = _thinking_budget(options, model, prepared.reasoning_begun)
     # Scoring a prompt still takes a step that samples: `max_tokens` is 1 there, and that token is
     # not shown. `best_of` ranks its sequences by their tokens' log-probabilities.
@@ -177,7 +177,7 @@ def _thinking_budget(options: Options, model: ServedModel, begun: bool) -> Think
 
 
 def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
-    """How many tokens may follow; refuses a request that cannot fit into the context."""
+    """Say how many tokens may follow; refuse a request that cannot fit into the context."""
     limit, given = model.info.max_model_len, len(prompt.token_ids)
     if given == 0:
         raise BadRequest("the prompt has no tokens", param="prompt")

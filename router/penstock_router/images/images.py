@@ -55,7 +55,7 @@ class _Running(Generic[_Result]):
 
 
 class Images:
-    """Of one router process."""
+    """Images of one router process."""
 
     def __init__(
         self,
@@ -223,13 +223,13 @@ class Images:
                     raise
 
     def _make_room(self) -> bool:
-        """Whether there was anything that was only kept."""
+        """Make room, and tell whether there was anything that was only kept."""
         return self._pixels.drop_oldest() or self._images.drop_oldest()
 
     # ---- the same work for several ----
 
     async def _once(self, name: bytes, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-        """What `work` returns or raises; who comes while it runs waits for the same. It is
+        """Return or raise what `work` does; who comes while it runs waits for the same. It is
         cancelled when nobody waits any more.
         """
         running: _Running[_Result] | None = self._running.get(name)

@@ -35,7 +35,7 @@ class RecentMaximum:
 
 
 async def watch_loop(observe: Callable[[float, float], None]) -> None:
-    """Every `INTERVAL_S`, call `observe` with the loop's lag in seconds and the worst of the last
+    """Call `observe` every `INTERVAL_S` with the loop's lag in seconds and the worst of the last
     `WINDOW_S`; runs until cancelled.
     """
     worst = RecentMaximum(WINDOW_S)

@@ -77,7 +77,7 @@ def _ms(begin_s: float | None, end_s: float | None) -> float | None:
 
 
 def _words(record: RequestRecord, fields: Fields) -> str:
-    """At most 160 columns of a terminal with the time before it, unless names are long."""
+    """Write at most 160 columns of a terminal with the time before it, unless names are long."""
     parts = [f"{fields['method']} {record.route} {record.status} {record.outcome}"]
     if record.error and record.outcome in ("refused", "error"):
         parts.append(f"({fields['error']})")
@@ -94,7 +94,7 @@ def _words(record: RequestRecord, fields: Fields) -> str:
 
 
 def _places(record: RequestRecord) -> list[str]:
-    """Where the answer came from; if it changed shards, where it ended, and why it changed."""
+    """Say where the answer came from; if it changed shards, where it ended, and why it changed."""
     attempts = list(record.attempts)
     because = dict.fromkeys(each.ended_because for each in attempts if each.ended_because)
     if not attempts:

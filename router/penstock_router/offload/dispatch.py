@@ -1,4 +1,4 @@
-"""Where a body is read and its text worked on: here, in a thread, or in a text process.
+"""Choice of where a body is read and its text worked on: here, in a thread, or in a text process.
 
 The length of the body alone decides, before it is parsed: building objects of megabytes of JSON,
 or a list of 300,000 ids, holds the interpreter lock, and with it the event loop, whatever thread

@@ -163,7 +163,7 @@ def _any_of(schemas: list[JsonObject]) -> JsonObject:
 
 
 def _refusals(route: Route, types: TypeSchemas) -> JsonObject:
-    """By status, which depends on the form of the route's errors."""
+    """List refusals by status, which depends on the form of the route's errors."""
     found: dict[int, list[tuple[type[ApiError], ErrorForm]]] = {}
     for form in _forms(route):
         for error in _possible_errors(route):
@@ -172,7 +172,7 @@ def _refusals(route: Route, types: TypeSchemas) -> JsonObject:
 
 
 def _refusal(found: list[tuple[type[ApiError], ErrorForm]], types: TypeSchemas) -> JsonObject:
-    """What may have one status: errors, each once, in one form or several."""
+    """Describe what may have one status: errors, each once, in one form or several."""
     kinds = list(dict.fromkeys(error for error, _ in found))
     forms = list(dict.fromkeys(form for _, form in found))
     headers = _ANSWER_HEADERS
@@ -193,7 +193,9 @@ def _meaning(error: type[ApiError]) -> str:
 
 
 def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
-    """Also those that routes of its kind may end in and this one does not."""
+    """List the errors that are possible, also those in which routes of its kind may end and this
+    one does not.
+    """
     if _has_body(route):
         yield from (errors.BadRequest, errors.BodyTooLarge, errors.TooManyRequests, errors.TimedOut)
         yield errors.GenerationFailed

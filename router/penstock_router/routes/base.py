@@ -1,4 +1,4 @@
-"""What handlers share: the router's parts, reading bodies, writing JSON, headers and keys."""
+"""Parts that handlers share: the router's parts, reading bodies, writing JSON, headers and keys."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ def _timeout_header(request: web.Request) -> float | None:
 
 
 def client_of(request: web.Request) -> str:
-    """Who the client is, for fairness and bounds: the name of its API key, or else its address. A
-    key that is not known says nothing: anybody can make up another for each request.
+    """Say who the client is, for fairness and bounds: the name of its API key, or else its address.
+    A key that is not known says nothing: anybody can make up another for each request.
     """
     key: Key | None = request.get(KEY)
     return network_of(request.remote or "") if key is None else key.name
@@ -234,7 +234,7 @@ def check_admin(request: web.Request) -> None:
 
 
 def flag_header(request: web.Request, name: str) -> bool:
-    """Whether the header is 1; it may be 0 or missing."""
+    """Tell whether the header is 1; it may be 0 or missing."""
     value = request.headers.get(name, "0")
     if value not in ("0", "1"):
         raise BadRequest(f"{name}: {value[:100]!r} must be 0 or 1")

@@ -90,7 +90,7 @@ HEADERS = table(
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[AnyRequest]):
-    """One HTTP request for tokens: what was sent, what it asks for, and how to answer."""
+    """An HTTP request for tokens: what was sent, what it asks for, and how to answer."""
 
     request: web.Request
     body: Body
@@ -321,7 +321,7 @@ async def take_places(call: Call[Any], job: Job, ticket: Ticket) -> None:
 
 
 def _prompt_scores_bytes(job: Job) -> int:
-    """What the log-probabilities of the prompts take in the answer."""
+    """Count the bytes that the log-probabilities of the prompts take in the answer."""
     return sum(
         LOGPROB_BYTES * (1 + request.prompt_logprobs) * len(request.prompt_token_ids)
         for request in job.requests

@@ -1,4 +1,4 @@
-"""What the router says of itself and of its models: for clients, probes and Prometheus."""
+"""Facts of the router and of its models: for clients, probes and Prometheus."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class VersionAnswer(TypedDict):
 
 
 class LoadAnswer(TypedDict):
-    """How many sequences this worker has in flight, and what it has queued besides."""
+    """Count of the sequences that this worker has in flight, and what it has queued besides."""
 
     server_load: int
     queued: int

@@ -1,4 +1,4 @@
-"""What Ollama's clients ask besides tokens: which models there are, what each is, vectors.
+"""Requests of Ollama's clients besides tokens: which models there are, what each is, vectors.
 
 Models are named as in /v1/models, and found by what else Ollama takes for a model's name.
 """
@@ -53,7 +53,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 
 class OllamaDetails(TypedDict):
-    """What kind of model it is."""
+    """The kind of model it is."""
 
     parent_model: str
     format: str
@@ -81,7 +81,7 @@ class Tags(TypedDict):
 
 
 class RunningEntry(TypedDict):
-    """The same of a model in memory."""
+    """An entry for a model in memory."""
 
     name: str
     model: str
@@ -153,7 +153,7 @@ async def answer(call: Call[Any]) -> web.StreamResponse:
 
 
 async def answer_body(request: web.Request, body: Body) -> web.StreamResponse:
-    """The same of a body whose kind is known from its fields."""
+    """Answer a body whose kind is known from its fields."""
     return await answer(Call.read(request, body))
 
 

@@ -1,4 +1,4 @@
-"""Every route: its handler, and what the documentation says of it."""
+"""Table of all routes: the handler of each, and what the documentation says of it."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ class Connection(web.RequestHandler):
 
     @property
     def client(self) -> str:
-        """Whose it is; "" once it counts no more."""
+        """The client whose it is; "" once it counts no more."""
         return self._client or ""
 
     def leave(self) -> None:

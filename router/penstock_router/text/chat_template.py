@@ -217,8 +217,8 @@ class ChatTemplate:
         return fit_thinking(kwargs, self._variables, self._takes_level)
 
     def _takes_level(self, name: str, level: str) -> bool:
-        """Whether the template knows a level of thinking: it takes it and, unless it is one that
-        every model with levels has, names it. Found out once.
+        """Tell whether the template knows a level of thinking: it takes it and, unless it is one
+        that every model with levels has, names it. Found out once.
         """
         if (name, level) not in self._levels:
             self._levels[name, level] = self._shows_level(name, level)
@@ -243,8 +243,8 @@ class ChatTemplate:
         return self._traits[with_tools]
 
     def takes_images(self, role: str, anchor: str, *, with_tools: bool) -> bool:
-        """Whether messages of this role may have images, for each of which it writes the `anchor`.
-        Found out once.
+        """Tell whether messages of this role may have images, for each of which it writes the
+        `anchor`. Found out once.
         """
         is_result, with_tools = role == "tool", with_tools and "tool_use" in self._templates
         key = anchor, is_result, with_tools

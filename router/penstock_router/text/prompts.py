@@ -59,7 +59,7 @@ class TextModel:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its ids, its text where an answer may echo it, and where its images are.
+    """A prompt: its ids, its text where an answer may echo it, and where its images are.
 
     The ids of a long one are an `array` of 32 bits: nothing should walk them in Python.
     """
@@ -152,7 +152,9 @@ def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
 
 
 def _separators(model: TextModel) -> tuple[str, str] | None:
-    """As the template renders arguments of calls: then the next turn finds the answer cached."""
+    """Choose those with which the template renders arguments of calls: then the next turn finds the
+    answer cached.
+    """
     template = model.chat_template
     return None if template is None else template.traits(with_tools=True).argument_separators
 
@@ -207,7 +209,7 @@ def completion_prompts(
 
 
 def pieces_of(prompt: str | list[int] | TextWithImages, model: TextModel) -> Sequence[str]:
-    """What is tokenized apart, with an anchor for each image; () for ids and plain text."""
+    """List what is tokenized apart, with an anchor for each image; () for ids and plain text."""
     with_images = isinstance(prompt, TextWithImages)
     if model.image_tokens is None and with_images:
         raise takes_no_images(model)
@@ -223,7 +225,7 @@ def _split(text: str, mark: str) -> Sequence[str]:
 
 
 def has_images(pieces: Sequence[str], sizes: ImageSizes, model: TextModel) -> bool:
-    """Whether these pieces are a prompt with images, or with text that spells one."""
+    """Tell whether these pieces are a prompt with images, or with text that spells one."""
     images = model.image_tokens
     return images is not None and bool(sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0]))
 
@@ -271,7 +273,7 @@ def _decoded(request: Options, model: TextModel, token_ids: Sequence[int]) -> st
 
 
 def _truncation(request: Options, model: TextModel) -> Truncation | None:
-    """To what length a prompt is cut, and at which end; None: a longer one is refused."""
+    """Say to what length a prompt is cut, and at which end; None: a longer one is refused."""
     wanted, limit = request.truncate_prompt_tokens, model.max_model_len
     if wanted is None:
         return None
@@ -432,7 +434,9 @@ def _template_of_request(source: str, model: TextModel) -> ChatTemplate:
 
 @functools.lru_cache(maxsize=4)
 def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
-    """One that a client brings with each request is compiled, and its traits are found, once."""
+    """The template; one that a client brings with each request is compiled, and its traits are
+    found, once.
+    """
     return ChatTemplate({"default": source}, dict(special_tokens))
 
 

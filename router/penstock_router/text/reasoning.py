@@ -172,7 +172,7 @@ def _with_suffix(style: ReasoningStyle, suffix: str) -> ReasoningStyle:
 
 
 def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = "") -> bool:
-    """Whether the prompt ends within reasoning.
+    """Tell whether the prompt ends within reasoning.
 
     Its begin mark is the prompt's end, or stands in or right before the message that the answer
     goes on with (`continued`); one that a user has written somewhere begins nothing.
@@ -187,7 +187,7 @@ def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = ""
 
 
 def reasoning_over(prompt_text: str, style: ReasoningStyle) -> bool:
-    """Whether the prompt itself has ended the reasoning, so that none follows."""
+    """Tell whether the prompt itself has ended the reasoning, so that none follows."""
     return prompt_text.rstrip().endswith(style.end)
 
 
@@ -229,11 +229,11 @@ class ReasoningSplitter:
 
     @property
     def is_over(self) -> bool:
-        """No reasoning follows."""
+        """Tell whether no reasoning follows."""
         return (self.has_reasoning and not self.in_reasoning) or self._is_content
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain by now."""
+        """Take the text, and return what is certain by now."""
         if self._is_content:
             return self._content(text)
         if self.in_reasoning:
@@ -296,7 +296,9 @@ class ReasoningSplitter:
         return self._reasoning(text[:sure])
 
     def _without_begin(self, text: str) -> str:
-        """Where nothing of the reasoning has come: its begin mark once more means nothing more."""
+        """Drop its begin mark where nothing of the reasoning has come: once more it means nothing
+        more.
+        """
         while True:
             text = text.lstrip()
             if self._title and text.startswith(self._title):

@@ -66,7 +66,7 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class Tokenizer:
-    """One model's tokenizer. Holds no state of any request."""
+    """The tokenizer of one model. Holds no state of any request."""
 
     def __init__(self, data: bytes, config: Mapping[str, Any] | None = None) -> None:
         """`config` is what tokenizer_config.json holds."""
@@ -94,7 +94,7 @@ class Tokenizer:
 
     @property
     def _length_bounds_tokens(self) -> bool:
-        """Whether a text of n characters surely has n / (longest token) tokens or more.
+        """Tell whether a text of n characters surely has n / (longest token) tokens or more.
 
         False if unknown characters may fuse into one token, whole words may become one, or the
         normalizer may shorten the text.
@@ -166,7 +166,7 @@ class Tokenizer:
         return whole[:num_before], whole[num_before + len(bare) :]
 
     def places(self, text: str, *, add_special_tokens: bool, at_most: int) -> list[TokenPlace]:
-        """Where each token of a text is.
+        """Find where each token of a text is.
 
         Takes long for a long text. Raises `BadRequest` for more than `at_most` tokens.
         """
@@ -205,7 +205,7 @@ class Tokenizer:
         return found
 
     def marks_among(self, texts: tuple[str, ...]) -> Marks:
-        """Which of these texts are each a token that was added to the vocabulary."""
+        """Find which of these texts are each a token that was added to the vocabulary."""
         found = self._marks_among.get(texts)
         if found is None:
             added = self._fast.get_added_tokens_decoder()
@@ -214,12 +214,12 @@ class Tokenizer:
         return found
 
     def token_text(self, token_id: int) -> str:
-        """One token's text as in running text, special tokens included."""
+        """The text of one token as in running text, special tokens included."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether a normalizer is known not to change a text's length, except by composition."""
+    """Tell whether a normalizer is known not to change a text's length, except by composition."""
     if normalizer is None:
         return True
     kind = normalizer.get("type")

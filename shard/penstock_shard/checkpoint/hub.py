@@ -122,7 +122,7 @@ def _one_line(hub: _Hub) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Hub:
-    """One model on one hub, kept in one cache directory."""
+    """A model on one hub, kept in one cache directory."""
 
     model: str
     # Which GGUF file: its name, or what its name has before the suffix; else empty.
@@ -231,7 +231,7 @@ class _Hub:
 
 
 def _is_meant(wanted: str, name: str) -> bool:
-    """Whether `wanted` is the name of a file, its stem, or the end of it, such as Q4_K_M."""
+    """Tell whether `wanted` is the name of a file, its stem, or the end of it, such as Q4_K_M."""
     stem, wanted = Path(name).stem.lower(), wanted.lower().removesuffix(".gguf")
     return stem == wanted or stem.endswith(("-" + wanted, "." + wanted))
 

@@ -59,12 +59,12 @@ class Checkpoint:
 
     @property
     def is_plain(self) -> bool:
-        """Whether transformers can read the model from the files by itself."""
+        """Tell whether transformers can read the model from the files by itself."""
         of_text = self.names.root in ("model.", "") and not self.names.leaves_out
         return of_text and not self._is_unlisted
 
     def for_transformers(self) -> Checkpoint:
-        """What the code of transformers for the model's type can load."""
+        """Give what the code of transformers for the model's type can load."""
         return self
 
     @contextmanager
@@ -84,12 +84,12 @@ class Checkpoint:
         return tensor
 
     def _slice(self, name: str) -> Any:
-        """What tells of a tensor, and gives a part of it when it is sliced."""
+        """The handle of a tensor, which tells of it and gives a part of it when it is sliced."""
         stored = self.names.stored[name]
         return self._files[stored].get_slice(stored)
 
     def lazy_tensors(self) -> dict[str, LazyTensor]:
-        """All tensors by name, read when they are sliced."""
+        """List all tensors by name, read when they are sliced."""
         return {name: LazyTensor(self, name) for name in self.shapes}
 
     def beside_text(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,7 +100,7 @@ class Checkpoint:
                 yield name, file.get_tensor(name)
 
     def equal(self, first: str, second: str) -> bool:
-        """Whether two tensors of one shape have the same values."""
+        """Tell whether two tensors of one shape have the same values."""
         with self.read([first, second]) as (one, other):
             for start in range(0, len(one), _ROWS):
                 pieces = [tensor[start : start + _ROWS] for tensor in (one, other)]

@@ -31,7 +31,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StoredTensor(msgspec.Struct):
-    """What a safetensors header says of one tensor; offsets count from the header's end."""
+    """The entry of a safetensors header for one tensor; offsets count from the header's end."""
 
     dtype: str
     shape: list[_Size]
@@ -98,7 +98,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file says it holds, by name.
+    """List by name the tensors that a safetensors file says it holds.
 
     Format: 8 bytes little-endian length, that many bytes of JSON, then the tensors' bytes.
 

@@ -145,7 +145,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Error(msgspec.Struct, array_like=True):
-    """How one request failed."""
+    """The way one request failed."""
 
     code: Code
     message: str
@@ -156,14 +156,14 @@ class Error(msgspec.Struct, array_like=True):
 
 
 class Work(msgspec.Struct, array_like=True, frozen=True):
-    """What a request cost the engine: steps that computed it, and how often it was preempted."""
+    """The cost of a request to the engine: steps that computed it, and its preemptions."""
 
     steps: int
     preemptions: int
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What is new for one request. Only its last output has `finish` or `error`, one of the two."""
+    """News of one request. Only its last output has `finish` or `error`, one of the two."""
 
     request_id: str
     attempt: int
@@ -214,7 +214,7 @@ class Output(msgspec.Struct, array_like=True):
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """How busy the engine is after a step."""
+    """The load of the engine after a step."""
 
     running: int = 0
     waiting: int = 0
@@ -265,7 +265,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutputs(msgspec.Struct, array_like=True, tag="step"):
-    """What one step produced."""
+    """The outputs that one step produced."""
 
     outputs: list[Output]
     load: Load

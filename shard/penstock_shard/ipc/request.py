@@ -13,7 +13,7 @@ import msgspec
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended without an error."""
+    """The reason why a sequence ended without an error."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,7 +23,7 @@ class FinishReason(enum.Enum):
 
 
 class Pooling(enum.Enum):
-    """How the hidden states of a prompt become one vector."""
+    """The way the hidden states of a prompt become one vector."""
 
     LAST = "last"
     MEAN = "mean"
@@ -31,7 +31,7 @@ class Pooling(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens of one request are drawn; complete, after the model's defaults were filled in.
+    """The way tokens of one request are drawn; complete, after the model's defaults were filled in.
 
     The defaults below change nothing. `temperature` 0 is greedy: `top_k`, `top_p`, `min_p`,
     `typical_p` and `seed` do not matter then. `seed` has 64 bits. What each field does, and in
@@ -65,8 +65,8 @@ CONSTRAINT_KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an output's text must match: `value` in the language `kind` (a field of the wire's
-    Constraint); a choice has `options` instead.
+    """The rule that an output's text must match: `value` in the language `kind` (a field of the
+    wire's Constraint); a choice has `options` instead.
     """
 
     kind: str
@@ -76,8 +76,8 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """At most `max_tokens` between the token that begins reasoning and the one that ends it; after
-    that many the end token is forced. `begun`: the prompt ends within reasoning.
+    """A bound of `max_tokens` between the token that begins reasoning and the one that ends it;
+    after that many the end token is forced. `begun`: the prompt ends within reasoning.
     """
 
     max_tokens: int
@@ -88,7 +88,7 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the scheduler should aim for. Lower `priority` runs first. `deadline_s` and
+    """The aim of the scheduler for a request. Lower `priority` runs first. `deadline_s` and
     `time_to_first_token_s` count from the request's arrival. None: no such objective.
     """
 
@@ -112,7 +112,7 @@ class PlacedImage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """One sequence to generate, checked, with the model's defaults filled in.
+    """A sequence to generate, checked, with the model's defaults filled in.
 
     With `pooling` it is an embedding request: `max_tokens` is 1, and the prompt's vector comes back
     in place of that token.
@@ -170,5 +170,5 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         return 0 if self.objective is None else self.objective.priority
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether this token ends the sequence."""
+        """Tell whether this token ends the sequence."""
         return token_id in self.stop_token_ids or token_id in self.reluctant_stop_ids

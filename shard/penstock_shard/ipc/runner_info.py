@@ -1,4 +1,4 @@
-"""What an engine tells of what it serves: for GetInfo, and for checking requests."""
+"""Facts that an engine tells of what it serves: for GetInfo, and for checking requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock_shard.ipc.request import Pooling
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingDefaults:
-    """How a model's embeddings are meant to be made; `size` is their number of dimensions."""
+    """The way a model's embeddings are meant to be made; `size` is their number of dimensions."""
 
     pooling: Pooling
     normalize: bool
@@ -88,8 +88,8 @@ def pools_for(num_blocks: int, groups: Sequence[CacheGroup]) -> list[int]:
 
 
 def blocks_each(pools: Sequence[int], groups: Sequence[CacheGroup]) -> int:
-    """How many blocks each group has, if all have equally many, in pools of these sizes; as many as
-    the scarcest pool has.
+    """Count the blocks each group has, if all have equally many, in pools of these sizes; as many
+    as the scarcest pool has.
     """
     one = pools_for(1, groups)
     return min(size // count for size, count in zip(pools, one, strict=True) if count)
@@ -97,7 +97,7 @@ def blocks_each(pools: Sequence[int], groups: Sequence[CacheGroup]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What the runner serves, for GetInfo and for checking sequences."""
+    """Facts of what the runner serves, for GetInfo and for checking sequences."""
 
     architecture: str
     weights_hash: str
@@ -145,7 +145,7 @@ class RunnerInfo:
 
     @property
     def num_states(self) -> int:
-        """How many states there is room for; 0 where no layer has one."""
+        """Count the states there is room for; 0 where no layer has one."""
         return sum(self.pools[group.pool] for group in self.cache_groups if group.has_state)
 
     @property

@@ -93,7 +93,7 @@ def _encoder_errors() -> Iterator[None]:
 def _image_encoder(
     config: ShardConfig, model_dir: Path, loaded: LoadedModel, progress: Callable[[str], None]
 ) -> ImageEncoder | None:
-    """None where images are not served, of which a line says why."""
+    """Load the image encoder; None where images are not served, of which a line says why."""
     is_dummy, model_type = config.load_format == "dummy", type_that_sees(model_dir)
     if config.image_cache_bytes == 0 or is_dummy or model_type is None:
         return None
@@ -169,8 +169,8 @@ def _block_bytes(model: CausalModel) -> tuple[int, ...]:
 def _embedding(
     config: ShardConfig, model_dir: Path, model: CausalModel, progress: Callable[[str], None]
 ) -> EmbeddingDefaults | None:
-    """None for a model that serves no embeddings. Raises ModelError if files cannot be read, or if
-    the flags ask for embeddings that the model cannot give.
+    """Find how to make embeddings; None for a model that serves none. Raises ModelError if files
+    cannot be read, or if the flags ask for embeddings that the model cannot give.
     """
     found = pooling_of(model_dir, config.embeddings, progress)
     if found is None:

@@ -1,4 +1,4 @@
-"""From a configuration to a loaded runner, and the tokenizer files that a router needs.
+"""Loading of a runner from a configuration, and of the tokenizer files that a router needs.
 
 Imports torch only when a real model is asked for.
 """

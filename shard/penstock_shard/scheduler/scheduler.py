@@ -1,4 +1,5 @@
-"""Which tokens the next step computes. Plain Python on numbers: no torch, no clock, no wire.
+"""Choice of the tokens that the next step computes. Plain Python on numbers: no torch, no clock, no
+wire.
 
 There is no prefill phase and no decode phase. A sequence has tokens that are known and tokens that
 are computed, and each step gives out a budget of tokens to let the second catch up with the first:
@@ -68,8 +69,8 @@ class Scheduler:
         policy: FcfsPolicy | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """By default sequences run in the order of arrival, and every decode row computes one
-        token. `step_time` is what policy and speculation predict with.
+        """Run sequences in the order of arrival by default; every decode row computes one token.
+        `step_time` is what policy and speculation predict with.
         """
         self._limits = limits
         self._blocks = blocks
@@ -138,7 +139,7 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All sequences that have not ended, running ones first."""
+        """List all sequences that have not ended, running ones first."""
         return [*self._running, *self._loaded, *self._loading, *self._waiting]
 
     @property
@@ -313,7 +314,7 @@ class Scheduler:
         self._loaded[sequence] = None
 
     def lose_loads(self, sequence: Sequence) -> None:
-        """What a sequence waited for is not there: it is queued again, the first of all."""
+        """Queue a sequence again, the first of all: what it waited for is not there."""
         (self._loading if sequence in self._loading else self._loaded).pop(sequence)
         self._leave(sequence, SequenceState.WAITING)
         self._enqueue(sequence)

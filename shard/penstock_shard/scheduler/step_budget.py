@@ -1,4 +1,4 @@
-"""What is left of a step while it is filled.
+"""The rest of a step while it is filled.
 
 Prompts may take less of a step than decodes, and long prompts less than short ones. Each row that
 is added is subtracted here, and each chunk is bounded by what is left.
@@ -53,7 +53,7 @@ class StepBudget:
     time_s: float = UNBOUNDED_S
 
     def take_decodes(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those of the decoding sequences that may have a row."""
+        """Take those of the decoding sequences that may have a row."""
         return sequences
 
     def bound_prompts(self, decodes: StepSize, max_prefill_tokens: int) -> None:
@@ -94,7 +94,7 @@ class StepBudget:
         return limit
 
     def has_room(self, sequence: Sequence, count: int, of_all: int) -> bool:
-        """Whether a step that began with room for `of_all` tokens has some for so many of this
+        """Tell whether a step that began with room for `of_all` tokens has some for so many of this
         sequence, or for nothing less if it is empty.
         """
         if self.tokens == of_all:

@@ -135,7 +135,7 @@ def add_embedding(
 
 
 def put_image_response(was_there: bool) -> pb.PutImageResponse:
-    """What came of an image."""
+    """Say what came of an image."""
     return pb.PutImageResponse(was_there=was_there)
 
 
@@ -184,7 +184,7 @@ def _number_of(output: Output, numbers: Mapping[tuple[str, int], int]) -> int:
 
 
 def _is_one_token(output: Output) -> bool:
-    """Whether the output is one token and nothing else."""
+    """Tell whether the output is one token and nothing else."""
     return (
         len(output.token_ids) == 1
         and output.finish is None
@@ -231,7 +231,7 @@ def _pieces(output: Output) -> Iterator[Output]:
 
 
 def _rows(logprobs: Logprobs | None) -> int:
-    """How many tokens go into one piece: at least one, however large."""
+    """Count the tokens that go into one piece: at least one, however large."""
     bytes_each = 12
     if logprobs is not None:
         bytes_each += 8 * logprobs.top_n + 4 * logprobs.num_requested

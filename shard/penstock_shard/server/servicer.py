@@ -100,7 +100,7 @@ class Outbox:
         self._changed.set()
 
     def close(self, broken: Error | None = None) -> None:
-        """No more requests will come: the call ends once the live ones have ended, or at once with
+        """Take no more requests: the call ends once the live ones have ended, or at once with
         `broken`.
         """
         self._closed = True
@@ -306,7 +306,7 @@ class ShardServicer(proto_codec.Servicer):
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
 
     async def _put_image(self, chunks: AsyncIterator[Any]) -> bool:
-        """Whether the image was there already. Raises `Refusal`."""
+        """Put the image, and tell whether it was there already. Raises `Refusal`."""
         incoming: IncomingImage | None = None
         images, is_whole = self._engine.images, False
         try:
@@ -410,8 +410,8 @@ class ShardServicer(proto_codec.Servicer):
 
 
 def _namespace(context: Context) -> str:
-    """What sets a caller's request ids apart from those of callers with other certificates, which
-    cannot end or take over its requests. Empty where callers show none.
+    """The part that sets a caller's request ids apart from those of callers with other
+    certificates, which cannot end or take over its requests. Empty where callers show none.
     """
     shown = context.auth_context() or {}
     for key in _CALLER_NAMES:
@@ -422,7 +422,9 @@ def _namespace(context: Context) -> str:
 
 
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:
-    """As `_abort`, with the field at fault in metadata: a gRPC status has no place for it."""
+    """Abort as `_abort` does, with the field at fault in metadata: a gRPC status has no place for
+    it.
+    """
     error = refusal.error
     await context.abort(proto_codec.status(error), error.message, ((FIELD_METADATA, error.field),))
     raise AssertionError("abort raises")

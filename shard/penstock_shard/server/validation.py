@@ -237,7 +237,7 @@ class IncomingEmbedding:
 
 
 def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str) -> list[Request]:
-    """One request for each input. Their ids begin with `call_id`, which must be unique.
+    """Make a request for each input. Their ids begin with `call_id`, which must be unique.
 
     Raises:
         Refusal: a field is out of its bounds (INVALID_ARGUMENT), or the shard serves no embeddings
@@ -399,7 +399,7 @@ def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, TokenIds]]:
 def _check_images(
     incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig
 ) -> tuple[PlacedImage, ...]:
-    """Whether they are there, and of which size, is not known here."""
+    """Check the images; whether they are there, and of which size, is not known here."""
     end = 0
     if any(group.bidirectional_images for group in info.cache_groups):
         _check_whole_images(incoming, info, config)

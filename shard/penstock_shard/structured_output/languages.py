@@ -70,7 +70,7 @@ def _character(escaped: re.Match[str]) -> str:
 
 
 def unforced(lark: str) -> str:
-    """The same grammar, with llguidance's search for forced text switched off.
+    """Switch off llguidance's search for forced text in the same grammar.
 
     At each mask llguidance would follow forced text to its end, and nothing bounds its length.
     """

@@ -94,10 +94,10 @@ class FakeAdapters:
         return ReadAdapter(files.content_hash, files.rank)
 
     def place(self, index: int, adapter: ReadAdapter) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
     def drop(self, index: int) -> None:
-        """Nothing is kept."""
+        """Drop nothing, for nothing is kept."""
 
 
 class FakeRunner:
@@ -153,7 +153,7 @@ class FakeRunner:
 
     @property
     def done_at_s(self) -> float:
-        """When the oldest step that was launched is over, by the clock."""
+        """The time when the oldest step that was launched is over, by the clock."""
         return self._launched[0][1]
 
     def launch(self, batch: Batch) -> None:
@@ -282,7 +282,7 @@ class FakeRunner:
         return hashlib.blake2b(hashed, digest_size=32).digest()
 
     def _token(self, sequence: _Sequence, draw: bytes, position: int) -> int | None:
-        """None if all are banned."""
+        """Choose the token; None if all are banned."""
         forced = None if sequence.thinking is None else sequence.thinking.forced_id
         banned = _banned(sequence, position)
         if sequence.constraint is not None:
@@ -380,7 +380,7 @@ class FakeRunner:
 
 
 def _parameters(request: Request) -> bytes:
-    """All that tokens depend on besides the prompt and the output."""
+    """Gather all that tokens depend on besides the prompt and the output."""
     *sampling, penalty_window_tokens = astuple(request.sampling)
     parameters = [tuple(sampling), request.min_tokens]
     images = tuple((image.digest, image.offset) for image in request.images)
@@ -405,5 +405,5 @@ def _chosen_logprob(draw: bytes) -> float:
 
 
 def _second(draw: bytes) -> int:
-    """Where the list of the most likely tokens goes on after the chosen one."""
+    """Find where the list of the most likely tokens goes on after the chosen one."""
     return int.from_bytes(draw[17:21], "little")

@@ -1,5 +1,5 @@
-"""What is kept of a sequence's tokens, position by position: how often each occurs, how far a bad
-word has matched, how many reasoning tokens there are.
+"""State of a sequence's tokens, position by position: how often each occurs, how far a bad word has
+matched, how many reasoning tokens there are.
 
 numpy and plain integers only.
 """
@@ -137,7 +137,7 @@ def _last(tokens: abc.Sequence[int], count: int) -> TokenIds:
 
 
 class BadWords:
-    """Which ids would complete a word that must not occur."""
+    """The ids that would complete a word that must not occur."""
 
     def __init__(self, words: Iterable[abc.Sequence[int]]) -> None:
         self._single: list[int] = []
@@ -164,7 +164,7 @@ class BadWords:
 
 
 class Thinking:
-    """How far an output is in its reasoning."""
+    """The progress of an output in its reasoning."""
 
     def __init__(self, budget: ThinkingBudget, output: Iterable[int] = ()) -> None:
         self._budget = budget
@@ -174,7 +174,7 @@ class Thinking:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """This token is the next one of the output."""
+        """Append this token, the next one of the output."""
         if not self._inside:
             self._inside = token_id == self._budget.begin_token_id
         elif token_id == self._budget.end_token_id:

@@ -34,7 +34,7 @@ _MOST_S = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a stream is to go: the shard, why it was chosen, and where its KV blocks are."""
+    """The place a stream is to go to: the shard, why it was chosen, and where its KV blocks are."""
 
     shard: ShardState
     reason: str

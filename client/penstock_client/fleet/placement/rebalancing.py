@@ -97,5 +97,5 @@ def has_room(target: ShardState, left: ShardState) -> bool:
 
 
 def _went_once(stream: FleetStream) -> bool:
-    """So that none goes around."""
+    """Tell whether a stream was moved before, so that none goes around."""
     return any(attempt.ended_because == REBALANCE for attempt in stream.attempts)

@@ -48,13 +48,13 @@ Block = ThinkingBlock | TextBlock | ToolUseBlock
 
 
 class ThinkingTokens(TypedDict):
-    """How many of the answer's tokens are thinking."""
+    """Count of the answer's tokens that are thinking."""
 
     thinking_tokens: int
 
 
 class CacheCreation(TypedDict):
-    """Nothing is billed for what is put into the prefix cache."""
+    """Tokens billed for what is put into the prefix cache: none."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int
@@ -80,7 +80,7 @@ StopReason = Literal[
 
 
 class MessageEnd(TypedDict):
-    """Why a message ended."""
+    """The reason why a message ended."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None
@@ -177,7 +177,7 @@ class MessageShape:
         }
 
     def headers(self) -> Mapping[str, str]:
-        """No headers of its own."""
+        """Add no headers."""
         return {}
 
     def _note_end(self, delta: Delta) -> None:

@@ -26,7 +26,7 @@ class MessageModel(TypedDict):
 
 
 class MessageModelPage(TypedDict):
-    """Some of the names, in their order."""
+    """A page of the names, in their order."""
 
     data: list[MessageModel]
     has_more: bool

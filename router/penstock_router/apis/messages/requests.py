@@ -249,7 +249,7 @@ def _constraint_of(options: JsonObject) -> JsonObject:
 
 
 def _template_kwargs(values: JsonObject, turns: Turns) -> JsonObject:
-    """Whether to reason, and how hard, under the variable names that templates use."""
+    """Say whether to reason, and how hard, under the variable names that templates use."""
     kwargs = {**thinking_kwargs(values), **thinking_variables(values)}
     effort = turns.effort or values.get("output_config", {}).get("effort")
     if effort is not None:

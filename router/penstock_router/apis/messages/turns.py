@@ -114,7 +114,7 @@ def _blocks_of(turns: Sequence[Any]) -> Iterator[Any]:
 
 
 def _last_user(turns: Sequence[Any]) -> int:
-    """Where the user speaks last; -1: nowhere."""
+    """Find where the user speaks last; -1: nowhere."""
     return max((at for at, turn in enumerate(turns) if _role_of(turn) == "user"), default=-1)
 
 

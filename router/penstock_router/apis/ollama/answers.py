@@ -106,7 +106,7 @@ class EmbeddingsAnswer(TypedDict):
 
 
 class Gain(TypedDict, total=False):
-    """What a line shows of an answer."""
+    """The part of an answer that a line shows."""
 
     content: str
     thinking: str
@@ -114,7 +114,7 @@ class Gain(TypedDict, total=False):
 
 
 class _Lines(ABC):
-    """What both APIs share."""
+    """The part that both APIs share."""
 
     def __init__(self, job: Job, envelope: Envelope) -> None:
         self._job = job
@@ -163,7 +163,7 @@ class _Lines(ABC):
         }
 
     def _gain(self, delta: Delta) -> Gain:
-        """What this delta adds, calls that are complete with it included."""
+        """Gather what this delta adds, calls that are complete with it included."""
         if delta.finish_reason == "length":
             self._reason = "length"
         gain: Gain = {}
@@ -205,7 +205,7 @@ class _Lines(ABC):
     # ---- whole
 
     def headers(self) -> Mapping[str, str]:
-        """No headers of its own."""
+        """Add no headers."""
         return {}
 
     def whole(self, deltas: Sequence[Delta]) -> JsonObject:
@@ -216,7 +216,7 @@ class _Lines(ABC):
     # ---- in lines
 
     def opening(self) -> list[bytes]:
-        """Nothing: streams begin with what comes first."""
+        """Send nothing: streams begin with what comes first."""
         return []
 
     def chunk(self, delta: Delta) -> bytes | None:

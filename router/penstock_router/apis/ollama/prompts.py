@@ -155,8 +155,8 @@ def _kept_tokens(request: OllamaRequest, model: TextModel) -> int:
 
 
 def _starts(messages: list[Message]) -> list[int]:
-    """Where the chat may begin, all systems before it kept: at no result, and not after an image,
-    whose pixels are in the request.
+    """Find where the chat may begin, all systems before it kept: at no result, and not after an
+    image, whose pixels are in the request.
     """
     starts = []
     for index, message in enumerate(messages):

@@ -40,13 +40,13 @@ _encode = msgspec.json.encode
 
 
 class PromptTokensDetails(TypedDict):
-    """How many of the prompt's tokens were found in the prefix cache."""
+    """Count of the prompt's tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """How many of the answer's tokens are reasoning."""
+    """Count of the answer's tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -120,7 +120,7 @@ class ChatMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One choice."""
+    """A choice of a chat."""
 
     index: int
     message: ChatMessage
@@ -154,7 +154,7 @@ class CalledFunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """What is added to call number `index`; its first delta has the id and type."""
+    """The addition to call number `index`; its first delta has the id and type."""
 
     index: int
     id: NotRequired[str]
@@ -163,7 +163,7 @@ class ToolCallDelta(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    """What an event adds to a choice's message; reasoning has two names here too."""
+    """The addition that an event makes to a choice's message; reasoning has two names here too."""
 
     role: NotRequired[Literal["assistant"]]
     reasoning_content: NotRequired[str]
@@ -173,7 +173,7 @@ class ChatDelta(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """What an event adds to one choice, and why the choice ended."""
+    """The addition that an event makes to a choice, and why the choice ended."""
 
     index: int
     delta: ChatDelta
@@ -217,7 +217,7 @@ def usage_object(usage: Usage) -> UsageObject:
 
 
 class _OpenAIShape(ABC):
-    """What completions and chats share: the envelope, and chunks around a piece of text."""
+    """The part that completions and chats share: the envelope, and chunks around a text."""
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
@@ -259,7 +259,7 @@ class _OpenAIShape(ABC):
         return self._full_chunk([self._chunk_choice(delta)]) if pieces else None
 
     def _heads_for(self, opens: bytes) -> list[bytes]:
-        """For each choice the JSON before a piece of text; it ends with `opens`."""
+        """Write for each choice the JSON before a piece of text; it ends with `opens`."""
         head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         return [b"%b%d%b" % (head, index, opens) for index in range(len(self._job.requests))]
 
@@ -295,7 +295,7 @@ class _OpenAIShape(ABC):
         return error_frames(error)
 
     def headers(self) -> Mapping[str, str]:
-        """No headers of its own."""
+        """Add no headers."""
         return {}
 
     def _answer(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -345,7 +345,7 @@ class CompletionShape(_OpenAIShape):
             self._logprobs[index].skip(job.prompt_of(index).token_ids)
 
     def opening(self) -> list[bytes]:
-        """Nothing: completions begin with their text."""
+        """Send nothing: completions begin with their text."""
         return []
 
     def chunk(self, delta: Delta) -> bytes | None:
@@ -411,7 +411,7 @@ class ChatShape(_OpenAIShape):
         self._reasoning_heads = self._heads_for(self._reasoning_opens)
 
     def opening(self) -> list[bytes]:
-        """One chunk for each choice, with its role."""
+        """Send a chunk for each choice, with its role."""
         prompt_ids = self._job.prompts[0].token_ids
         more: JsonObject = {"prompt_token_ids": list(prompt_ids)} if self._has_ids else {}
         # It comes with the first token, and says what there was before.
@@ -497,7 +497,7 @@ class ChatShape(_OpenAIShape):
         return gained
 
     def _calls(self, choice: int, pieces: Sequence[Piece]) -> dict[int, JsonObject]:
-        """What the pieces add to each call, by its number."""
+        """Gather what the pieces add to each call, by its number."""
         calls: dict[int, JsonObject] = {}
         # One pass over all pieces: an answer may make thousands of calls.
         for piece in pieces:

@@ -127,7 +127,7 @@ def _chat_logprobs(values: JsonObject) -> int | None:
 
 
 def template_options(values: JsonObject) -> JsonObject:
-    """What a chat's prompt depends on besides its messages, as `ChatRequest` takes it."""
+    """Gather what a chat's prompt depends on besides its messages, as `ChatRequest` takes it."""
     continues = values.get("continue_final_message", ends_unfinished(values.get("messages", ())))
     begins = values.get("add_generation_prompt", not continues)
     if continues and begins:

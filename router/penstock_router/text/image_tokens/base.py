@@ -1,4 +1,4 @@
-"""What a model's prompts have in the place of an image."""
+"""Tokens that a model's prompts have in the place of an image."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ImageTokens:
     token_ids: Callable[[int, int], Sequence[int]]
 
     def is_spelled_in(self, text: str) -> bool:
-        """Whether the text has anything reserved."""
+        """Tell whether the text has anything reserved."""
         return any(reserved in text for reserved in self.reserved)
 
 

@@ -28,7 +28,7 @@ class Grid:
     frames: int = 1
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """As many as squares; only the rounding is not obvious, and it is the processor's."""
+        """Give as many as squares; only the rounding is not obvious, and it is the processor's."""
         if max(width, height) / min(width, height) > _MAX_RATIO:
             raise ImageUnusable(
                 f"an image of {width} x {height} pixels: its longer side may have at most "

@@ -20,7 +20,7 @@ Change = dict[str, Any]
 
 
 class Template(Protocol):
-    """What is probed: a template that renders messages, or raises `BadRequest`."""
+    """The template that is probed: it renders messages, or raises `BadRequest`."""
 
     def render(
         self,
@@ -108,7 +108,7 @@ class Asker:
         return text is not None and asked.is_shown_in(text) and accepts(text)
 
     def texts(self, messages: Sequence[Message], **change: Any) -> list[str | None]:
-        """How messages made to fit are rendered, in each way that counts."""
+        """Render messages made to fit, in each way that counts."""
         fitted = fit(list(messages), replace(self._found, **change))
         return [self._render(fitted, with_tools) for with_tools in self._ways[0]]
 
@@ -130,7 +130,7 @@ class Asker:
         self._notes.append(f"the chat template {what}")
 
     def names(self, word: str) -> bool:
-        """Whether the template knows the word: a role that it only repeats it does not know."""
+        """Tell whether the template knows the word: a role that it only repeats is not known."""
         return re.search(rf"""(["']){word}\1""", self._source) is not None
 
     def reads(self, key: str) -> bool:
@@ -146,7 +146,7 @@ class Asker:
         return {"parts_only": self._found.parts_only | {role}}
 
     def joint(self, role: str, messages: Sequence[Message]) -> str | None:
-        """What the template puts between two texts of a content; None where it takes no parts."""
+        """Find what the template puts between two texts of a content; None if it takes no parts."""
         [message] = [each for each in messages if each["role"] == role][:1]
         fitted = fit(list(messages), self._found)
         places = [at for at, each in enumerate(fitted) if each.get("content") == message["content"]]
@@ -168,7 +168,9 @@ class Asker:
         return joint
 
     def keeps_prefixes(self, messages: list[Message], **change: Any) -> bool:
-        """Whether each turn's prompt begins like the one before it, to the end of its last text."""
+        """Tell whether each turn's prompt begins like the one before it, to the end of its last
+        text.
+        """
         asked = [at + 1 for at, each in enumerate(messages) if each["role"] in ("user", "tool")]
         prompts = [self.texts(messages[:end], **change) for end in asked]
         for end, before, after in zip(asked, prompts, prompts[1:], strict=False):

@@ -95,7 +95,7 @@ def order_results(messages: list[Message]) -> list[Message]:
 
 
 def _ordered(run: list[Message]) -> list[Message]:
-    """Of a message with calls and all up to the next one of the assistant."""
+    """Order a message with calls and all up to the next one of the assistant."""
     if not run or not (calls := run[0].get("tool_calls")):
         return run
     places = {call["id"]: place for place, call in enumerate(calls) if call.get("id")}
@@ -234,7 +234,7 @@ def one_call_each(messages: list[Message]) -> list[Message]:
 
 
 def _pairs(message: Message, results: list[Message]) -> Iterator[Message]:
-    """Each call in a message of its own, and its results; those of no call at the end."""
+    """Put each call in a message of its own, and its results; those of no call at the end."""
     calls = message["tool_calls"]
     of_calls: dict[object, list[Message]] = {call["id"]: [] for call in calls if call.get("id")}
     nameless: deque[Message] = deque()

@@ -21,8 +21,8 @@ _THINKING = {"enable_thinking": True, "thinking": True, "preserve_thinking": Tru
 
 
 def probe(template: Template, source: str, tools: Sequence[bool]) -> TemplateTraits:
-    """What the template with this source takes; `tools`: whether requests for it may have none,
-    and whether they may have some.
+    """Find what the template with this source takes; `tools`: whether requests for it may have
+    none, and whether they may have some.
     """
     asker = Asker(template, source, tools)
     if not asker.renders_any:
@@ -71,7 +71,9 @@ def _systems(of: Asker) -> None:
 
 
 def _is_in_last_turn(of: Asker, chat: Sequence[Message]) -> bool:
-    """Whether the template itself puts the system there. It does so only while that is the end."""
+    """Tell whether the template itself puts the system there. It does so only while that is the
+    end.
+    """
     told: Change = {"first_system": "in_last_turn"}
     moved = Scene(chat, (("zquser0", "zqanswer0", "zqsystem0", "zquser1"),))
     return of.texts(chat) == of.texts(chat, **told) and of.settle([moved], told)
@@ -132,8 +134,8 @@ def _with_name(name: str, messages: Sequence[Message]) -> list[Message]:
 
 
 def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
-    """In which forms calls and results may be given, the one that changes least first: as such, and
-    in words.
+    """List the forms in which calls and results may be given, the one that changes least first: as
+    such, and in words.
     """
     forms: list[Change] = [
         {"arguments_as_text": as_text, "empty_content": empty, **parts}

@@ -1,4 +1,4 @@
-"""How a chat template is told whether, and how much, its model should think.
+"""Ways to tell a chat template whether, and how much, its model should think.
 
 Requests say it in one of a few ways; templates read it in others. What a request says is given to
 the template under every name that it reads.

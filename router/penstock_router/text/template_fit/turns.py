@@ -1,4 +1,4 @@
-"""Whose turn it is: roles that a template lacks, and the order in which turns may follow."""
+"""Turns of a chat: roles that a template lacks, and the order in which turns may follow."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def place_systems(messages: list[Message], traits: TemplateTraits) -> list[Messa
 
 
 def _last_turn(messages: list[Message], traits: TemplateTraits) -> int:
-    """Where the user's last turn begins, which may be several messages."""
+    """Find where the user's last turn begins, which may be several messages."""
     apart = {"user": traits.merges_users, "tool": traits.joins_user_to_result}
     begins = [
         at

@@ -1,4 +1,4 @@
-"""What a shard counts, for Prometheus, as the supervisor reports it."""
+"""Counts of a shard, for Prometheus, as the supervisor reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All metrics of a shard, for Prometheus: its counts, and the engine's state at each scrape."""
+"""Metrics of a shard, for Prometheus: its counts, and the engine's state at each scrape."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def serve_metrics(engine: EngineSupervisor, config: ShardConfig) -> None:
 
 
 class ShardCollector(Collector):
-    """All of them, under our names and those of other servers. Runs in another thread than the one
-    that handles the engine's messages and only reads, so the values may be from different moments.
+    """Collector of all metrics, under our names and those of other servers. Runs in another thread
+    than the one that handles the engine's messages and only reads, so the values may be from
+    different moments.
     """
 
     def __init__(self, engine: EngineSupervisor, config: ShardConfig) -> None:
@@ -91,7 +92,7 @@ def _cache_info(info: RunnerInfo | None) -> Metric:
 
 
 def _images(engine: EngineSupervisor) -> Iterator[Metric]:
-    """Those that requests see."""
+    """Metrics of images that requests see."""
     text = "Bytes of images' pixels that the engine has (--image-cache-bytes)."
     yield _gauge("image_bytes", text, engine.images.num_bytes)
     text = "Images whose pixels were put, and were not here."
@@ -108,7 +109,7 @@ def _images(engine: EngineSupervisor) -> Iterator[Metric]:
 
 
 def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
-    """How full it is, and what it has room for."""
+    """Say how full the KV cache is, and what it has room for."""
     num_blocks = 0 if info is None else info.num_blocks
     yield _gauge("kv_blocks", "KV blocks in total.", num_blocks)
     yield _gauge("kv_used_blocks", "KV blocks held by sequences.", load.referenced_blocks)
@@ -126,7 +127,7 @@ def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
 
 
 def _states(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
-    """Those of layers that have one; 0 where none does."""
+    """Metrics of the states of layers that have one; 0 where none does."""
     text = "Bytes of one sequence's states; 0 for a model without."
     yield _gauge("state_bytes", text, 0 if info is None else info.state_bytes)
     text = "States that there is room for, of sequences and kept for others."
@@ -137,7 +138,7 @@ def _states(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
 
 
 def _copies(load: Load) -> Iterator[Metric]:
-    """Those of blocks in host memory (--kv-host-bytes)."""
+    """Metrics of copies of blocks in host memory (--kv-host-bytes)."""
     text = "KV blocks that host memory has copies of."
     yield _gauge("kv_copied_blocks", text, load.copied_blocks)
     for name, text, value in (
@@ -156,7 +157,7 @@ def _copies(load: Load) -> Iterator[Metric]:
 
 
 def _disk_copies(load: Load) -> Iterator[Metric]:
-    """Those of blocks on disk (--kv-disk)."""
+    """Metrics of copies of blocks on disk (--kv-disk)."""
     yield _gauge("kv_disk_blocks", "KV blocks that the disk has.", load.disk_blocks)
     for name, text, value in (
         ("saved", "KV blocks written to disk.", load.disk_saved_blocks_total),

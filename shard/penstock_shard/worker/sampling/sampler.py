@@ -58,7 +58,7 @@ _Index = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """What rows of logits are for, in columns: the token at `positions` of the output of the
+    """The purpose of rows of logits, in columns: the token at `positions` of the output of the
     sequence in `slots`, counted from its first token; tokens delivered before this attempt count
     too. A slot may occur several times if its sequence is not stateful.
     """
@@ -75,7 +75,7 @@ class Sampler:
     """
 
     def __init__(self, shaping: LogitsShaping | None = None) -> None:
-        """Without `shaping` logits are taken as they are."""
+        """Take logits as they are without `shaping`."""
         self._shaping = LogitsShaping() if shaping is None else shaping
         self._requests: dict[int, Request] = {}
         self._known = _SamplingColumns()
@@ -88,24 +88,24 @@ class Sampler:
         self._known.stateful[admission.slot] = self._shaping.admit(admission)
 
     def release(self, slot: int) -> None:
-        """No sequence has this slot any more."""
+        """Release the slot: no sequence has it any more."""
         self._requests.pop(slot, None)
         self._shaping.release(slot)
 
     def ends_with(self, slot: int, token_id: int) -> bool:
-        """Whether this token ends the sequence in a slot."""
+        """Tell whether this token ends the sequence in a slot."""
         return self._requests[slot].ends_with(token_id)
 
     def repeat(self, slot: int) -> None:
-        """Nothing could be drawn for the sequence in this slot: its position is asked for again."""
+        """Ask again for the position of the sequence in this slot: none could be drawn."""
         self._shaping.repeat(slot)
 
     def is_stateful(self, slot: int) -> bool:
-        """Whether the tokens of the sequence in a slot depend on those before them."""
+        """Tell whether the tokens of the sequence in a slot depend on those before them."""
         return bool(self._known.stateful[slot])
 
     def needs_tokens(self, rows: SampleRows) -> bool:
-        """Whether all rows enqueued earlier must be finished before these are prepared."""
+        """Tell whether all rows enqueued earlier must be finished before these are prepared."""
         return bool(self._known.stateful[rows.slots].any())
 
     def prepare(self, rows: SampleRows) -> None:
@@ -148,7 +148,7 @@ class Sampler:
         self._shaping.abandon()
 
     def sample(self, logits: Tensor, rows: SampleRows) -> list[RowResult]:
-        """Both halves at once: logits [N, V] -> one result a row.
+        """Do both halves at once: logits [N, V] -> one result a row.
 
         A row with NaN logits, or with no token left to draw, gets an error; other rows do not.
         """
@@ -207,7 +207,7 @@ class _Sources:
     shaped_best: Tensor
 
     def of(self, rows: _Index) -> abc.Iterator[tuple[Tensor, Tensor, _Index, _Index]]:
-        """Where to draw for these rows: logits, the largest of each row, the indices of rows in
+        """Say where to draw for these rows: logits, the largest of each row, the indices of rows in
         both, and which rows of the step they are.
         """
         if self.shaped is None:
@@ -244,7 +244,9 @@ class PendingSamples:
         return known.clip(min=0)
 
     def finish(self) -> list[RowResult]:
-        """One result a row. Call once, after the device has finished the copies to the host."""
+        """Finish with one result a row. Call once, after the device has finished the copies to the
+        host.
+        """
         codes: list[int] = self._codes.tolist()
         results = list(map(RowResult, codes))
         if min(codes) < 0:

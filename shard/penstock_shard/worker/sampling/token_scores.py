@@ -61,7 +61,7 @@ def score_tokens(
     counts: abc.Sequence[int],
     asked: abc.Sequence[abc.Sequence[int]] = (),
 ) -> TokenScores:
-    """From raw logits [n, V]: the log-probability and rank of tokens [n] (rank 1 is the most
+    """Score from raw logits [n, V]: the log-probability and rank of tokens [n] (rank 1 is the most
     likely; equals share a rank), the `counts[i]` best of row i, and those of the ids `asked[i]`.
 
     Ranks and order are taken from the logits: as log-probabilities, two may round to the same.

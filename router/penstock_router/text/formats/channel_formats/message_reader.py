@@ -124,7 +124,7 @@ class MessageReader(ChannelReader):
         return True
 
     def _is_closed(self) -> Reading[bool]:
-        """Whether another message, or nothing, follows a mark of the end that is plain text."""
+        """Tell whether a message, or nothing, follows a mark of the end that is plain text."""
         was_reasoning, self.in_reasoning = self.in_reasoning, False
         self._fits = True
         yield from self._space()

@@ -35,7 +35,7 @@ class GigaChatFormat(CallFormat):
         return (_CALL,)
 
     def for_template(self, template: str) -> GigaChatFormat:
-        """In the form that the template has."""
+        """Choose the form that the template has."""
         return replace(self, is_message=_CALL not in template)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:

@@ -61,7 +61,7 @@ class MistralFormat(CallFormat):
         return among_text([among], _CALLS, parallel=False)
 
     def for_template(self, template: str) -> MistralFormat:
-        """With ids, if the template writes them behind a call's arguments."""
+        """Add ids, if the template writes them behind a call's arguments."""
         return replace(self, has_ids=', "id": "' in template)
 
     def _call_tag(self, tool: Tool, rule: CallRule) -> JsonObject:
@@ -100,7 +100,7 @@ class MistralNamedFormat(CallFormat):
         return among_text(tags, _CALLS, parallel=rule.parallel)
 
     def for_template(self, template: str) -> MistralNamedFormat:
-        """With ids, if the template writes them."""
+        """Add ids, if the template writes them."""
         return replace(self, has_ids=_ID in template)
 
     def _call_tag(self, tool: Tool, rule: CallRule) -> JsonObject:

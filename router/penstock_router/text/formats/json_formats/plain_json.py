@@ -36,7 +36,7 @@ class PlainJsonFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """One object or, where there may be several, a list of them."""
+        """Match one object or, where there may be several, a list of them."""
         tags = [call_tag(tool, '{"name": ', ', "arguments": ', "}", rule) for tool in tools]
         calls = one_or_more(tags, "", parallel=False)
         if rule.parallel:
@@ -95,7 +95,7 @@ class _CallParser(BareJsonParser):
             yield from self._after_call()
 
     def _rest(self) -> Reading[None]:
-        """All of the remaining text is content."""
+        """Take all of the remaining text as content."""
         self._fits = False
         while True:
             self._take(len(self._text))

@@ -99,7 +99,7 @@ class JsonMender:
         self._closers, self.unsaid, self._quote, self.complete = [], "", "", True
 
     def _begun_escape(self) -> str:
-        """What stands for an escape that has no end: a backslash of which none came is text."""
+        """Say what stands for an escape that has no end: a backslash of which none came is text."""
         half = _LOST if len(self.unsaid) >= _ESCAPE_SIZE else ""
         begun = self.unsaid[_ESCAPE_SIZE:] if half else self.unsaid
         return half + ("\\" + begun if begun else "")

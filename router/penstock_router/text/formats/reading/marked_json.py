@@ -80,7 +80,7 @@ class MarkedJson(CallFormat):
         return MarkedJsonParser(self, tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Each call between marks of its own, or all in one list between marks."""
+        """Match each call between marks of its own, or all in one list between marks."""
         opens, closes = f"{self.begin}{self.padding}", f"{self.padding}{self.end}"
         before, behind = ("", "") if self.is_list else (opens, closes)
         tags = [self.call(tool, before, behind, rule) for tool in tools]

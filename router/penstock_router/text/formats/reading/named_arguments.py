@@ -144,14 +144,14 @@ def _bounded(schema: JsonObject) -> JsonObject | None:
 
 
 def one_after_another(parts: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
-    """All needed parts and any of the others, in order."""
+    """Match all needed parts and any of the others, in order."""
     return sequence(
         literal(""), *(part if needed else either([part, literal("")]) for needed, part in parts)
     )
 
 
 def with_commas(parts: Sequence[tuple[bool, JsonObject]], comma: str = ", ") -> JsonObject:
-    """All needed parts and any of the others, in order, with commas between them."""
+    """Match all needed parts and any of the others, in order, with commas between them."""
     behind = [_behind_another(needed, part, comma) for needed, part in parts]
     first_needed = next((at for at, (needed, _) in enumerate(parts) if needed), None)
     last = len(parts) if first_needed is None else first_needed + 1

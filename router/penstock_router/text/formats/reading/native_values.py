@@ -38,7 +38,7 @@ _WORDS = (("boolean", True, False), ("null", None))
 
 
 class Notation(ABC):
-    """How a family writes values."""
+    """The way a family writes values."""
 
     separator: str
 

@@ -113,7 +113,9 @@ class PythonCallParser(LiteralParser, JsonCallParser):
     _suffix = ""
 
     def _marked_calls(self) -> Reading[None]:
-        """All calls behind a mark, in brackets or not, in Python or JSON, and their end marks."""
+        """Match all calls behind a mark, in brackets or not, in Python or JSON, and their end
+        marks.
+        """
         first = yield from self._space()
         if first == "{" or (first == "[" and (yield from self._behind_bracket()) == "{"):
             yield from self._object_or_list()

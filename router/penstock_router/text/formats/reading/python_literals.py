@@ -191,11 +191,11 @@ class LiteralParser(CallParser):
         self._elements_begin.pop()
 
     def _element_pattern(self, opener: str) -> re.Pattern[str]:
-        """What an element behind this bracket begins with."""
+        """Match what an element behind this bracket begins with."""
         return _ELEMENT
 
     def _elements(self, opener: str, depth: int) -> Reading[None]:
-        """All up to the closing bracket; a comma may follow the last one."""
+        """Read all up to the closing bracket; a comma may follow the last one."""
         closer = _CLOSERS[opener]
         while (yield from self._space()) != closer:
             if opener == "{":
@@ -353,7 +353,7 @@ class LiteralParser(CallParser):
         return self._at_end(rest)
 
     def _behind_brackets(self, rest: str) -> tuple[str, int, bool]:
-        """What stands behind closing brackets, how many are still open there, and whether there
+        """Say what stands behind closing brackets, how many are still open there, and whether there
         were too few or too many. Once all are closed, more count only if others are damaged, or if
         it is not plain without them that all ends there.
         """

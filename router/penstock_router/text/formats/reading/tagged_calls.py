@@ -235,7 +235,7 @@ class TaggedCallParser(CallParser):
             self._fits = False
 
     def _block_without_tags(self) -> Reading[None]:
-        """What stands behind the begin mark of calls is not a function's tag."""
+        """Read what stands behind the begin mark of calls and is not a function's tag."""
         yield from ()
         raise Misfit
 
@@ -464,8 +464,8 @@ class TaggedCallParser(CallParser):
         return None
 
     def _is_end(self, size: int, end: str) -> Reading[bool]:
-        """Whether the end of this size that stands here is one: in a string something of the call
-        must follow, unless it is a token.
+        """Tell whether the end of this size that stands here is one: in a string something of the
+        call must follow, unless it is a token.
         """
         if not self._may_be_text or self._marks.spelled(end) != end:
             return True

@@ -34,7 +34,7 @@ class Spaces:
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """How a family writes a call: the text around names and values."""
+    """The way a family writes a call: the text around names and values."""
 
     # Around each call or, with `is_one_block`, around all of them; "" if there is nothing.
     wrap: tuple[str, str]
@@ -56,7 +56,7 @@ class Tags:
 
 
 def bare(begin: str) -> str:
-    """What is before a name, without the quote: models forget quotes, or take others."""
+    """The text before a name, without the quote: models forget quotes, or take others."""
     return begin.rstrip('"')
 
 

@@ -212,7 +212,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
         self._fits = len(self._open) == 1
 
     def _described_as(self, parent: _Element, name: str) -> tuple[Any, Kinds]:
-        """What the schema says of an element. Of one within another it may say nothing."""
+        """Find what the schema says of an element. Of one within another it may say nothing."""
         if len(self._open) == 1:
             schema = schema_of_member(self._root, name, self._root)
             return schema, kinds_of_argument(self._root, name)
@@ -239,7 +239,9 @@ class _MiniMaxM3Parser(TaggedCallParser):
         self._names[name] += 1
 
     def _is_next(self, text: str) -> Reading[bool]:
-        """Whether this stands here behind white space; the answer may be over before that shows."""
+        """Tell whether this stands here behind white space; the answer may be over before that
+        shows.
+        """
         if (yield from self._follows(0, [text], or_nothing=False)):
             return True
         if self._over and (yield from self._follows(0, [text])):
