@@ -29,7 +29,7 @@ class Name:
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def labels_of(self, sample: Mapping[str, str]) -> _Labels | None:
-        """Their labels for one of our samples; None if the sample is no part of their metric."""
+        """Labels under their name for a sample of ours; None if their metric lacks the sample."""
         named = []
         for ours, values in self.values.items():
             if sample.get(ours, "") not in values:

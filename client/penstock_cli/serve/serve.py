@@ -58,7 +58,7 @@ _ROUTER_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ListeningConfig):
-    """Our own flags; all others are those of shards, or of the router."""
+    """Flags of `penstock serve` itself; all others are those of shards, or of the router."""
 
     port: int = flag(8000, "its port", group=SERVING, at_least=1, at_most=_MAX_PORT)
     shutdown_timeout_s: float = seconds(
@@ -139,7 +139,7 @@ def _needs_key(api_key: str | None, router_flags: Sequence[str]) -> bool:
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[ServeConfig, list[str]]:
-    """Our own flags, and those for shards."""
+    """Parse the flags of `penstock serve` itself, and those for shards."""
     parser = _parser()
     given, shard_flags = parser.parse_known_args(arguments)
     config = ServeConfig(**vars(given))

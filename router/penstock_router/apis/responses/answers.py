@@ -160,7 +160,7 @@ def usage_object(usage: Usage, unenforced: Sequence[str] = ()) -> ResponseUsage:
 
 
 class ResponseShape:
-    """One response: `answer` is in progress until `finish`, `fail` or `cancel`.
+    """Response as it is made: `answer` is in progress until `finish`, `fail` or `cancel`.
 
     It may be long; whatever encodes all of it then belongs in a thread.
     """

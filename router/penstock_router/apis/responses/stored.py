@@ -19,7 +19,7 @@ _decode, _encode = msgspec.json.decode, msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which items to list: at most `limit`, in this order, after the item with the id `after`."""
+    """Items to list: at most `limit`, in this order, after the item with the id `after`."""
 
     limit: int
     order: Literal["asc", "desc"]
