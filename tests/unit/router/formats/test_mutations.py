@@ -38,7 +38,9 @@ _FORM = re.compile(
 )
 # What mending may change: syntax of JSON, words and numbers of Python.
 _HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-_ESCAPES = re.compile(r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u....|\\.)")
+_ESCAPES = re.compile(
+    r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.)"
+)
 _MENDED = re.compile(
     r"[\s{}\[\],:\"'\\]|0[xX][0-9a-fA-F_]+|0[oObB]|[-+0-9._]|(?<=[0-9.])[eE](?=[-+0-9])"
     r"|None|True|False"
