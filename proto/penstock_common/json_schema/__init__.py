@@ -1,0 +1,1 @@
+"""JSON Schema as routers and shards both read it."""
