@@ -10,7 +10,8 @@ _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 
 
 def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
-    """A schema of the same values, without `additionalItems`, lists in `items`, bools as bounds.
+    """A schema of the same values, without `additionalItems`, lists in `items`, bools as bounds, and
+    with what `nullable` allows in its `type`.
 
     All conditions are in `if`, as tuples of schemas: the condition, what values must meet that meet
     it, and what all others must.
@@ -26,6 +27,8 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
             out |= {"items": value} if has_list else {}
         elif keyword in _EXCLUSIVE and schema.get(_EXCLUSIVE[keyword]) is True:
             out[_EXCLUSIVE[keyword]] = value
+        elif keyword == "type" and schema.get("nullable") is True:
+            out["type"] = [*(value if isinstance(value, list) else [value]), "null"]
         elif keyword == "if":
             condition = (value, schema.get("then", True), schema.get("else", True))
             out.setdefault("if", []).append(condition)
@@ -36,6 +39,13 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
         ):
             out[keyword] = value
     return out
+
+
+def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without keywords whose value is null, as some clients write those that they lack."""
+    if None not in schema.values():
+        return schema
+    return {key: value for key, value in schema.items() if value is not None or key == "const"}
 
 
 def _if_there(name: str, needed: Any) -> tuple[dict[str, Any], Any, bool]:
