@@ -51,7 +51,8 @@ class _Facts:
 
     def and_(self, other: _Facts) -> _Facts:
         """What is known of the values that both schemas allow."""
-        shared = self.tags.keys() & other.tags
+        names = self.tags.keys() & other.tags
+        shared = {name: self.tags[name] & other.tags[name] for name in names}
         return _Facts(
             self.types & other.types,
             _both(self.listed, other.listed),

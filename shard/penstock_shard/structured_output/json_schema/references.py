@@ -124,7 +124,7 @@ def _anchor_names(schema: dict[str, Schema], by_id: bool) -> Iterator[str]:
 
 
 def _draft(root: Schema) -> int | None:
-    """The schema's draft; None, which allows the keywords of all drafts, if it names none of ours."""
+    """The schema's draft; None, which allows the keywords of all, if it names none of ours."""
     named = root.get("$schema") if isinstance(root, dict) else None
     address = str(named).removeprefix("http://").removeprefix("https://").rstrip("#")
     return _DRAFTS.get(address)

@@ -18,6 +18,7 @@ from penstock_shard.structured_output.json_schema.combine import (
     any_of,
     unless,
 )
+from penstock_shard.structured_output.json_schema.conditions import conditions
 from penstock_shard.structured_output.json_schema.contains import contains
 from penstock_shard.structured_output.json_schema.formats import FORMATS
 from penstock_shard.structured_output.json_schema.infinite_values import ending_names, may_end
@@ -281,16 +282,6 @@ def _not(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return place.negative(schema["not"], base)
 
 
-def _if(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    parts = []
-    for condition, then, otherwise in schema["if"]:
-        if then is not True or otherwise is not True:
-            met = all_of([place.positive(condition, base), place.positive(then, base)])
-            unmet = all_of([place.negative(condition, base), place.positive(otherwise, base)])
-            parts.append(any_of([met, unmet]))
-    return all_of(parts)
-
-
 def _property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
     """propertyNames, if it is a pattern, lengths or a list of names."""
     names = schema["propertyNames"]
@@ -331,7 +322,7 @@ _ADDED: dict[str, Callable[[Place, dict[str, Any], str], Schema]] = {
     "anyOf": _any,
     "oneOf": _one,
     "not": _not,
-    "if": _if,
+    "if": conditions,
     "propertyNames": _property_names,
     "contains": contains,
     "uniqueItems": unique,
