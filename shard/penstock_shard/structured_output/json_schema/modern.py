@@ -13,8 +13,8 @@ _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
     """A schema of the same values, without `additionalItems`, lists in `items`, bools as bounds.
 
-    What `nullable` allows is in its `type`. All conditions are in `if`, as tuples of schemas: the condition, what values must meet that meet
-    it, and what all others must.
+    What `nullable` allows is in its `type`. All conditions are in `if`, as tuples of schemas: the
+    condition, what values must meet that meet it, and what all others must.
     """
     out: dict[str, Any] = {}
     has_list = isinstance(schema.get("items"), list)

@@ -18,9 +18,9 @@ from penstock_shard.structured_output.json_schema.combine import (
     other_types,
     without,
 )
-from penstock_shard.structured_output.json_schema.patterns import any_text_but
 from penstock_shard.structured_output.json_schema.references import REFERENCES
 from penstock_shard.structured_output.json_schema.values import type_of
+from penstock_shard.structured_output.patterns.rust import any_text_but
 
 # To break `items`, one of this many first items must break its schema.
 _FIRST_ITEMS = 5

@@ -145,7 +145,7 @@ _Alternative = tuple[_Facts, _Beside]
 
 
 def _tell_apart(one: _Alternative, other: _Alternative) -> bool:
-    """Tell whether no value meets both alternatives, or none that meets what is added beside each."""
+    """Tell whether no value meets both alternatives, with what is added beside each."""
     shared = one[0].types & other[0].types
     if one[0].listed is not None and other[0].listed is not None:
         shared &= {kind for kind, _ in one[0].listed & other[0].listed}

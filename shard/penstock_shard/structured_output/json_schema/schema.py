@@ -24,17 +24,19 @@ from penstock_shard.structured_output.json_schema.formats import FORMATS
 from penstock_shard.structured_output.json_schema.infinite_values import ending_names, may_end
 from penstock_shard.structured_output.json_schema.keyword_types import check_shapes
 from penstock_shard.structured_output.json_schema.modern import modern, without_nulls
+from penstock_shard.structured_output.json_schema.names import property_names, simpler_patterns
 from penstock_shard.structured_output.json_schema.negation import negative
 from penstock_shard.structured_output.json_schema.one_of import one_of
-from penstock_shard.structured_output.json_schema.patterns import rust_pattern
 from penstock_shard.structured_output.json_schema.property_counts import (
     least_properties,
     most_properties,
 )
+from penstock_shard.structured_output.json_schema.recursion import apart_from_recursion
 from penstock_shard.structured_output.json_schema.references import REFERENCES, Document
 from penstock_shard.structured_output.json_schema.unevaluated import UNEVALUATED, closed
 from penstock_shard.structured_output.json_schema.unique import unique
 from penstock_shard.structured_output.json_schema.values import type_of
+from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 # Those, and keywords that are handled with others.
@@ -59,9 +61,10 @@ def prepared(root: Schema) -> dict[str, Any]:
     if endless:
         translation = _Translation(root, endless)
         found = translation.positive(root, "")
+    found, definitions = apart_from_recursion(found, translation.definitions)
     if found is True:
         found = {}
-    return {**found, "$defs": translation.definitions} if translation.definitions else found
+    return {**found, "$defs": definitions} if definitions else found
 
 
 class _Translation:
@@ -121,7 +124,8 @@ class _Translation:
         check_shapes(schema)
         if "$ref" in schema and self._document.references_stand_alone:
             return {"$ref": schema["$ref"]}, base
-        return modern(schema, self._document.draft), self._document.base(schema, base)
+        read = simpler_patterns(modern(schema, self._document.draft))
+        return read, self._document.base(schema, base)
 
     def _reference(self, keyword: str, reference: object, base: str) -> Schema:
         target, target_base = self.resolve(keyword, reference, base)
@@ -282,40 +286,6 @@ def _not(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return place.negative(schema["not"], base)
 
 
-def _property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """propertyNames, if it is a pattern, lengths or a list of names."""
-    names = schema["propertyNames"]
-    if isinstance(names, dict) and names.keys() == {"$ref"}:
-        names, base = place.resolve("$ref", names["$ref"], base)
-    names, _ = place.read(names, base)
-    if isinstance(names, bool):
-        return True if names else unless("object", {"maxProperties": 0})
-    said = {key: value for key, value in names.items() if key not in ANNOTATIONS}
-    if said.pop("type", "string") != "string":
-        raise ConstraintRefused("propertyNames: names are strings")
-    if not said:
-        return True
-    allowed: dict[str, Any] = {"additionalProperties": False}
-    if said.keys() <= {"enum"} or said.keys() <= {"const"}:
-        listed = said.get("enum", [said.get("const")])
-        allowed["properties"] = {name: True for name in listed if isinstance(name, str)}
-    else:
-        allowed["patternProperties"] = {_name_pattern(said): True}
-    return unless("object", allowed)
-
-
-def _name_pattern(said: dict[str, Any]) -> str:
-    if said.keys() == {"pattern"}:
-        return rust_pattern(said["pattern"])
-    if said.keys() == {"format"} and "pattern" in FORMATS.get(said["format"], {}):
-        return str(FORMATS[said["format"]]["pattern"])
-    if said.keys() <= {"minLength", "maxLength"}:
-        least = int(said.get("minLength", 0))
-        most = int(said["maxLength"]) if "maxLength" in said else ""
-        return f"^(?s:.){{{least},{most}}}$"
-    raise ConstraintRefused("propertyNames: only a pattern, lengths or a list of names is served")
-
-
 _ADDED: dict[str, Callable[[Place, dict[str, Any], str], Schema]] = {
     "format": _format,
     "allOf": _all,
@@ -323,7 +293,7 @@ _ADDED: dict[str, Callable[[Place, dict[str, Any], str], Schema]] = {
     "oneOf": _one,
     "not": _not,
     "if": conditions,
-    "propertyNames": _property_names,
+    "propertyNames": property_names,
     "contains": contains,
     "uniqueItems": unique,
     "minProperties": least_properties,

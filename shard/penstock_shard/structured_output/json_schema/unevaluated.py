@@ -21,8 +21,8 @@ from penstock_shard.structured_output.json_schema.combine import (
     unless,
 )
 from penstock_shard.structured_output.json_schema.one_of import apart
-from penstock_shard.structured_output.json_schema.patterns import rust_pattern
 from penstock_shard.structured_output.json_schema.references import REFERENCES
+from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 UNEVALUATED = frozenset(("unevaluatedProperties", "unevaluatedItems"))

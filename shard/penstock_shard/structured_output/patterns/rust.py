@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 
+from penstock_shard.structured_output.patterns.automaton import automaton, expression
+from penstock_shard.structured_output.patterns.languages import Languages
+from penstock_shard.structured_output.patterns.reader import language_of
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 # The classes as ECMA 262 defines them; Rust's cover other characters.
@@ -30,13 +34,18 @@ _TOKEN = re.compile(
 # Doubled inside a class, some characters are operators in Rust's dialect.
 _TOKEN_IN_CLASS = re.compile(rf"{_ESCAPE}|(?P<operator>[&~-])(?=(?P=operator))|.", re.DOTALL)
 _SYNTAX = set("^$\\.*+?()[]{}|/-")
+_LOOKING = re.compile(r"\(\?<?[=!]")
 _LARGEST_TEXTS = 4000
 _LONGEST_TEXT = 100
 
 
+@functools.lru_cache(1024)
 def rust_pattern(pattern: str) -> str:
-    """A pattern in Rust's dialect that matches the same texts."""
+    """A pattern in Rust's dialect, which has no look-around, that matches the same texts."""
     try:
+        if _LOOKING.search(pattern):
+            languages = Languages()
+            pattern = expression(automaton(languages, language_of(languages, pattern)))
         return _TOKEN.sub(lambda token: _translated(token.group()), pattern)
     except ValueError as error:
         raise ConstraintRefused(f"pattern {shown(pattern)}: {error}") from error
@@ -46,7 +55,7 @@ def _translated(token: str) -> str:
     if token[0] == "\\":
         return _escaped(token, in_class=False)
     if token == "(?":
-        raise ValueError("look-around and flags are not served")
+        raise ValueError("flags are not served")
     if token[:2] == "(?":
         # Names are dropped: they are not used, and in ECMA 262 need not be unique.
         return "(?:"

@@ -1,0 +1,164 @@
+"""Regular languages as expressions, with intersection and complement.
+
+What may follow a character in a language is its derivative by that character (Brzozowski,
+Derivatives of regular expressions, 1964). Equal expressions are one number, so derivatives are
+compared at once, and there are few different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock_shard.structured_output.patterns.characters import ALL, Characters, has
+
+# No text; the empty text.
+NOTHING, EMPTY = 0, 1
+_MOST_EXPRESSIONS = 20_000
+
+
+class TooLarge(ValueError):
+    """A language that takes too much to compute; the message is one line."""
+
+
+class Languages:
+    """Makes languages, each of which is a number that means nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._made: list[tuple[object, ...]] = []
+        # Of each language, whether the empty text belongs to it.
+        self.has_empty: list[bool] = []
+        self._derivatives: dict[tuple[int, int], int] = {}
+        self._characters: dict[Characters, None] = {}
+        self._new(False, "of", ())
+        self._new(True, "empty")
+        self.anything = self.repeated(self.of(ALL))
+
+    @property
+    def characters(self) -> list[Characters]:
+        """All sets of characters that languages were made of."""
+        return list(self._characters)
+
+    def _new(self, has_empty: bool, *key: object) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            if len(self._made) >= _MOST_EXPRESSIONS:
+                raise TooLarge("it is too complex")
+            number = self._numbers[key] = len(self._made)
+            self._made.append(key)
+            self.has_empty.append(has_empty)
+        return number
+
+    def of(self, characters: Characters) -> int:
+        """The texts of one of these characters."""
+        self._characters[characters] = None
+        return self._new(False, "of", characters)
+
+    def text(self, text: str) -> int:
+        return self.joined(self.of(((ord(each), ord(each)),)) for each in text)
+
+    def joined(self, parts: Iterable[int]) -> int:
+        """One text of each, in this order."""
+        out = EMPTY
+        for part in reversed(list(parts)):
+            out = self._before(part, out)
+        return out
+
+    def _before(self, first: int, rest: int) -> int:
+        if NOTHING in (first, rest):
+            return NOTHING
+        if EMPTY in (first, rest):
+            return first if rest == EMPTY else rest
+        made = self._made[first]
+        if made[0] == "joined":
+            return self._before(_number(made[1]), self._before(_number(made[2]), rest))
+        return self._new(self.has_empty[first] and self.has_empty[rest], "joined", first, rest)
+
+    def repeated(self, of: int) -> int:
+        """Any number of its texts, one after the other."""
+        if of in (NOTHING, EMPTY):
+            return EMPTY
+        return of if self._made[of][0] == "repeated" else self._new(True, "repeated", of)
+
+    def between(self, of: int, least: int, most: int | None) -> int:
+        """From `least` to `most` of its texts, one after the other; None: any number from there."""
+        out = self.repeated(of) if most is None else EMPTY
+        for _ in range((most or least) - least):
+            out = self.either([EMPTY, self._before(of, out)])
+        for _ in range(least):
+            out = self._before(of, out)
+        return out
+
+    def either(self, some: Iterable[int]) -> int:
+        """The texts of at least one of these."""
+        kept = self._flat("either", some) - {NOTHING}
+        if self.anything in kept:
+            return self.anything
+        if len(kept) < 2:
+            return next(iter(kept), NOTHING)
+        return self._new(any(self.has_empty[each] for each in kept), "either", frozenset(kept))
+
+    def both(self, some: Iterable[int]) -> int:
+        """The texts of all of these."""
+        kept = self._flat("both", some) - {self.anything}
+        if NOTHING in kept:
+            return NOTHING
+        if len(kept) < 2:
+            return next(iter(kept), self.anything)
+        return self._new(all(self.has_empty[each] for each in kept), "both", frozenset(kept))
+
+    def _flat(self, kind: str, some: Iterable[int]) -> set[int]:
+        out: set[int] = set()
+        for each in some:
+            made = self._made[each]
+            out |= _numbers(made[1]) if made[0] == kind else {each}
+        return out
+
+    def all_but(self, of: int) -> int:
+        """Every text that is not one of these."""
+        made = self._made[of]
+        if of in (NOTHING, self.anything):
+            return self.anything if of == NOTHING else NOTHING
+        if made[0] == "all_but":
+            return _number(made[1])
+        return self._new(not self.has_empty[of], "all_but", of)
+
+    def derivative(self, of: int, code: int) -> int:
+        """What may follow the character of this code point."""
+        key = of, code
+        if key not in self._derivatives:
+            self._derivatives[key] = self._derived(of, code)
+        return self._derivatives[key]
+
+    def _derived(self, of: int, code: int) -> int:
+        kind, *inside = self._made[of]
+        if kind == "of":
+            return EMPTY if has(_characters(inside[0]), code) else NOTHING
+        if kind == "joined":
+            first, rest = map(_number, inside)
+            then = [self._before(self.derivative(first, code), rest)]
+            then += [self.derivative(rest, code)] if self.has_empty[first] else []
+            return self.either(then)
+        if kind == "repeated":
+            return self._before(self.derivative(_number(inside[0]), code), of)
+        if kind == "all_but":
+            return self.all_but(self.derivative(_number(inside[0]), code))
+        if kind == "empty":
+            return NOTHING
+        derived = [self.derivative(each, code) for each in _numbers(inside[0])]
+        return self.either(derived) if kind == "either" else self.both(derived)
+
+
+def _number(part: object) -> int:
+    assert isinstance(part, int)
+    return part
+
+
+def _numbers(part: object) -> frozenset[int]:
+    assert isinstance(part, frozenset)
+    return part
+
+
+def _characters(part: object) -> Characters:
+    assert isinstance(part, tuple)
+    return part
