@@ -121,8 +121,9 @@ def property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
     said = {key: value for key, value in names.items() if key not in ANNOTATIONS}
     if not said or said == {"type": "string"}:
         return True
-    if said.keys() <= {"pattern", "type"} and "pattern" in said:
-        return _named_by(place, str(said["pattern"]), base)
+    pattern = _plain_pattern(said)
+    if pattern is not None:
+        return _named_by(place, pattern, base)
     languages = Languages()
     try:
         found = automaton(languages, _language(place, languages, names, inner))
@@ -134,6 +135,22 @@ def property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return unless(
         "object", {"properties": dict.fromkeys(listed, True), "additionalProperties": False}
     )
+
+
+def _plain_pattern(said: dict[str, Any]) -> str | None:
+    """The pattern of names if that, a format or lengths are all that is said of them."""
+    if said.get("type", "string") != "string":
+        return None
+    keys = said.keys() - {"type"}
+    if keys == {"pattern"}:
+        return str(said["pattern"])
+    if keys == {"format"}:
+        pattern = FORMATS.get(said["format"], {}).get("pattern")
+        return None if pattern is None else str(pattern)
+    if keys and keys <= {"minLength", "maxLength"}:
+        most = int(said["maxLength"]) if "maxLength" in said else ""
+        return f"^[^]{{{int(said.get('minLength', 0))},{most}}}$"
+    return None
 
 
 def _named_by(place: Place, pattern: str, base: str) -> Schema:
@@ -169,7 +186,9 @@ def _of_keyword(
         texts = value if keyword == "enum" else [value]
         return languages.either(languages.text(each) for each in texts if isinstance(each, str))
     if keyword == "format":
-        return language_of(languages, FORMATS.get(value, {"pattern": ""})["pattern"])
+        if value in FORMATS and "pattern" not in FORMATS[value]:
+            raise ValueError(f"format {value} is not served")
+        return language_of(languages, FORMATS.get(value, {}).get("pattern", ""))
     if keyword in ("allOf", "anyOf"):
         parts = [_language(place, languages, part, base) for part in value]
         return languages.both(parts) if keyword == "allOf" else languages.either(parts)

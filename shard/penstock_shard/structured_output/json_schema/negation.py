@@ -20,7 +20,8 @@ from penstock_shard.structured_output.json_schema.combine import (
 )
 from penstock_shard.structured_output.json_schema.references import REFERENCES
 from penstock_shard.structured_output.json_schema.values import type_of
-from penstock_shard.structured_output.patterns.rust import any_text_but
+from penstock_shard.structured_output.patterns.automaton import all_texts_but
+from penstock_shard.structured_output.patterns.rust import any_text_but, rust_pattern
 
 # To break `items`, one of this many first items must break its schema.
 _FIRST_ITEMS = 5
@@ -79,6 +80,14 @@ _BUT: dict[str, Callable[[list[Any]], Schema]] = {
     "number": _no_number_of,
     "string": lambda values: {"type": "string", "pattern": any_text_but(values)},
 }
+
+
+def _pattern(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
+    """Texts in which a pattern is not found; none if that takes too much to say."""
+    try:
+        return {"type": "string", "pattern": rust_pattern(all_texts_but(schema["pattern"]))}
+    except ValueError:
+        return False
 
 
 def _beyond(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
@@ -190,6 +199,7 @@ _OPPOSITES: dict[str, _Opposite] = {
     "type": _type,
     "const": _constants,
     "enum": _constants,
+    "pattern": _pattern,
     "required": _required,
     "properties": _properties,
     "additionalProperties": _additional,

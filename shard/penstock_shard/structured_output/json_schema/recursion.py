@@ -7,8 +7,10 @@ the definition itself, a definition of its own, which is then referred to by its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from penstock_common.json_schema.keywords import HOLDING, HOLDING_BY_NAME, subschemas
 from penstock_shard.structured_output.json_schema.combine import Schema
 
 _Definitions = dict[str, Schema]
@@ -36,17 +38,14 @@ def _recursive_names(definitions: _Definitions) -> set[str]:
     return set(after)
 
 
-def _references(schema: Any) -> list[str]:
-    found, left = [], [schema]
+def _references(schema: Schema) -> Iterator[str]:
+    left = [schema]
     while left:
         part = left.pop()
         if isinstance(part, dict):
-            if isinstance(part.get("$ref"), str):
-                found.append(_name(part))
-            left += part.values()
-        elif isinstance(part, list):
-            left += part
-    return found
+            if "$ref" in part:
+                yield _name(part)
+            left += subschemas(part)
 
 
 def _name(reference: dict[str, Any]) -> str:
@@ -57,18 +56,38 @@ def _refers(schema: Schema, names: set[str]) -> bool:
     return isinstance(schema, dict) and "$ref" in schema and _name(schema) in names
 
 
-def _moved(schema: Any, recursive: set[str], hoisted: _Definitions) -> Any:
+def _moved(schema: Schema, recursive: set[str], hoisted: _Definitions) -> Schema:
     """The schema with a reference for each part that has a recursive one beside something."""
-    if isinstance(schema, list):
-        return [_moved(part, recursive, hoisted) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    out = {key: _moved(part, recursive, hoisted) for key, part in schema.items()}
+    cases = _cases(schema, recursive)
+    if cases:
+        return {"anyOf": [_moved(case, recursive, hoisted) for case in cases]}
+    out = dict(schema)
+    for key, value in schema.items():
+        if key in HOLDING and isinstance(value, list):
+            out[key] = [_moved(part, recursive, hoisted) for part in value]
+        elif key in HOLDING:
+            out[key] = _moved(value, recursive, hoisted)
+        elif key in HOLDING_BY_NAME:
+            out[key] = {name: _moved(part, recursive, hoisted) for name, part in value.items()}
     if not any(_refers(part, recursive) for part in out.get("allOf", ())):
         return out
     name = f"r{len(hoisted)}"
     hoisted[name] = out
     return {"$ref": f"#/$defs/{name}"}
+
+
+def _cases(schema: dict[str, Any], recursive: set[str]) -> list[Schema]:
+    """The schema once for each alternative of a part of `allOf` that has recursive references."""
+    parts = schema.get("allOf", [])
+    for index, part in enumerate(parts):
+        some = part.get("anyOf", []) if isinstance(part, dict) else []
+        if any(_refers(each, recursive) for each in some):
+            rest = {key: value for key, value in part.items() if key != "anyOf"}
+            others = [*parts[:index], *([rest] if rest else []), *parts[index + 1 :]]
+            return [{**schema, "allOf": [*others, each]} for each in some]
+    return []
 
 
 def _with_bodies(

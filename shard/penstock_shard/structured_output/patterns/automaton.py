@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock_shard.structured_output.patterns.characters import Characters, atoms, characters
 from penstock_shard.structured_output.patterns.languages import NOTHING, Languages, TooLarge
+from penstock_shard.structured_output.patterns.reader import language_of
 
 _MOST_STATES = 300
 _LONGEST = 20_000
@@ -109,6 +110,19 @@ def _merged(
 # For each state the expressions of what leads to others.
 _Labels = dict[int, dict[int, str]]
 _START, _END = -1, -2
+
+
+def without_looking(pattern: str) -> str:
+    """A pattern of the same texts without look-ahead. Raises ValueError, as `language_of`."""
+    languages = Languages()
+    return expression(automaton(languages, language_of(languages, pattern)))
+
+
+def all_texts_but(pattern: str) -> str:
+    """A pattern of the texts in which another is not found. Raises ValueError."""
+    languages = Languages()
+    others = languages.all_but(language_of(languages, pattern))
+    return expression(automaton(languages, others))
 
 
 def expression(of: Automaton) -> str:

@@ -6,9 +6,7 @@ import functools
 import re
 from collections.abc import Iterable
 
-from penstock_shard.structured_output.patterns.automaton import automaton, expression
-from penstock_shard.structured_output.patterns.languages import Languages
-from penstock_shard.structured_output.patterns.reader import language_of
+from penstock_shard.structured_output.patterns.automaton import without_looking
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
 # The classes as ECMA 262 defines them; Rust's cover other characters.
@@ -44,8 +42,7 @@ def rust_pattern(pattern: str) -> str:
     """A pattern in Rust's dialect, which has no look-around, that matches the same texts."""
     try:
         if _LOOKING.search(pattern):
-            languages = Languages()
-            pattern = expression(automaton(languages, language_of(languages, pattern)))
+            pattern = without_looking(pattern)
         return _TOKEN.sub(lambda token: _translated(token.group()), pattern)
     except ValueError as error:
         raise ConstraintRefused(f"pattern {shown(pattern)}: {error}") from error
