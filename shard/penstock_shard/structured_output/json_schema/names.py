@@ -7,6 +7,7 @@ the same names are divided into ones that do not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from typing import Any
@@ -50,7 +51,26 @@ def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
             changed = {name: _all(one, of) for name, one in some.items()}
             out, left = ({**out, keyword: changed}, left) if keyword else (out, changed)
         out["additionalProperties"] = of
-    return {**out, "patternProperties": _divided(left)} if left else out
+    if not left:
+        return out
+    listed = _without_repeated(out.get("properties", {}), left, out.get("required", []))
+    out |= {"properties": listed} if "properties" in out else {}
+    return {**out, "patternProperties": _divided(left)}
+
+
+def _without_repeated(listed: _Patterns, patterns: _Patterns, required: list[str]) -> _Patterns:
+    """The listed properties without those that a pattern describes in the same words.
+
+    llguidance would intersect both, which is without end where they are recursive.
+    """
+    repeated: set[str] = set()
+    for pattern, of in patterns.items():
+        same = [name for name, own in listed.items() if _bare(own) == _bare(of)]
+        languages = Languages()
+        with contextlib.suppress(ValueError):
+            found = language_of(languages, pattern) if same else NOTHING
+            repeated |= {name for name in same if languages.has(found, name)}
+    return {name: of for name, of in listed.items() if name not in repeated - set(required)}
 
 
 def _all(*schemas: Schema) -> Schema:
@@ -108,6 +128,13 @@ def _regions(languages: Languages, found: dict[str, int], patterns: _Patterns) -
         if any(matched) and names.ends:
             out[expression(names)] = _all(*(patterns[each] for each in found if chosen[each]))
     return out
+
+
+def _bare(schema: Schema) -> Schema:
+    """The schema without its own annotations."""
+    if not isinstance(schema, dict):
+        return schema
+    return {key: value for key, value in schema.items() if key not in ANNOTATIONS}
 
 
 # ---- propertyNames -----------------------------------------------------------------------------

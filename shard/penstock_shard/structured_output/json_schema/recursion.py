@@ -30,11 +30,14 @@ def apart_from_recursion(root: Schema, definitions: _Definitions) -> tuple[Schem
 
 
 def _recursive_names(definitions: _Definitions) -> set[str]:
-    """Names of the definitions that refer to themselves, if by others."""
+    """Names of the definitions that refer to themselves, if by others, or lie between such."""
     after = {name: set(_references(of)) for name, of in definitions.items()}
-    while done := [name for name, refs in after.items() if not refs & after.keys()]:
-        for name in done:
-            del after[name]
+    before = {name: {other for other in after if name in after[other]} for name in after}
+    for towards in (after, before):
+        while done := [name for name, others in towards.items() if not others & towards.keys()]:
+            for name in done:
+                after.pop(name)
+                before.pop(name)
     return set(after)
 
 

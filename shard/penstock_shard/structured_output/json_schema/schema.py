@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from penstock_common.json_schema.keywords import ANNOTATIONS, OUTDATED, near_miss
+from penstock_shard.structured_output.json_schema.cases import possible_cases
 from penstock_shard.structured_output.json_schema.combine import (
     Place,
     Schema,
@@ -61,7 +62,11 @@ def prepared(root: Schema) -> dict[str, Any]:
     if endless:
         translation = _Translation(root, endless)
         found = translation.positive(root, "")
-    found, definitions = apart_from_recursion(found, translation.definitions)
+    definitions = {
+        name: possible_cases(of, translation.definitions)
+        for name, of in translation.definitions.items()
+    }
+    found, definitions = apart_from_recursion(possible_cases(found, definitions), definitions)
     if found is True:
         found = {}
     return {**found, "$defs": definitions} if definitions else found

@@ -5,14 +5,14 @@ regular expression.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock_shard.structured_output.patterns.characters import Characters, atoms, characters
 from penstock_shard.structured_output.patterns.languages import NOTHING, Languages, TooLarge
 from penstock_shard.structured_output.patterns.reader import language_of
 
-_MOST_STATES = 300
+_MOST_STATES = 500
 _LONGEST = 20_000
 
 _Steps = list[dict[int, Characters]]
@@ -107,8 +107,6 @@ def _merged(
 
 # ---- The regular expression: states are taken away one by one ----------------------------------
 
-# For each state the expressions of what leads to others.
-_Labels = dict[int, dict[int, str]]
 _START, _END = -1, -2
 
 
@@ -127,45 +125,64 @@ def all_texts_but(pattern: str) -> str:
 
 def expression(of: Automaton) -> str:
     """A pattern of ECMA 262 that matches exactly these texts. Raises `TooLarge`."""
-    labels: _Labels = {_START: {0: ""}, _END: {}}
+    ways = _Ways(len(of.steps))
+    ways.add(_START, 0, "")
     for state, after in enumerate(of.steps):
-        labels[state] = {following: _class(some) for following, some in after.items()}
-        if state in of.ends:
-            labels[state][_END] = ""
-    for _ in of.steps:
-        _take_away(labels, min((state for state in labels if state >= 0), key=_cost(labels)))
-        if sum(len(text) for after in labels.values() for text in after.values()) > _LONGEST:
-            raise TooLarge("it is too complex")
-    if _END not in labels[_START]:
+        for following, some in after.items():
+            ways.add(state, following, _class(some))
+    for state in of.ends:
+        ways.add(state, _END, "")
+    costs = {state: ways.cost(state) for state in range(len(of.steps))}
+    while costs:
+        state = min(costs, key=costs.__getitem__)
+        del costs[state]
+        for changed in ways.take_away(state) & costs.keys():
+            costs[changed] = ways.cost(changed)
+    found = ways.after[_START].get(_END)
+    if found is None:
         raise TooLarge("no text is allowed")
-    return f"^(?:{labels[_START][_END]})$"
+    return f"^(?:{found})$"
 
 
-def _cost(labels: _Labels) -> Callable[[int], int]:
-    """How much the expressions grow by when a state is taken away."""
+class _Ways:
+    """Expressions of what leads from states to states."""
 
-    def cost(state: int) -> int:
-        before = [
-            after[state] for other, after in labels.items() if other != state and state in after
-        ]
-        behind = [text for other, text in labels[state].items() if other != state]
+    def __init__(self, num_states: int) -> None:
+        self.after: dict[int, dict[int, str]] = {each: {} for each in range(_END, num_states)}
+        self._before: dict[int, set[int]] = {each: set() for each in range(_END, num_states)}
+        self._length = 0
+
+    def add(self, state: int, following: int, text: str) -> None:
+        """Add a way beside those that there are. Raises `TooLarge`."""
+        after = self.after[state]
+        self._length += len(text)
+        if self._length > _LONGEST:
+            raise TooLarge("it is too complex")
+        after[following] = _or(after[following], text) if following in after else text
+        self._before[following].add(state)
+
+    def cost(self, state: int) -> int:
+        """How much the expressions grow by when a state is taken away."""
+        behind = [text for other, text in self.after[state].items() if other != state]
+        before = [self.after[one][state] for one in self._before[state] if one != state]
+        around = len(self.after[state].get(state, ""))
         lengths = sum(map(len, before)) * len(behind) + sum(map(len, behind)) * len(before)
-        return lengths + len(labels[state].get(state, "")) * len(before) * len(behind)
+        return lengths + around * len(before) * len(behind)
 
-    return cost
-
-
-def _take_away(labels: _Labels, state: int) -> None:
-    behind = labels.pop(state)
-    loop = behind.pop(state, None)
-    around = "" if loop is None else f"{_atom(loop)}*"
-    for after in labels.values():
-        before = after.pop(state, None)
-        if before is None:
-            continue
-        for following, text in behind.items():
-            way = _in_turn(before) + around + _in_turn(text)
-            after[following] = _or(after[following], way) if following in after else way
+    def take_away(self, state: int) -> set[int]:
+        """Lead around a state; returns those beside it."""
+        behind, before = self.after.pop(state), self._before.pop(state) - {state}
+        loop = behind.pop(state, None)
+        around = "" if loop is None else f"{_atom(loop)}*"
+        for following in behind:
+            self._before[following].discard(state)
+        for one in before:
+            way = _in_turn(self.after[one].pop(state)) + around
+            self._length -= len(way)
+            for following, text in behind.items():
+                self.add(one, following, way + _in_turn(text))
+        self._length -= sum(map(len, behind.values()))
+        return before | behind.keys()
 
 
 def _or(one: str, other: str) -> str:

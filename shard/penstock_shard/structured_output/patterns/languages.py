@@ -130,6 +130,12 @@ class Languages:
             self._derivatives[key] = self._derived(of, code)
         return self._derivatives[key]
 
+    def has(self, of: int, text: str) -> bool:
+        """Tell whether a text belongs to a language."""
+        for character in text:
+            of = self.derivative(of, ord(character))
+        return self.has_empty[of]
+
     def _derived(self, of: int, code: int) -> int:
         kind, *inside = self._made[of]
         if kind == "of":

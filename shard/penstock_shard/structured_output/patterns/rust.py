@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable
@@ -33,6 +34,8 @@ _TOKEN = re.compile(
 _TOKEN_IN_CLASS = re.compile(rf"{_ESCAPE}|(?P<operator>[&~-])(?=(?P=operator))|.", re.DOTALL)
 _SYNTAX = set("^$\\.*+?()[]{}|/-")
 _LOOKING = re.compile(r"\(\?<?[=!]")
+# Anchors elsewhere than at the ends of an alternative, or what looks like them.
+_ANCHOR = re.compile(r"(?<=[^|\\\[])\^|(?<!\\)\$(?=[^|])")
 _LARGEST_TEXTS = 4000
 _LONGEST_TEXT = 100
 
@@ -43,6 +46,9 @@ def rust_pattern(pattern: str) -> str:
     try:
         if _LOOKING.search(pattern):
             pattern = without_looking(pattern)
+        elif _ANCHOR.search(pattern):
+            with contextlib.suppress(ValueError):
+                pattern = without_looking(pattern)
         return _TOKEN.sub(lambda token: _translated(token.group()), pattern)
     except ValueError as error:
         raise ConstraintRefused(f"pattern {shown(pattern)}: {error}") from error

@@ -10,7 +10,7 @@ from conformance.json_schema_suite import NARROWED, Narrowed
 from support.compilers import allows, plain_compiler
 
 from penstock_shard.ipc.request import Constraint
-from penstock_shard.structured_output.json_schema.patterns import rust_pattern
+from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 EXACT = 2**53

@@ -1,0 +1,194 @@
+"""Several alternatives that hold together, as the few combinations of them that are possible.
+
+llguidance combines each alternative of one part of `allOf` with each of the others, whether or not
+some value can meet both. Here those that contradict each other are left out before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock_common.json_schema.keywords import HOLDING, HOLDING_BY_NAME
+from penstock_shard.structured_output.json_schema.combine import TYPES, Schema, all_of, any_of
+from penstock_shard.structured_output.json_schema.values import type_of
+
+_MOST_CASES = 128
+# References that are followed to find what a part demands.
+_DEEPEST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Parts that hold together, and what is plain to see of them: the `types` of their values,
+    properties that objects must and must not have, and those of which the values are listed.
+    """
+
+    parts: tuple[Schema, ...] = ()
+    types: frozenset[str] = frozenset(TYPES)
+    required: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
+    listed: dict[str, frozenset[tuple[str, str]]] = field(default_factory=dict)
+
+    def with_part(self, part: Schema, definitions: dict[str, Schema]) -> _Case | None:
+        """The case with one part more; None if no value meets both."""
+        if any(each is False for each in _parts(part)):
+            return None
+        types, required, absent, listed = self.types, self.required, self.absent, dict(self.listed)
+        for plain in _plain(part, definitions, 0):
+            types &= _types(plain)
+            required |= set(plain.get("required", ()))
+            for name, of in plain.get("properties", {}).items():
+                values = _listed(of)
+                if of is False:
+                    absent |= {name}
+                elif values is not None:
+                    listed[name] = listed.get(name, values) & values
+        gone = absent | {name for name, values in listed.items() if not values}
+        if required & gone:
+            types -= {"object"}
+        if not types:
+            return None
+        return _Case((*self.parts, part), types, required, absent, listed)
+
+
+def possible_cases(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+    """The schema of the same values, in which no part of `allOf` contradicts another."""
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for key, value in schema.items():
+        if key in HOLDING and isinstance(value, list):
+            out[key] = [possible_cases(part, definitions) for part in value]
+        elif key in HOLDING:
+            out[key] = possible_cases(value, definitions)
+        elif key in HOLDING_BY_NAME:
+            out[key] = {name: possible_cases(of, definitions) for name, of in value.items()}
+    if out.keys() != {"allOf"}:
+        return out
+    base, choices = _decided(_Case(), list(map(_alternatives, _parts(out))), definitions)
+    if base is None:
+        return False
+    cases = _combined(base, choices, definitions) if len(choices) > 1 else None
+    if cases is not None:
+        return any_of(all_of(_merged(case, definitions)) for case in cases)
+    return all_of([*_merged(base, definitions), *map(any_of, choices)])
+
+
+def _decided(
+    base: _Case, choices: list[list[Schema]], definitions: dict[str, Schema]
+) -> tuple[_Case | None, list[list[Schema]]]:
+    """What holds in any case, and the choices left, each of alternatives that are possible then."""
+    open_choices = choices
+    while decided := [choice for choice in open_choices if len(choice) < 2]:
+        for choice in decided:
+            found = base.with_part(choice[0], definitions) if choice else None
+            if found is None:
+                return None, []
+            base = found
+        left = [choice for choice in open_choices if len(choice) > 1]
+        open_choices = [
+            [part for part in choice if base.with_part(part, definitions) is not None]
+            for choice in left
+        ]
+    return base, open_choices
+
+
+def _combined(
+    base: _Case, choices: list[list[Schema]], definitions: dict[str, Schema]
+) -> list[_Case] | None:
+    """All possible combinations of the choices; None if they are too many."""
+    cases = [base]
+    for choice in sorted(choices, key=len):
+        found = (case.with_part(part, definitions) for case in cases for part in choice)
+        cases = [case for case in found if case is not None]
+        if len(cases) > _MOST_CASES:
+            return None
+    return cases
+
+
+def _merged(case: _Case, definitions: dict[str, Schema]) -> list[Schema]:
+    """The parts of a case, with what is said of properties of objects said in one of them."""
+    if case.types != {"object"}:
+        return list(case.parts)
+    parts = [each for part in case.parts for each in _inlined(part, definitions, 0)]
+    told = [part for part in parts if part.keys() - _OF_PROPERTIES]
+    objects: dict[str, Any] = {"type": "object"}
+    into = next((part for part in told if not part.keys() - _OF_OBJECTS), objects)
+    if "patternProperties" in into:
+        return list(case.parts)
+    properties, required = dict(into.get("properties", {})), list(into.get("required", []))
+    for part in parts:
+        if not part.keys() - _OF_PROPERTIES:
+            for name, of in part.get("properties", {}).items():
+                before = properties.get(name, into.get("additionalProperties", True))
+                properties[name] = all_of([before, of])
+            required += part.get("required", [])
+    merged = {**into, "type": "object"}
+    merged |= {"properties": properties} if properties else {}
+    merged |= {"required": list(dict.fromkeys(required))} if required else {}
+    return [merged, *(part for part in told if part is not into)]
+
+
+_OF_PROPERTIES = {"type", "properties", "required"}
+_OF_OBJECTS = {*_OF_PROPERTIES, "additionalProperties", "patternProperties"}
+
+
+def _inlined(schema: Schema, definitions: dict[str, Schema], depth: int) -> Iterator[Schema]:
+    """The parts of a schema, with definitions of nothing but objects for references to them."""
+    for part in _parts(schema):
+        if part is True:
+            continue
+        target = definitions.get(part["$ref"].removeprefix("#/$defs/")) if "$ref" in part else None
+        parts = [] if target is None else list(_parts(target))
+        if parts and depth < _DEEPEST and all(_is_plain(each) for each in parts):
+            for each in parts:
+                yield from _inlined(each, definitions, depth + 1)
+        else:
+            yield part
+
+
+def _is_plain(schema: Schema) -> bool:
+    return isinstance(schema, dict) and not schema.keys() - _OF_OBJECTS - {"$ref"}
+
+
+def _parts(schema: Schema) -> Iterator[Schema]:
+    """The parts of nested `allOf`s."""
+    if isinstance(schema, dict) and schema.keys() == {"allOf"}:
+        for part in schema["allOf"]:
+            yield from _parts(part)
+    else:
+        yield schema
+
+
+def _alternatives(schema: Schema) -> list[Schema]:
+    if isinstance(schema, dict) and schema.keys() == {"anyOf"}:
+        return [each for part in schema["anyOf"] for each in _alternatives(part)]
+    return [schema]
+
+
+def _plain(schema: Schema, definitions: dict[str, Schema], depth: int) -> Iterator[dict[str, Any]]:
+    """The schemas without alternatives that make a part."""
+    for part in _parts(schema):
+        if not isinstance(part, dict) or depth > _DEEPEST:
+            continue
+        if "$ref" in part:
+            target = definitions.get(part["$ref"].removeprefix("#/$defs/"), True)
+            yield from _plain(target, definitions, depth + 1)
+        yield part
+
+
+def _types(schema: dict[str, Any]) -> frozenset[str]:
+    named = schema.get("type", TYPES)
+    named = [named] if isinstance(named, str) else named
+    types = {"number" if name == "integer" else name for name in named}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return frozenset(types if values is None else types & set(map(type_of, values)))
+
+
+def _listed(schema: Schema) -> frozenset[tuple[str, str]] | None:
+    if not isinstance(schema, dict):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return None if values is None else frozenset((type_of(one), repr(one)) for one in values)
