@@ -110,25 +110,32 @@ def _combined(
 
 def _merged(case: _Case, definitions: dict[str, Schema]) -> list[Schema]:
     """The parts of a case, with what is said of properties of objects said in one of them."""
-    if case.types != {"object"}:
-        return list(case.parts)
     parts = [each for part in case.parts for each in _inlined(part, definitions, 0)]
-    told = [part for part in parts if part.keys() - _OF_PROPERTIES]
-    objects: dict[str, Any] = {"type": "object"}
-    into = next((part for part in told if not part.keys() - _OF_OBJECTS), objects)
-    if "patternProperties" in into:
-        return list(case.parts)
+    if case.types == {"object"}:
+        # Where values are objects, what does not say so may as well.
+        parts = [{**part, "type": "object"} if _is_plain(part) else part for part in parts]
+    for types in ("object", None):
+        alike = [part for part in parts if _is_plain(part) and part.get("type") == types]
+        open_ones = [part for part in alike if not part.keys() - _OF_PROPERTIES]
+        closed = [part for part in alike if part.keys() - _OF_PROPERTIES]
+        if len(alike) > 1 and not any("patternProperties" in part for part in closed[:1]):
+            into = _with_properties(closed[0] if closed else {}, open_ones)
+            into |= {"type": types} if types else {}
+            merged = [id(part) for part in (*closed[:1], *open_ones)]
+            parts = [into, *(part for part in parts if id(part) not in merged)]
+    return parts
+
+
+def _with_properties(into: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """A schema of objects, with the properties that others name."""
     properties, required = dict(into.get("properties", {})), list(into.get("required", []))
     for part in parts:
-        if not part.keys() - _OF_PROPERTIES:
-            for name, of in part.get("properties", {}).items():
-                before = properties.get(name, into.get("additionalProperties", True))
-                properties[name] = all_of([before, of])
-            required += part.get("required", [])
-    merged = {**into, "type": "object"}
-    merged |= {"properties": properties} if properties else {}
-    merged |= {"required": list(dict.fromkeys(required))} if required else {}
-    return [merged, *(part for part in told if part is not into)]
+        for name, of in part.get("properties", {}).items():
+            before = properties.get(name, into.get("additionalProperties", True))
+            properties[name] = before if before == of else all_of([before, of])
+        required += part.get("required", [])
+    out = {**into, **({"properties": properties} if properties else {})}
+    return out | ({"required": list(dict.fromkeys(required))} if required else {})
 
 
 _OF_PROPERTIES = {"type", "properties", "required"}
@@ -142,15 +149,19 @@ def _inlined(schema: Schema, definitions: dict[str, Schema], depth: int) -> Iter
             continue
         target = definitions.get(part["$ref"].removeprefix("#/$defs/")) if "$ref" in part else None
         parts = [] if target is None else list(_parts(target))
-        if parts and depth < _DEEPEST and all(_is_plain(each) for each in parts):
+        if parts and depth < _DEEPEST and all(map(_is_told_by_objects, parts)):
             for each in parts:
                 yield from _inlined(each, definitions, depth + 1)
         else:
             yield part
 
 
+def _is_told_by_objects(schema: Schema) -> bool:
+    return _is_plain(schema) or (isinstance(schema, dict) and "$ref" in schema)
+
+
 def _is_plain(schema: Schema) -> bool:
-    return isinstance(schema, dict) and not schema.keys() - _OF_OBJECTS - {"$ref"}
+    return isinstance(schema, dict) and not schema.keys() - _OF_OBJECTS
 
 
 def _parts(schema: Schema) -> Iterator[Schema]:

@@ -7,7 +7,6 @@ the same names are divided into ones that do not.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from typing import Any
@@ -53,24 +52,39 @@ def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
         out["additionalProperties"] = of
     if not left:
         return out
-    listed = _without_repeated(out.get("properties", {}), left, out.get("required", []))
+    listed, left = _apart(out.get("properties", {}), _divided(left), out.get("required", []))
     out |= {"properties": listed} if "properties" in out else {}
-    return {**out, "patternProperties": _divided(left)}
+    return {**out, "patternProperties": left}
 
 
-def _without_repeated(listed: _Patterns, patterns: _Patterns, required: list[str]) -> _Patterns:
-    """The listed properties without those that a pattern describes in the same words.
+def _apart(
+    listed: _Patterns, patterns: _Patterns, required: list[str]
+) -> tuple[_Patterns, _Patterns]:
+    """Listed properties and patterns that match none of them.
 
     llguidance would intersect both, which is without end where they are recursive.
     """
-    repeated: set[str] = set()
+    kept: _Patterns = {}
     for pattern, of in patterns.items():
-        same = [name for name, own in listed.items() if _bare(own) == _bare(of)]
         languages = Languages()
-        with contextlib.suppress(ValueError):
-            found = language_of(languages, pattern) if same else NOTHING
-            repeated |= {name for name in same if languages.has(found, name)}
-    return {name: of for name, of in listed.items() if name not in repeated - set(required)}
+        try:
+            found = language_of(languages, pattern)
+            both = [name for name in listed if languages.has(found, name)]
+            same = {name for name in both if _bare(listed[name]) == _bare(of)} - set(required)
+            others = [languages.text(name) for name in both if name not in same]
+            if others:
+                apart = languages.all_but(languages.either(others))
+                pattern = expression(automaton(languages, languages.both([found, apart])))
+        except ValueError:
+            kept[pattern] = of
+            continue
+        listed = {
+            name: _all(own, of) if name in both else own
+            for name, own in listed.items()
+            if name not in same
+        }
+        kept[pattern] = of
+    return listed, kept
 
 
 def _all(*schemas: Schema) -> Schema:

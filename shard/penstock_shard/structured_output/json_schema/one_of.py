@@ -24,6 +24,7 @@ from penstock_shard.structured_output.json_schema.combine import (
 )
 from penstock_shard.structured_output.json_schema.references import REFERENCES
 from penstock_shard.structured_output.json_schema.values import listed_values, type_of
+from penstock_shard.structured_output.patterns.reader import may_match
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # Alternatives that only negations hold apart.
@@ -39,7 +40,8 @@ class _Facts:
 
     `types` are theirs, `listed` all of them (None: they are not listed), `tags` the values of those
     properties of objects that list theirs, `required` the properties that objects have, `known`
-    those that it speaks of, `named` all that they may have (None: any).
+    those that it speaks of. Objects have no others than `named` and those that `patterns` match,
+    unless `named` is None.
     """
 
     types: frozenset[str] = frozenset(TYPES)
@@ -48,35 +50,48 @@ class _Facts:
     required: frozenset[str] = frozenset()
     known: frozenset[str] = frozenset()
     named: frozenset[str] | None = None
+    patterns: frozenset[str] = frozenset()
+
+    def forbids(self, name: str) -> bool:
+        """Tell whether objects cannot have a property."""
+        if self.named is None or name in self.named:
+            return False
+        return not any(may_match(pattern, name) for pattern in self.patterns)
 
     def and_(self, other: _Facts) -> _Facts:
         """What is known of the values that both schemas allow."""
-        names = self.tags.keys() & other.tags
-        shared = {name: self.tags[name] & other.tags[name] for name in names}
+        shared = self.tags.keys() & other.tags
+        of = other if self.named is None else self
+        named = of.named
+        if named is not None and other.named is not None and not other.patterns:
+            named &= other.named
         return _Facts(
             self.types & other.types,
             _both(self.listed, other.listed),
-            {**self.tags, **other.tags}
-            | {name: self.tags[name] & other.tags[name] for name in shared},
+            self.tags | other.tags | {name: self.tags[name] & other.tags[name] for name in shared},
             self.required | other.required,
             self.known | other.known,
-            _both(self.named, other.named),
+            named,
+            of.patterns,
         )
 
     def or_(self, other: _Facts) -> _Facts:
         """What is known of the values that at least one of the schemas allows."""
+        listed = _either(self.listed, other.listed)
+        types = self.types | other.types
         objects = [one for one in (self, other) if "object" in one.types]
         if len(objects) < 2:
-            of = objects[0] if objects else self
-            tags, required, known, named = of.tags, of.required, of.known, of.named
-        else:
-            shared = self.tags.keys() & other.tags
-            tags = {name: self.tags[name] | other.tags[name] for name in shared}
-            required = self.required & other.required
-            known = self.known | other.known
-            named = _either(self.named, other.named)
-        listed = _either(self.listed, other.listed)
-        return _Facts(self.types | other.types, listed, tags, required, known, named)
+            return replace(objects[0] if objects else self, types=types, listed=listed)
+        shared = self.tags.keys() & other.tags
+        return _Facts(
+            types,
+            listed,
+            {name: self.tags[name] | other.tags[name] for name in shared},
+            self.required & other.required,
+            self.known | other.known,
+            _either(self.named, other.named),
+            self.patterns | other.patterns,
+        )
 
 
 def _both(one: frozenset[Any] | None, other: frozenset[Any] | None) -> frozenset[Any] | None:
@@ -108,9 +123,7 @@ def apart(place: Place, schema: dict[str, Any], base: str) -> list[list[Schema]]
     facts = [_facts(place, part, base, 0).and_(own) for part in parts]
     beside = [_Beside() for _ in parts]
     for one, other in itertools.combinations(range(len(parts)), 2):
-        if not _tell_apart((facts[one], beside[one]), (facts[other], beside[other])):
-            beside[one].alike.append(other)
-            beside[other].alike.append(one)
+        _hold_apart((one, facts[one], beside[one]), (other, facts[other], beside[other]))
     alike = {other for each in beside for other in each.alike}
     if len(alike) > _MOST_ALIKE:
         raise ConstraintRefused(
@@ -141,71 +154,61 @@ class _Beside:
             yield unless("object", without(sorted(self.absent)))
 
 
-_Alternative = tuple[_Facts, _Beside]
+_Alternative = tuple[int, _Facts, _Beside]
 
 
-def _tell_apart(one: _Alternative, other: _Alternative) -> bool:
-    """Tell whether no value meets both alternatives, with what is added beside each."""
-    shared = one[0].types & other[0].types
-    if one[0].listed is not None and other[0].listed is not None:
-        shared &= {kind for kind, _ in one[0].listed & other[0].listed}
-    if not shared:
-        return True
-    is_untyped = any(facts.types == set(TYPES) for facts, _ in (one, other))
-    if "object" not in shared or not (shared == {"object"} or is_untyped):
-        return False
-    if not (_tag(one, other) or _exclude(one, other)):
-        return False
+def _hold_apart(*pair: _Alternative) -> None:
+    """Add beside two alternatives what keeps each from meeting the other, if some value would."""
+    (_, one, _), (_, other, _) = pair
+    shared = one.types & other.types
+    if one.listed is not None and other.listed is not None:
+        shared &= {kind for kind, _ in one.listed & other.listed}
     # What says nothing of other types than objects is met by each of their values.
-    for _, beside in (one, other):
-        beside.types_out |= shared - {"object"}
-    return True
+    is_untyped = set(TYPES) in (one.types, other.types)
+    is_of_objects = "object" in shared and (shared == {"object"} or is_untyped)
+    if not shared or (shared == {"object"} and _exclude(one, other)):
+        return
+    is_tagged = is_of_objects and _tag(*pair)
+    for (_, own, beside), (index, another, _) in (pair, pair[::-1]):
+        if is_tagged or (is_of_objects and _avoid(own, another, beside)):
+            beside.types_out |= shared - {"object"}
+        else:
+            beside.alike.append(index)
 
 
-def _tag(one: _Alternative, other: _Alternative) -> bool:
+def _exclude(one: _Facts, other: _Facts) -> bool:
+    """Tell whether one requires a property that the other forbids."""
+    return any(map(other.forbids, one.required)) or any(map(one.forbids, other.required))
+
+
+def _tag(*pair: _Alternative) -> bool:
     """Require a property of which the two list different values, if there is one."""
-    tags, others = one[0].tags, other[0].tags
-    names = [name for name in tags.keys() & others if tags[name].isdisjoint(others[name])]
+    (_, one, _), (_, other, _) = pair
+    shared = one.tags.keys() & other.tags
+    names = [name for name in shared if one.tags[name].isdisjoint(other.tags[name])]
     if not names:
         return False
     # One that both require narrows nothing.
-    tag = min(names, key=lambda name: (name not in one[0].required & other[0].required, name))
-    for facts, beside in (one, other):
+    tag = min(names, key=lambda name: (name not in one.required & other.required, name))
+    for _, facts, beside in pair:
         beside.needed |= {tag} - facts.required
     return True
 
 
-def _exclude(*pair: _Alternative) -> bool:
-    """Have each of two alternatives lack what the other requires, or require what it forbids."""
-    (one, _), (other, _) = pair
-    if _is_outside(one, other) or _is_outside(other, one):
-        return True
-    ways = [_way_out(one, other), _way_out(other, one)]
-    if None in ways:
-        return False
-    for (_, beside), way in zip(pair, ways, strict=True):
-        assert way is not None
-        (beside.absent if way[0] == "absent" else beside.needed).add(way[1])
-    return True
-
-
-def _is_outside(one: _Facts, other: _Facts) -> bool:
-    """Tell whether objects of the first schema have a property that the second forbids."""
-    return other.named is not None and not one.required <= other.named
-
-
-def _way_out(one: _Facts, other: _Facts) -> tuple[str, str] | None:
-    """How objects of the first schema are kept from meeting the second: with which property
-    "absent", or "needed".
-    """
+def _avoid(one: _Facts, other: _Facts, beside: _Beside) -> bool:
+    """Keep objects of the first schema from meeting the second, by a property, if there is one."""
     absent = other.required - one.required
+    needed = frozenset(filter(other.forbids, one.known))
     # Forbidding a property that the schema does not speak of costs the least.
-    cheap = absent - one.known
-    needed = one.known - other.named if other.named is not None else frozenset()
-    for kind, names in (("absent", cheap), ("needed", needed), ("absent", absent)):
+    for names, into in (
+        (absent - one.known, beside.absent),
+        (needed, beside.needed),
+        (absent, beside.absent),
+    ):
         if names:
-            return kind, min(names)
-    return None
+            into.add(min(names))
+            return True
+    return False
 
 
 def _facts(place: Place, schema: Schema, base: str, depth: int) -> _Facts:
@@ -236,13 +239,14 @@ def _own_facts(place: Place, schema: dict[str, Schema], base: str) -> _Facts:
         listed = frozenset(listed_values(place, schema, base)) or None
         facts = replace(facts, types=frozenset(types), listed=listed)
     properties = schema.get("properties", {})
-    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    is_closed = schema.get("additionalProperties") is False
     listing = {name: frozenset(listed_values(place, of, base)) for name, of in properties.items()}
     return replace(
         facts,
         tags={name: listed for name, listed in listing.items() if listed},
         known=frozenset(properties),
         named=frozenset(properties) if is_closed else None,
+        patterns=frozenset(schema.get("patternProperties", ())),
     )
 
 

@@ -8,7 +8,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock_shard.structured_output.patterns.characters import Characters, atoms, characters
+from penstock_shard.structured_output.patterns.characters import (
+    Characters,
+    all_but,
+    atoms,
+    characters,
+)
 from penstock_shard.structured_output.patterns.languages import NOTHING, Languages, TooLarge
 from penstock_shard.structured_output.patterns.reader import language_of
 
@@ -213,10 +218,27 @@ _TOKEN = re.compile(r"\[[^]]*\]|\(\?:|.", re.DOTALL)
 
 
 def _class(some: Characters) -> str:
-    return "[" + "".join(_code(low) + "-" + _code(high) for low, high in some) + "]"
+    """The class of these characters, as itself or as all but the others: what is shorter."""
+    if len(some) == 1 and some[0][0] == some[0][1] and chr(some[0][0]).isalnum():
+        return _code(some[0][0])
+    others = all_but(some)
+    classes = [f"[{_ranges(some)}]", *([f"[^{_ranges(others)}]"] if others else ["[^]"])]
+    return min(classes, key=len)
+
+
+def _ranges(some: Characters) -> str:
+    return "".join(
+        _code(low) + (f"-{_code(high)}" if high > low + 1 else _code(high) if high > low else "")
+        for low, high in some
+    )
 
 
 def _code(code: int) -> str:
     character = chr(code)
-    is_plain = character.isascii() and character.isalnum()
-    return character if is_plain else f"\\u{{{code:X}}}"
+    if character.isascii() and character.isprintable():
+        return (
+            character
+            if character.isalnum() or character in " _%!,:;<>=@#'\"`"
+            else f"\\{character}"
+        )
+    return f"\\u{{{code:X}}}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from penstock_shard.structured_output.patterns.characters import (
-    ALL,
     LINE_ENDS,
     Characters,
     all_but,
@@ -46,28 +46,42 @@ def language_of(languages: Languages, pattern: str) -> int:
     part = reader.alternatives()
     if reader.at < len(pattern):
         raise ValueError(f"unexpected {pattern[reader.at]!r}")
-    later = part.follow(languages.anything, False)
-    some = languages.of(ALL)
-    return languages.either(
-        [
-            part.follow(languages.anything, True),
-            languages.joined([some, languages.anything, later]),
-        ]
-    )
+    anything = languages.anything
+    found = [part.follow(anything, _START)]
+    for kind, some in _KINDS.items():
+        later = part.follow(anything, kind)
+        found.append(languages.joined([anything, languages.of(some), later]))
+    return languages.either(found)
+
+
+@functools.lru_cache(4096)
+def may_match(pattern: str, text: str) -> bool:
+    """Tell whether a pattern is found in a text, or is none that can be read."""
+    languages = Languages()
+    try:
+        return languages.has(language_of(languages, pattern), text)
+    except ValueError:
+        return True
+
+
+# What stands before a part of a pattern: nothing, or a character of one of two kinds.
+_START, _WORD_BEFORE, _OTHER_BEFORE = "start", "word", "other"
+_KINDS = {_WORD_BEFORE: _WORD, _OTHER_BEFORE: all_but(_WORD)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A part of a pattern.
 
-    `follow` makes of the texts that may follow it those of both together, given whether it stands
-    at the text's start (None: it may). `plain` are its own texts if it looks at no others.
-    `not_before` and `behind` are the two halves of a part like `(?!ab).`.
+    `follow` makes of the texts that may follow it those of both together, given what stands before
+    it (None: that is not known). `plain` are its own texts if it looks at no others. `not_before`
+    and `behind` are the two halves of a part like `(?!ab).`.
     """
 
-    follow: Callable[[int, bool | None], int]
+    follow: Callable[[int, str | None], int]
     plain: int | None = None
     is_empty: bool = False
+    looks_back: bool = False
     not_before: int | None = None
     behind: int | None = None
 
@@ -94,7 +108,10 @@ class _Reader:
         if len(plain) == len(parts):
             return self._plain(self._languages.either(plain))
         either = self._languages.either
-        return _Part(lambda rest, start: either(part.follow(rest, start) for part in parts))
+        return _Part(
+            lambda rest, before: either(part.follow(rest, before) for part in parts),
+            looks_back=any(part.looks_back for part in parts),
+        )
 
     def _plain(self, language: int) -> _Part:
         return _Part(lambda rest, _: self._languages.joined([language, rest]), language)
@@ -108,26 +125,37 @@ class _Reader:
         plain = [part.plain for part in parts if part.plain is not None]
         if len(plain) == len(parts):
             return self._plain(self._languages.joined(plain))
+        back = any(part.looks_back for part in parts)
         if len(parts) == 2 and parts[0].not_before is not None and parts[1].plain is not None:
-            behind = parts[1].plain
-            return _Part(self._in_turn(parts), not_before=parts[0].not_before, behind=behind)
-        return _Part(self._in_turn(parts))
+            own, behind = parts[0].not_before, parts[1].plain
+            return _Part(self._in_turn(parts), looks_back=back, not_before=own, behind=behind)
+        return _Part(self._in_turn(parts), looks_back=back)
 
-    def _in_turn(self, parts: list[_Part]) -> Callable[[int, bool | None], int]:
-        def follow(rest: int, start: bool | None) -> int:
-            starts = [start]
-            for part in parts[:-1]:
-                starts.append(starts[-1] if part.is_empty else self._start_behind(part, starts[-1]))
-            for part, is_start in zip(reversed(parts), reversed(starts), strict=True):
-                rest = part.follow(rest, is_start)
-            return rest
+    def _in_turn(self, parts: list[_Part]) -> Callable[[int, str | None], int]:
+        def follow(rest: int, before: str | None, at: int = 0) -> int:
+            if at == len(parts):
+                return rest
+            part = parts[at]
+            if part.plain is None:
+                behind = follow(rest, before if part.is_empty else None, at + 1)
+                return part.follow(behind, before)
+            if not any(later.looks_back for later in parts[at + 1 :]):
+                return self._languages.joined([part.plain, follow(rest, None, at + 1)])
+            return self._languages.either(
+                self._languages.joined([own, follow(rest, kind, at + 1)])
+                for own, kind in self._by_end(part.plain, before)
+            )
 
         return follow
 
-    def _start_behind(self, part: _Part, start: bool | None) -> bool | None:
-        """Tell whether what stands behind a part may be at the start."""
-        may_be_empty = part.plain is None or self._languages.has_empty[part.plain]
-        return None if may_be_empty and start is not False else False
+    def _by_end(self, plain: int, before: str | None) -> Iterator[tuple[int, str | None]]:
+        """The texts of a language by what stands behind them: a word's character, or another."""
+        languages = self._languages
+        for kind, some in _KINDS.items():
+            ending = languages.joined([languages.anything, languages.of(some)])
+            yield languages.both([plain, ending]), kind
+        if languages.has_empty[plain]:
+            yield EMPTY, before
 
     # ---- How often ----
 
@@ -154,14 +182,17 @@ class _Reader:
         """Repeats what looks at other text: once or not at all, or `(?!ab).` up to the end."""
         if (least, most) == (0, 1):
             either = self._languages.either
-            return _Part(lambda rest, start: either([part.follow(rest, start), rest]))
+            return _Part(
+                lambda rest, before: either([part.follow(rest, before), rest]),
+                looks_back=part.looks_back,
+            )
         if most is not None or part.not_before is None or part.behind is None:
             raise ValueError("look-around in a repetition is not served")
         languages, before = self._languages, part.not_before
         nowhere = languages.all_but(languages.joined([languages.anything, before]))
         whole = languages.both([languages.between(part.behind, least, None), nowhere])
 
-        def follow(rest: int, _: bool | None) -> int:
+        def follow(rest: int, _: str | None) -> int:
             if rest != EMPTY or languages.has_empty[before]:
                 raise ValueError("look-around in a repetition is not served")
             return whole
@@ -173,7 +204,11 @@ class _Reader:
     def _single(self) -> _Part:
         languages = self._languages
         if self._takes("^"):
-            return _Part(self._at_start, is_empty=True)
+            return _Part(self._at_start, is_empty=True, looks_back=True)
+        if self._takes("\\b") or self._takes("\\B"):
+            is_edge = self._pattern[self.at - 1] == "b"
+            follow = functools.partial(self._at_edge, is_edge)
+            return _Part(follow, is_empty=True, looks_back=True)
         if self._takes("$"):
             return _Part(
                 lambda rest, _: EMPTY if languages.has_empty[rest] else NOTHING, is_empty=True
@@ -197,10 +232,19 @@ class _Reader:
         self.at += 1
         return self._plain(languages.text(self._pattern[self.at - 1]))
 
-    def _at_start(self, rest: int, start: bool | None) -> int:
-        if start is None:
-            raise ValueError("^ behind what may be empty is not served")
-        return rest if start else NOTHING
+    def _at_start(self, rest: int, before: str | None) -> int:
+        if before is None:
+            raise ValueError("^ behind look-around is not served")
+        return rest if before == _START else NOTHING
+
+    def _at_edge(self, is_edge: bool, rest: int, before: str | None) -> int:
+        """What follows where a word begins or ends, or where none does."""
+        if before is None:
+            raise ValueError("\\b behind look-around is not served")
+        languages = self._languages
+        word = languages.joined([languages.of(_WORD), languages.anything])
+        is_word_next = is_edge != (before == _WORD_BEFORE)
+        return languages.both([rest, word if is_word_next else languages.all_but(word)])
 
     def _takes_name(self) -> bool:
         found = re.compile(r"\(\?<[A-Za-z_$][\w$]*>").match(self._pattern, self.at)
@@ -216,12 +260,13 @@ class _Reader:
     def _looking(self, *, is_met: bool) -> _Part:
         languages, inside = self._languages, self._group()
 
-        def follow(rest: int, start: bool | None) -> int:
-            seen = inside.follow(languages.anything, start)
+        def follow(rest: int, before: str | None) -> int:
+            seen = inside.follow(languages.anything, before)
             return languages.both([rest, seen if is_met else languages.all_but(seen)])
 
-        not_before = None if is_met else inside.follow(languages.anything, False)
-        return _Part(follow, is_empty=True, not_before=not_before)
+        looks_back = inside.looks_back
+        not_before = None if is_met or looks_back else inside.follow(languages.anything, None)
+        return _Part(follow, is_empty=True, looks_back=looks_back, not_before=not_before)
 
     # ---- Characters ----
 

@@ -33,7 +33,7 @@ _TOKEN = re.compile(
 # Doubled inside a class, some characters are operators in Rust's dialect.
 _TOKEN_IN_CLASS = re.compile(rf"{_ESCAPE}|(?P<operator>[&~-])(?=(?P=operator))|.", re.DOTALL)
 _SYNTAX = set("^$\\.*+?()[]{}|/-")
-_LOOKING = re.compile(r"\(\?<?[=!]")
+_LOOKING = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB](?![^\[]*\])")
 # Anchors elsewhere than at the ends of an alternative, or what looks like them.
 _ANCHOR = re.compile(r"(?<=[^|\\\[])\^|(?<!\\)\$(?=[^|])")
 _LARGEST_TEXTS = 4000
