@@ -51,11 +51,11 @@ def _condition(schema: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 def _is_condition(schema: Any) -> bool:
     """Tell whether a schema is nothing but a condition."""
-    return (
-        isinstance(schema, dict)
-        and "if" in schema
-        and schema.keys() - ANNOTATIONS <= {"if", "then", "else"}
-    )
+    if not isinstance(schema, dict) or "if" not in schema or "$id" in schema:
+        return False
+    said = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    are_schemas = all(isinstance(value, dict | bool) for value in said.values())
+    return are_schemas and said.keys() <= {"if", "then", "else"}
 
 
 def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:

@@ -51,35 +51,39 @@ _MOST_VALUES = 20_000
 
 def prepared(root: Schema) -> dict[str, Any]:
     """The schema as given to llguidance, without its "x-guidance"."""
-    translation = _Translation(root)
-    found = translation.positive(root, "")
-    if found is False:
-        raise ConstraintRefused("json_schema: no value is valid, or none that can be enforced")
-    ending = ending_names(translation.definitions)
-    if not may_end(found, ending):
-        raise ConstraintRefused("json_schema: no value is valid: each would go on without end")
-    endless = [target for target, name in translation.names.items() if name not in ending]
-    if endless:
-        translation = _Translation(root, endless)
-        found = translation.positive(root, "")
-    definitions = {
-        name: possible_cases(of, translation.definitions)
-        for name, of in translation.definitions.items()
-    }
-    found, definitions = apart_from_recursion(possible_cases(found, definitions), definitions)
+    impossible: list[tuple[int, str]] = []
+    while True:
+        translation = _Translation(root, impossible)
+        found, definitions = _combined(translation.positive(root, ""), translation.definitions)
+        if found is False:
+            raise ConstraintRefused("json_schema: no value is valid, or none that can be enforced")
+        ending = ending_names(definitions)
+        if not may_end(found, ending):
+            raise ConstraintRefused("json_schema: no value is valid: each would go on without end")
+        more = [target for target, name in translation.names.items() if name not in ending]
+        if not more:
+            break
+        impossible += more
+    found, definitions = apart_from_recursion(found, definitions)
     if found is True:
         found = {}
     return {**found, "$defs": definitions} if definitions else found
 
 
+def _combined(found: Schema, definitions: dict[str, Schema]) -> tuple[Schema, dict[str, Schema]]:
+    """The schema and its definitions with the alternatives combined that hold together."""
+    combined = {name: possible_cases(of, definitions) for name, of in definitions.items()}
+    return possible_cases(found, combined), combined
+
+
 class _Translation:
     """The translation of one schema."""
 
-    def __init__(self, root: Schema, endless: Collection[tuple[int, str]] = ()) -> None:
-        """`endless`: targets of references that no finite value meets."""
+    def __init__(self, root: Schema, impossible: Collection[tuple[int, str]]) -> None:
+        """`impossible`: targets of references that no finite value meets."""
         self._document = Document(root)
         self.resolve = self._document.resolve
-        self._endless = endless
+        self._impossible = impossible
         self.definitions: dict[str, Schema] = {}
         # Names of definitions by the identity of what is referred to, and its base URI.
         self.names: dict[tuple[int, str], str] = {}
@@ -135,7 +139,7 @@ class _Translation:
     def _reference(self, keyword: str, reference: object, base: str) -> Schema:
         target, target_base = self.resolve(keyword, reference, base)
         key = (id(target), target_base)
-        if isinstance(target, bool) or key in self._endless:
+        if isinstance(target, bool) or key in self._impossible:
             return target is True
         if key not in self.names:
             name = f"s{len(self.names)}"
