@@ -20,6 +20,9 @@ from penstock_shard.structured_output.refusal import ConstraintRefused
 # made to be expensive.
 _BYTES_PER_STATE = 2048
 _MOST_STATES = 250_000
+# Positions of a grammar that a text so far may stand for, at a token. llguidance's own bound is met
+# by objects of a few similar alternatives; it states that 20,000 take a millisecond.
+_MOST_POSITIONS = 10_000
 # Fuel is llguidance's unit of work; it states that 50,000 units take a millisecond.
 _FUEL_PER_S = 2_000_000
 # Bounds of the cached templates: their number (one of a 5 kB schema takes about 1 MB), their text,
@@ -156,6 +159,7 @@ def _allowed(matcher: LLMatcher) -> list[int]:
 
 def _parser_limits(limits: ConstraintLimits) -> LLParserLimits:
     return LLParserLimits(
+        max_items_in_row=_MOST_POSITIONS,
         initial_lexer_fuel=int(_FUEL_PER_S * limits.timeout_s),
         max_lexer_states=_most_states(limits),
         verbose_errors=False,
