@@ -104,6 +104,7 @@ _HALVES = "is an encoder-decoder, or half of one"
         ("llama", "LlamaForTokenClassification", _SCORES),
         ("qwen2", "Qwen2ForRewardModel", _SCORES),
         ("llama", "LlamaBidirectionalModel", _ENCODER),
+        ("xlnet", "XLNetModel", _ENCODER),
         ("gemma3_text", "Gemma3TextModel", _ENCODER),
         ("qwen2", "Qwen2Model", _ENCODER),
     ],
@@ -111,8 +112,12 @@ _HALVES = "is an encoder-decoder, or half of one"
 def test_models_that_are_no_decoders_are_refused_by_what_they_are(
     model_type: str, architecture: str, reason: str, tmp_path: Path
 ) -> None:
-    # The files of the last two say that their attention was changed.
-    changes = {"gemma3_text": {"use_bidirectional_attention": True}, "qwen2": {"is_causal": False}}
+    changes = {
+        # That their attention was changed.
+        "gemma3_text": {"use_bidirectional_attention": True},
+        "qwen2": {} if "ForRewardModel" in architecture else {"is_causal": False},
+        "xlnet": {"d_head": 16},
+    }
     config = {"model_type": model_type, "architectures": [architecture], **_SMALL}
     (tmp_path / "config.json").write_text(json.dumps(config | changes.get(model_type, {})))
     # More positions than any has: what it is comes first.

@@ -113,6 +113,8 @@ def _is_encoder(name: str, config: PreTrainedConfig) -> bool:
         return not getattr(config, "is_decoder", False)
     text = config.get_text_config()
     sees_all = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    # The latter is XLNet's own word.
+    sees_all = sees_all or getattr(text, "attn_type", None) == "bi"
     return sees_all or getattr(text, "is_causal", None) is False or "Bidirectional" in name
 
 
