@@ -77,6 +77,69 @@ def test_models_of_images_whose_text_is_not_served_are_refused_in_a_line_that_sa
     assert "\n" not in str(caught.value)
 
 
+_ENCODER = "is an encoder, whose tokens see those after them"
+_SCORES = "gives scores or classes of texts"
+_HALVES = "is an encoder-decoder, or half of one"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("bert", "BertModel", _ENCODER),
+        ("bert", "BertForMaskedLM", _ENCODER),
+        ("bert", "BertForSequenceClassification", _SCORES),
+        ("roberta", "RobertaModel", _ENCODER),
+        ("xlm-roberta", "XLMRobertaModel", _ENCODER),
+        ("xlm-roberta", "XLMRobertaForSequenceClassification", _SCORES),
+        ("modernbert", "ModernBertModel", _ENCODER),
+        ("distilbert", "DistilBertModel", _ENCODER),
+        ("mpnet", "MPNetModel", _ENCODER),
+        ("nomic_bert", "NomicBertModel", _ENCODER),
+        ("deberta-v2", "DebertaV2ForSequenceClassification", _SCORES),
+        ("t5", "T5EncoderModel", _HALVES),
+        ("t5", "T5ForConditionalGeneration", _HALVES),
+        ("clip_text_model", "CLIPTextModel", "has no class that generates text"),
+        ("siglip", "SiglipModel", "has no class that generates text"),
+        ("qwen3", "Qwen3ForSequenceClassification", _SCORES),
+        ("llama", "LlamaForTokenClassification", _SCORES),
+        ("qwen2", "Qwen2ForRewardModel", _SCORES),
+        ("llama", "LlamaBidirectionalModel", _ENCODER),
+        ("xlnet", "XLNetModel", _ENCODER),
+        ("gemma3_text", "Gemma3TextModel", _ENCODER),
+        ("qwen2", "Qwen2Model", _ENCODER),
+    ],
+)
+def test_models_that_are_no_decoders_are_refused_by_what_they_are(
+    model_type: str, architecture: str, reason: str, tmp_path: Path
+) -> None:
+    changes: dict[str, dict[str, object]] = {
+        # That their attention was changed.
+        "gemma3_text": {"use_bidirectional_attention": True},
+        "qwen2": {"is_causal": False},
+        "xlnet": {"d_head": 16},
+    }
+    config = {"model_type": model_type, "architectures": [architecture], **_SMALL}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes.get(model_type, {})))
+    # More positions than any has: what it is comes first.
+    flags = {"load_format": "dummy", "embeddings": "last", "max_model_len": 100_000}
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path, **flags)
+    line = str(caught.value)
+    assert line.startswith(f"{architecture} ({model_type}) {reason}")
+    assert line.endswith(
+        ", and is not served; serve a decoder, which generates text, and vectors with "
+        "--embeddings last or mean"
+    )
+
+
+@pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForCausalLM"])
+def test_a_decoder_saved_without_its_head_is_a_decoder(architecture: str, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": [architecture], **_SMALL}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runner = load(tmp_path, load_format="dummy", embeddings="last", max_model_len=64)
+    assert "embed" in runner.info.capabilities
+
+
 def test_layers_that_differ_in_what_no_attention_call_shows_are_refused() -> None:
     config = tiny_config("llama", per_layer_config={1: {"intermediate_size": 64}})
     with pytest.raises(

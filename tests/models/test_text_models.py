@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -299,4 +300,15 @@ def test_parts_that_no_index_lists_give_the_tokens_of_the_one_file(
     directory = make_family(tmp_path, family)
     expected = served(directory)
     split_without_index(directory)
+    assert served(directory) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_file_named_weights_gives_the_tokens_of_the_one_file(family: str, tmp_path: Path) -> None:
+    directory = make_family(tmp_path, family)
+    expected = served(directory)
+    (directory / WEIGHTS).rename(directory / "weights.safetensors")
+    other = make_family(tmp_path / "other", family, seed=1)
+    for name in ("consolidated", "adapter_model", "x_optimizer"):
+        shutil.copy(other / WEIGHTS, directory / f"{name}.safetensors")
     assert served(directory) == expected

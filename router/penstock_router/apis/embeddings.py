@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import sys
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
@@ -12,21 +10,42 @@ from typing import Literal, TypedDict
 from penstock_router.apis.base import ERRORS, TIMEOUT, BodyKind
 from penstock_router.apis.openai.fields import COMPLETION_FIELDS
 from penstock_router.apis.openai.kinds import prompts
+from penstock_router.apis.vector_bytes import DTYPES, ENDIANNESS, encode
 from penstock_router.json_fields import (
+    ANYTHING,
     BOOLEAN,
     POSITIVE,
     STRING,
     WARNINGS,
     Field,
     JsonObject,
+    add_warning,
+    another_name,
+    not_served,
     one_of,
     read_fields,
     table,
+    taken,
+    without_effect,
 )
 from penstock_router.request import CompletionRequest
 from penstock_router.text.prompts import embedding_prompts
 
 MAX_INPUTS = 2048
+
+NORMALIZE = Field(
+    "normalize", BOOLEAN, "Scale vectors to length 1, once they are cut; default true."
+)
+# What would change the vectors: other inputs, and what is put before or after these.
+_NOT_SERVED = (
+    *(not_served(name, ANYTHING) for name in ("messages", "input_type", "prompt_name", "task")),
+    *(not_served(name, ANYTHING) for name in ("mm_processor_kwargs", "cache_salt")),
+    not_served("padding", STRING, "do_not_pad"),
+    not_served("truncate", ANYTHING, False, "NONE"),
+    not_served("late_chunking", BOOLEAN, False),
+    not_served("output_dtype", STRING, "float"),
+    not_served("embedding_type", ANYTHING, "float"),
+)
 
 FIELDS = table(
     [
@@ -37,15 +56,21 @@ FIELDS = table(
             "A text, token ids, or an array of either.",
             required=True,
         ),
-        Field("encoding_format", one_of("float", "base64"), "base64: of little-endian floats."),
+        Field("encoding_format", one_of("float", "base64"), "base64: of the numbers' bytes."),
+        Field("embed_dtype", one_of(*DTYPES), "The numbers in base64; default float32."),
+        Field("endianness", one_of(*ENDIANNESS), "Their bytes' order; default little."),
         Field("dimensions", POSITIVE, "Keep the first so many values; default: all."),
-        Field("normalize", BOOLEAN, "Scale vectors to length 1; default: as the model has it."),
+        NORMALIZE,
+        another_name("use_activation", NORMALIZE),
         Field("pooling", one_of("last", "mean"), "Of which tokens; default: as the model has it."),
         *(
             COMPLETION_FIELDS[name]
             for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens", "user")
         ),
         TIMEOUT,
+        taken("priority", 0, help="Inputs are computed in the order in which they come."),
+        taken("request_id", help="The request's id is X-Request-Id."),
+        *_NOT_SERVED,
     ]
 )
 
@@ -82,11 +107,18 @@ class EmbedRequest(CompletionRequest):
     dimensions: int | None = None
     normalize: bool | None = None
     as_base64: bool = False
+    # What base64 is of.
+    dtype: str = "float32"
+    endianness: str = "little"
 
 
 def parse(body: JsonObject) -> EmbedRequest:
     """A body of /v1/embeddings."""
     values = read_fields(FIELDS, body)
+    as_base64 = values.get("encoding_format") == "base64"
+    for name in ("embed_dtype", "endianness"):
+        if name in values and not as_base64:
+            add_warning(values, without_effect(name))
     options = (WARNINGS, "model", "truncate_prompt_tokens", "truncation_side", "add_special_tokens")
     return EmbedRequest(
         prompts=values["input"],
@@ -94,8 +126,10 @@ def parse(body: JsonObject) -> EmbedRequest:
         timeout_s=values.get("timeout"),
         pooling=values.get("pooling"),
         dimensions=values.get("dimensions"),
-        normalize=values.get("normalize"),
-        as_base64=values.get("encoding_format") == "base64",
+        normalize=values.get("normalize", True),
+        as_base64=as_base64,
+        dtype=values.get("embed_dtype", "float32"),
+        endianness=values.get("endianness", "little"),
         **{name: values[name] for name in options if name in values},
     )
 
@@ -110,23 +144,20 @@ EMBEDDINGS = BodyKind(
 
 
 def answer(
-    model: str, vectors: Sequence[Sequence[float]], num_tokens: int, *, as_base64: bool
+    asked: EmbedRequest, model: str, vectors: Sequence[Sequence[float]], num_tokens: int
 ) -> EmbeddingAnswer:
-    """The vectors in the order of their inputs."""
+    """The vectors in the order of their inputs. Raises `BadRequest` for numbers that are too large
+    for what was asked.
+    """
     data: list[Embedding] = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": _base64(vector) if as_base64 else list(vector),
-        }
+        {"object": "embedding", "index": index, "embedding": _encoded(asked, vector)}
         for index, vector in enumerate(vectors)
     ]
     usage: EmbeddingUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"object": "list", "data": data, "model": model, "usage": usage}
 
 
-def _base64(vector: Sequence[float]) -> str:
-    values = array("f", vector)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return base64.b64encode(values.tobytes()).decode()
+def _encoded(asked: EmbedRequest, vector: Sequence[float]) -> list[float] | str:
+    if not asked.as_base64:
+        return list(vector)
+    return base64.b64encode(encode(vector, asked.dtype, asked.endianness)).decode()

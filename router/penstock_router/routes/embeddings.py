@@ -42,7 +42,7 @@ def render_openai(
     seconds: float,
 ) -> embeddings.EmbeddingAnswer:
     """An answer of /v1/embeddings."""
-    return embeddings.answer(model, vectors, num_tokens, as_base64=asked.as_base64)
+    return embeddings.answer(asked, model, vectors, num_tokens)
 
 
 async def embed(request: web.Request, body: Body, render: Render = render_openai) -> web.Response:

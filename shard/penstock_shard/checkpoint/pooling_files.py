@@ -16,7 +16,8 @@ from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Pooling
 
 _MODULES = "modules.json"
-_MODES = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN}
+# As releases of sentence-transformers up to 5.3 name them, and later ones.
+_MODES = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN, "mean": Pooling.MEAN}
 _PREFIX = "pooling_mode_"
 
 
@@ -79,6 +80,10 @@ def _stated(model_dir: Path, modules: Mapping[str, str]) -> Pooling:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
+    """What is pooled by: a name or several in later releases' files, a flag for each in earlier."""
+    stated = config.get("pooling_mode")
+    if stated is not None:
+        return list(map(str, stated)) if isinstance(stated, list) else [str(stated)]
     return [
         name.removeprefix(_PREFIX)
         for name, value in config.items()

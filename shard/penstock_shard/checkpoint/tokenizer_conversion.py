@@ -1,4 +1,5 @@
-"""Makes tokenizer.json for a model that comes with older tokenizer files only.
+"""Makes tokenizer.json for a model that comes with other tokenizer files only: older ones, or
+Mistral's tekken.json.
 
 transformers does the conversion; the result is checked on sample strings, because the router works
 with the converted file alone.
@@ -6,11 +7,18 @@ with the converted file alone.
 
 from __future__ import annotations
 
+import base64
+import json
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
+from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
+from transformers.integrations.mistral import convert_tekken_tokenizer
 
+from penstock_shard.checkpoint.weight_files import read_object
 from penstock_shard.errors import ModelError, first_line
 
 _SAMPLES = (
@@ -22,12 +30,75 @@ _SAMPLES = (
 )
 
 
-def convert_tokenizer(model_dir: Path, trust_remote_code: bool) -> bytes:
-    """The content of a tokenizer.json for the directory.
+# Raised over a tekken.json that lacks something, or has something else.
+_FAULTS = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_TEKKEN = "tekken.json"
+
+
+def make_tokenizer_files(model_dir: Path, trust_remote_code: bool) -> dict[str, bytes]:
+    """A tokenizer.json for a directory without one, and what else a router needs that only the
+    tokenizer's own file says.
 
     Raises ModelError if there is no tokenizer, transformers cannot convert it, or the result gives
     other ids than the tokenizer it was made from.
     """
+    if (model_dir / _TEKKEN).exists():
+        return _convert_tekken(model_dir / _TEKKEN)
+    return {"tokenizer.json": _convert_older(model_dir, trust_remote_code)}
+
+
+def _convert_tekken(path: Path) -> dict[str, bytes]:
+    """Mistral's file: the tokenizer, its marks and, where mistral-common is installed, which makes
+    one, the chat template.
+    """
+    try:
+        tokenizer = convert_tekken_tokenizer(str(path))
+        # As their models know texts.
+        tokenizer.add_bos_token = True
+        content: str = tokenizer.backend_tokenizer.to_str()
+        _check_tekken(path, Tokenizer.from_str(content))
+    except ImportError as error:
+        raise ModelError(
+            f"{path}: lists no special tokens, so that mistral-common must say which there are: "
+            "pip install mistral-common"
+        ) from error
+    except _FAULTS as error:
+        raise ModelError(f"{path}: cannot be converted: {first_line(error)}") from error
+    marks = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    files = {"tokenizer.json": content, "tokenizer_config.json": json.dumps(marks)}
+    if tokenizer.chat_template and not (path.parent / "tokenizer_config.json").exists():
+        files["chat_template.jinja"] = tokenizer.chat_template
+    return {name: text.encode() for name, text in files.items()}
+
+
+def _check_tekken(path: Path, converted: Tokenizer) -> None:
+    """Raises ModelError unless ids are those that the file's ranks give."""
+    tekken = read_object(path)
+    config, bos_id = tekken["config"], converted.token_to_id("<s>")
+    shift = config["default_num_special_tokens"]
+    # There may be more in the file than the model has.
+    listed = tekken["vocab"][: config["default_vocab_size"] - shift]
+    ranks = {base64.b64decode(each["token_bytes"]): each["rank"] for each in listed}
+    words = Split(Regex(config["pattern"]), "isolated")
+    for sample in _SAMPLES:
+        merged = (_merge(word.encode(), ranks) for word, _ in words.pre_tokenize_str(sample))
+        own = [bos_id, *(shift + rank for word in merged for rank in word)]
+        if converted.encode(sample).ids != own:
+            raise ModelError(f"{path}: the tokenizer made of it gives other ids (for {sample!r})")
+
+
+def _merge(word: bytes, ranks: Mapping[bytes, int]) -> list[int]:
+    """The ranks of a word's tokens: neighbours that make one become it, the lowest rank first."""
+    parts = [bytes([byte]) for byte in word]
+    while pairs := [
+        (ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks
+    ]:
+        _, place = min(pairs)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return [ranks[part] for part in parts]
+
+
+def _convert_older(model_dir: Path, trust_remote_code: bool) -> bytes:
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             model_dir, trust_remote_code=trust_remote_code, local_files_only=True

@@ -24,8 +24,10 @@ INDEX = "model.safetensors.index.json"
 
 _PICKLES = (".bin", ".pt", ".pth")
 _PART = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
-# Weights of an adapter, and the same weights once more under other names.
-_BESIDE = ("adapter_", "consolidated")
+# How names of weights begin that no index lists: the first of these of which there is a file.
+_NAMES = ("model", "weights", "")
+# Weights of an adapter, the same weights once more under other names, what training goes on from.
+_BESIDE = re.compile(r"adapter_|consolidated|(.*_)?(optimizer|scheduler|ema)(?![a-z])")
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -63,11 +65,13 @@ def has_index(directory: Path) -> bool:
 
 def unlisted(names: Iterable[str]) -> list[str]:
     """Weights that no index lists, among the names of files: those that begin with "model" if there
-    are such, else the others. All parts of a set of which one is there, so that one may be missing.
+    are such, else with "weights", else all others that are not an adapter's, a second copy or of
+    training. All parts of a set of which one is there, so that one may be missing.
     """
     files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
-    chosen = [name for name in files if name.startswith("model")]
-    chosen = chosen or [name for name in files if not name.startswith(_BESIDE)]
+    own = [name for name in files if not _BESIDE.match(name)]
+    sets = ([name for name in own if name.startswith(begin)] for begin in _NAMES)
+    chosen = next(filter(None, sets), [])
     return sorted({part for name in chosen for part in _set_of(name, files)})
 
 
@@ -180,4 +184,6 @@ def why_no_weights(names: Sequence[str]) -> str:
             f"has its weights only as pickle ({pickles[0]}), which can run code when it is read; "
             "only safetensors are loaded (a hub model may have a converted --revision refs/pr/N)"
         )
-    return f"there are no weights ({WEIGHTS} or {INDEX})"
+    beside = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    other = f", and {beside[0]} is not the model's in the form of transformers" if beside else ""
+    return f"there are no weights ({WEIGHTS} or {INDEX}){other}"

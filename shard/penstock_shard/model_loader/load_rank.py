@@ -36,6 +36,7 @@ def load_part(
     """
     device = resolve_device(config.device)
     hf_config = load_config(model_dir, trust_remote_code=config.trust_remote_code)
+    unsupported.check_purpose(hf_config)
     max_model_len = _max_model_len(config, hf_config)
     unsupported.check_config(hf_config, max_model_len)
     ops = choose_ops(config, hf_config, device, progress)

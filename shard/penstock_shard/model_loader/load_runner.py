@@ -62,9 +62,9 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
     from penstock_shard.model_loader.load_model_runner import load_model_runner
 
     if "tokenizer.json" not in files:
-        from penstock_shard.checkpoint.tokenizer_conversion import convert_tokenizer
+        from penstock_shard.checkpoint.tokenizer_conversion import make_tokenizer_files
 
-        files["tokenizer.json"] = convert_tokenizer(source.path, config.trust_remote_code)
+        files = make_tokenizer_files(source.path, config.trust_remote_code) | files
     return LoadedRunner(
         load_model_runner(config, source.path, progress=progress), files, source.revision
     )

@@ -127,10 +127,10 @@ def add_embedding(
     response: pb.EmbedResponse, vector: bytes, *, dimensions: int | None, normalize: bool
 ) -> None:
     """Add an engine's vector as the request asks: cut to `dimensions`, then scaled to length 1."""
-    values = np.frombuffer(vector, dtype="<f4")[:dimensions]
+    values = np.frombuffer(vector, dtype="<f4")[:dimensions].astype(np.float64)
     if normalize:
-        length = float(np.linalg.norm(values.astype(np.float64)))
-        values = values / np.float32(length or 1.0)
+        # Of zeros there is nothing to scale.
+        values = values / (np.linalg.norm(values) or 1.0)
     response.embeddings.add().values.extend(values.tolist())
 
 

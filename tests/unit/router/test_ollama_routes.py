@@ -274,6 +274,17 @@ async def test_inputs_that_are_no_texts_are_refused(router: MemoryRouter) -> Non
         assert answer.json()["error"].startswith("input")
 
 
+async def test_the_newer_route_scales_vectors_and_the_older_leaves_them_as_the_model_has_them(
+    router: MemoryRouter,
+) -> None:
+    asked = {"model": "fake-model", "input": "Hi", "prompt": "Hi"}
+    for more in ({}, {"normalize": False}, {"normalize": True}):
+        for path in ("/api/embed", "/api/embeddings"):
+            assert (await send(router, path, asked | more)).status == 200
+    found = [request.normalize for request in router.fleet.embedded]
+    assert found == [True, None, False, False, True, True]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_s_context_is_prompt_and_answer_and_goes_on(
     router: MemoryRouter, stream: bool

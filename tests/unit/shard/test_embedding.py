@@ -109,6 +109,15 @@ def test_vectors_are_cut_and_then_scaled() -> None:
 
 def test_a_vector_of_zeros_stays_one() -> None:
     assert values([0, 0], None, True) == [0, 0]
+    assert values([0, 0, 5], 2, True) == [0, 0]
+
+
+@pytest.mark.parametrize("size", [3e38, 1e-44])
+def test_the_largest_and_smallest_numbers_are_scaled_too(size: float) -> None:
+    given = float(np.float32(size))
+    assert values([given, given, -given], None, True) == pytest.approx(
+        [3**-0.5, 3**-0.5, -(3**-0.5)]
+    )
 
 
 def test_the_defaults_are_told() -> None:

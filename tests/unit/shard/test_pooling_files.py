@@ -43,6 +43,17 @@ def test_pooling_and_normalising_are_read(
     assert read(tmp_path) == ((pooling, len(kinds) == 3), [])
 
 
+@pytest.mark.parametrize(
+    ("mode", "pooling"),
+    [("lasttoken", Pooling.LAST), ("mean", Pooling.MEAN), (["lasttoken"], Pooling.LAST)],
+)
+def test_pooling_is_read_as_later_releases_write_it(
+    mode: object, pooling: Pooling, tmp_path: Path
+) -> None:
+    write(tmp_path, MODULES, {"pooling_mode": mode, "embedding_dimension": 32})
+    assert read(tmp_path) == ((pooling, True), [])
+
+
 def test_a_model_without_these_files_embeds_nothing_and_says_nothing(tmp_path: Path) -> None:
     assert read(tmp_path) == (None, [])
 
@@ -53,6 +64,9 @@ def test_a_model_without_these_files_embeds_nothing_and_says_nothing(tmp_path: P
         (MODULES, {"pooling_mode_cls_token": True}, "cls_token"),
         (MODULES, {"pooling_mode_lasttoken": True, "pooling_mode_max_tokens": True}, "max_tokens"),
         (MODULES, {"pooling_mode_lasttoken": False}, "by nothing"),
+        (MODULES, {"pooling_mode": "weightedmean"}, "weightedmean"),
+        (MODULES, {"pooling_mode": ["lasttoken", "mean"]}, "lasttoken and mean"),
+        (MODULES, {"pooling_mode": "mean", "include_prompt": False}, "instruction"),
         (MODULES, {"pooling_mode_mean_tokens": True, "include_prompt": False}, "instruction"),
         ((*MODULES[:2], "Dense"), {"pooling_mode_lasttoken": True}, "Dense"),
         (("Transformer", "Normalize"), {}, "no Pooling module"),

@@ -17,7 +17,7 @@ from penstock_shard.checkpoint.model_source import (
     resolve_adapter,
     resolve_model,
 )
-from penstock_shard.checkpoint.weight_files import unlisted, weight_files
+from penstock_shard.checkpoint.weight_files import INDEX, unlisted, weight_files
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 
@@ -148,8 +148,57 @@ def test_parts_that_no_index_lists_are_taken(model: Path) -> None:
     ],
 )
 def test_files_without_an_index_may_have_any_names(names: list[str]) -> None:
-    others = ["adapter_model.safetensors", "config.json", "a/b.safetensors"]
+    others = ["adapter_model.safetensors", "config.json", "a/b.safetensors", *BESIDE]
     assert unlisted([*names, *others]) == names
+
+
+# The same once more in Mistral's own form, an adapter, and what training goes on from.
+BESIDE = [
+    "consolidated.safetensors",
+    "consolidated-00001-of-00002.safetensors",
+    "adapter_model.safetensors",
+    "adapter_0.safetensors",
+    "optimizer.safetensors",
+    "model_optimizer.safetensors",
+    "scheduler.safetensors",
+    "model_ema.safetensors",
+    "optimizer_0.safetensors",
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "others"),
+    [
+        (["weights.safetensors"], ["draft.safetensors", "vae.safetensors"]),
+        (["weights.00.safetensors", "weights.01.safetensors"], ["other.safetensors"]),
+        (["model.00.safetensors"], ["weights.safetensors"]),
+        (["model-fp8.safetensors"], ["gptq.safetensors"]),
+    ],
+)
+def test_of_files_without_an_index_the_models_name_goes_first_then_that_of_weights(
+    names: list[str], others: list[str]
+) -> None:
+    assert unlisted([*others, *names, *BESIDE]) == names
+
+
+def test_a_file_named_weights_is_the_model(model: Path) -> None:
+    for path in model.glob("model*"):
+        path.unlink()
+    save_file({"w": np.ones((8, 8), dtype=np.float32)}, model / "weights.safetensors")
+    (model / "optimizer.safetensors").write_bytes(b"no model's")
+    assert resolve(str(model)) == model
+    assert [path.name for path in weight_files(model)] == ["weights.safetensors"]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_not_the_models_own_is_named_where_there_is_nothing_else(
+    model: Path, name: str
+) -> None:
+    for path in model.glob("model*"):
+        path.unlink()
+    save_file({"w": np.ones((8, 8), dtype=np.float32)}, model / name)
+    line = refusal(model)
+    assert f"there are no weights (model.safetensors or {INDEX}), and {name} is not" in line
 
 
 @pytest.mark.parametrize("lost", ["model-00001-of-00002.safetensors", PART])

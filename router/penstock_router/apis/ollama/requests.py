@@ -9,7 +9,7 @@ import msgspec
 
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.apis.base import LINES, TIMEOUT, Api, BodyKind, SeveralKinds
-from penstock_router.apis.embeddings import MAX_INPUTS, EmbedRequest
+from penstock_router.apis.embeddings import MAX_INPUTS, NORMALIZE, EmbedRequest
 from penstock_router.apis.images import take_images
 from penstock_router.apis.ollama.answers import (
     ERRORS,
@@ -339,6 +339,7 @@ EMBED_FIELDS = table(
         Field("input", _INPUTS, "A text, or several; none: only have the model loaded."),
         Field("truncate", BOOLEAN, "Cut what is longer than the context; default true."),
         Field("dimensions", integer(0, INT32_MAX), "Keep the first so many values; 0: all."),
+        NORMALIZE,
         Field("options", OBJECT, "Nothing is sampled here: accepted without effect."),
         _KEEP_ALIVE,
         TIMEOUT,
@@ -348,6 +349,7 @@ EMBEDDINGS_FIELDS = table(
     [
         *NAMES,
         Field("prompt", STRING, "A text; none: only have the model loaded."),
+        Field("normalize", BOOLEAN, "Scale the vector to length 1; default: as the model has it."),
         *(EMBED_FIELDS[name] for name in ("options", "keep_alive", "timeout")),
     ]
 )
@@ -355,7 +357,7 @@ EMBEDDINGS_FIELDS = table(
 
 def parse_embed(body: JsonObject) -> EmbedRequest:
     """A body of /api/embed."""
-    values = read_fields(EMBED_FIELDS, body)
+    values: JsonObject = {"normalize": True} | read_fields(EMBED_FIELDS, body)
     return _embed(values, values.get("input", ()), cuts=values.get("truncate", True))
 
 
@@ -372,6 +374,7 @@ def _embed(values: JsonObject, inputs: tuple[str, ...], *, cuts: bool) -> EmbedR
         prompts=inputs,
         max_tokens=0,
         dimensions=values.get("dimensions") or None,
+        normalize=values.get("normalize"),
         truncate_prompt_tokens=-1 if cuts else None,
         truncation_side="right",
         timeout_s=values.get("timeout"),

@@ -8,6 +8,7 @@ probed. The fourth is in `selfcheck/own_attention.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -32,6 +34,14 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LAYER_ATTRIBUTES = {"head_dim", "num_key_value_heads"}
 # Rope types whose angles change for the whole batch once a position passes the original context.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Architectures with another head than a language model's, of which transformers would make one.
+_SCORES = re.compile(
+    r"(For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|RewardModel)$"
+)
+_INSTEAD = (
+    "is not served; serve a decoder, which generates text, and vectors with --embeddings last or "
+    "mean"
+)
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -44,9 +54,6 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
     """Raises ModelError for a model that its configuration alone rules out."""
     name = architecture_of(config)
     text = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder-decoder; only decoder-only models are served")
-    _check_purpose(name, config)
     # Reading such an attribute raises an error: this comes before all that reads any.
     differing = set(getattr(text, "per_layer_attributes", None) or ()) - _LAYER_ATTRIBUTES
     if differing:
@@ -69,22 +76,46 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
     _check_rope(name, text, max_model_len)
 
 
-def _check_purpose(name: str, config: PreTrainedConfig) -> None:
-    """Checked here because transformers itself answers with a list of all classes it has."""
+def check_purpose(config: PreTrainedConfig) -> None:
+    """Raises ModelError for a model that is no decoder: transformers itself would answer with a
+    list of all classes it has, or load a decoder of the same type that nobody trained.
+    """
+    reason = _other_purpose(architecture_of(config), config)
+    if reason is not None:
+        raise ModelError(f"{architecture_of(config)} ({config.model_type}) {reason}")
+
+
+def _other_purpose(name: str, config: PreTrainedConfig) -> str | None:
+    """What a model is if it is no decoder, and what to serve in its place."""
+    if _SCORES.search(name):
+        return f"gives scores or classes of texts, and {_INSTEAD}"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"is an encoder-decoder, or half of one, and {_INSTEAD}"
+    if _is_encoder(name, config):
+        return f"is an encoder, whose tokens see those after them, and {_INSTEAD}"
     own_code = getattr(config, "auto_map", None) or {}
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code:
-        return
+        return None
     if has_text_model(config):
-        return
+        return None
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise ModelError(
-            f"{name} ({config.model_type}) is a model of images and text of a type whose text is "
-            "not served either so far; serve a model of text alone"
+        return (
+            "is a model of images and text of a type whose text is not served either so far; "
+            "serve a model of text alone"
         )
-    raise ModelError(
-        f"{name} ({config.model_type}) has no class that generates text in transformers "
-        f"{transformers.__version__}; serve a causal language model"
-    )
+    version = transformers.__version__
+    return f"has no class that generates text in transformers {version}, and {_INSTEAD}"
+
+
+def _is_encoder(name: str, config: PreTrainedConfig) -> bool:
+    """Whether tokens see those after them: of a type that fills in masks, or a changed decoder."""
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        return not getattr(config, "is_decoder", False)
+    text = config.get_text_config()
+    sees_all = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    # The latter is XLNet's own word.
+    sees_all = sees_all or getattr(text, "attn_type", None) == "bi"
+    return sees_all or getattr(text, "is_causal", None) is False or "Bidirectional" in name
 
 
 def _check_heads(name: str, text: PreTrainedConfig) -> None:
