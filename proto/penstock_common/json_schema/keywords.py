@@ -67,10 +67,14 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def unknown_keywords(root: Any) -> Iterator[str]:
-    """The keywords in a schema that no draft defines, in no order, perhaps repeatedly."""
+    """The keywords in a schema that no draft defines, in the order in which they stand there,
+    perhaps repeatedly. One whose value is null is as good as absent.
+    """
     left = [root]
     while left:
         schema = left.pop()
         if isinstance(schema, dict):
-            yield from filter(is_unknown, schema)
-            left += subschemas(schema)
+            for keyword, value in schema.items():
+                if value is not None and is_unknown(keyword):
+                    yield keyword
+            left += reversed([*subschemas(schema)])
