@@ -5,6 +5,8 @@ A keyword that none of them defines is an annotation: it forbids nothing (JSON S
 
 from __future__ import annotations
 
+import difflib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +52,10 @@ RESTRICTING = frozenset(
 # Keywords of drafts before 4 that restrict values.
 OUTDATED = frozenset(("divisibleBy", "disallow", "extends"))
 _DEFINED = ANNOTATIONS | RESTRICTING | OUTDATED
+# How alike a name must be to a keyword to be a misspelt one, of 1: a short one, such as "note", is
+# sooner a word of its own than a long one.
+_ALIKE, _SHORT_ALIKE = 0.85, 0.88
+_SHORT, _SHORTEST, _LONGEST = 6, 4, 40
 
 
 def is_unknown(keyword: str) -> bool:
@@ -78,3 +84,27 @@ def unknown_keywords(root: Any) -> Iterator[str]:
                 if value is not None and is_unknown(keyword):
                     yield keyword
             left += reversed([*subschemas(schema)])
+
+
+@functools.lru_cache(4096)
+def near_miss(name: str) -> str | None:
+    """The restricting keyword that an unknown one is but for its spelling; None if there is none.
+
+    A name that begins with an underscore or holds a colon is one of somebody's own.
+    """
+    if not name[:1].isalpha() or ":" in name or len(name) > _LONGEST:
+        return None
+    folded = _folded(name)
+    if folded in _FOLDED or len(folded) < _SHORTEST:
+        return _FOLDED.get(folded)
+    swapped = [each for each in _FOLDED if sorted(each) == sorted(folded)]
+    cutoff = _SHORT_ALIKE if len(folded) <= _SHORT else _ALIKE
+    found = swapped or difflib.get_close_matches(folded, _FOLDED, n=1, cutoff=cutoff)
+    return _FOLDED[found[0]] if found else None
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").replace("$", "")
+
+
+_FOLDED = {_folded(keyword): keyword for keyword in sorted(RESTRICTING)}

@@ -1,7 +1,8 @@
 """The supported names of `format`, each as keywords that llguidance handles right.
 
 A pattern may allow less than the standard does: no leap seconds, years from 1000, addresses on the
-internet in ASCII only. Names that are in no standard are annotations.
+internet in ASCII only, of regular expressions what all dialects share. Names that are in no
+standard are annotations.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ _POINTER = "(?:/(?:[^/~]|~[01])*)*"
 _VARIABLE = r"(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{2})+"
 _CHANGED = rf"{_VARIABLE}(?::[1-9][0-9]{{0,3}}|\*)?"
 _VARIABLES = rf"\{{[+#./;?&]?{_CHANGED}(?:,{_CHANGED})*\}}"
+
+# Regular expressions of the syntax that all dialects share: without counts, groups one deep.
+_PLAIN = r"[A-Za-z0-9 _,:;<>=!@#%&~/'\"-]|\\[dDwWsS.*+?^${}()|/\[\]\\]"
+_ATOM = rf"(?:{_PLAIN}|\.|\[\^?(?:a-z|A-Z|0-9|[A-Za-z0-9_ .]|\\[dws])+\])[*+?]?"
+_GROUP = rf"\((?:\?:)?(?:{_ATOM})+(?:\|(?:{_ATOM})+)*\)[*+?]?"
+_REGEX = rf"\^?(?:{_ATOM}|{_GROUP})*(?:\|(?:{_ATOM}|{_GROUP})+)*\$?"
 
 _DIGIT = "[0-9a-fA-F]"
 _UUID = f"{_DIGIT}{{8}}(?:-{_DIGIT}{{4}}){{3}}-{_DIGIT}{{12}}"
@@ -69,6 +76,5 @@ FORMATS: dict[str, dict[str, Any]] = {
     "uri-template": _pattern(rf"(?:[A-Za-z0-9._~!$&()*+,;=:@/?#\[\]-]|{_VARIABLES})*"),
     "json-pointer": _pattern(_POINTER),
     "relative-json-pointer": _pattern(f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})"),
+    "regex": _pattern(_REGEX),
 }
-# Standard formats that a grammar cannot express.
-REFUSED_FORMATS = frozenset(("regex",))

@@ -23,7 +23,8 @@ _Positive = Annotated[int, msgspec.Meta(gt=0)] | Annotated[float, msgspec.Meta(g
 _Count = Annotated[float, msgspec.Meta(ge=0, le=2**53, multiple_of=1)]
 
 _SHAPES: dict[str, tuple[str, Any]] = {
-    **dict.fromkeys(("$ref", "$dynamicRef", "$anchor", "$id", "format", "pattern"), ("text", str)),
+    **dict.fromkeys(("$ref", "$dynamicRef", "$recursiveRef", "$anchor", "$id"), ("text", str)),
+    **dict.fromkeys(("format", "pattern"), ("text", str)),
     **dict.fromkeys(("not", "if", "then", "else", "contains"), ("schema", _Schema)),
     **dict.fromkeys(("propertyNames", "additionalProperties"), ("schema", _Schema)),
     **dict.fromkeys(("additionalItems", "unevaluatedItems"), ("schema", _Schema)),
@@ -42,7 +43,7 @@ _SHAPES: dict[str, tuple[str, Any]] = {
     # In draft 4 a boolean: whether the bound itself is excluded.
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), ("number", _Number | bool)),
     "multipleOf": ("number above 0", _Positive),
-    "uniqueItems": ("bool", bool),
+    **dict.fromkeys(("uniqueItems", "nullable"), ("bool", bool)),
     "type": ("type", _Type | Annotated[list[_Type], msgspec.Meta(min_length=1)]),
     "items": ("schema", _Schema | list[_Schema]),
     "enum": ("list", list),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock_common.json_schema.keywords import ANNOTATIONS
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
@@ -12,7 +13,7 @@ _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
     """A schema of the same values, without `additionalItems`, lists in `items`, bools as bounds.
 
-    All conditions are in `if`, as tuples of schemas: the condition, what values must meet that meet
+    What `nullable` allows is in its `type`. All conditions are in `if`, as tuples of schemas: the condition, what values must meet that meet
     it, and what all others must.
     """
     out: dict[str, Any] = {}
@@ -26,9 +27,15 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
             out |= {"items": value} if has_list else {}
         elif keyword in _EXCLUSIVE and schema.get(_EXCLUSIVE[keyword]) is True:
             out[_EXCLUSIVE[keyword]] = value
+        elif keyword == "type" and schema.get("nullable") is True:
+            out["type"] = [*(value if isinstance(value, list) else [value]), "null"]
         elif keyword == "if":
-            condition = (value, schema.get("then", True), schema.get("else", True))
-            out.setdefault("if", []).append(condition)
+            out.setdefault("if", []).append(_condition(schema))
+        elif keyword == "allOf":
+            rest = [part for part in value if not _is_condition(part)]
+            out |= {"allOf": rest} if rest else {}
+            asked = [_condition(part) for part in value if _is_condition(part)]
+            out |= {"if": [*out.get("if", ()), *asked]} if asked else {}
         elif keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             out.setdefault("if", []).extend(_if_there(*each) for each in value.items())
         elif keyword not in ("then", "else") and not (
@@ -36,6 +43,26 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
         ):
             out[keyword] = value
     return out
+
+
+def _condition(schema: dict[str, Any]) -> tuple[Any, Any, Any]:
+    return schema["if"], schema.get("then", True), schema.get("else", True)
+
+
+def _is_condition(schema: Any) -> bool:
+    """Tell whether a schema is nothing but a condition."""
+    return (
+        isinstance(schema, dict)
+        and "if" in schema
+        and schema.keys() - ANNOTATIONS <= {"if", "then", "else"}
+    )
+
+
+def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without keywords that are null, as some clients write those that they lack."""
+    if None not in schema.values():
+        return schema
+    return {key: value for key, value in schema.items() if value is not None or key == "const"}
 
 
 def _if_there(name: str, needed: Any) -> tuple[dict[str, Any], Any, bool]:

@@ -19,6 +19,7 @@ from penstock_shard.structured_output.json_schema.combine import (
     without,
 )
 from penstock_shard.structured_output.json_schema.patterns import any_text_but
+from penstock_shard.structured_output.json_schema.references import REFERENCES
 from penstock_shard.structured_output.json_schema.values import type_of
 
 # To break `items`, one of this many first items must break its schema.
@@ -201,6 +202,6 @@ _OPPOSITES: dict[str, _Opposite] = {
     "oneOf": _one,
     "not": _not,
     "if": _if,
-    **dict.fromkeys(("$ref", "$dynamicRef"), _reference),
+    **dict.fromkeys(REFERENCES, _reference),
     **dict.fromkeys(_BOUNDS, _beyond),
 }

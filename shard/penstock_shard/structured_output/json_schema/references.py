@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import unquote, urljoin
 
+from penstock_common.json_schema.keywords import subschemas
 from penstock_shard.structured_output.json_schema.combine import Schema
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
@@ -20,20 +21,7 @@ _DRAFTS = {
     "json-schema.org/draft/2019-09/schema": 2019,
     "json-schema.org/draft/2020-12/schema": 2020,
 }
-# Keywords that hold a schema or a list of schemas, and those that hold schemas by name.
-_HOLDING = frozenset(
-    (
-        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contentSchema"),
-        *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
-        *("additionalProperties", "unevaluatedProperties", "propertyNames"),
-    )
-)
-_HOLDING_BY_NAME = frozenset(
-    (
-        *("properties", "patternProperties", "$defs", "definitions"),
-        *("dependentSchemas", "dependencies"),
-    )
-)
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _DEEPEST = 80
 
 
@@ -58,11 +46,11 @@ class Document:
         return base if name is None else _joined(base, name).rstrip("#")
 
     def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]:
-        """The schema that a `$ref` or `$dynamicRef` means, and its base URI."""
+        """The schema that one of the `REFERENCES` means, and its base URI."""
         if not isinstance(reference, str):
             raise ConstraintRefused(f"{keyword}: {shown(reference)} is no text")
-        if keyword == "$dynamicRef":
-            self._check_dynamic(reference)
+        if keyword != "$ref":
+            self._check_dynamic(keyword, reference)
         address, _, fragment = _joined(base, reference).partition("#")
         if address not in self._resources:
             raise ConstraintRefused(f"$ref: {shown(reference)} is outside of the schema")
@@ -73,11 +61,12 @@ class Document:
             return self._anchors[address, fragment]
         return self._pointed(reference, address, fragment)
 
-    def _check_dynamic(self, reference: str) -> None:
+    def _check_dynamic(self, keyword: str, reference: str) -> None:
         """Refuses a dynamic reference that may mean another schema in another place."""
         name = reference.rpartition("#")[2]
-        if self._names[name] > 1 or not name or len(self._resources) > 2:
-            raise ConstraintRefused(f"$dynamicRef: {shown(reference)} may mean several schemas")
+        is_named = bool(name) or keyword == "$recursiveRef"
+        if self._names[name] > 1 or not is_named or len(self._resources) > 2:
+            raise ConstraintRefused(f"{keyword}: {shown(reference)} may mean several schemas")
 
     def _pointed(self, reference: str, address: str, pointer: str) -> tuple[Schema, str]:
         schema, base = self._resources[address], address
@@ -113,7 +102,7 @@ class Document:
         for name in _anchor_names(schema, self.references_stand_alone):
             self._anchors[base, name] = (schema, base)
             self._names[name] += 1
-        for inner in _subschemas(schema):
+        for inner in subschemas(schema):
             self._index(inner, base, depth + 1)
 
 
@@ -134,20 +123,8 @@ def _anchor_names(schema: dict[str, Schema], by_id: bool) -> Iterator[str]:
         yield name.partition("#")[2]
 
 
-def _subschemas(schema: dict[str, Schema]) -> Iterator[Schema]:
-    for key, value in schema.items():
-        if key in _HOLDING:
-            yield from value if isinstance(value, list) else [value]
-        elif key in _HOLDING_BY_NAME and isinstance(value, dict):
-            yield from value.values()
-
-
 def _draft(root: Schema) -> int | None:
-    """The schema's draft; None if it names none, which allows the keywords of all drafts."""
+    """The schema's draft; None, which allows the keywords of all, if it names none of ours."""
     named = root.get("$schema") if isinstance(root, dict) else None
-    if named is None:
-        return None
     address = str(named).removeprefix("http://").removeprefix("https://").rstrip("#")
-    if address not in _DRAFTS:
-        raise ConstraintRefused(f"$schema: {shown(named)} is none of the drafts 4 to 2020-12")
-    return _DRAFTS[address]
+    return _DRAFTS.get(address)

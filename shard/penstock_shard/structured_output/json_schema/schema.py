@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from penstock_common.json_schema.keywords import ANNOTATIONS, OUTDATED, near_miss
 from penstock_shard.structured_output.json_schema.combine import (
     Place,
     Schema,
@@ -17,11 +18,12 @@ from penstock_shard.structured_output.json_schema.combine import (
     any_of,
     unless,
 )
+from penstock_shard.structured_output.json_schema.conditions import conditions
 from penstock_shard.structured_output.json_schema.contains import contains
-from penstock_shard.structured_output.json_schema.formats import FORMATS, REFUSED_FORMATS
+from penstock_shard.structured_output.json_schema.formats import FORMATS
 from penstock_shard.structured_output.json_schema.infinite_values import ending_names, may_end
 from penstock_shard.structured_output.json_schema.keyword_types import check_shapes
-from penstock_shard.structured_output.json_schema.modern import modern
+from penstock_shard.structured_output.json_schema.modern import modern, without_nulls
 from penstock_shard.structured_output.json_schema.negation import negative
 from penstock_shard.structured_output.json_schema.one_of import one_of
 from penstock_shard.structured_output.json_schema.patterns import rust_pattern
@@ -29,44 +31,14 @@ from penstock_shard.structured_output.json_schema.property_counts import (
     least_properties,
     most_properties,
 )
-from penstock_shard.structured_output.json_schema.references import Document
+from penstock_shard.structured_output.json_schema.references import REFERENCES, Document
 from penstock_shard.structured_output.json_schema.unevaluated import UNEVALUATED, closed
 from penstock_shard.structured_output.json_schema.unique import unique
 from penstock_shard.structured_output.json_schema.values import type_of
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# Keywords that do not restrict values: annotations, and those that only hold or name schemas.
-ANNOTATIONS = frozenset(
-    [
-        "$schema",
-        "$id",
-        "id",
-        "$anchor",
-        "$dynamicAnchor",
-        "$recursiveAnchor",
-        "$comment",
-        "$defs",
-        "definitions",
-        "$vocabulary",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "contentMediaType",
-        "contentEncoding",
-        "contentSchema",
-        "nullable",
-        "discriminator",
-        "xml",
-        "externalDocs",
-    ]
-)
 # Those, and keywords that are handled with others.
-_NOT_ALONE = ANNOTATIONS | {"minContains", "maxContains"}
+_NOT_ALONE = ANNOTATIONS | {"minContains", "maxContains", "nullable"}
 # Beyond this, integers are not exact in all JSON readers, nor in llguidance.
 _LARGEST_EXACT = 2**53
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
@@ -145,6 +117,7 @@ class _Translation:
             return schema, base
         if not isinstance(schema, dict):
             raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
+        schema = without_nulls(schema)
         check_shapes(schema)
         if "$ref" in schema and self._document.references_stand_alone:
             return {"$ref": schema["$ref"]}, base
@@ -166,12 +139,19 @@ class _Translation:
         """What values must meet beside the keywords that llguidance handles."""
         if keyword in _ADDED:
             yield _ADDED[keyword](self, schema, base)
-        elif keyword in ("$ref", "$dynamicRef"):
+        elif keyword in REFERENCES:
             yield self._reference(keyword, schema[keyword], base)
-        elif keyword == "nullable" and schema[keyword] is True:
-            raise ConstraintRefused('nullable: say {"type": [..., "null"]} instead')
-        elif keyword not in _NOT_ALONE and not keyword.startswith("x-"):
-            raise ConstraintRefused(f"json_schema: the keyword {shown(keyword)} is not served")
+        elif keyword not in _NOT_ALONE:
+            _check_unknown(keyword)
+
+
+def _check_unknown(keyword: str) -> None:
+    """Refuse what an old draft defines, and what is a standard keyword but for its spelling."""
+    if keyword in OUTDATED:
+        raise ConstraintRefused(f"json_schema: {keyword} is a keyword of drafts before 4")
+    meant = near_miss(keyword)
+    if meant:
+        raise ConstraintRefused(f"json_schema: no keyword {shown(keyword)}: is {meant} meant?")
 
 
 # ---- Keywords that llguidance handles: the values that it gets ---------------------------------
@@ -280,8 +260,6 @@ _KEPT: dict[str, Callable[[Place, str, Any, str], Any]] = {
 
 def _format(place: Place, schema: dict[str, Any], base: str) -> Schema:
     name = schema["format"]
-    if name in REFUSED_FORMATS:
-        raise ConstraintRefused(f"format: {name} is not served")
     if name not in FORMATS:
         # By the standard an unknown format is an annotation.
         return True
@@ -297,21 +275,11 @@ def _any(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _one(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    return one_of(place, schema["oneOf"], base)
+    return one_of(place, schema, base)
 
 
 def _not(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return place.negative(schema["not"], base)
-
-
-def _if(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    parts = []
-    for condition, then, otherwise in schema["if"]:
-        if then is not True or otherwise is not True:
-            met = all_of([place.positive(condition, base), place.positive(then, base)])
-            unmet = all_of([place.negative(condition, base), place.positive(otherwise, base)])
-            parts.append(any_of([met, unmet]))
-    return all_of(parts)
 
 
 def _property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
@@ -354,7 +322,7 @@ _ADDED: dict[str, Callable[[Place, dict[str, Any], str], Schema]] = {
     "anyOf": _any,
     "oneOf": _one,
     "not": _not,
-    "if": _if,
+    "if": conditions,
     "propertyNames": _property_names,
     "contains": contains,
     "uniqueItems": unique,

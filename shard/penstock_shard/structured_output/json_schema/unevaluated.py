@@ -20,7 +20,9 @@ from penstock_shard.structured_output.json_schema.combine import (
     any_of,
     unless,
 )
+from penstock_shard.structured_output.json_schema.one_of import apart
 from penstock_shard.structured_output.json_schema.patterns import rust_pattern
+from penstock_shard.structured_output.json_schema.references import REFERENCES
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 UNEVALUATED = frozenset(("unevaluatedProperties", "unevaluatedItems"))
@@ -135,12 +137,9 @@ def _any(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: i
 
 
 def _one(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
-    parts = schema["oneOf"]
-    negatives = [place.negative(part, base) for part in parts]
     found = []
-    for index, part in enumerate(parts):
-        others = _Case((*negatives[:index], *negatives[index + 1 :]))
-        found += _both(_cases(place, part, base, depth), [others])
+    for part, more in zip(schema["oneOf"], apart(place, schema, base), strict=True):
+        found += _both(_cases(place, part, base, depth), [_Case(tuple(more))])
     return found
 
 
@@ -171,7 +170,7 @@ _APPLIED = {
     "anyOf": _any,
     "oneOf": _one,
     "if": _if,
-    **dict.fromkeys(("$ref", "$dynamicRef"), _reference),
+    **dict.fromkeys(REFERENCES, _reference),
 }
 # Keywords of a schema beside those that are handled here; its URI is part of `base` already.
 _NOT_OWN = UNEVALUATED | _APPLIED.keys() | {"$id", "id"}

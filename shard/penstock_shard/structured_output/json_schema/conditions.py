@@ -1,0 +1,118 @@
+"""`if`, `then` and `else` as alternatives.
+
+A condition by itself is two alternatives: it is met, or it is not. Several would be two to their
+number, most of them impossible where all conditions ask for values of the same property, as they
+do of a property that says what an object is. Such conditions are alternatives by its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock_common.json_schema.keywords import ANNOTATIONS
+from penstock_shard.structured_output.json_schema.combine import (
+    Place,
+    Schema,
+    all_of,
+    any_of,
+    other_types,
+    without,
+)
+from penstock_shard.structured_output.json_schema.values import listed_values
+
+_Condition = tuple[Schema, Schema, Schema]
+
+
+def conditions(place: Place, schema: dict[str, Any], base: str) -> Schema:
+    """Values that meet all conditions of a schema, as `modern` writes them."""
+    by_name: dict[str, list[_Tagged]] = {}
+    others = []
+    for condition in schema["if"]:
+        tagged = _tagged(place, condition, base)
+        if tagged is None:
+            others.append(condition)
+        else:
+            by_name.setdefault(tagged.name, []).append(tagged)
+    parts = [_by_value(place, name, tagged, base) for name, tagged in by_name.items()]
+    return all_of([*parts, *(_either(place, condition, base) for condition in others)])
+
+
+def _either(place: Place, condition: _Condition, base: str) -> Schema:
+    met, then, otherwise = condition
+    if then is True and otherwise is True:
+        return True
+    return any_of(
+        [
+            all_of([place.positive(met, base), place.positive(then, base)]),
+            all_of([place.negative(met, base), place.positive(otherwise, base)]),
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tagged:
+    """A condition that asks for one of some values of a property."""
+
+    name: str
+    values: dict[tuple[str, Any], Any]
+    # Whether objects without the property meet it, and what is no object.
+    if_absent: bool
+    if_no_object: bool
+    then: Schema
+    otherwise: Schema
+
+    def demand(self, is_met: bool) -> Schema:
+        return self.then if is_met else self.otherwise
+
+
+def _tagged(place: Place, condition: _Condition, base: str) -> _Tagged | None:
+    """The condition, if that is all it asks for."""
+    met, then, otherwise = condition
+    said = {} if isinstance(met, bool) else met.items()
+    asked = {key: value for key, value in dict(said).items() if key not in ANNOTATIONS}
+    properties = asked.get("properties", {})
+    if not asked.keys() <= {"type", "properties", "required"} or len(properties) != 1:
+        return None
+    [(name, of)] = properties.items()
+    values = listed_values(place, of, base)
+    required, kind = asked.get("required", []), asked.get("type", "object")
+    if not values or kind != "object" or required not in ([], [name]):
+        return None
+    return _Tagged(name, values, not required, "type" not in asked, then, otherwise)
+
+
+def _by_value(place: Place, name: str, tagged: Sequence[_Tagged], base: str) -> Schema:
+    """Values that meet conditions on one property: by its value, without it, and no objects."""
+    alike: dict[tuple[bool, ...], list[Any]] = {}
+    for key, value in {key: value for each in tagged for key, value in each.values.items()}.items():
+        alike.setdefault(tuple(key in each.values for each in tagged), []).append(value)
+    listed = [value for values in alike.values() for value in values]
+    unlisted = place.negative({"enum": listed}, base)
+    cases = [
+        (_objects(name, place.positive({"enum": values}, base)), met)
+        for met, values in alike.items()
+    ]
+    cases.append((_objects(name, unlisted), (False,) * len(tagged)))
+    cases.append(({"type": "object", **without([name])}, tuple(one.if_absent for one in tagged)))
+    cases.append((other_types("object"), tuple(one.if_no_object for one in tagged)))
+    return any_of(
+        all_of([case, *_demands(place, tagged, met, base)])
+        for case, met in cases
+        if case is not False
+    )
+
+
+def _objects(name: str, of: Schema) -> Schema:
+    if of is False:
+        return False
+    return {"type": "object", "properties": {name: of}, "required": [name]}
+
+
+def _demands(
+    place: Place, tagged: Iterable[_Tagged], met: Iterable[bool], base: str
+) -> list[Schema]:
+    return [
+        place.positive(one.demand(is_met), base) for one, is_met in zip(tagged, met, strict=True)
+    ]
