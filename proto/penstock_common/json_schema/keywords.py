@@ -73,8 +73,8 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def unknown_keywords(root: Any) -> Iterator[str]:
-    """The keywords in a schema that no draft defines, in the order in which they stand there,
-    perhaps repeatedly. One whose value is null is as good as absent.
+    """The keywords in a schema that no draft defines, a schema's before those of its parts, perhaps
+    repeatedly. One whose value is null is as good as absent.
     """
     left = [root]
     while left:
