@@ -24,6 +24,7 @@ HOLDING_BY_NAME = frozenset(
         *("dependentSchemas", "dependencies"),
     )
 )
+_HOLDERS = HOLDING | HOLDING_BY_NAME
 # Keywords that do not restrict values: annotations, and those that only hold or name schemas.
 ANNOTATIONS = frozenset(
     (
@@ -79,10 +80,12 @@ def unknown_keywords(root: Any) -> Iterator[str]:
     left = [root]
     while left:
         schema = left.pop()
-        if isinstance(schema, dict):
-            for keyword, value in schema.items():
-                if value is not None and is_unknown(keyword):
-                    yield keyword
+        # A body may have thousands of small ones: only those that need it are looked at in Python.
+        if not isinstance(schema, dict):
+            continue
+        if not _DEFINED.issuperset(schema):
+            yield from (name for name in schema if schema[name] is not None and is_unknown(name))
+        if not _HOLDERS.isdisjoint(schema):
             left += reversed([*subschemas(schema)])
 
 
