@@ -446,7 +446,8 @@ CONSTRAINT_FIELDS = (
         "structured_outputs",
         OUTPUTS,
         "One of json, regex, choice, grammar (Lark or EBNF), json_object and structural_tag; for "
-        "JSON: how it is written. disable_fallback changes nothing: there is none.",
+        "JSON: how it is written, without white space unless disable_any_whitespace is false. "
+        "disable_fallback changes nothing: there is none.",
     ),
     *(
         Field(f"guided_{name}", _LANGUAGES[name], f"As structured_outputs.{name}.")
