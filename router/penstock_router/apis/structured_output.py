@@ -341,26 +341,31 @@ _ASKING = (
 
 
 def constraint_options(values: JsonObject) -> JsonObject:
-    """Gather what the fields of a body ask for, as `Options` takes it; more than one constraint is
-    refused. May add to the warnings in `values`.
+    """Gather what the fields of a body ask for, as `Options` takes it. May add to the warnings in
+    `values`.
     """
-    found = [name for name in _ASKING if values.get(name) is not None]
-    if len(found) > 1:
-        text = f"{found[1]}: not together with {found[0]}; an answer has one constraint"
-        raise BadRequest(text, param=found[1])
+    name = _only_asking(values)
     pattern = values.get("guided_whitespace_pattern")
-    if pattern is not None and not found:
-        text = "guided_whitespace_pattern: needs guided_json"
-        raise BadRequest(text, param="guided_whitespace_pattern")
-    if not found:
+    if name is None:
+        if pattern is not None:
+            text = "guided_whitespace_pattern: needs guided_json"
+            raise BadRequest(text, param="guided_whitespace_pattern")
         return {}
-    [name] = found
     wish: Wish = values[name]
     if pattern is not None:
         wish = _add_writing("guided_whitespace_pattern", {"whitespace_pattern": pattern}, wish)
     for warning in keyword_warnings(name, _schemas_in(wish)):
         add_warning(values, warning)
     return {"constraint": _constraint_of(wish), "constraint_field": name}
+
+
+def _only_asking(values: JsonObject) -> str | None:
+    """The field that asks for a constraint, if any does; more than one are refused."""
+    found = [name for name in _ASKING if values.get(name) is not None]
+    if len(found) > 1:
+        text = f"{found[1]}: not together with {found[0]}; an answer has one constraint"
+        raise BadRequest(text, param=found[1])
+    return found[0] if found else None
 
 
 def _schemas_in(wish: Wish) -> Iterator[Any]:
