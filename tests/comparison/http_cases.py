@@ -71,7 +71,8 @@ _CONSTRAINTS = {
     "structured_outputs.json_object": Case({"": True}),
     "structured_outputs.structural_tag": Case({"": json.loads(_WRITTEN["structural_tag"])}),
     "structured_outputs.whitespace_pattern": Case({"": "[ ]?"}, _JSON_OUTPUT),
-    "structured_outputs.disable_any_whitespace": Case({"": True}, _JSON_OUTPUT),
+    # Which is what no field says.
+    "structured_outputs.disable_any_whitespace": Case({"": False}, _JSON_OUTPUT),
     "structured_outputs.disable_additional_properties": Case({"": True}, _JSON_OUTPUT),
     "structured_outputs.disable_fallback": Case({"": True}, _JSON_OUTPUT, shows=False),
     "guided_json": Case({"": _SCHEMA}),

@@ -24,6 +24,7 @@ HOLDING_BY_NAME = frozenset(
         *("dependentSchemas", "dependencies"),
     )
 )
+_HOLDERS = HOLDING | HOLDING_BY_NAME
 # Keywords that do not restrict values: annotations, and those that only hold or name schemas.
 ANNOTATIONS = frozenset(
     (
@@ -73,13 +74,19 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def unknown_keywords(root: Any) -> Iterator[str]:
-    """The keywords in a schema that no draft defines, in no order, perhaps repeatedly."""
+    """The keywords in a schema that no draft defines, a schema's before those of its parts, perhaps
+    repeatedly. One whose value is null is as good as absent.
+    """
     left = [root]
     while left:
         schema = left.pop()
-        if isinstance(schema, dict):
-            yield from filter(is_unknown, schema)
-            left += subschemas(schema)
+        # A body may have thousands of small ones: only those that need it are looked at in Python.
+        if not isinstance(schema, dict):
+            continue
+        if not _DEFINED.issuperset(schema):
+            yield from (name for name in schema if schema[name] is not None and is_unknown(name))
+        if not _HOLDERS.isdisjoint(schema):
+            left += reversed([*subschemas(schema)])
 
 
 @functools.lru_cache(4096)

@@ -6,7 +6,8 @@ older `guided_*`, those of Hugging Face's clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from penstock_router.json_fields import (
     Field,
     JsonObject,
     Kind,
+    add_warning,
     array_of,
     decode_json,
     one_of,
@@ -30,13 +32,28 @@ from penstock_router.json_fields import (
     string,
     unless,
 )
+from penstock_router.text.schema_keywords import keyword_warnings
 
 # Depth of nested objects and arrays in a schema. Later code may recurse over them.
 MAX_NESTING = 200
-# The key in a schema under which the shards' grammars read how JSON is formatted.
-WRITTEN_KEY = "x-guidance"
+# The key in a schema under which shards read how JSON is written.
+_WRITTEN_KEY = "x-guidance"
+_COMPACT: JsonObject = {"whitespace_flexible": False}
+_FLEXIBLE: JsonObject = {"whitespace_flexible": True}
 _TEXT = string(1)
 _CHOICES = array_of(STRING, at_least=1, at_most=MAX_CHOICE_OPTIONS, unit="choices")
+
+
+@dataclass(frozen=True, slots=True)
+class OfSchema:
+    """JSON that conforms to a schema; other fields may yet say how it is written."""
+
+    schema: JsonObject
+
+
+# What a field asks for.
+Wish = Constraint | OfSchema
+ANY_OBJECT = OfSchema({"type": "object"})
 
 
 # ---- JSON that a field holds -------------------------------------------------------------------
@@ -75,9 +92,9 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def constraint_of_schema(name: str, value: Any) -> Constraint:
+def wish_of_schema(name: str, value: Any) -> OfSchema:
     """JSON that conforms to a schema, which is an object or the JSON of one."""
-    return Constraint(ConstraintKind.JSON_SCHEMA, _json(_object_or_text(name, value)))
+    return OfSchema(_object_or_text(name, value))
 
 
 def _constraint_of_text(kind: ConstraintKind) -> Callable[[str, Any], Constraint]:
@@ -91,8 +108,8 @@ def _constraint_of_choices(name: str, value: Any) -> Constraint:
     return Constraint(ConstraintKind.CHOICE, options=_CHOICES.read(name, value))
 
 
-def _constraint_of_flag(name: str, value: Any) -> Constraint | None:
-    return Constraint(ConstraintKind.JSON_OBJECT) if BOOLEAN.read(name, value) else None
+def _wish_of_flag(name: str, value: Any) -> OfSchema | None:
+    return ANY_OBJECT if BOOLEAN.read(name, value) else None
 
 
 def _constraint_of_tag(name: str, value: Any) -> Constraint:
@@ -121,32 +138,41 @@ _TAG: JsonObject = {
         {"type": "string"},
     ]
 }
-# What each key of `structured_outputs` is read as: a constraint, or None.
+# What each key of `structured_outputs` is read as: a wish, or None.
 _LANGUAGES: Mapping[str, Kind] = {
-    "json": Kind(constraint_of_schema, _SCHEMA),
+    "json": Kind(wish_of_schema, _SCHEMA),
     "regex": Kind(_constraint_of_regex, _TEXT.schema),
     "choice": Kind(_constraint_of_choices, _CHOICES.schema),
     "grammar": Kind(_constraint_of_text(ConstraintKind.GRAMMAR), _TEXT.schema),
-    "json_object": Kind(_constraint_of_flag, BOOLEAN.schema),
+    "json_object": Kind(_wish_of_flag, BOOLEAN.schema),
     "structural_tag": Kind(_constraint_of_tag, _TAG),
 }
 
 
-# ---- How JSON is formatted ---------------------------------------------------------------------
+# ---- How JSON is written -----------------------------------------------------------------------
 
 
-def _add_format(name: str, constraint: Constraint, how: JsonObject) -> Constraint:
-    """The constraint with formatting rules added to its schema."""
-    if constraint.kind is ConstraintKind.JSON_OBJECT:
-        schema: JsonObject = {"type": "object"}
-    elif constraint.kind is ConstraintKind.JSON_SCHEMA:
-        schema = decode_json(constraint.value)
-    else:
+def _leaves_writing(wish: Wish) -> bool:
+    """Tell whether it is JSON of a schema that does not say itself how JSON is written."""
+    return isinstance(wish, OfSchema) and wish.schema.get(_WRITTEN_KEY) in (None, {})
+
+
+def _add_writing(name: str, how: JsonObject, wish: Wish) -> OfSchema:
+    """The wish, and how its JSON is written; `name` is the field that says so."""
+    if not isinstance(wish, OfSchema):
         raise BadRequest(f"{name}: only for JSON", param=name)
-    if WRITTEN_KEY in schema:
-        text = f"{name}: not beside {WRITTEN_KEY} in the schema, which says it already"
+    if not _leaves_writing(wish):
+        text = f"{name}: not beside {_WRITTEN_KEY} in the schema, which says it already"
         raise BadRequest(text, param=name)
-    return Constraint(ConstraintKind.JSON_SCHEMA, _json({**schema, WRITTEN_KEY: how}))
+    return OfSchema({**wish.schema, _WRITTEN_KEY: how})
+
+
+def _constraint_of(wish: Wish) -> Constraint:
+    """The constraint for shards; nothing stands between the parts of JSON unless they were told."""
+    if isinstance(wish, Constraint):
+        return wish
+    schema = {**wish.schema, _WRITTEN_KEY: _COMPACT} if _leaves_writing(wish) else wish.schema
+    return Constraint(ConstraintKind.JSON_SCHEMA, _json(schema))
 
 
 # Keywords whose value is a schema or a list of schemas, and keywords with schemas by name. `not`
@@ -164,6 +190,8 @@ _HOLDING_BY_NAME = frozenset(
         *("dependentSchemas", "dependencies"),
     )
 )
+_LISTING = frozenset(("properties", "patternProperties"))
+_OF_OTHERS = frozenset(("additionalProperties", "unevaluatedProperties"))
 
 
 def close(schema: JsonObject) -> None:
@@ -176,9 +204,8 @@ def close(schema: JsonObject) -> None:
         # A part may also be true, false, or the names in `dependencies`.
         if isinstance(part, dict):
             rest += _parts_of(part)
-            lists = "properties" in part or "patternProperties" in part
-            says = "additionalProperties" in part or "unevaluatedProperties" in part
-            if lists and not says:
+            given = {key for key, value in part.items() if value is not None}
+            if given & _LISTING and not given & _OF_OTHERS:
                 part["additionalProperties"] = False
 
 
@@ -197,7 +224,7 @@ def _parts_of(schema: JsonObject) -> list[Any]:
 FORMATS = ("text", "json_object", "json_schema", "json", "regex", "structural_tag")
 
 
-def constraint_of_format(name: str, value: Any) -> Constraint | None:
+def wish_of_format(name: str, value: Any) -> Wish | None:
     """Translate all forms of `response_format`: OpenAI's for chats, its flat one for responses,
     that of Messages, and those of Hugging Face's clients, with a `value`. None: any text.
     """
@@ -206,11 +233,11 @@ def constraint_of_format(name: str, value: Any) -> Constraint | None:
         case "text":
             return None
         case "json_object":
-            return _constraint_of_object(name, given)
+            return _wish_of_object(name, given)
         case "json_schema":
-            return _constraint_of_named_schema(name, given)
+            return _wish_of_named_schema(name, given)
         case "json":
-            return constraint_of_schema(f"{name}.value", given.get("value"))
+            return wish_of_schema(f"{name}.value", given.get("value"))
         case "regex":
             return _constraint_of_regex(f"{name}.value", given.get("value"))
         case "structural_tag":
@@ -219,14 +246,14 @@ def constraint_of_format(name: str, value: Any) -> Constraint | None:
             raise refusal(f"{name}.type", f"one of {', '.join(FORMATS)}", other)
 
 
-def _constraint_of_object(name: str, given: JsonObject) -> Constraint:
+def _wish_of_object(name: str, given: JsonObject) -> OfSchema:
     key = _only_key(name, given, "value", "schema")
     if key is None:
-        return Constraint(ConstraintKind.JSON_OBJECT)
-    return constraint_of_schema(f"{name}.{key}", given[key])
+        return ANY_OBJECT
+    return wish_of_schema(f"{name}.{key}", given[key])
 
 
-def _constraint_of_named_schema(name: str, given: JsonObject) -> Constraint:
+def _wish_of_named_schema(name: str, given: JsonObject) -> OfSchema:
     key = _only_key(name, given, "json_schema", "value", "schema")
     if key is None:
         raise BadRequest(f"{name}: needs json_schema with a schema in it", param=name)
@@ -237,7 +264,7 @@ def _constraint_of_named_schema(name: str, given: JsonObject) -> Constraint:
     for key, kind in (("strict", BOOLEAN), ("name", STRING), ("description", STRING)):
         if holder.get(key) is not None:
             kind.read(f"{name}.{key}", holder[key])
-    return constraint_of_schema(f"{name}.schema", holder.get("schema"))
+    return wish_of_schema(f"{name}.schema", holder.get("schema"))
 
 
 def _only_key(name: str, given: JsonObject, *keys: str) -> str | None:
@@ -253,8 +280,8 @@ def _only_key(name: str, given: JsonObject, *keys: str) -> str | None:
 _FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 
 
-def constraint_of_outputs(name: str, value: Any) -> Constraint | None:
-    """vLLM's `structured_outputs`: one of several languages, and how JSON is formatted. None: any
+def wish_of_outputs(name: str, value: Any) -> Wish | None:
+    """vLLM's `structured_outputs`: one of several languages, and how JSON is written. None: any
     text.
     """
     given = {key: item for key, item in read_object(name, value).items() if item is not None}
@@ -265,71 +292,96 @@ def constraint_of_outputs(name: str, value: Any) -> Constraint | None:
         found = f"; given: {' and '.join(languages)}" if languages else ""
         text = f"{name}: must have one of {', '.join(_LANGUAGES)}{found}"
         raise BadRequest(text, param=name)
-    flags = {key for key in _FLAGS if key in given and BOOLEAN.read(f"{name}.{key}", given[key])}
+    for key in [key for key in _FLAGS if key in given]:
+        BOOLEAN.read(f"{name}.{key}", given[key])
     [language] = languages
-    constraint = _LANGUAGES[language].read(f"{name}.{language}", given[language])
-    how, asking = _read_format(name, given, flags)
-    if constraint is None:
-        return None
-    if "disable_additional_properties" in flags:
-        constraint = _close_schema(f"{name}.disable_additional_properties", constraint)
-    return _add_format(f"{name}.{asking}", constraint, how) if how else constraint
+    wish: Wish | None = _LANGUAGES[language].read(f"{name}.{language}", given[language])
+    if wish is not None and given.get("disable_additional_properties"):
+        wish = _closed(f"{name}.disable_additional_properties", wish)
+    writing = _read_writing(name, given)
+    # vLLM's clients send false whatever they ask for.
+    if wish is None or writing is None or (writing[1] is _FLEXIBLE and not _leaves_writing(wish)):
+        return wish
+    return _add_writing(*writing, wish)
 
 
-def _close_schema(name: str, constraint: Constraint) -> Constraint:
-    if constraint.kind is not ConstraintKind.JSON_SCHEMA:
+def _closed(name: str, wish: Wish) -> OfSchema:
+    if not isinstance(wish, OfSchema) or wish is ANY_OBJECT:
         raise BadRequest(f"{name}: only beside json", param=name)
-    schema = decode_json(constraint.value)
+    # A copy: the schema is the body's.
+    schema = decode_json(_json(wish.schema))
     close(schema)
-    return Constraint(ConstraintKind.JSON_SCHEMA, _json(schema))
+    return OfSchema(schema)
 
 
-def _read_format(name: str, given: JsonObject, flags: set[str]) -> tuple[JsonObject, str]:
-    """The white space rules of JSON, and the key that asks for them."""
-    compact = "disable_any_whitespace" in flags
+def _read_writing(name: str, given: JsonObject) -> tuple[str, JsonObject] | None:
+    """The key that says how JSON is written, and how; None: nothing says it."""
+    compact = given.get("disable_any_whitespace")
     if "whitespace_pattern" in given:
-        pattern = _TEXT.read(f"{name}.whitespace_pattern", given["whitespace_pattern"])
+        name = f"{name}.whitespace_pattern"
+        pattern = _TEXT.read(name, given["whitespace_pattern"])
         if compact:
-            text = f"{name}.whitespace_pattern: not together with disable_any_whitespace"
-            raise BadRequest(text, param=f"{name}.whitespace_pattern")
-        return {"whitespace_pattern": pattern}, "whitespace_pattern"
-    return ({"whitespace_flexible": False} if compact else {}), "disable_any_whitespace"
+            text = f"{name}: not together with disable_any_whitespace"
+            raise BadRequest(text, param=name)
+        return name, {"whitespace_pattern": pattern}
+    if compact is None:
+        return None
+    return f"{name}.disable_any_whitespace", _COMPACT if compact else _FLEXIBLE
 
 
 # ---- The one constraint of a body --------------------------------------------------------------
 
-
-def only_constraint(asked: Mapping[str, Constraint | None]) -> JsonObject:
-    """The constraint that fields ask for, as `Options` takes it; more than one is refused."""
-    found = [(name, wish) for name, wish in asked.items() if wish is not None]
-    if not found:
-        return {}
-    if len(found) > 1:
-        (first, _), (second, _) = found[:2]
-        text = f"{second}: not together with {first}; an answer has one constraint"
-        raise BadRequest(text, param=second)
-    [(name, constraint)] = found
-    return {"constraint": constraint, "constraint_field": name}
-
-
+# The fields by which a body asks for a constraint; the last are those of one API only.
 _ASKING = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("json_schema", "regex", "ebnf", "grammar"),
+    *("output_config", "output_format", "text.format", "format"),
 )
 
 
 def constraint_options(values: JsonObject) -> JsonObject:
-    """Gather what the `CONSTRAINT_FIELDS` of a body ask for, as `Options` takes it."""
-    options = only_constraint({name: values.get(name) for name in _ASKING})
+    """Gather what the fields of a body ask for, as `Options` takes it. May add to the warnings in
+    `values`.
+    """
+    name = _only_asking(values)
     pattern = values.get("guided_whitespace_pattern")
+    if name is None:
+        if pattern is not None:
+            text = "guided_whitespace_pattern: needs guided_json"
+            raise BadRequest(text, param="guided_whitespace_pattern")
+        return {}
+    wish: Wish = values[name]
     if pattern is not None:
-        name = "guided_whitespace_pattern"
-        if not options:
-            raise BadRequest(f"{name}: needs guided_json", param=name)
-        how = {"whitespace_pattern": pattern}
-        options["constraint"] = _add_format(name, options["constraint"], how)
-    return options
+        wish = _add_writing("guided_whitespace_pattern", {"whitespace_pattern": pattern}, wish)
+    for warning in keyword_warnings(name, _schemas_in(wish)):
+        add_warning(values, warning)
+    return {"constraint": _constraint_of(wish), "constraint_field": name}
+
+
+def _only_asking(values: JsonObject) -> str | None:
+    """The field that asks for a constraint, if any does; more than one are refused."""
+    found = [name for name in _ASKING if values.get(name) is not None]
+    if len(found) > 1:
+        text = f"{found[1]}: not together with {found[0]}; an answer has one constraint"
+        raise BadRequest(text, param=found[1])
+    return found[0] if found else None
+
+
+def _schemas_in(wish: Wish) -> Iterator[Any]:
+    """The schema that was asked for, or those in a structural tag of either form."""
+    if isinstance(wish, OfSchema):
+        yield wish.schema
+    elif wish.kind is ConstraintKind.STRUCTURAL_TAG:
+        left = [("", decode_json(wish.value))]
+        while left:
+            key, part = left.pop()
+            if key in ("json_schema", "schema"):
+                yield part
+            elif isinstance(part, dict):
+                left += reversed(part.items())
+            elif isinstance(part, list):
+                left += [("", each) for each in reversed(part)]
 
 
 # ---- Kinds, and the fields of completions and chats --------------------------------------------
@@ -354,7 +406,7 @@ _NAMED: JsonObject = {
     "required": ["schema"],
 }
 FORMAT = Kind(
-    constraint_of_format,
+    wish_of_format,
     {
         "anyOf": [
             _form("text"),
@@ -370,7 +422,7 @@ FORMAT = Kind(
     },
 )
 OUTPUTS = Kind(
-    constraint_of_outputs,
+    wish_of_outputs,
     {
         "type": "object",
         "properties": {
@@ -399,7 +451,8 @@ CONSTRAINT_FIELDS = (
         "structured_outputs",
         OUTPUTS,
         "One of json, regex, choice, grammar (Lark or EBNF), json_object and structural_tag; for "
-        "JSON: how it is written. disable_fallback changes nothing: there is none.",
+        "JSON: how it is written, without white space unless disable_any_whitespace is false. "
+        "disable_fallback changes nothing: there is none.",
     ),
     *(
         Field(f"guided_{name}", _LANGUAGES[name], f"As structured_outputs.{name}.")

@@ -70,6 +70,18 @@ def answer_constraint(
 # ---- Calls -------------------------------------------------------------------------------------
 
 
+def tools_held_to(request: ChatRequest, tool_format: CallFormat | None) -> tuple[Tool, ...]:
+    """The tools whose schemas are enforced."""
+    tools, choice = tools_of(request), request.tool_choice
+    if tool_format is None:
+        return ()
+    if choice.mode == "named":
+        return tuple(tool for tool in tools if tool.name == choice.name)
+    if choice.forces or request.constraint is not None:
+        return tools
+    return tuple(tool for tool in tools if tool.strict)
+
+
 def _with_calls(
     request: ChatRequest, tool_format: CallFormat | None, separators: tuple[str, str] | None
 ) -> JsonObject | None:
@@ -87,7 +99,7 @@ def _with_calls(
             )
         return None
     if choice.mode == "named":
-        tools, parallel = tuple(tool for tool in tools if tool.name == choice.name), False
+        tools, parallel = tools_held_to(request, tool_format), False
     if choice.forces:
         # The answer is calls only: there is no content for the request's own constraint.
         return tool_format.calls(tools, CallRule(True, parallel, separators))

@@ -26,7 +26,7 @@ from penstock_router.request import (
     Options,
     TextWithImages,
 )
-from penstock_router.text.answer_constraint import answer_constraint, tools_of
+from penstock_router.text.answer_constraint import answer_constraint, tools_held_to, tools_of
 from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.text.contents import as_text, join_contents, text_part
 from penstock_router.text.formats.json_formats.plain_json import instructions
@@ -35,6 +35,7 @@ from penstock_router.text.image_tokens.expand import encode_with_images
 from penstock_router.text.image_tokens.plain_text import cut_spelled
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.reasoning import reasoning_begun, reasoning_over
+from penstock_router.text.schema_keywords import keyword_warnings
 from penstock_router.text.template_fit.fit import fit
 from penstock_router.text.template_fit.tools import completed_tool
 from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_long
@@ -148,6 +149,8 @@ def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
         )
     if model.image_tokens is None and any(map(_has_images, request.messages)):
         found.append("images in results of tools: the model cannot see them")
+    for tool in tools_held_to(request, model.conventions.tool_format):
+        found += keyword_warnings(f"tools: {tool.name}", [tool.parameters])
     return tuple(found)
 
 

@@ -83,6 +83,8 @@ def thinking_tokenizer() -> Tokenizer:
 BYTE_LEVEL = bos_tokenizer()
 THINKER = thinking_tokenizer()
 WORDPIECE = wordpiece_tokenizer()
+# How JSON is written unless a body says otherwise.
+COMPACT = '"x-guidance":{"whitespace_flexible":false}'
 IDS = {text: BYTE_LEVEL.encode(text, add_special_tokens=False).ids for text in (SAID, "fox")}
 
 
@@ -262,16 +264,18 @@ COMMON: dict[str, Proof] = {
     "session_id": Proof("ours", lambda seen: seen.requests[0].session, "ours"),
     # What is left when it is sent; a tenth of a second is for the router to end it.
     "timeout": Proof(60, lambda seen: round(_deadline_s(seen.engine)), 60),
-    "response_format": constraint({"type": "json_object"}, "json_object", ()),
+    "response_format": constraint(
+        {"type": "json_object"}, "json_schema", f'{{"type":"object",{COMPACT}}}'
+    ),
     "structured_outputs": constraint({"regex": "a+"}, "regex", "a+"),
-    "guided_json": constraint({"type": "array"}, "json_schema", '{"type":"array"}'),
+    "guided_json": constraint({"type": "array"}, "json_schema", f'{{"type":"array",{COMPACT}}}'),
     "guided_regex": constraint("a+", "regex", "a+"),
     "guided_choice": constraint(["a", "b"], "choice", ("a", "b")),
     "guided_grammar": constraint('start: "a"', "grammar", 'start: "a"'),
     "guided_whitespace_pattern": constraint(
         " ?", "json_schema", '{"x-guidance":{"whitespace_pattern":" ?"}}', guided_json={}
     ),
-    "json_schema": constraint({"type": "array"}, "json_schema", '{"type":"array"}'),
+    "json_schema": constraint({"type": "array"}, "json_schema", f'{{"type":"array",{COMPACT}}}'),
     "regex": constraint("a+", "regex", "a+"),
     "ebnf": constraint('root ::= "a"', "grammar", 'root ::= "a"'),
     "grammar": constraint('root ::= "a"', "grammar", 'root ::= "a"'),

@@ -210,7 +210,8 @@ def test_a_form_of_the_answer_and_effort_are_asked_for() -> None:
         request = request_of(**fields)
         assert request.constraint is not None
         assert request.constraint.kind is ConstraintKind.JSON_SCHEMA
-        assert json.loads(request.constraint.value) == {"type": "object"}
+        compact = {"x-guidance": {"whitespace_flexible": False}}
+        assert json.loads(request.constraint.value) == {"type": "object", **compact}
         assert [request.constraint_field] == list(fields)
     effort = request_of(output_config={"effort": "low"}, thinking={"type": "adaptive"})
     assert effort.template_kwargs["reasoning_effort"] == "low"

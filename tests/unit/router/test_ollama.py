@@ -109,13 +109,15 @@ def test_what_is_not_understood_is_refused_by_its_name(fields: dict[str, Any], l
 
 
 def test_a_format_is_a_constraint() -> None:
-    json_object = chat(format="json").constraint
-    assert json_object is not None
-    assert json_object.kind is ConstraintKind.JSON_OBJECT
-    schema = chat(format={"type": "object"}).constraint
+    schema = chat(format={"type": "array"}).constraint
     assert schema is not None
-    assert json.loads(schema.value) == {"type": "object"}
-    assert chat(format=' {"type": "object"}').constraint == schema
+    assert schema.kind is ConstraintKind.JSON_SCHEMA
+    compact = {"x-guidance": {"whitespace_flexible": False}}
+    assert json.loads(schema.value) == {"type": "array", **compact}
+    assert chat(format=' {"type": "array"}').constraint == schema
+    any_object = chat(format="json").constraint
+    assert any_object is not None
+    assert json.loads(any_object.value) == {"type": "object", **compact}
     assert chat(format="").constraint is None
 
 

@@ -241,12 +241,17 @@ def test_a_choice_of_tools_is_read_and_repeated(given: Any, choice: ToolChoice) 
     assert asked.repeated["tool_choice"] == given
 
 
+def compact(schema: dict[str, Any]) -> Constraint:
+    written = {**schema, "x-guidance": {"whitespace_flexible": False}}
+    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(written, separators=(",", ":")))
+
+
 @pytest.mark.parametrize(
     ("given", "constraint"),
     [
         ({"type": "text"}, None),
-        ({"type": "json_object"}, Constraint(ConstraintKind.JSON_OBJECT)),
-        (NAMED, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA, separators=(",", ":")))),
+        ({"type": "json_object"}, compact({"type": "object"})),
+        (NAMED, compact(SCHEMA)),
         ({**NAMED, "strict": True, "description": "d"}, ...),
     ],
 )

@@ -17,11 +17,12 @@ from penstock_router.apis.base import Api
 from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import CHATS, COMPLETIONS, parse_chat, parse_completion
 from penstock_router.apis.structured_output import (
+    ANY_OBJECT,
     CONSTRAINT_FIELDS,
     FORMATS,
     MAX_NESTING,
     close,
-    constraint_of_format,
+    wish_of_format,
 )
 from penstock_router.apis.tgi.requests import GENERATE, PARAMETERS, parse_generate
 from penstock_router.child_process.framing import HEADER
@@ -43,12 +44,15 @@ OLDER_TAG: dict[str, Any] = {
     "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
     "triggers": ["<f"],
 }
-OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 
 
 def schema(value: Any, **written: Any) -> Constraint:
-    value = {**value, "x-guidance": written} if written else value
+    """JSON of a schema, without white space unless it is `written` otherwise."""
+    value = {**value, "x-guidance": written or {"whitespace_flexible": False}}
     return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(value, separators=(",", ":")))
+
+
+OBJECT = schema({"type": "object"})
 
 
 def tag(value: Any) -> Constraint:
@@ -155,7 +159,7 @@ def test_properties_stay_in_the_order_in_which_they_were_given() -> None:
     )
     constraint = parse_completion(body).constraint
     assert constraint is not None
-    assert constraint.value == '{"properties":{"z":{},"a":{},"m":{}}}'
+    assert constraint.value.startswith('{"properties":{"z":{},"a":{},"m":{}}')
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -189,7 +193,8 @@ def test_numbers_of_any_size_stay_in_a_schema() -> None:
     large = {"minimum": -(10**40), "maximum": 1e300}
     constraint, _ = asked(guided_json=large)
     assert constraint is not None
-    assert json.loads(constraint.value) == large
+    written = json.loads(constraint.value)
+    assert {name: written[name] for name in large} == large
 
 
 # ---- structured_outputs and guided_* -----------------------------------------------------------
@@ -210,7 +215,14 @@ OUTPUTS: list[tuple[dict[str, Any], Constraint]] = [
      tag({"type": "structural_tag", "structures": [], "triggers": ["<"]})),
     ({"json": SCHEMA, "whitespace_pattern": " ?"}, schema(SCHEMA, whitespace_pattern=" ?")),
     ({"json": SCHEMA, "disable_any_whitespace": True}, schema(SCHEMA, whitespace_flexible=False)),
-    ({"json": SCHEMA, "disable_any_whitespace": False}, schema(SCHEMA)),
+    ({"json": SCHEMA, "disable_any_whitespace": False}, schema(SCHEMA, whitespace_flexible=True)),
+    ({"json_object": True, "disable_any_whitespace": False},
+     schema({"type": "object"}, whitespace_flexible=True)),
+    ({"json": SCHEMA, "whitespace_pattern": " ?", "disable_any_whitespace": False},
+     schema(SCHEMA, whitespace_pattern=" ?")),
+    # vLLM's clients send it beside whatever they ask for.
+    ({"regex": "a+", "disable_any_whitespace": False}, REGEX),
+    ({"structural_tag": TAG, "disable_any_whitespace": False}, tag(TAG)),
     ({"json_object": True, "disable_any_whitespace": True},
      schema({"type": "object"}, whitespace_flexible=False)),
     ({"json": SCHEMA, "disable_additional_properties": True},
@@ -256,7 +268,8 @@ def test_structured_outputs_may_ask_for_nothing(given: Any) -> None:
         ({"choice": ["a"], "disable_any_whitespace": True}, "disable_any_whitespace: only for"),
         ({"regex": "a", "disable_additional_properties": True}, "properties: only beside json"),
         ({"json_object": True, "disable_additional_properties": True}, "only beside json"),
-        ({"json": {"x-guidance": {}}, "disable_any_whitespace": True}, "not beside x-guidance"),
+        ({"json": {"x-guidance": {"whitespace_flexible": True}}, "disable_any_whitespace": True},
+         "not beside x-guidance"),
     ],
 )  # fmt: skip
 def test_structured_outputs_that_are_none_are_refused_by_name(given: Any, words: str) -> None:
@@ -316,6 +329,50 @@ def test_an_older_white_space_pattern_holds_for_any_json() -> None:
     assert asked(response_format=given, **pattern)[0] == schema(
         {"type": "object"}, whitespace_pattern=" ?"
     )
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"whitespace_flexible": True},
+        {"whitespace_flexible": False},
+        {"whitespace_pattern": " ?"},
+        {"item_separator": ", "},
+        {"key_separator": ": "},
+        {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False},
+        # Which a shard refuses.
+        {"nonsense": 1},
+        [],
+    ],
+)
+def test_what_a_schema_says_of_white_space_is_left_to_it(own: Any) -> None:
+    given = {**SCHEMA, "x-guidance": own}
+    text = json.dumps(given, separators=(",", ":"))
+    wanted = Constraint(ConstraintKind.JSON_SCHEMA, text)
+    assert asked(guided_json=given)[0] == wanted
+    assert asked(response_format={"type": "json", "value": given})[0] == wanted
+    # The schema's word counts, also where a client sends false with everything.
+    also = {"json": given, "disable_any_whitespace": False}
+    assert asked(structured_outputs=also)[0] == wanted
+
+
+@pytest.mark.parametrize("own", [None, {}])
+def test_a_schema_that_says_nothing_of_white_space_is_written_without(own: Any) -> None:
+    assert asked(guided_json={**SCHEMA, "x-guidance": own})[0] == schema(SCHEMA)
+    told = {"json": {**SCHEMA, "x-guidance": own}, "disable_any_whitespace": False}
+    assert asked(structured_outputs=told)[0] == schema(SCHEMA, whitespace_flexible=True)
+
+
+@pytest.mark.parametrize("given", [TAG, OLDER_TAG])
+def test_json_in_a_structural_tag_is_written_as_the_tag_says(given: dict[str, Any]) -> None:
+    assert asked(response_format=given)[0] == tag(given)
+
+
+def test_saying_how_json_is_written_changes_nothing_of_the_body() -> None:
+    body = {"prompt": "x", "guided_json": {"type": "object"}}
+    before = json.dumps(body)
+    parse_completion(body)
+    assert json.dumps(body) == before
 
 
 EXAMPLES: dict[str, Any] = {
@@ -382,6 +439,11 @@ def test_a_schema_that_speaks_of_other_properties_is_left_as_it_is() -> None:
     ]
     for own in cases:
         assert closed(own) == own
+    assert closed({"properties": {}, "additionalProperties": None}) == {
+        "properties": {},
+        "additionalProperties": False,
+    }
+    assert closed({"properties": None}) == {"properties": None}
     assert closed({"additionalProperties": {"properties": {}}}) == {
         "additionalProperties": {"properties": {}, "additionalProperties": False}
     }
@@ -513,6 +575,6 @@ def test_whatever_is_taken_is_documented_and_no_nonsense_raises_anything_else() 
 
 
 def test_a_format_is_read_the_same_under_another_name() -> None:
-    assert constraint_of_format("text.format", {"type": "json_object"}) == OBJECT
+    assert wish_of_format("text.format", {"type": "json_object"}) == ANY_OBJECT
     with pytest.raises(BadRequest, match=r"text\.format\.type"):
-        constraint_of_format("text.format", {"type": "x"})
+        wish_of_format("text.format", {"type": "x"})

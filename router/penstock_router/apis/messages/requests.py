@@ -26,7 +26,7 @@ from penstock_router.apis.openai.elsewhere import with_fields_of_chats
 from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import common_options, own_kwargs
 from penstock_router.apis.openai.thinking import thinking_kwargs
-from penstock_router.apis.structured_output import CONSTRAINT_FIELDS, FORMAT, only_constraint
+from penstock_router.apis.structured_output import CONSTRAINT_FIELDS, FORMAT, constraint_options
 from penstock_router.apis.tools import check_one_form, tool_options
 from penstock_router.json_fields import (
     ANYTHING,
@@ -182,16 +182,22 @@ def parse(body: JsonObject) -> ChatRequest:
     """A body of /v1/messages."""
     values = read_fields(FIELDS, body)
     prompt = _prompt(values)
-    options = common_options({**values, "stop": values.get(_STOPS.name, ())})
-    constraint = only_constraint({**_constraint_of(options), **_constraint_of(prompt)})
-    request = ChatRequest(**{**options, **prompt, **constraint}, bounds_max_tokens=True)
+    options = common_options({**_asking(values), "stop": values.get(_STOPS.name, ())})
+    warnings = {WARNINGS: options.get(WARNINGS, ())}
+    request = ChatRequest(**{**options, **prompt, **warnings}, bounds_max_tokens=True)
     check_one_form(request)
     return request
 
 
 def parse_count(body: JsonObject) -> ChatRequest:
     """A body of /v1/messages/count_tokens."""
-    return ChatRequest(**_prompt(read_fields(COUNT_FIELDS, body)))
+    values = read_fields(COUNT_FIELDS, body)
+    return ChatRequest(**_prompt(values), **constraint_options(_asking(values)))
+
+
+def _asking(values: JsonObject) -> JsonObject:
+    """The values, and what `output_config` asks for of the answer's form."""
+    return {**values, "output_config": values.get("output_config", {}).get("format")}
 
 
 def _prompt(values: JsonObject) -> JsonObject:
@@ -216,7 +222,6 @@ def _prompt(values: JsonObject) -> JsonObject:
         "add_generation_prompt": not continues,
         "continue_final_message": continues,
         **tools,
-        **_format(values),
         **thinking_options(values),
         "template_kwargs": _template_kwargs(values, turns),
     }
@@ -236,16 +241,6 @@ def _without_effect(values: JsonObject) -> list[str]:
     if values.get("output_config", {}).get("task_budget") is not None:
         found.append(without_effect("output_config.task_budget"))
     return found
-
-
-def _format(values: JsonObject) -> JsonObject:
-    output = values.get("output_config", {})
-    asked = {"output_config": output.get("format"), "output_format": values.get("output_format")}
-    return only_constraint(asked)
-
-
-def _constraint_of(options: JsonObject) -> JsonObject:
-    return {options["constraint_field"]: options["constraint"]} if "constraint" in options else {}
 
 
 def _template_kwargs(values: JsonObject, turns: Turns) -> JsonObject:

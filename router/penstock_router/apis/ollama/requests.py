@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.apis.base import LINES, TIMEOUT, Api, BodyKind, SeveralKinds
 from penstock_router.apis.embeddings import MAX_INPUTS, NORMALIZE, EmbedRequest
 from penstock_router.apis.images import take_images
@@ -21,7 +20,12 @@ from penstock_router.apis.ollama.answers import (
 from penstock_router.apis.ollama.chat_turns import IMAGES, TURNS, with_images
 from penstock_router.apis.ollama.prompts import OllamaChat, OllamaRaw, prepare
 from penstock_router.apis.openai.fields import COMPLETION_FIELDS
-from penstock_router.apis.structured_output import constraint_of_schema, only_constraint
+from penstock_router.apis.structured_output import (
+    ANY_OBJECT,
+    OfSchema,
+    constraint_options,
+    wish_of_schema,
+)
 from penstock_router.apis.tools import TOOLS, tool_options
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
@@ -123,15 +127,15 @@ _SAMPLING = {
 # ---- Other fields ------------------------------------------------------------------------------
 
 
-def _read_format(name: str, value: Any) -> Constraint | None:
+def _read_format(name: str, value: Any) -> OfSchema | None:
     if value == "":
         return None
     if value == "json":
-        return Constraint(ConstraintKind.JSON_OBJECT)
+        return ANY_OBJECT
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = _schema_in(name, value)
     if isinstance(value, dict):
-        return constraint_of_schema(name, value)
+        return wish_of_schema(name, value)
     text = f'{name}: must be "json" or a JSON schema, not {json_type(value)}'
     raise BadRequest(text, param=name)
 
@@ -268,6 +272,7 @@ def _thinks(values: JsonObject) -> bool:
 def _options(values: JsonObject) -> JsonObject:
     options = values.get("options", {})
     top_logprobs = values.get("top_logprobs", 0)
+    constraint = constraint_options(values)
     return {
         "model": values["model"],
         "stream": values.get("stream", True),
@@ -276,7 +281,7 @@ def _options(values: JsonObject) -> JsonObject:
         "logprobs": top_logprobs if values.get("logprobs") else None,
         "max_tokens_field": "options.num_predict",
         "timeout_s": values.get("timeout"),
-        **only_constraint({"format": values.get("format")}),
+        **constraint,
         **options,
         WARNINGS: (*values.get(WARNINGS, ()), *options.get(WARNINGS, ())),
     }

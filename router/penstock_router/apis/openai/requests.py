@@ -94,9 +94,9 @@ def parse_chat(body: JsonObject) -> ChatRequest:
 
 def common_options(values: JsonObject) -> JsonObject:
     """The fields of `Options`, as its constructor takes them."""
+    constraint = constraint_options(values)
     named = {_RENAMED.get(name, name): value for name, value in values.items()}
-    common = {name: value for name, value in named.items() if name in _OPTION_NAMES}
-    common |= constraint_options(values)
+    common = {name: value for name, value in named.items() if name in _OPTION_NAMES} | constraint
     if adapter := values.get("lora_path"):
         common["model"] = adapter
     stream = common.get("stream", False)

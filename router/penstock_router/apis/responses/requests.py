@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock_client.types import Constraint
 from penstock_router.apis.base import Api
 from penstock_router.apis.images import take_images
 from penstock_router.apis.openai.elsewhere import with_fields_of_chats
@@ -35,7 +34,7 @@ from penstock_router.apis.responses.tools.functions import (
     Source,
     hold_to_grammars,
 )
-from penstock_router.apis.structured_output import constraint_of_format, only_constraint
+from penstock_router.apis.structured_output import Wish, wish_of_format
 from penstock_router.apis.tools import check_one_form
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
@@ -118,10 +117,10 @@ _METADATA = Kind(
 
 @dataclass(frozen=True, slots=True)
 class _ParsedFormat:
-    """The format asked for: as answers repeat it, and as the constraint for shards."""
+    """The format asked for: as answers repeat it, and as the constraint to be made."""
 
     shown: TextFormat
-    constraint: Constraint | None = None
+    wish: Wish | None = None
 
 
 _FORMAT_TYPES = one_of("text", "json_object", "json_schema")
@@ -135,10 +134,10 @@ def _read_format(name: str, value: Any) -> _ParsedFormat:
     if kind == "json_schema":
         _FORMAT_NAME.read(f"{name}.name", given.get("name"))
         read_object(f"{name}.schema", given.get("schema"))
-    constraint = constraint_of_format(name, given)
+    wish = wish_of_format(name, given)
     keys = _FORMAT_KEYS if kind == "json_schema" else ()
     shown = {key: given[key] for key in keys if given.get(key) is not None}
-    return _ParsedFormat(cast(TextFormat, {"type": kind, **shown}), constraint)
+    return _ParsedFormat(cast(TextFormat, {"type": kind, **shown}), wish)
 
 
 _FORMAT_KEYS = ("name", "description", "schema", "strict")
@@ -314,6 +313,8 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
     images = take_images(messages)
     # Each response is stored with all that it answers, and images would be stored again and again.
     repeated["store"] = repeated["store"] and not images
+    asked: _ParsedFormat = values.get("text", {}).get("format", _ANY_TEXT)
+    renamed["text.format"] = asked.wish
     common = common_options({**values, **renamed, **_warnings(values, given, tools)})
     request = ResponsesRequest(
         messages=messages,
@@ -330,7 +331,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         thinking_tokens=values.get("thinking_token_budget"),
         **template_options(values),
         **options,
-        **{**common, **_constraint(values, common)},
+        **common,
     )
     _check(request)
     return request
@@ -362,17 +363,6 @@ def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> Jso
     if values.get("text", {}).get("verbosity", "medium") != "medium":
         lines.append(without_effect("text.verbosity"))
     return {WARNINGS: tuple(lines)}
-
-
-def _constraint(values: JsonObject, common: JsonObject) -> JsonObject:
-    """The constraint of text.format, if any; refused if another field asks for one too."""
-    asked: _ParsedFormat = values.get("text", {}).get("format", _ANY_TEXT)
-    if asked.constraint is None:
-        return {}
-    wishes = {"text.format": asked.constraint}
-    if "constraint" in common:
-        wishes = {common["constraint_field"]: common["constraint"], **wishes}
-    return only_constraint(wishes)
 
 
 def _logprobs(values: JsonObject) -> int | None:

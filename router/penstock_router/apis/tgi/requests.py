@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from penstock_client.types import Constraint
 from penstock_router.apis.base import TIMEOUT, Api
 from penstock_router.apis.images import split_markdown
-from penstock_router.apis.structured_output import constraint_of_format, only_constraint
+from penstock_router.apis.structured_output import Wish, constraint_options, wish_of_format
 from penstock_router.apis.tgi.answers import (
     ERRORS,
     GenerateAnswer,
@@ -89,7 +88,7 @@ def _proportion(text: str) -> Kind:
 _GRAMMARS = ("json", "json_object", "regex", "json_schema")
 
 
-def _read_grammar(name: str, value: Any) -> Constraint | None:
+def _read_grammar(name: str, value: Any) -> Wish | None:
     given = read_object(name, value)
     if given.get("type") not in _GRAMMARS:
         raise BadRequest("grammar is not supported", param=name)
@@ -97,7 +96,7 @@ def _read_grammar(name: str, value: Any) -> Constraint | None:
         raise BadRequest(f"grammar is not valid: {name}.value: required", param=name)
     try:
         # TGI's `json_schema` has only the form with `value`.
-        return constraint_of_format(name, {"type": given["type"], "value": given["value"]})
+        return wish_of_format(name, {"type": given["type"], "value": given["value"]})
     except BadRequest as error:
         raise BadRequest(f"grammar is not valid: {error.message}", param=name) from None
 
@@ -293,6 +292,7 @@ def _request(
     sampling = {name: parameters.get(name, off) for name, off in _NEUTRAL_SAMPLING.items()}
     if not samples:
         sampling["temperature"] = 0.0
+    constraint = constraint_options(parameters)
     texts, images = split_markdown("inputs", values["inputs"])
     return GenerateRequest(
         prompts=(TextWithImages(tuple(texts)) if images else values["inputs"],),
@@ -312,7 +312,7 @@ def _request(
         stream=stream,
         timeout_s=parameters.get("timeout"),
         warnings=(*values.get(WARNINGS, ()), *parameters.get(WARNINGS, ())),
-        **only_constraint({"grammar": parameters.get("grammar")}),
+        **constraint,
         samples=samples,
         details=details,
         full_text=full_text,

@@ -1,0 +1,24 @@
+"""Keywords of schemas that no draft of JSON Schema defines, as warnings: they forbid nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from penstock_common.json_schema.keywords import unknown_keywords
+
+# How many keywords a warning names, and how much of each.
+_MAX_NAMES = 20
+_MAX_NAME_CHARS = 40
+
+
+def keyword_warnings(name: str, schemas: Iterable[Any]) -> list[str]:
+    """One warning if any of these schemas has such keywords; `name` says where they stand."""
+    keywords = list(dict.fromkeys(chain.from_iterable(map(unknown_keywords, schemas))))
+    if not keywords:
+        return []
+    # Their names are a client's.
+    shown = ", ".join(repr(each[:_MAX_NAME_CHARS]) for each in keywords[:_MAX_NAMES])
+    more = f" and {len(keywords) - _MAX_NAMES} more" if len(keywords) > _MAX_NAMES else ""
+    return [f"{name}: keywords without effect: {shown}{more}"]
