@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from penstock_shard.config import ConstraintLimits
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.grammars import grammar_of
-from penstock_shard.structured_output.refusal import ConstraintRefused
+from penstock_shard.structured_output.refusal import ConstraintRefused, reason_of
 
 # Memory of a lexer state, as llguidance states it; 360 to 1,830 bytes were measured with regexes
 # made to be expensive.
@@ -112,7 +112,7 @@ class Compiler:
             _allowed(tried)
         for each in (matcher, tried):
             if each.is_error():
-                raise ConstraintRefused(_reason(each.get_error()))
+                raise ConstraintRefused(reason_of(each.get_error()))
         if not allowed:
             raise ConstraintRefused("no text is allowed")
         return matcher
@@ -229,17 +229,3 @@ def _size(constraint: Constraint) -> int:
 
 def _named(kind: str, reason: str) -> str:
     return reason if reason.startswith(f"{kind}:") else f"{kind}: {reason}"
-
-
-# An error's place in the grammar, which is not the caller's text and so of no use to it.
-_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
-
-
-def _reason(error: str) -> str:
-    """The line of llguidance's message that gives the reason."""
-    if error.startswith("NoExtensionBias"):
-        # llguidance's name for a state that no token can follow.
-        return "no text is allowed"
-    lines = [_PLACE.sub("", line.strip()) for line in error.strip().splitlines()]
-    told = [line for line in lines if line.startswith("error:")]
-    return (told or [line for line in lines if line] or ["it cannot be compiled"])[0]

@@ -25,8 +25,8 @@ def schema_of(schema: Any) -> dict[str, Any]:
     """A schema as given to llguidance: keywords that it handles right, and whitespace rules."""
     if not isinstance(schema, dict | bool):
         raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
-    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
-    return {"x-guidance": json_writing(options), **prepared(schema)}
+    options = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return {"x-guidance": json_writing({} if options is None else options), **prepared(schema)}
 
 
 def lark_regex(pattern: str) -> str:

@@ -14,6 +14,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from penstock_shard.ipc.request import Request
+from penstock_shard.structured_output.refusal import reason_of
 
 # One bit for each token, the lowest bit first: int32 [words of the vocabulary].
 Mask = NDArray[np.int32]
@@ -141,6 +142,5 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 
 def failure_of(matcher: LLMatcher) -> str:
-    """The matcher's error, in one line."""
-    lines = matcher.get_error().splitlines() or ["it is in no state"]
-    return f"cannot be followed any further: {lines[0][:200]}"
+    """Why the matcher cannot go on, in one line."""
+    return f"cannot be followed any further: {reason_of(matcher.get_error())}"

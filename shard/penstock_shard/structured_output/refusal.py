@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 LONGEST_MESSAGE = 300
 
 
@@ -19,3 +21,32 @@ def shown(value: object, longest: int = 60) -> str:
     """A caller's value as text for a message, cut to `longest` characters."""
     text = repr(value)
     return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+# How what llguidance says begins -> the same for callers, without names of its own.
+_TOLD = (
+    ("NoExtensionBias", "no text is allowed"),
+    ("parser error|Parser Error", "too much of it fits what is written so far"),
+    ("lexer error|initial lexer|LexerTooComplex", "its regular expressions take too much work"),
+    ("panic|grammar too|too many", "it is too large to be compiled"),
+    ("schema too large|Schema intersection", "its parts together come to too much"),
+    ("circular references", "what stands beside a recursive reference cannot be combined with it"),
+    ("Unable to determine", "its patterns of the same text are too complex together"),
+    ("patternProperty regexes", "patternProperties: several patterns match the same names"),
+    ("lookarounds not", "pattern: ^ and $ are served at the ends only"),
+)
+# Words of llguidance's code, of which callers know nothing.
+_INTERNAL = re.compile(r"json-schema:///|assertion|backtrace|::|\bparser?\.|<non-verbose/>")
+# An error's place in the grammar, which is not the caller's text and so of no use to it.
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+
+
+def reason_of(error: str) -> str:
+    """The reason in an error of llguidance, as one line for callers."""
+    lines = [_PLACE.sub("", line.strip()) for line in error.strip().splitlines()]
+    first = next(filter(None, lines), "")
+    for begin, told in _TOLD:
+        if re.match(begin, first):
+            return told
+    line = next((line for line in lines if line.startswith("error:")), first)
+    return "it cannot be compiled" if not line or _INTERNAL.search(line) else line
