@@ -32,7 +32,10 @@ _TOLD = (
     ("schema too large|Schema intersection", "its parts together come to too much"),
     ("circular references", "what stands beside a recursive reference cannot be combined with it"),
     ("Unable to determine", "its patterns of the same text are too complex together"),
-    ("patternProperty regexes", "patternProperties: several patterns match the same names"),
+    (
+        "can't determine|patternProperty regexes",
+        "patternProperties: several patterns match the same names",
+    ),
     ("lookarounds not", "pattern: ^ and $ are served at the ends only"),
 )
 # Words of llguidance's code, of which callers know nothing.

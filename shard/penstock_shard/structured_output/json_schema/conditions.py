@@ -60,11 +60,9 @@ class _Tagged:
     # Whether objects without the property meet it, and what is no object.
     if_absent: bool
     if_no_object: bool
+    # What holds, in keywords that llguidance knows, where it is met and where it is not.
     then: Schema
     otherwise: Schema
-
-    def demand(self, is_met: bool) -> Schema:
-        return self.then if is_met else self.otherwise
 
 
 def _tagged(place: Place, condition: _Condition, base: str) -> _Tagged | None:
@@ -80,7 +78,8 @@ def _tagged(place: Place, condition: _Condition, base: str) -> _Tagged | None:
     required, kind = asked.get("required", []), asked.get("type", "object")
     if not values or kind != "object" or required not in ([], [name]):
         return None
-    return _Tagged(name, values, not required, "type" not in asked, then, otherwise)
+    demands = place.positive(then, base), place.positive(otherwise, base)
+    return _Tagged(name, values, not required, "type" not in asked, *demands)
 
 
 def _by_value(place: Place, name: str, tagged: Sequence[_Tagged], base: str) -> Schema:
@@ -98,9 +97,7 @@ def _by_value(place: Place, name: str, tagged: Sequence[_Tagged], base: str) -> 
     cases.append(({"type": "object", **without([name])}, tuple(one.if_absent for one in tagged)))
     cases.append((other_types("object"), tuple(one.if_no_object for one in tagged)))
     return any_of(
-        all_of([case, *_demands(place, tagged, met, base)])
-        for case, met in cases
-        if case is not False
+        all_of([case, *_demands(tagged, met)]) for case, met in cases if case is not False
     )
 
 
@@ -110,9 +107,5 @@ def _objects(name: str, of: Schema) -> Schema:
     return {"type": "object", "properties": {name: of}, "required": [name]}
 
 
-def _demands(
-    place: Place, tagged: Iterable[_Tagged], met: Iterable[bool], base: str
-) -> list[Schema]:
-    return [
-        place.positive(one.demand(is_met), base) for one, is_met in zip(tagged, met, strict=True)
-    ]
+def _demands(tagged: Iterable[_Tagged], met: Iterable[bool]) -> list[Schema]:
+    return [one.then if is_met else one.otherwise for one, is_met in zip(tagged, met, strict=True)]

@@ -110,37 +110,44 @@ def _matches_all(pattern: str) -> bool:
         found = language_of(languages, pattern)
         others = languages.joined([languages.anything, languages.of(LINE_ENDS), languages.anything])
         missed = languages.all_but(languages.either([found, others]))
-        return not automaton(languages, missed).ends
+        return languages.is_nothing(missed)
     except ValueError:
         return False
 
 
 def _divided(patterns: _Patterns) -> _Patterns:
     """Patterns of which no two match the same name; as they are if none do, or they are many."""
-    languages = Languages()
-    try:
-        found = {pattern: language_of(languages, pattern) for pattern in patterns}
-        if not any(
-            automaton(languages, languages.both(pair)).ends
-            for pair in itertools.combinations(found.values(), 2)
-        ):
-            return patterns
-        return _regions(languages, found, patterns) if len(found) <= _MOST_DIVIDED else patterns
-    except ValueError:
+    regions = _regions(tuple(patterns))
+    if regions is None:
         return patterns
+    schemas = list(patterns.values())
+    return {
+        pattern: _all(*(of for of, is_met in zip(schemas, met, strict=True) if is_met))
+        for pattern, met in regions
+    }
 
 
-def _regions(languages: Languages, found: dict[str, int], patterns: _Patterns) -> _Patterns:
-    """For each set of patterns, a pattern of the names that these match, and no others do."""
-    out: _Patterns = {}
-    for matched in itertools.product((True, False), repeat=len(found)):
-        chosen = dict(zip(found, matched, strict=True))
-        region = languages.both(
-            of if chosen[pattern] else languages.all_but(of) for pattern, of in found.items()
-        )
-        names = automaton(languages, region)
-        if any(matched) and names.ends:
-            out[expression(names)] = _all(*(patterns[each] for each in found if chosen[each]))
+@functools.lru_cache(256)
+def _regions(patterns: tuple[str, ...]) -> list[tuple[str, tuple[bool, ...]]] | None:
+    """Patterns of the names that each set of these match, and no others do, with the set; None if
+    no two match the same name, or it is not known.
+    """
+    languages = Languages()
+    out = []
+    try:
+        found = [language_of(languages, pattern) for pattern in patterns]
+        pairs = itertools.combinations(found, 2)
+        if len(found) > _MOST_DIVIDED or all(
+            languages.is_nothing(languages.both(pair)) for pair in pairs
+        ):
+            return None
+        for met in itertools.product((True, False), repeat=len(found)):
+            chosen = zip(found, met, strict=True)
+            region = languages.both(of if yes else languages.all_but(of) for of, yes in chosen)
+            if any(met) and not languages.is_nothing(region):
+                out.append((expression(automaton(languages, region)), met))
+    except ValueError:
+        return None
     return out
 
 

@@ -24,8 +24,8 @@ def apart_from_recursion(root: Schema, definitions: _Definitions) -> tuple[Schem
     hoisted: _Definitions = {}
     moved = {name: _moved(of, recursive, hoisted) for name, of in definitions.items()}
     root = _moved(root, recursive, hoisted)
-    known = {**moved, **hoisted}
-    whole = {name: _with_bodies(of, recursive, known, ()) for name, of in hoisted.items()}
+    bodies = {name: moved[name] for name in recursive} | hoisted
+    whole = {name: _with_bodies(of, bodies, ()) for name, of in hoisted.items()}
     return root, {**moved, **whole}
 
 
@@ -93,16 +93,12 @@ def _cases(schema: dict[str, Any], recursive: set[str]) -> list[Schema]:
     return []
 
 
-def _with_bodies(
-    schema: Schema, recursive: set[str], known: _Definitions, within: tuple[str, ...]
-) -> Schema:
-    """The schema with the definitions themselves for its recursive references in `allOf`."""
+def _with_bodies(schema: Schema, bodies: _Definitions, within: tuple[str, ...]) -> Schema:
+    """The schema with the bodies of definitions for references to these in `allOf`."""
     if not isinstance(schema, dict):
         return schema
-    if "$ref" in schema and _name(schema) in known and _name(schema) not in within:
-        name = _name(schema)
-        return _with_bodies(known[name], recursive, known, (*within, name))
+    if _refers(schema, bodies.keys() - within):
+        return _with_bodies(bodies[_name(schema)], bodies, (*within, _name(schema)))
     if "allOf" not in schema:
         return schema
-    parts = [_with_bodies(part, recursive, known, within) for part in schema["allOf"]]
-    return {**schema, "allOf": parts}
+    return {**schema, "allOf": [_with_bodies(part, bodies, within) for part in schema["allOf"]]}

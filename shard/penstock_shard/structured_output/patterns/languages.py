@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock_shard.structured_output.patterns.characters import ALL, Characters, has
+from penstock_shard.structured_output.patterns.characters import ALL, Characters, atoms, has
 
 # No text; the empty text.
 NOTHING, EMPTY = 0, 1
@@ -129,6 +129,19 @@ class Languages:
         if key not in self._derivatives:
             self._derivatives[key] = self._derived(of, code)
         return self._derivatives[key]
+
+    def is_nothing(self, of: int) -> bool:
+        """Tell whether no text belongs to a language. Raises `TooLarge`."""
+        codes = [part[0][0] for part in atoms(self._characters)]
+        seen, left = {of}, [of]
+        while left:
+            language = left.pop()
+            if self.has_empty[language]:
+                return False
+            following = {self.derivative(language, code) for code in codes} - seen - {NOTHING}
+            seen |= following
+            left += following
+        return True
 
     def has(self, of: int, text: str) -> bool:
         """Tell whether a text belongs to a language."""
