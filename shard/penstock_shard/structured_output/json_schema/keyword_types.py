@@ -74,3 +74,12 @@ def check_shapes(schema: dict[str, Any]) -> None:
         raise ConstraintRefused(
             f"{keyword}: {shown(schema[keyword])} is no {_SHAPES[keyword][0]}"
         ) from error
+
+
+def has_shape(keyword: str, value: Any) -> bool:
+    """Tell whether a keyword may have such a value."""
+    try:
+        check_shapes({keyword: value})
+    except ConstraintRefused:
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock_common.json_schema.keywords import ANNOTATIONS
+from penstock_shard.structured_output.patterns.automaton import all_found
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
@@ -32,7 +33,7 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
         elif keyword == "if":
             out.setdefault("if", []).append(_condition(schema))
         elif keyword == "allOf":
-            rest = [part for part in value if not _is_condition(part)]
+            rest = [part for part in _one_pattern(value) if not _is_condition(part)]
             out |= {"allOf": rest} if rest else {}
             asked = [_condition(part) for part in value if _is_condition(part)]
             out |= {"if": [*out.get("if", ()), *asked]} if asked else {}
@@ -43,6 +44,18 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
         ):
             out[keyword] = value
     return out
+
+
+def _one_pattern(parts: list[Any]) -> list[Any]:
+    """The parts of `allOf` with one pattern for those that are nothing else."""
+    plain = [part for part in parts if isinstance(part, dict) and part.keys() == {"pattern"}]
+    try:
+        pattern = all_found([part["pattern"] for part in plain]) if len(plain) > 1 else None
+    except (TypeError, ValueError):
+        return parts
+    if pattern is None:
+        return parts
+    return [{"pattern": pattern}, *(part for part in parts if part not in plain)]
 
 
 def _condition(schema: dict[str, Any]) -> tuple[Any, Any, Any]:

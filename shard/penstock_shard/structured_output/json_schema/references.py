@@ -52,6 +52,8 @@ class Document:
         if keyword != "$ref":
             self._check_dynamic(keyword, reference)
         address, _, fragment = _joined(base, reference).partition("#")
+        if address not in self._resources and reference.startswith("#"):
+            address = ""
         if address not in self._resources:
             raise ConstraintRefused(f"$ref: {shown(reference)} is outside of the schema")
         fragment = unquote(fragment)
@@ -69,7 +71,14 @@ class Document:
             raise ConstraintRefused(f"{keyword}: {shown(reference)} may mean several schemas")
 
     def _pointed(self, reference: str, address: str, pointer: str) -> tuple[Schema, str]:
-        schema, base = self._resources[address], address
+        # Many a schema has names for its parts that make documents of them, and means the whole.
+        for document in (address, *([""] if reference.startswith("#") else [])):
+            found = self._followed(self._resources[document], document, pointer)
+            if found is not None:
+                return found
+        raise ConstraintRefused(f"$ref: {shown(reference)} names nothing in the schema")
+
+    def _followed(self, schema: Schema, base: str, pointer: str) -> tuple[Schema, str] | None:
         for part in pointer.split("/")[1:]:
             base = self.base(schema, base)
             key = part.replace("~1", "/").replace("~0", "~")
@@ -78,7 +87,7 @@ class Document:
             elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
                 schema = schema[int(key)]
             else:
-                raise ConstraintRefused(f"$ref: {shown(reference)} names nothing in the schema")
+                return None
         return schema, base
 
     def _id(self, schema: Schema) -> str | None:

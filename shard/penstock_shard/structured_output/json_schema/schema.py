@@ -23,7 +23,7 @@ from penstock_shard.structured_output.json_schema.conditions import conditions
 from penstock_shard.structured_output.json_schema.contains import contains
 from penstock_shard.structured_output.json_schema.formats import FORMATS
 from penstock_shard.structured_output.json_schema.infinite_values import ending_names, may_end
-from penstock_shard.structured_output.json_schema.keyword_types import check_shapes
+from penstock_shard.structured_output.json_schema.keyword_types import check_shapes, has_shape
 from penstock_shard.structured_output.json_schema.modern import modern, without_nulls
 from penstock_shard.structured_output.json_schema.names import property_names, simpler_patterns
 from penstock_shard.structured_output.json_schema.negation import negative
@@ -155,15 +155,15 @@ class _Translation:
         elif keyword in REFERENCES:
             yield self._reference(keyword, schema[keyword], base)
         elif keyword not in _NOT_ALONE:
-            _check_unknown(keyword)
+            _check_unknown(keyword, schema[keyword])
 
 
-def _check_unknown(keyword: str) -> None:
+def _check_unknown(keyword: str, value: Any) -> None:
     """Refuse what an old draft defines, and what is a standard keyword but for its spelling."""
     if keyword in OUTDATED:
         raise ConstraintRefused(f"json_schema: {keyword} is a keyword of drafts before 4")
     meant = near_miss(keyword)
-    if meant:
+    if meant and has_shape(meant, value):
         raise ConstraintRefused(f"json_schema: no keyword {shown(keyword)}: is {meant} meant?")
 
 

@@ -5,7 +5,7 @@ regular expression.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from penstock_shard.structured_output.patterns.characters import (
@@ -126,6 +126,13 @@ def all_texts_but(pattern: str) -> str:
     languages = Languages()
     others = languages.all_but(language_of(languages, pattern))
     return expression(automaton(languages, others))
+
+
+def all_found(patterns: Iterable[str]) -> str:
+    """A pattern of the texts in which each of these is found. Raises ValueError."""
+    languages = Languages()
+    both = languages.both(language_of(languages, pattern) for pattern in patterns)
+    return expression(automaton(languages, both))
 
 
 def expression(of: Automaton) -> str:
