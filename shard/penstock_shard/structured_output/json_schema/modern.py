@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_common.json_schema.keywords import ANNOTATIONS
+from penstock_common.json_schema.keywords import ANNOTATIONS, is_unknown
 from penstock_shard.structured_output.patterns.automaton import all_found
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
@@ -48,7 +48,7 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
 
 def _one_pattern(parts: list[Any]) -> list[Any]:
     """The parts of `allOf` with one pattern for those that are nothing else."""
-    plain = [part for part in parts if isinstance(part, dict) and part.keys() == {"pattern"}]
+    plain = [part for part in parts if isinstance(part, dict) and _restricting(part) == {"pattern"}]
     try:
         pattern = all_found([part["pattern"] for part in plain]) if len(plain) > 1 else None
     except (TypeError, ValueError):
@@ -56,6 +56,10 @@ def _one_pattern(parts: list[Any]) -> list[Any]:
     if pattern is None:
         return parts
     return [{"pattern": pattern}, *(part for part in parts if part not in plain)]
+
+
+def _restricting(schema: dict[str, Any]) -> set[str]:
+    return {keyword for keyword in schema if keyword not in ANNOTATIONS and not is_unknown(keyword)}
 
 
 def _condition(schema: dict[str, Any]) -> tuple[Any, Any, Any]:

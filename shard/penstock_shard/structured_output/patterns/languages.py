@@ -32,6 +32,7 @@ class Languages:
         self._characters: dict[Characters, None] = {}
         self._new(False, "of", ())
         self._new(True, "empty")
+        self.anything = NOTHING
         self.anything = self.repeated(self.of(ALL))
 
     @property
@@ -69,6 +70,8 @@ class Languages:
             return NOTHING
         if EMPTY in (first, rest):
             return first if rest == EMPTY else rest
+        if rest == self.anything and self.has_empty[first]:
+            return rest
         made = self._made[first]
         if made[0] == "joined":
             return self._before(_number(made[1]), self._before(_number(made[2]), rest))

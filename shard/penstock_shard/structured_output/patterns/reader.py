@@ -119,7 +119,8 @@ class _Reader:
     def _sequence(self) -> _Part:
         parts = []
         while self.at < len(self._pattern) and self._pattern[self.at] not in "|)":
-            parts.append(self._counted(self._single()))
+            is_head = self.at == 0
+            parts.append(self._counted(self._single(), is_head))
         if len(parts) == 1:
             return parts[0]
         plain = [part.plain for part in parts if part.plain is not None]
@@ -159,7 +160,8 @@ class _Reader:
 
     # ---- How often ----
 
-    def _counted(self, part: _Part) -> _Part:
+    def _counted(self, part: _Part, is_head: bool) -> _Part:
+        """How often a part is there; at the head, behind any other text, the least often."""
         found = _COUNT.match(self._pattern, self.at)
         sign = self._pattern[self.at : self.at + 1]
         if found is not None:
@@ -175,6 +177,7 @@ class _Reader:
         if max(least, most or 0) > _MOST_REPEATS or (most is not None and most < least):
             raise ValueError(f"a count is over {_MOST_REPEATS} or its bounds are in no order")
         if part.plain is not None:
+            most = least if is_head else most
             return self._plain(self._languages.between(part.plain, least, most))
         return self._looking_repeated(part, least, most)
 
