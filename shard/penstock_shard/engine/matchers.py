@@ -54,9 +54,9 @@ class Discarded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """A matcher that is being made, and what stops that."""
+    """A constraint's state that is being made, and what stops that."""
 
-    matcher: Future[LLMatcher]
+    state: Future[ConstraintState]
     is_discarded: threading.Event
 
 
@@ -78,9 +78,9 @@ class PendingMatchers:
     def add(self, sequence: Sequence) -> None:
         """Begin to make the matcher of a sequence that has a constraint."""
         is_discarded = threading.Event()
-        matcher = self._threads.submit(self._matcher, sequence, is_discarded)
-        self._waiting[sequence] = _Making(matcher, is_discarded)
-        matcher.add_done_callback(lambda _: self._tell_done(sequence))
+        state = self._threads.submit(self._state, sequence, is_discarded)
+        self._waiting[sequence] = _Making(state, is_discarded)
+        state.add_done_callback(lambda _: self._tell_done(sequence))
 
     def discard(self, sequence: Sequence) -> bool:
         """Forget a sequence that ended; whether it was waiting for its matcher."""
@@ -89,7 +89,7 @@ class PendingMatchers:
             return False
         # Stops `_follow`, as other sequences wait behind it and its output may be long.
         making.is_discarded.set()
-        making.matcher.cancel()
+        making.state.cancel()
         return True
 
     def take(self) -> list[tuple[Sequence, Error | None]]:
@@ -102,9 +102,9 @@ class PendingMatchers:
             if making is None:
                 continue
             # Any exception, the library's panics included, ends this sequence only.
-            reason = making.matcher.exception()
+            reason = making.state.exception()
             if reason is None:
-                sequence.constraint = ConstraintState(sequence.request, making.matcher.result())
+                sequence.constraint = making.state.result()
             taken.append((sequence, None if reason is None else _unmatched(sequence, reason)))
         return taken
 
@@ -117,6 +117,14 @@ class PendingMatchers:
     def _tell_done(self, sequence: Sequence) -> None:
         self._done.put(sequence)
         self._on_done()
+
+    def _state(self, sequence: Sequence, is_discarded: threading.Event) -> ConstraintState:
+        assert sequence.request.constraint is not None
+        matcher = self._matcher(sequence, is_discarded)
+        distinct = self._compiler.distinct(sequence.request.constraint)
+        if distinct is not None:
+            distinct.consume(sequence.token_ids[sequence.num_prompt_tokens :].tolist())
+        return ConstraintState(sequence.request, matcher, distinct)
 
     def _matcher(self, sequence: Sequence, is_discarded: threading.Event) -> LLMatcher:
         constraint = sequence.request.constraint

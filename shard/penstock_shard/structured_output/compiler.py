@@ -7,13 +7,17 @@ import re
 import threading
 from collections import OrderedDict, abc
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock_shard.config import ConstraintLimits
 from penstock_shard.ipc.request import Constraint
-from penstock_shard.structured_output.grammars import grammar_of
+from penstock_shard.structured_output.distinct.distinct import Distinct
+from penstock_shard.structured_output.distinct.vocabulary import Vocabulary
+from penstock_shard.structured_output.distinct.watched import Watched
+from penstock_shard.structured_output.grammars import grammar_of, watched_of
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # Memory of a lexer state, as llguidance states it; 360 to 1,830 bytes were measured with regexes
@@ -40,10 +44,11 @@ class TokenizerUnusable(Exception):
 @dataclass(slots=True)
 class _Kept:
     """A template to copy for each request, and whether an earlier one for the same constraint has
-    reached its limits.
+    reached its limits. `watched`: what else must hold, as no matcher can tell.
     """
 
     template: LLMatcher
+    watched: Watched | None
     wears_out: bool = False
 
 
@@ -75,7 +80,9 @@ class Compiler:
         """
         kept = self._find(constraint)
         if kept is None or is_worn_out(kept.template):
-            kept = _Kept(self.compile_alone(constraint), wears_out=kept is not None)
+            kept = _Kept(
+                self.compile_alone(constraint), watched_of(constraint), wears_out=kept is not None
+            )
             self._keep(constraint, kept)
         if goes_on and kept.wears_out:
             return self.compile_alone(constraint)
@@ -87,6 +94,17 @@ class Compiler:
             return self._tried(constraint)
         except ConstraintRefused as error:
             raise ConstraintRefused(_named(constraint.kind, str(error))) from error
+
+    def distinct(self, constraint: Constraint) -> Distinct | None:
+        """What must hold beside the matcher of a constraint that compiles, from its beginning."""
+        kept = self._find(constraint)
+        watched = watched_of(constraint) if kept is None else kept.watched
+        return None if watched is None else Distinct(watched, self.vocabulary)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Takes half a second with a large vocabulary."""
+        return Vocabulary(self.tokenizer)
 
     def _find(self, constraint: Constraint) -> _Kept | None:
         with self._lock:

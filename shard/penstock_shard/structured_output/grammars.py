@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Never
 
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint
+from penstock_shard.structured_output.distinct.watched import Watched, watched_in
 from penstock_shard.structured_output.languages import lark_of, lark_regex, schema_of, unforced
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 from penstock_shard.structured_output.structural_lark import written
@@ -14,15 +15,13 @@ from penstock_shard.structured_output.structural_tag import read
 
 
 def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str:
-    """The grammar of the texts that the constraint allows.
+    """The grammar of the texts that the constraint allows, apart from what `watched_of` tells.
 
     `special_tokens`: text and id of tokens that occur as themselves only, never as part of a text.
     """
+    if constraint.kind in _WHOLE_JSON:
+        return unforced(f"start: json\njson: %json {json.dumps(_schema(constraint))}")
     match constraint.kind:
-        case "json_schema":
-            return _json(_parsed(constraint))
-        case "json_object":
-            return _json({"type": "object"})
         case "regex":
             return unforced(f"start: {lark_regex(constraint.value)}")
         case "choice":
@@ -35,6 +34,19 @@ def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str
     raise ConstraintRefused(f"constraint: {shown(constraint.kind)} is none of {known}")
 
 
+def watched_of(constraint: Constraint) -> Watched | None:
+    """Which items and names of the constraint's JSON must differ; None if none are watched."""
+    return watched_in(_schema(constraint)) if constraint.kind in _WHOLE_JSON else None
+
+
+_WHOLE_JSON = ("json_schema", "json_object")
+
+
+def _schema(constraint: Constraint) -> dict[str, Any]:
+    is_any = constraint.kind == "json_object"
+    return schema_of({"type": "object"} if is_any else _parsed(constraint), is_whole=True)
+
+
 def _parsed(constraint: Constraint) -> Any:
     """The constraint's value, parsed as JSON."""
 
@@ -45,10 +57,6 @@ def _parsed(constraint: Constraint) -> Any:
         return json.loads(constraint.value, parse_constant=not_json)
     except ValueError as error:
         raise ConstraintRefused(f"not JSON: {error}") from error
-
-
-def _json(schema: Any) -> str:
-    return unforced(f"start: json\njson: %json {json.dumps(schema_of(schema))}")
 
 
 def _choice(options: tuple[str, ...]) -> str:

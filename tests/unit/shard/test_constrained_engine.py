@@ -156,12 +156,19 @@ def test_an_eos_that_is_ignored_ends_what_is_complete_and_nothing_before() -> No
         assert not set(EOS_IDS) & set(tokens(outputs))
 
 
+class _Unwatched:
+    """A compiler of matchers only."""
+
+    def distinct(self, constraint: Constraint) -> None:
+        return None
+
+
 class _Panic(BaseException):
     """As what comes out of the library: of no class that anybody foresees."""
 
 
 def test_whatever_goes_wrong_with_a_constraint_ends_its_request_alone() -> None:
-    class Broken:
+    class Broken(_Unwatched):
         def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             if constraint.kind == "regex":
                 raise _Panic("index out of bounds")
@@ -193,7 +200,7 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
         def is_error(self) -> bool:
             return False
 
-    class Counting:
+    class Counting(_Unwatched):
         def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             return Counted()
 
@@ -212,7 +219,7 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
 def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled() -> None:
     held, entered = threading.Event(), threading.Event()
 
-    class Slow:
+    class Slow(_Unwatched):
         def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             entered.set()
             assert held.wait(60)
@@ -385,7 +392,7 @@ def test_nobody_waits_for_the_long_output_of_a_request_that_was_aborted() -> Non
             taken.extend(token_ids)
             return True
 
-    class Handing:
+    class Handing(_Unwatched):
         def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             return Slow() if goes_on else two_ended_compiler().compile(constraint)
 

@@ -74,9 +74,12 @@ _MOST_SCHEMAS = 20_000
 _MOST_VALUES = 20_000
 
 
-def prepared(root: Schema) -> dict[str, Any]:
-    """The schema as given to llguidance, without its "x-guidance"."""
-    translation = _Translation(root)
+def prepared(root: Schema, *, is_watched: bool = False) -> dict[str, Any]:
+    """The schema as given to llguidance, without its "x-guidance".
+
+    `is_watched`: what differs is seen to while an output is written.
+    """
+    translation = _Translation(root, is_watched=is_watched)
     found = translation.positive(root, "")
     if found is False:
         raise ConstraintRefused("json_schema: no value is valid, or none that can be enforced")
@@ -85,7 +88,7 @@ def prepared(root: Schema) -> dict[str, Any]:
         raise ConstraintRefused("json_schema: no value is valid: each would go on without end")
     endless = [target for target, name in translation.names.items() if name not in ending]
     if endless:
-        translation = _Translation(root, endless)
+        translation = _Translation(root, endless, is_watched=is_watched)
         found = translation.positive(root, "")
     if found is True:
         found = {}
@@ -95,10 +98,13 @@ def prepared(root: Schema) -> dict[str, Any]:
 class _Translation:
     """The translation of one schema."""
 
-    def __init__(self, root: Schema, endless: Collection[tuple[int, str]] = ()) -> None:
+    def __init__(
+        self, root: Schema, endless: Collection[tuple[int, str]] = (), *, is_watched: bool
+    ) -> None:
         """`endless`: targets of references that no finite value meets."""
         self._document = Document(root)
         self.resolve = self._document.resolve
+        self.is_watched = is_watched
         self._endless = endless
         self.definitions: dict[str, Schema] = {}
         # Names of definitions by the identity of what is referred to, and its base URI.
