@@ -43,11 +43,33 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = Constraint("json_schema", json.dumps({**SCHEMA, "x-guidance": {"whitespace_pattern": " ?"}}))
+# Items and names that must differ, and by chance often would not.
+SETS = Constraint(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "kinds": {
+                    "type": "array",
+                    "uniqueItems": True,
+                    "items": {"enum": ["a", "b", "ab"]},
+                },
+                "on": {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}},
+            },
+            "required": ["kinds", "on"],
+            "additionalProperties": {"type": "boolean"},
+            "maxProperties": 5,
+            "x-guidance": {"whitespace_pattern": " ?"},
+        }
+    ),
+)
 LANGUAGES = [
     JSON,
     Constraint("regex", "[a-f]{3,9}-[0-9]{2}"),
     Constraint("choice", options=("left", "right", "neither of both")),
     Constraint("grammar", 'start: item ("," item)*\nitem: /[a-z]{1,4}/ "=" /[0-9]{1,3}/'),
+    SETS,
 ]
 
 
@@ -73,6 +95,18 @@ def test_what_the_schema_allows_is_json_that_has_its_fields() -> None:
         assert value["kind"] in ("router", "shard")
 
 
+def test_items_of_a_set_are_not_drawn_twice_whoever_runs_beside_it() -> None:
+    requests = [constrained(f"r{i}", SETS, seed=i) for i in range(budget(16, 200))]
+    requests += [constrained(f"j{i}", JSON, seed=i) for i in range(4)]
+    longest = 0
+    for name, outputs in ConstrainedEngine().run(*requests).items():
+        if name.startswith("r") and outputs[-1].finish is FinishReason.STOP:
+            value = json.loads(text(outputs))
+            assert all(len(set(value[of])) == len(value[of]) for of in ("kinds", "on"))
+            longest = max(longest, len(value["kinds"]))
+    assert longest == 3
+
+
 def test_a_request_taken_up_anywhere_in_its_constraint_gives_the_rest() -> None:
     random = seeded("cuts in constrained outputs")
     for seed in range(budget(3, 30)):
@@ -85,10 +119,11 @@ def test_a_request_taken_up_anywhere_in_its_constraint_gives_the_rest() -> None:
             assert whole[:cut] + tokens(rest) == whole
 
 
-def test_requests_that_are_preempted_stay_in_their_constraints() -> None:
+@pytest.mark.parametrize("constraint", [JSON, SETS])
+def test_requests_that_are_preempted_stay_in_their_constraints(constraint: Constraint) -> None:
     plenty, scarce = ConstrainedEngine(), ConstrainedEngine(num_blocks=12)
-    requests = [constrained(f"r{i}", JSON, seed=i, max_tokens=120) for i in range(8)]
-    again = [constrained(f"r{i}", JSON, seed=i, max_tokens=120) for i in range(8)]
+    requests = [constrained(f"r{i}", constraint, seed=i, max_tokens=120) for i in range(8)]
+    again = [constrained(f"r{i}", constraint, seed=i, max_tokens=120) for i in range(8)]
     expected = {name: tokens(outputs) for name, outputs in plenty.run(*requests).items()}
     assert {name: tokens(o) for name, o in scarce.run(*again).items()} == expected
     assert scarce.under_test.scheduler.preemptions_total > 0
@@ -310,7 +345,7 @@ def test_an_output_is_followed_no_further_when_its_request_has_ended(ends: bool)
         with pytest.raises(Discarded):
             threads.run()
     else:
-        assert not threads.run().is_error()
+        assert not threads.run().error
 
 
 def test_what_is_worn_out_while_an_output_is_followed_costs_that_output_nothing() -> None:

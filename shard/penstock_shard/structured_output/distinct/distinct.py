@@ -4,21 +4,27 @@ lead to nothing else.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import abc
-from collections.abc import Iterator
 
 import numpy as np
 from llguidance import LLMatcher
 
-from penstock_shard.structured_output.distinct.candidates import ended, level_at_stake, ways
+from penstock_shard.structured_output.distinct.candidates import (
+    ZEROS,
+    all_ways,
+    ended,
+    level_at_stake,
+)
 from penstock_shard.structured_output.distinct.position import BLANKS, DIGITS, Position
-from penstock_shard.structured_output.distinct.vocabulary import Vocabulary, Words, clear, is_set
+from penstock_shard.structured_output.distinct.vocabulary import Tokens, Vocabulary, Words
 from penstock_shard.structured_output.distinct.watched import Watched
 
 # A set has no more items, so that the work for a token is bounded.
 MOST_ITEMS = 1000
-# Each leads away from most earlier strings.
-_OTHERS = b"a0_"
+_COMMA, _ENDS = b",", (b",", b"]", b"}")
+# Each leads away from most earlier strings, or numbers.
+_OTHER_LETTERS, _OTHER_DIGITS = b"a0_", b"159"
 
 
 class Distinct:
@@ -32,18 +38,25 @@ class Distinct:
     def reset(self) -> None:
         """Go back to the beginning."""
         self._position = Position(self._watched.root)
-        # What was written since an item began that may still equal an earlier one. Behind it:
-        # whether anything else may follow these texts.
+        # Sorted, what may follow that leads to an item, or name, that equals an earlier one.
+        self._ways: list[bytes] = []
+        # What was written while there was such; and whether behind it, after more of a text,
+        # anything else may follow.
         self._since = b""
         self._known: dict[bytes, bool] = {}
 
     def consume(self, token_ids: abc.Iterable[int]) -> None:
         for token_id in token_ids:
             text = self._vocabulary.texts[token_id]
+            is_within_string = self._position.in_string and b'"' not in text
             self._position.feed(text)
-            self._since += text
-            if level_at_stake(self._position) is None:
-                self._since, self._known = b"", {}
+            if is_within_string:
+                self._ways = [way[len(text) :] for way in self._ways if way.startswith(text)]
+            else:
+                self._ways = sorted(all_ways(self._position))
+            self._since = self._since + text if self._ways else b""
+            if not self._ways:
+                self._known = {}
 
     def restrict(self, mask: Words, matcher: LLMatcher) -> None:
         """Clear what may not follow. The mask is the matcher's own."""
@@ -52,71 +65,89 @@ class Distinct:
             self._within_one_piece(mask)
             self._clear_dead(mask, matcher)
         else:
-            passing = self._vocabulary.passing[position.in_string]
-            for token_id in passing[is_set(mask, passing)].tolist():
+            for token_id in self._vocabulary.passing[position.in_string].allowed(mask):
                 if not _passes(position.copy(), self._vocabulary.texts[token_id]):
-                    clear(mask, np.array([token_id]))
+                    Tokens((token_id,)).clear(mask)
         if position.in_name:
             for name in position.containers[-1].names:
                 if name.startswith(position.text):
-                    clear(mask, self._vocabulary.beginning(name[len(position.text) :]))
+                    ending = self._vocabulary.beginning(name[len(position.text) :])
+                    if len(ending):
+                        Tokens(ending).clear(mask)
 
     def _within_one_piece(self, mask: Words) -> None:
         """Clear tokens that end one piece of JSON and go on with another: whether they may follow
         would depend on both. Each can be written as several.
         """
-        position = self._position
-        mask &= self._vocabulary.crossing[position.in_string]
-        if _may_have_exponent(position):
-            mask &= self._vocabulary.exponents
+        mask &= self._vocabulary.one_piece[self._position.in_string]
+        if _may_have_exponent(self._position):
+            mask &= self._vocabulary.no_exponents
 
     def _clear_dead(self, mask: Words, matcher: LLMatcher) -> None:
-        for token_ids in set(self._at_stake()):
-            ids = np.array(token_ids, dtype=np.int64)
-            allowed = ids[is_set(mask, ids)].tolist()
+        for token_ids in self._at_stake(matcher):
+            tokens = Tokens(token_ids)
+            allowed = tokens.allowed(mask)
             if allowed and not self._leads_on(allowed[0], matcher):
-                clear(mask, ids)
+                tokens.clear(mask)
 
-    def _at_stake(self) -> Iterator[tuple[int, ...]]:
+    def _at_stake(self, matcher: LLMatcher) -> set[tuple[int, ...]]:
         """Tokens after which an item, or a name, might have to equal an earlier one, by text."""
-        vocabulary = self._vocabulary
-        yield vocabulary.exactly(b",")
-        if level_at_stake(self._position) is None:
-            return
-        yield from (vocabulary.exactly(sign) for sign in (b"]", b"}"))
-        if self._position.text and not self._position.in_string:
-            yield tuple(vocabulary.blanks.tolist())
-        for way in _all_ways(self._position):
-            yield from vocabulary.leading_into(way)
+        vocabulary, position = self._vocabulary, self._position
+        found = set()
+        if not position.in_string and (self._ways or position.containers[-1].is_strict):
+            found |= set(map(vocabulary.exactly, _ENDS if self._ways else (_COMMA,)))
+            if self._ways and position.text:
+                found.add(tuple(vocabulary.blanks))
+        for way in self._ways:
+            found.update(vocabulary.leading_into(way, self._safe(way, [], self._ways, matcher)))
+        return found
+
+    def _safe(
+        self, way: bytes, before: list[int], ways: abc.Sequence[bytes], matcher: LLMatcher
+    ) -> int:
+        """How many of the way's first bytes certainly lead to something else, too: all within a
+        string or number that may go on otherwise at its end. It comes after the tokens `before`.
+        """
+        if way[-1:] == b'"':
+            text, others = way[:-1], _OTHER_LETTERS
+        elif way.endswith(ZEROS):
+            text, others = way[: -len(ZEROS)].rstrip(b"."), _OTHER_DIGITS
+        else:
+            return 0
+        key = self._since + text
+        if self._known.get(key) and not before:
+            return len(text)
+        path = [*before, *(self._vocabulary.bytes[byte] for byte in text)]
+        for other in others:
+            whole = text + bytes((other,))
+            place = bisect_left(ways, whole)
+            is_other = place == len(ways) or not ways[place].startswith(whole)
+            token_ids = [*path, self._vocabulary.bytes[other]]
+            if is_other and matcher.validate_tokens(token_ids) == len(token_ids):
+                if not before:
+                    self._known[key] = True
+                return len(text)
+        return 0
 
     def _leads_on(self, token_id: int, matcher: LLMatcher) -> bool:
         """Whether something that differs from all earlier ones may follow the token."""
         text = self._vocabulary.texts[token_id]
+        known = self._known.get(self._since + text)
+        if known is not None:
+            return known
         position = self._position.copy()
         if not position.feed(text):
             return False
-        if level_at_stake(position) is None:
+        ways = sorted(all_ways(position))
+        if not ways:
             return True
-        if text == b"," and any(len(each.items) >= MOST_ITEMS for each in position.containers):
+        if text == _COMMA and any(each.length >= MOST_ITEMS for each in position.containers):
             return False
-        if self._is_in_free_string(position, token_id, matcher):
+        if self._safe(ways[-1], [token_id], ways, matcher):
             return True
         matcher = matcher.deep_copy()
         matcher.consume_token(token_id)
         return self._search(position, matcher, self._since + text)
-
-    def _is_in_free_string(self, position: Position, token_id: int, matcher: LLMatcher) -> bool:
-        """Whether an earlier string, less its end, may go on otherwise: a cheap answer for most."""
-        longest = max(_all_ways(position), key=len)
-        if longest[-1:] != b'"':
-            return False
-        for other in _OTHERS:
-            text = longest[:-1] + bytes((other,))
-            path = [token_id, *self._vocabulary.bytes[list(text)].tolist()]
-            ahead = position.copy()
-            if matcher.validate_tokens(path) == len(path) and ahead.feed(text):
-                return level_at_stake(ahead) is None
-        return False
 
     def _search(self, position: Position, matcher: LLMatcher, text: bytes) -> bool:
         """Whether a way leads from here to an item or name that differs."""
@@ -150,27 +181,21 @@ class Distinct:
             if level_at_stake(ahead) is None or ended(position.containers[level], level, ahead):
                 return True
             further = matcher.deep_copy()
-            further.consume_token(int(self._vocabulary.bytes[byte]))
+            further.consume_token(self._vocabulary.bytes[byte])
             todo.append((ahead, further, text + bytes((byte,))))
         return False
 
     def _bytes_after(self, position: Position, matcher: LLMatcher) -> list[int]:
         """Bytes that may follow; first those that lead away from earlier ones."""
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
-        ids = self._vocabulary.bytes
-        allowed = np.flatnonzero((ids >= 0) & is_set(mask, np.maximum(ids, 0))).tolist()
+        found = self._vocabulary.single_bytes.allowed(mask)
+        allowed = [self._vocabulary.texts[token_id][0] for token_id in found]
         passed = b"eE" if _may_have_exponent(position) else b""
-        if b"." in position.text and position.text.endswith(b"0000"):
+        if b"." in position.text and position.text.endswith(ZEROS):
             passed += b"0"
         useful = [byte for byte in allowed if byte not in BLANKS and byte not in passed]
-        leading = {way[0] for way in _all_ways(position) if way}
+        leading = {way[0] for way in all_ways(position) if way}
         return sorted(useful or allowed, key=leading.__contains__)
-
-
-def _all_ways(position: Position) -> Iterator[bytes]:
-    for level, container in enumerate(position.containers):
-        if container.is_strict:
-            yield from ways(position, level)
 
 
 def _may_have_exponent(position: Position) -> bool:

@@ -67,7 +67,7 @@ def _of_type(place: Place, kind: str, schema: dict[str, Any], base: str, depth: 
     if kind in ("null", "boolean"):
         return 1 if kind == "null" else 2
     if kind == "integer" and isinstance(schema.get("minimum"), int | float):
-        return max(0.0, schema.get("maximum", math.inf) - schema["minimum"] + 1)
+        return max(0.0, float(schema.get("maximum", math.inf)) - schema["minimum"] + 1)
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     if kind == "object" and is_closed:
         return math.prod(

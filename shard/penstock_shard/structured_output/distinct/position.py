@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock_shard.structured_output.distinct.watched import Node
 
@@ -22,8 +21,7 @@ _OPENS, _CLOSES, _QUOTE, _COMMA, _COLON, _BACKSLASH = b"[{", b"]}", 0x22, 0x2C, 
 _WITHIN = re.compile(rb'(?:[^"\\]|\\.)*', re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
+class Container(NamedTuple):
     """An array or object that is open."""
 
     node: Node
@@ -32,7 +30,9 @@ class Container:
     is_kept: bool
     # A set, or an object with patterns: it may run out of items or names that differ.
     is_strict: bool
-    count: int = 0
+    # It is strict, or within one that is.
+    is_within: bool
+    length: int = 0
     items: tuple[Value, ...] = ()
     # Of an object: its names so far if they are watched, its members if kept, and the name of the
     # member that is being written.
@@ -73,7 +73,7 @@ class Position:
     @property
     def is_strict(self) -> bool:
         """Within a container that may run out of what differs."""
-        return any(container.is_strict for container in self.containers)
+        return bool(self.containers) and self.containers[-1].is_within
 
     @property
     def in_string(self) -> bool:
@@ -131,10 +131,11 @@ class Position:
 
     def _open(self, is_object: bool) -> None:
         node = self._node()
-        above = bool(self.containers) and self.containers[-1].is_kept
+        above = self.containers[-1].is_kept if self.containers else False
         is_strict = node.has_patterns if is_object else node.is_set
         is_kept = above or (is_strict and not is_object)
-        self.containers.append(Container(node, is_object, is_kept, is_strict))
+        is_within = is_strict or self.is_strict
+        self.containers.append(Container(node, is_object, is_kept, is_strict, is_within))
         self.phase = FIRST
 
     def _node(self) -> Node:
@@ -143,7 +144,7 @@ class Position:
             return self._root
         top = self.containers[-1]
         if not top.is_object:
-            return top.node.item(top.count)
+            return top.node.item(top.length)
         assert top.name is not None
         return top.node.member(_text(top.name))
 
@@ -160,7 +161,7 @@ class Position:
             return self._add(plain(text))
         top = self.containers[-1]
         names = (*top.names, text) if top.node.is_open else ()
-        self.containers[-1] = replace(top, name=text, names=names)
+        self.containers[-1] = top._replace(name=text, names=names)
         self.phase = COLON
         return text not in top.names
 
@@ -172,10 +173,10 @@ class Position:
         top = self.containers[-1]
         if top.is_object:
             members = (*top.members, (top.name or b"", value)) if top.is_kept else ()
-            self.containers[-1] = replace(top, members=members, name=None, count=top.count + 1)
+            self.containers[-1] = top._replace(members=members, name=None, length=top.length + 1)
             return True
         items = (*top.items, value) if top.is_kept else ()
-        self.containers[-1] = replace(top, items=items, count=top.count + 1)
+        self.containers[-1] = top._replace(items=items, length=top.length + 1)
         return not top.is_strict or value not in top.items
 
 
