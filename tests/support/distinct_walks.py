@@ -28,9 +28,11 @@ class Walker:
         self.state = ConstraintState(request, matcher, compiler.distinct(constraint))
 
     def allowed(self) -> list[int]:
-        """The tokens that may follow, of which there is one."""
+        """The tokens that may follow; none if the state says why."""
         self._masks.fill([self.state])
-        assert self.state.mask is not None, self.state.error
+        if self.state.mask is None:
+            assert self.state.error
+            return []
         return [int(token_id) for token_id in allowed_ids(self.state.mask)]
 
     def bits(self) -> bytes:
@@ -49,6 +51,7 @@ class Walker:
         closing = [*map(self._compiler.vocabulary.exactly, (b'"', b"]", b"}"))]
         while len(token_ids) < 3 * limit:
             choices = self.allowed()
+            assert choices, f"{self.state.error} after {token_ids}"
             if len(token_ids) >= limit:
                 wished = {*ends, *(token_id for sign in closing for token_id in sign)}
                 choices = sorted(wished.intersection(choices)) or choices

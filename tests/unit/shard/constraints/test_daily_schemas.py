@@ -146,6 +146,8 @@ def _tagged(schema: dict[str, Any]) -> Constraint:
 def test_within_a_tag_other_sets_are_refused(schema):
     with pytest.raises(ConstraintRefused, match="uniqueItems: cannot be held"):
         plain_compiler().compile(_tagged({"type": "array", "uniqueItems": True, **schema}))
+    with pytest.raises(ConstraintRefused, match="minProperties: 2 of unknown names"):
+        plain_compiler().compile(_tagged({"minProperties": 2}))
 
 
 def test_a_uuid_may_be_of_a_version_and_a_name():

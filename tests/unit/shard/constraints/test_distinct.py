@@ -255,6 +255,7 @@ _INTEGERS = _set({"type": "integer"})
         ({"type": "object", "properties": {"a": True}}, ['{"a": 1, "b": 1}'], ['{"b":1,"b":2}']),
         ({"properties": {"s": _INTEGERS}}, ['{"s": [1], "t": [1, 1]}'], ['{"s": [1, 1]}']),
         ({"type": "array", "uniqueItems": False}, ["[1, 1]"], []),
+        ({"minProperties": 2}, ['{"a": 1, "b": 1}', "1"], ['{"a": 1, "a": 1}', '{"a": 1}']),
     ],
 )
 def test_values_are_told_apart_as_json_tells_them(
@@ -288,8 +289,7 @@ def test_a_set_that_needs_more_items_than_there_are_is_refused(schema: dict[str,
 def test_a_set_that_only_turns_out_to_have_too_few_ends_with_a_reason() -> None:
     compact = {"x-guidance": {"whitespace_flexible": False}}
     walker = of_schema(plain_compiler(), {**_set(_LETTER, minItems=4), **compact})
-    with pytest.raises(AssertionError, match="cannot be followed"):
-        walker.takes('["a","b","c"]')
+    assert not walker.takes('["a","b","c"]')
     assert walker.state.error == (
         "json_schema: cannot be followed any further: no other item or name differs"
     )
