@@ -179,7 +179,7 @@ def allows(matcher: LLMatcher, compiler: Compiler, constraint: Constraint, insta
     which stays as it is.
     """
     text = json.dumps(instance, ensure_ascii=False).encode()
-    matcher, distinct = matcher.deep_copy(), compiler.distinct(constraint)
+    matcher, distinct = matcher.deep_copy(), compiler.distinct(constraint, matcher)
     if distinct is None:
         return matcher.consume_tokens(compiler.tokenizer.tokenize_bytes(text)) and (
             matcher.is_accepting()
@@ -191,8 +191,7 @@ def allows(matcher: LLMatcher, compiler: Compiler, constraint: Constraint, insta
         token_id = compiler.vocabulary.bytes[byte]
         if not (mask[0, token_id >> 5] >> (token_id & 31)) & 1:
             return False
-        matcher.consume_token(token_id)
-        distinct.consume((token_id,))
+        distinct.consume((token_id,), matcher)
     return matcher.is_accepting()
 
 

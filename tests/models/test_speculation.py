@@ -176,9 +176,10 @@ def test_a_constraint_is_followed_through_drafts(constraint: Constraint) -> None
 
         def sequence(seed: int = seed) -> Sequence:
             compiler = two_ended_compiler()
-            made = {"matcher": compiler.compile(constraint)}
-            made["distinct"] = compiler.distinct(constraint)
-            return _request({"temperature": 1.0}, seed, constraint=constraint, **made)
+            matcher = compiler.compile(constraint)
+            distinct = compiler.distinct(constraint, matcher)
+            made = {"matcher": matcher, "distinct": distinct, "constraint": constraint}
+            return _request({"temperature": 1.0}, seed, **made)
 
         expected = _one_by_one(sequence(), logits)
         right = [result.token_id or 0 for result in expected]

@@ -84,9 +84,9 @@ def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig)
     sequence = Sequence.of(check(incoming, info, config))
     if sequence.request.constraint is not None:
         compiler, constraint = two_ended_compiler(), sequence.request.constraint
-        sequence.constraint = ConstraintState(
-            sequence.request, compiler.compile(constraint), compiler.distinct(constraint)
-        )
+        matcher = compiler.compile(constraint)
+        distinct = compiler.distinct(constraint, matcher)
+        sequence.constraint = ConstraintState(sequence.request, matcher, distinct)
     return sequence
 
 

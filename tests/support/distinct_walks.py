@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ class Walker:
         ends = compiler.tokenizer.eos_tokens
         request = make_request("walk", [1], constraint=constraint, stop_token_ids=ends)
         matcher = compiler.compile(constraint)
-        self.state = ConstraintState(request, matcher, compiler.distinct(constraint))
+        self.state = ConstraintState(request, matcher, compiler.distinct(constraint, matcher))
 
     def allowed(self) -> list[int]:
         """The tokens that may follow; none if the state says why."""
@@ -65,14 +65,27 @@ class Walker:
         return Walk(token_ids, False)
 
     def takes(self, text: str) -> bool:
-        """Whether the text may be written, byte by byte, as a whole."""
-        for byte in text.encode():
-            ids = set(self._compiler.vocabulary.exactly(bytes((byte,))))
-            found = ids.intersection(self.allowed())
+        """Whether the text may be written as a whole: marks as tokens, all else byte by byte."""
+        for piece in self._pieces(text):
+            found = set(piece).intersection(self.allowed())
             if not found:
                 return False
             self.state.append(min(found))
         return bool(set(self._compiler.tokenizer.eos_tokens) & set(self.allowed()))
+
+    def _pieces(self, text: str) -> Iterator[Sequence[int]]:
+        marks = self._compiler.special_tokens
+        while text:
+            mark = next((mark for mark in marks if text.startswith(mark)), None)
+            if mark is not None:
+                yield (marks[mark],)
+            else:
+                yield from map(self._compiler.vocabulary.exactly, _bytes_of(text[0]))
+            text = text[len(mark or "x") :]
+
+
+def _bytes_of(text: str) -> list[bytes]:
+    return [bytes((byte,)) for byte in text.encode()]
 
 
 def of_schema(compiler: Compiler, schema: Any) -> Walker:

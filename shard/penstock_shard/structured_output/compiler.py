@@ -48,7 +48,7 @@ class _Kept:
     """
 
     template: LLMatcher
-    watched: Watched | None
+    watched: dict[str, Watched]
     wears_out: bool = False
 
 
@@ -81,7 +81,9 @@ class Compiler:
         kept = self._find(constraint)
         if kept is None or is_worn_out(kept.template):
             kept = _Kept(
-                self.compile_alone(constraint), watched_of(constraint), wears_out=kept is not None
+                self.compile_alone(constraint),
+                self._watched(constraint),
+                wears_out=kept is not None,
             )
             self._keep(constraint, kept)
         if goes_on and kept.wears_out:
@@ -95,11 +97,14 @@ class Compiler:
         except ConstraintRefused as error:
             raise ConstraintRefused(_named(constraint.kind, str(error))) from error
 
-    def distinct(self, constraint: Constraint) -> Distinct | None:
-        """What must hold beside the matcher of a constraint that compiles, from its beginning."""
+    def distinct(self, constraint: Constraint, beginning: LLMatcher) -> Distinct | None:
+        """What must hold beside the matcher of the constraint, which has consumed nothing."""
         kept = self._find(constraint)
-        watched = watched_of(constraint) if kept is None else kept.watched
-        return None if watched is None else Distinct(watched, self.vocabulary)
+        watched = self._watched(constraint) if kept is None else kept.watched
+        return Distinct(watched, self.vocabulary, beginning.deep_copy()) if watched else None
+
+    def _watched(self, constraint: Constraint) -> dict[str, Watched]:
+        return watched_of(constraint, self.special_tokens)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -29,14 +29,22 @@ def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str
         case "grammar":
             return unforced(lark_of(constraint.value))
         case "structural_tag":
-            return written(read(_parsed(constraint)), special_tokens)
+            return written(read(_parsed(constraint)), special_tokens)[0]
     known = ", ".join(sorted(CONSTRAINT_KINDS))
     raise ConstraintRefused(f"constraint: {shown(constraint.kind)} is none of {known}")
 
 
-def watched_of(constraint: Constraint) -> Watched | None:
-    """Which items and names of the constraint's JSON must differ; None if none are watched."""
-    return watched_in(_schema(constraint)) if constraint.kind in _WHOLE_JSON else None
+def watched_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> dict[str, Watched]:
+    """In which JSON of the constraint's texts items or names must differ: by the name of the
+    grammar's capture behind which it begins; "" for where the text begins.
+    """
+    schemas = {}
+    if constraint.kind in _WHOLE_JSON:
+        schemas = {"": _schema(constraint)}
+    elif constraint.kind == "structural_tag":
+        schemas = written(read(_parsed(constraint)), special_tokens)[1]
+    found = {name: watched_in(schema) for name, schema in schemas.items()}
+    return {name: watched for name, watched in found.items() if watched is not None}
 
 
 _WHOLE_JSON = ("json_schema", "json_object")
@@ -44,7 +52,7 @@ _WHOLE_JSON = ("json_schema", "json_object")
 
 def _schema(constraint: Constraint) -> dict[str, Any]:
     is_any = constraint.kind == "json_object"
-    return schema_of({"type": "object"} if is_any else _parsed(constraint), is_whole=True)
+    return schema_of({"type": "object"} if is_any else _parsed(constraint), is_watched=True)
 
 
 def _parsed(constraint: Constraint) -> Any:

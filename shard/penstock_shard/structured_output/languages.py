@@ -21,15 +21,15 @@ _RULE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NO_RULE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^<>\n]*>|#.*')
 
 
-def schema_of(schema: Any, *, is_whole: bool = False) -> dict[str, Any]:
+def schema_of(schema: Any, *, is_watched: bool = False) -> dict[str, Any]:
     """A schema as given to llguidance: keywords that it handles right, and whitespace rules.
 
-    `is_whole`: its JSON is the whole text, and so its items and names are watched (`distinct/`).
+    `is_watched`: where its JSON begins is known, and so its items and names are watched.
     """
     if not isinstance(schema, dict | bool):
         raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
-    return {"x-guidance": json_writing(options), **prepared(schema, is_watched=is_whole)}
+    return {"x-guidance": json_writing(options), **prepared(schema, is_watched=is_watched)}
 
 
 def lark_regex(pattern: str) -> str:

@@ -57,24 +57,30 @@ class ConstraintState:
         if position == self._position:
             return
         if position < self._position:
-            self.matcher.reset()
-            if self._distinct is not None:
-                self._distinct.reset()
-            self._position = 0
-        token_ids = list(output[self._position :])
-        self.matcher.consume_tokens(token_ids)
-        if self._distinct is not None:
-            self._distinct.consume(token_ids)
+            self._go_back()
+        self._consume(output[self._position :])
         self._position = position
         self.mask = None
 
     def append(self, token_id: int) -> None:
         """Consume the token that was drawn."""
-        self.matcher.consume_token(token_id)
-        if self._distinct is not None:
-            self._distinct.consume((token_id,))
+        self._consume((token_id,))
         self._position += 1
         self.mask = None
+
+    def _go_back(self) -> None:
+        """Go to the beginning."""
+        if self._distinct is None:
+            self.matcher.reset()
+        else:
+            self.matcher = self._distinct.reset()
+        self._position = 0
+
+    def _consume(self, token_ids: abc.Sequence[int]) -> None:
+        if self._distinct is None:
+            self.matcher.consume_tokens(list(token_ids))
+        else:
+            self._distinct.consume(token_ids, self.matcher)
 
     def skip(self) -> None:
         """Advance by a position without a token; the mask there is meaningless."""

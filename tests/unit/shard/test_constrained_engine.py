@@ -194,7 +194,7 @@ def test_an_eos_that_is_ignored_ends_what_is_complete_and_nothing_before() -> No
 class _Unwatched:
     """A compiler of matchers only."""
 
-    def distinct(self, constraint: Constraint) -> None:
+    def distinct(self, constraint: Constraint, beginning: object) -> None:
         return None
 
 

@@ -22,22 +22,38 @@ from penstock_shard.structured_output.distinct.watched import Watched
 
 # A set has no more items, so that the work for a token is bounded.
 MOST_ITEMS = 1000
+# As much as a text before JSON has.
+_TAIL_BYTES = 512
 _COMMA, _ENDS = b",", (b",", b"]", b"}")
 # Each leads away from most earlier strings, or numbers.
 _OTHER_LETTERS, _OTHER_DIGITS = b"a0_", b"159"
 
 
 class Distinct:
-    """Where one sequence's JSON has got, and what may not follow there."""
+    """Where the JSON of one sequence has got, and what may not follow there."""
 
-    def __init__(self, watched: Watched, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, watched: abc.Mapping[str, Watched], vocabulary: Vocabulary, beginning: LLMatcher
+    ) -> None:
+        """`watched`: by the name of the capture behind which it begins, "" where the text begins.
+        `beginning`: a matcher that has consumed nothing.
+        """
         self._watched = watched
         self._vocabulary = vocabulary
+        self._beginning = beginning
         self.reset()
 
-    def reset(self) -> None:
-        """Go back to the beginning."""
-        self._position = Position(self._watched.root)
+    def reset(self) -> LLMatcher:
+        """Go back to the beginning; a matcher there. One that is reset still has its captures."""
+        # The end of the text so far, in which a capture is found.
+        self._tail = b""
+        self._begin("")
+        return self._beginning.deep_copy()
+
+    def _begin(self, name: str | None) -> None:
+        """Begin with the JSON behind the capture of this name; None: with no JSON."""
+        watched = None if name is None else self._watched.get(name)
+        self._position = Position(None if watched is None else watched.root)
         # Sorted, what may follow that leads to an item, or name, that equals an earlier one.
         self._ways: list[bytes] = []
         # What was written while there was such; and whether behind it, after more of a text,
@@ -45,22 +61,46 @@ class Distinct:
         self._since = b""
         self._known: dict[bytes, bool] = {}
 
-    def consume(self, token_ids: abc.Iterable[int]) -> None:
-        for token_id in token_ids:
-            text = self._vocabulary.texts[token_id]
-            is_within_string = self._position.in_string and b'"' not in text
-            self._position.feed(text)
-            if is_within_string:
-                self._ways = [way[len(text) :] for way in self._ways if way.startswith(text)]
-            else:
-                self._ways = sorted(all_ways(self._position))
-            self._since = self._since + text if self._ways else b""
-            if not self._ways:
-                self._known = {}
+    def consume(self, token_ids: abc.Sequence[int], matcher: LLMatcher) -> bool:
+        """Have the matcher consume these, and follow; whether the matcher allows them."""
+        if self._watched.keys() == {""}:
+            for token_id in token_ids:
+                self._feed(self._vocabulary.texts[token_id])
+            return matcher.consume_tokens(list(token_ids))
+        return all(self._consume_one(token_id, matcher) for token_id in token_ids)
+
+    def _consume_one(self, token_id: int, matcher: LLMatcher) -> bool:
+        num_captures = len(matcher.get_captures())
+        if not matcher.consume_token(token_id):
+            return False
+        text = self._vocabulary.texts[token_id]
+        for name, captured in matcher.get_captures()[num_captures:]:
+            if not self._position.is_over:
+                # The JSON is captured, too, when it ends.
+                self._begin(None)
+            elif name in self._watched:
+                self._begin(name)
+                text = text[_end(self._tail, text, captured) :]
+        self._tail = (self._tail + self._vocabulary.texts[token_id])[-_TAIL_BYTES:]
+        self._feed(text)
+        return True
+
+    def _feed(self, text: bytes) -> None:
+        is_within_string = self._position.in_string and b'"' not in text
+        self._position.feed(text)
+        if is_within_string:
+            self._ways = [way[len(text) :] for way in self._ways if way.startswith(text)]
+        else:
+            self._ways = sorted(all_ways(self._position))
+        self._since = self._since + text if self._ways else b""
+        if not self._ways:
+            self._known = {}
 
     def restrict(self, mask: Words, matcher: LLMatcher) -> None:
         """Clear what may not follow. The mask is the matcher's own."""
         position = self._position
+        if position.is_over:
+            return
         if position.is_strict:
             self._within_one_piece(mask)
             self._clear_dead(mask, matcher)
@@ -196,6 +236,15 @@ class Distinct:
         useful = [byte for byte in allowed if byte not in BLANKS and byte not in passed]
         leading = {way[0] for way in all_ways(position) if way}
         return sorted(useful or allowed, key=leading.__contains__)
+
+
+def _end(before: bytes, text: bytes, captured: bytes) -> int:
+    """Where in the text a capture ends that had not ended before it."""
+    for end in range(len(text) + 1):
+        whole = before + text[:end]
+        if whole[-len(captured) :] == captured[-len(whole) :]:
+            return end
+    return len(text)
 
 
 def _may_have_exponent(position: Position) -> bool:

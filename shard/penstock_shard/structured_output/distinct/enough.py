@@ -66,8 +66,10 @@ def _counts(place: Place, schema: dict[str, Any], base: str, depth: int) -> Iter
 def _of_type(place: Place, kind: str, schema: dict[str, Any], base: str, depth: int) -> float:
     if kind in ("null", "boolean"):
         return 1 if kind == "null" else 2
-    if kind == "integer" and isinstance(schema.get("minimum"), int | float):
-        return max(0.0, float(schema.get("maximum", math.inf)) - schema["minimum"] + 1)
+    if kind == "integer" and "minimum" in schema:
+        most: float = schema.get("maximum", math.inf)
+        least: float = schema["minimum"]
+        return max(0.0, most - least + 1)
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     if kind == "object" and is_closed:
         return math.prod(

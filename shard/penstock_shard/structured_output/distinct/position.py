@@ -55,10 +55,11 @@ class Position:
 
     __slots__ = ("_is_escaped", "_is_kept", "_root", "containers", "phase", "text")
 
-    def __init__(self, root: Node) -> None:
+    def __init__(self, root: Node | None) -> None:
+        """Before a value, or, without `root`, where there is no JSON."""
         self._root = root
         self.containers: list[Container] = []
-        self.phase = VALUE
+        self.phase = AFTER if root is None else VALUE
         # Of the name or plain value that is being written; b"" if there is none.
         self.text = b""
         self._is_escaped = False
@@ -76,6 +77,11 @@ class Position:
         return bool(self.containers) and self.containers[-1].is_within
 
     @property
+    def is_over(self) -> bool:
+        """The JSON has ended; whatever follows is none."""
+        return self.phase == AFTER and not self.containers
+
+    @property
     def in_string(self) -> bool:
         return self.text[:1] == b'"'
 
@@ -86,7 +92,7 @@ class Position:
     def feed(self, data: bytes) -> bool:
         """Go on by these bytes; whether nothing that must differ from earlier ones equals one."""
         at = 0
-        while at < len(data):
+        while at < len(data) and not self.is_over:
             if self.in_string:
                 at = self._string(data, at)
                 if at < 0:
@@ -124,6 +130,9 @@ class Position:
             self.phase = NEXT
         elif byte == _COLON:
             self.phase = VALUE
+        elif byte not in BLANKS and byte != _QUOTE and not self.containers:
+            # All of it is a number, or null: nothing in it is watched.
+            self.phase = AFTER
         elif byte not in BLANKS:
             self._is_kept = self.in_name or (bool(self.containers) and self.containers[-1].is_kept)
             self.text += bytes((byte,))
@@ -141,6 +150,7 @@ class Position:
     def _node(self) -> Node:
         """Of the value that begins here."""
         if not self.containers:
+            assert self._root is not None
             return self._root
         top = self.containers[-1]
         if not top.is_object:
@@ -149,9 +159,6 @@ class Position:
         return top.node.member(_text(top.name))
 
     def _close(self) -> bool:
-        if not self.containers:
-            # A token that ends the text may have any bytes.
-            return True
         closed = self.containers.pop()
         return self._add(closed.value if closed.is_kept else None)
 

@@ -21,13 +21,14 @@ _ITEM = re.compile(rb"(?s:\[.*[,eE])")
 
 
 class Vocabulary:
-    """All tokens but the special ones."""
+    """All tokens; those that are looked up are not special."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         size = tokenizer.vocab_size
         self._num_words = -(-size // 32)
-        self.texts = [_text(tokenizer, token_id) for token_id in range(size)]
-        order = sorted((text, token_id) for token_id, text in enumerate(self.texts) if text)
+        self.texts = [tokenizer.decode_bytes([token_id]) for token_id in range(size)]
+        self._ordinary = [each for each in range(size) if not tokenizer.is_special_token(each)]
+        order = sorted((self.texts[each], each) for each in self._ordinary if self.texts[each])
         self._sorted = [text for text, _ in order]
         self._ids = np.array([token_id for _, token_id in order], dtype=np.int64)
         self._longest = max(map(len, self._sorted), default=0)
@@ -71,7 +72,8 @@ class Vocabulary:
             yield self.exactly(text[:length])
 
     def _those(self, matches: Callable[[bytes], bool]) -> list[int]:
-        return [token_id for token_id, text in enumerate(self.texts) if text and matches(text)]
+        texts = self.texts
+        return [each for each in self._ordinary if texts[each] and matches(texts[each])]
 
     def _all_but(self, token_ids: Sequence[int]) -> Words:
         """A mask of all tokens but these."""
@@ -95,10 +97,6 @@ class Tokens:
 
     def clear(self, mask: Words) -> None:
         np.bitwise_and.at(mask.view(np.uint32), self._words, ~self._bits)
-
-
-def _text(tokenizer: LLTokenizer, token_id: int) -> bytes:
-    return b"" if tokenizer.is_special_token(token_id) else tokenizer.decode_bytes([token_id])
 
 
 def _crosses(text: bytes) -> bool:

@@ -11,7 +11,15 @@ from typing import Any
 import jsonschema
 import pytest
 from support.budget import budget, seeded
-from support.compilers import END, LIMITS, VOCAB_SIZE, plain_compiler, tokenizer_json
+from support.compilers import (
+    END,
+    LIMITS,
+    VOCAB_SIZE,
+    ids_of,
+    marked_compiler,
+    plain_compiler,
+    tokenizer_json,
+)
 from support.distinct_walks import Walker, of_schema, text_of
 from support.walks import allowed
 
@@ -71,6 +79,10 @@ def _closed(**properties: Any) -> dict[str, Any]:
 
 def _enum(count: int) -> dict[str, Any]:
     return {"enum": [f"{'ab' * (index % 3)}{index}" for index in range(count)]}
+
+
+def _part(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema}
 
 
 _LETTER = {"type": "string", "pattern": "^[abc]$"}
@@ -301,16 +313,16 @@ def test_a_set_that_only_turns_out_to_have_too_few_ends_with_a_reason() -> None:
     ids=json.dumps,
 )
 def test_where_nothing_is_to_differ_nothing_is_watched(schema: dict[str, Any]) -> None:
-    assert watched_in(schema_of(schema, is_whole=True)) is None
+    assert watched_in(schema_of(schema, is_watched=True)) is None
     constraint = Constraint("json_schema", json.dumps(schema))
-    assert plain_compiler().distinct(constraint) is None
-    assert plain_compiler().distinct(Constraint("regex", "a")) is None
+    for each in (constraint, Constraint("regex", "a")):
+        assert plain_compiler().distinct(each, plain_compiler().compile(each)) is None
 
 
 def test_of_an_open_object_only_tokens_that_end_an_earlier_name_are_missing() -> None:
     compiler, rng = _compiler(), seeded("tokens of open objects")
     constraint, missing = Constraint("json_object"), 0
-    watched = watched_in(schema_of({"type": "object"}, is_whole=True))
+    watched = watched_in(schema_of({"type": "object"}, is_watched=True))
     assert watched is not None
     for _ in range(_WALKS):
         token_ids = Walker(compiler, constraint).walk(rng, 60, _few(compiler)).token_ids
@@ -327,3 +339,81 @@ def test_of_an_open_object_only_tokens_that_end_an_earlier_name_are_missing() ->
             assert matcher.consume_token(token_id)
             assert position.feed(compiler.vocabulary.texts[token_id])
     assert missing
+
+
+# ---- JSON within structural tags ---------------------------------------------------------------
+
+_TAGS = _set({"enum": list("abcde")}, minItems=2)
+_CALLS = [
+    {"begin": f'<call>{{"name": "{name}", "with": ', "content": _part(schema), "end": "}</call>"}
+    for name, schema in (("f", _closed(tags=_TAGS)), ("g", {"type": "object"}))
+]
+_TRIGGERED = {"type": "triggered_tags", "triggers": ["<call>"], "tags": _CALLS}
+_THOUGHT = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "json": (_part(_TAGS), ['["a", "b"]'], ['["a", "a"]']),
+    "a tag": (
+        {"type": "tag", "begin": "set: ", "content": _part(_TAGS), "end": " ["},
+        ['set: ["a", "b"] ['],
+        ['set: ["a","a"] ['],
+    ),
+    "behind reasoning": (
+        {"type": "sequence", "elements": [_THOUGHT, _part(_TAGS)]},
+        ['<think>["a", "a", {</think>["a","b"]'],
+        ['<think>["a","b"]</think>["a","a"]'],
+    ),
+    "calls among text": (
+        _TRIGGERED,
+        [
+            '[1, 1] <call>{"name": "f", "with": {"tags": ["a", "b"]}}</call> {"a": 1, "a": 1} '
+            '<call>{"name": "f", "with": {"tags": ["a", "b"]}}</call>',
+            '<call>{"name": "g", "with": {"tags": ["a", "a"]}}</call>',
+        ],
+        [
+            '<call>{"name": "f", "with": {"tags": ["a", "a"]}}</call>',
+            '<call>{"name": "g", "with": {"a": 1, "b": 1}}</call> '
+            '<call>{"name": "f", "with": {"tags": ["a", "b", "a"]}}</call>',
+            '<call>{"name": "g", "with": {"a": 1, "a": 1}}</call>',
+            '<call>{"name": "f", "with": {"tags": ["a", "b"]}}</call>'
+            '<call>{"name": "f", "with": {"tags": ["a", "a"]}}</call>',
+        ],
+    ),
+    "parts behind one another": (
+        {
+            "type": "sequence",
+            "elements": [_part(_TAGS), {"type": "const_string", "value": ";"}, _part(_TAGS)],
+        },
+        ['["a","b"];["b","a"]'],
+        ['["a","b"];["b","b"]', '["b","b"];["b","a"]'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("compiler", [plain_compiler, marked_compiler])
+def test_json_in_a_structural_tag_is_watched_from_where_it_begins(name: str, compiler: Any) -> None:
+    format_, written, not_written = FORMATS[name]
+    value = json.dumps({"type": "structural_tag", "format": format_})
+    constraint = Constraint("structural_tag", value)
+    for text in written:
+        assert Walker(compiler(), constraint).takes(text), text
+    for text in not_written:
+        assert not Walker(compiler(), constraint).takes(text), text
+
+
+def test_masks_within_tags_are_the_same_wherever_an_output_is_taken_up() -> None:
+    rng, compiler = seeded("outputs of tags that are taken up"), marked_compiler()
+    value = json.dumps({"type": "structural_tag", "format": _TRIGGERED})
+    constraint = Constraint("structural_tag", value)
+    token_ids = ids_of(compiler, FORMATS["calls among text"][1][0])
+    followed, back_and_forth = Walker(compiler, constraint), Walker(compiler, constraint)
+    for end in range(len(token_ids)):
+        expected = followed.bits()
+        taken_up = Walker(compiler, constraint)
+        taken_up.state.move_to(token_ids[:end])
+        assert taken_up.bits() == expected
+        back_and_forth.state.move_to(token_ids[: rng.randrange(len(token_ids) + 1)])
+        back_and_forth.state.move_to(token_ids[:end])
+        assert back_and_forth.bits() == expected
+        followed.state.append(token_ids[end])
+        assert not followed.state.error
