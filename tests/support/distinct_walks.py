@@ -64,6 +64,10 @@ class Walker:
             token_ids.append(token)
         return Walk(token_ids, False)
 
+    def may_follow(self, text: str) -> bool:
+        """Whether a token of this text may."""
+        return bool(set(self._compiler.vocabulary.exactly(text.encode())) & set(self.allowed()))
+
     def takes(self, text: str) -> bool:
         """Whether the text may be written as a whole: marks as tokens, all else byte by byte."""
         for piece in self._pieces(text):

@@ -47,6 +47,8 @@ class Distinct:
         """Go back to the beginning; a matcher there. One that is reset still has its captures."""
         # The end of the text so far, in which a capture is found.
         self._tail = b""
+        # A token, which began before the JSON, held two items or names that are equal.
+        self._is_broken = False
         self._begin("")
         return self._beginning.deep_copy()
 
@@ -87,7 +89,7 @@ class Distinct:
 
     def _feed(self, text: bytes) -> None:
         is_within_string = self._position.in_string and b'"' not in text
-        self._position.feed(text)
+        self._is_broken |= not self._position.feed(text)
         if is_within_string:
             self._ways = [way[len(text) :] for way in self._ways if way.startswith(text)]
         else:
@@ -99,6 +101,8 @@ class Distinct:
     def restrict(self, mask: Words, matcher: LLMatcher) -> None:
         """Clear what may not follow. The mask is the matcher's own."""
         position = self._position
+        if self._is_broken:
+            mask[:] = 0
         if position.is_over:
             return
         if position.is_strict:

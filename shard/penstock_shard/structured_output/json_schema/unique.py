@@ -1,7 +1,7 @@
 """uniqueItems: a mark, where the items of arrays are watched while they are written.
 
-They are not in parts of structural tags. There few listed values become all arrays of them in any
-order; for other items a grammar cannot remember what was written before.
+They are not where a structural tag leaves open whether JSON begins. There few listed values become
+all arrays of them in any order; for others a grammar cannot remember what was written before.
 """
 
 from __future__ import annotations

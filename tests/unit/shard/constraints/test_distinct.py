@@ -417,3 +417,36 @@ def test_masks_within_tags_are_the_same_wherever_an_output_is_taken_up() -> None
         assert back_and_forth.bits() == expected
         followed.state.append(token_ids[end])
         assert not followed.state.error
+
+
+def test_json_in_a_tag_is_watched_however_the_text_before_it_is_cut_into_tokens() -> None:
+    rng, compiler = seeded("cuts of a text before JSON"), _compiler()
+    constraint = Constraint(
+        "structural_tag", json.dumps({"type": "structural_tag", "format": _TRIGGERED})
+    )
+    text = b'a [1,1] {"a" <call>{"name": "f", "with": {"tags": ["a", "b", "'
+    for _ in range(budget(20, 500)):
+        walker, at = Walker(compiler, constraint), 0
+        while at < len(text):
+            allowed_ids = set(walker.allowed())
+            ways = compiler.vocabulary.leading_into(text[at:], 0)
+            token_id = rng.choice([each for way in ways for each in way if each in allowed_ids])
+            walker.state.append(token_id)
+            at += len(compiler.vocabulary.texts[token_id])
+        letters = [text for text in "abcde" if walker.may_follow(text)]
+        assert letters == ["c", "d", "e"]
+
+
+def test_what_is_written_in_tags_has_no_item_twice() -> None:
+    rng, compiler = seeded("walks over tags"), _compiler()
+    schema = _closed(tags=_TAGS, on=_set({"type": "boolean"}, minItems=1))
+    calls = [{"begin": f"<{name}>", "content": _part(schema), "end": ";"} for name in ("f", "g")]
+    format_ = {"type": "tags_with_separator", "tags": calls, "separator": "", "at_least_one": True}
+    value = json.dumps({"type": "structural_tag", "format": format_})
+    finished = 0
+    for _ in range(_WALKS * 3):
+        walk = Walker(compiler, Constraint("structural_tag", value)).walk(rng, 150)
+        finished += walk.finished
+        for written in text_of(compiler, walk.token_ids).split(";")[:-1]:
+            _check(schema, written[3:])
+    assert finished
