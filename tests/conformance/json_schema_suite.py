@@ -111,7 +111,7 @@ NARROWED = (
     ),
     Narrowed(
         "`uniqueItems`",
-        "within such an array numbers have no exponent, and it has at most 1,000 items; in `anyOf` "
+        "within such an array numbers have no exponent, and it has at most 250 items; in `anyOf` "
         "all of an array's items differ if one alternative says so",
         {"uniqueItems": True},
         [1],

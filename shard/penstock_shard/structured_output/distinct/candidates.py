@@ -95,6 +95,13 @@ def _texts(begun: bytes, texts: Iterable[bytes]) -> list[bytes]:
     """What is missing at the end of `begun` to equal one of the texts."""
     if begun[:1] == b'"':
         return [text[len(begun) :] for text in texts if text.startswith(begun)]
+    if begun:
+        # Most are told apart at once; -0 is another text of 0.
+        texts = [
+            text
+            for text in texts
+            if text.startswith(begun) or begun.startswith(text) or text == b"0"
+        ]
     return [way for text in texts for way in _plain_ways(begun, text)]
 
 

@@ -21,7 +21,9 @@ from penstock_shard.structured_output.distinct.vocabulary import Tokens, Vocabul
 from penstock_shard.structured_output.distinct.watched import Watched
 
 # A set has no more items, so that the work for a token is bounded.
-MOST_ITEMS = 1000
+MOST_ITEMS = 250
+# Nor is it nested deeper, as comparing values takes a stack.
+DEEPEST = 100
 # As much as a text before JSON has.
 _TAIL_BYTES = 512
 _COMMA, _ENDS = b",", (b",", b"]", b"}")
@@ -128,6 +130,8 @@ class Distinct:
             mask &= self._vocabulary.no_exponents
 
     def _clear_dead(self, mask: Words, matcher: LLMatcher) -> None:
+        if len(self._position.containers) >= DEEPEST and not self._position.in_string:
+            Tokens([*self._vocabulary.exactly(b"["), *self._vocabulary.exactly(b"{")]).clear(mask)
         for token_ids in self._at_stake(matcher):
             tokens = Tokens(token_ids)
             allowed = tokens.allowed(mask)

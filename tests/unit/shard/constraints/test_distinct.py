@@ -25,6 +25,7 @@ from support.walks import allowed
 
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.structured_output.distinct.distinct import DEEPEST, MOST_ITEMS
 from penstock_shard.structured_output.distinct.position import Position
 from penstock_shard.structured_output.distinct.watched import watched_in
 from penstock_shard.structured_output.languages import schema_of
@@ -289,7 +290,7 @@ def test_values_are_told_apart_as_json_tells_them(
         _set({"type": "integer", "minimum": 1, "maximum": 3}, minItems=4),
         _set({"anyOf": [{"const": 1}, {"type": "null"}]}, minItems=3),
         {**_set(True), "prefixItems": [{"const": 1}, {"const": 1}], "minItems": 2},
-        _set({"type": "string"}, minItems=1001),
+        _set({"type": "string"}, minItems=MOST_ITEMS + 1),
     ],
     ids=json.dumps,
 )
@@ -339,6 +340,18 @@ def test_of_an_open_object_only_tokens_that_end_an_earlier_name_are_missing() ->
             assert matcher.consume_token(token_id)
             assert position.feed(compiler.vocabulary.texts[token_id])
     assert missing
+
+
+def test_sets_have_bounds_in_items_and_depth() -> None:
+    compact = {"x-guidance": {"whitespace_flexible": False}}
+    walker = of_schema(plain_compiler(), {**_set({"type": "integer"}), **compact})
+    items = ",".join(map(str, range(MOST_ITEMS - 1)))
+    assert not walker.takes(f"[{items},{MOST_ITEMS - 1},")
+    assert walker.may_follow("]")
+    nested = of_schema(plain_compiler(), {**_set(True), **compact})
+    assert not nested.takes("[" * DEEPEST + "[")
+    assert nested.may_follow("]")
+    assert not of_schema(plain_compiler(), {"type": "array"}).takes("[" * (DEEPEST + 1))
 
 
 # ---- JSON within structural tags ---------------------------------------------------------------
