@@ -104,7 +104,14 @@ class Compiler:
         return Distinct(watched, self.vocabulary, beginning.deep_copy()) if watched else None
 
     def _watched(self, constraint: Constraint) -> dict[str, Watched]:
-        return watched_of(constraint, self.special_tokens)
+        """What is watched of a constraint. Refuses one if a sign of JSON is no token, of which all
+        vocabularies that were seen have one: within sets each piece is a token of its own.
+        """
+        found = watched_of(constraint, self.special_tokens)
+        lacking = [sign for sign in '[]{},:"' if len(self.tokenizer.greedy_tokenize(sign)) != 1]
+        if found and lacking:
+            raise ConstraintRefused(f"{constraint.kind}: the vocabulary lacks a token {lacking[0]}")
+        return found
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -77,21 +77,23 @@ class Distinct:
         num_captures = len(matcher.get_captures())
         if not matcher.consume_token(token_id):
             return False
-        text = self._vocabulary.texts[token_id]
+        text, begins = self._vocabulary.texts[token_id], False
         for name, captured in matcher.get_captures()[num_captures:]:
             if not self._position.is_over:
                 # The JSON is captured, too, when it ends.
                 self._begin(None)
             elif name in self._watched:
+                begins = True
                 self._begin(name)
                 text = text[_end(self._tail, text, captured) :]
         self._tail = (self._tail + self._vocabulary.texts[token_id])[-_TAIL_BYTES:]
-        self._feed(text)
+        self._is_broken |= not self._feed(text) and begins
         return True
 
-    def _feed(self, text: bytes) -> None:
+    def _feed(self, text: bytes) -> bool:
+        """Follow this text; whether what must differ does. Output of an older shard may not."""
         is_within_string = self._position.in_string and b'"' not in text
-        self._is_broken |= not self._position.feed(text)
+        differs = self._position.feed(text)
         if is_within_string:
             self._ways = [way[len(text) :] for way in self._ways if way.startswith(text)]
         else:
@@ -99,6 +101,7 @@ class Distinct:
         self._since = self._since + text if self._ways else b""
         if not self._ways:
             self._known = {}
+        return differs
 
     def restrict(self, mask: Words, matcher: LLMatcher) -> None:
         """Clear what may not follow. The mask is the matcher's own."""
@@ -108,20 +111,29 @@ class Distinct:
         if position.is_over:
             return
         if position.is_strict:
-            self._within_one_piece(mask)
+            self._clear_crossing(mask)
             self._clear_dead(mask, matcher)
         else:
-            for token_id in self._vocabulary.passing[position.in_string].allowed(mask):
-                if not _passes(position.copy(), self._vocabulary.texts[token_id]):
-                    Tokens((token_id,)).clear(mask)
+            self._clear_passing(mask)
         if position.in_name:
-            for name in position.containers[-1].names:
-                if name.startswith(position.text):
-                    ending = self._vocabulary.beginning(name[len(position.text) :])
-                    if len(ending):
-                        Tokens(ending).clear(mask)
+            self._clear_names(mask)
 
-    def _within_one_piece(self, mask: Words) -> None:
+    def _clear_passing(self, mask: Words) -> None:
+        """Clear tokens that hold a name or an item from its beginning, which may not follow."""
+        for token_id in self._vocabulary.passing[self._position.in_string].allowed(mask):
+            if not _passes(self._position.copy(), self._vocabulary.texts[token_id]):
+                Tokens((token_id,)).clear(mask)
+
+    def _clear_names(self, mask: Words) -> None:
+        """Clear tokens that end the name of an earlier member."""
+        begun = self._position.text
+        for name in self._position.containers[-1].names:
+            if name.startswith(begun):
+                ending = self._vocabulary.beginning(name[len(begun) :])
+                if len(ending):
+                    Tokens(ending).clear(mask)
+
+    def _clear_crossing(self, mask: Words) -> None:
         """Clear tokens that end one piece of JSON and go on with another: whether they may follow
         would depend on both. Each can be written as several.
         """

@@ -463,3 +463,21 @@ def test_what_is_written_in_tags_has_no_item_twice() -> None:
         for written in text_of(compiler, walk.token_ids).split(";")[:-1]:
             _check(schema, written[3:])
     assert finished
+
+
+def test_an_output_of_an_older_shard_is_gone_on_with_though_it_has_a_name_twice() -> None:
+    compiler = plain_compiler()
+    walker = Walker(compiler, Constraint("json_object"))
+    walker.state.move_to(ids_of(compiler, '{"a":1,"a":2,"b":'))
+    assert not walker.state.error
+    assert walker.takes('3,"c":4}')
+
+
+def test_a_vocabulary_without_the_signs_of_json_is_refused_where_something_is_watched() -> None:
+    written = json.loads(tokenizer_json({}))
+    written["model"]["merges"] = []
+    vocabulary = written["model"]["vocab"]
+    vocabulary["a sign that is gone"] = vocabulary.pop("}")
+    compiler = Compiler(json.dumps(written).encode(), VOCAB_SIZE, [END], LIMITS)
+    with pytest.raises(ConstraintRefused, match="json_object: "):
+        compiler.compile(Constraint("json_object"))
