@@ -33,38 +33,17 @@ from penstock_shard.structured_output.refusal import ConstraintRefused
 
 _WALKS = budget(6, 300)
 # Tokens that end or hold whole names and items, as vocabularies of real models have them.
-_PIECES = [
-    *(',"a":', ', "a":', '{"a":', '{"a":1,"a":', '},"a":', '1,"a":', '":{"a":', '","a":"'),
-    *(
-        '["a","a"',
-        '["a"',
-        '["',
-        '"]',
-        '","',
-        '"],"',
-        ",1",
-        "],[",
-        "[1,",
-        "[1,1",
-        "[]",
-        "[],",
-        "1e1",
-    ),
-    *(
-        '":["a","a"]',
-        '"a"',
-        '"a":',
-        '"a',
-        "]}",
-        "}]",
-        "},{",
-        '"},{"',
-        "true,",
-        "[true,",
-        "null",
-        ".0",
-    ),
-]
+_PIECES = (
+    r"""
+,"a": § , "a": § {"a": § {"a":1,"a": § },"a": § 1,"a": § ":{"a": § ","a":"
+ {" § : {"tags" § : {"tags": ["a", "b"
+["a","a" § ["a" § [" § "] § "," § ""," § ,1 § ],[ § [1, § [1,1
+[] § [], § 1e1 § ":["a","a"] § "a" § "a":
+"a § ]} § }] § },{ § "},{" § true, § [true, § null § .0
+""".strip("\n")
+    .replace("\n", " § ")
+    .split(" § ")
+)
 # Few characters, so that names and items would often be equal.
 _FEW = b'ab"\\n[]{}:,01.-etrufalsn'
 
@@ -169,7 +148,6 @@ def _compiler() -> Compiler:
     written = json.loads(tokenizer_json({}))
     vocabulary = written["model"]["vocab"]
     for piece in _PIECES:
-        vocabulary.setdefault(piece.replace(" ", "Ġ"), VOCAB_SIZE + len(_PIECES))
         vocabulary[piece.replace(" ", "Ġ")] = VOCAB_SIZE + _PIECES.index(piece)
     return Compiler(json.dumps(written).encode(), VOCAB_SIZE + len(_PIECES), [END], LIMITS)
 
