@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 import penstock_shard
 from penstock_shard.config import ShardConfig
@@ -109,6 +110,21 @@ NARROWED = (
         {"a": 1, "b": 1},
     ),
     Narrowed(
+        "`uniqueItems`",
+        "within such an array numbers have no exponent, and it has at most 250 items; in `anyOf` "
+        "all of an array's items differ if one alternative says so",
+        {"uniqueItems": True},
+        [1],
+        [1e300],
+    ),
+    Narrowed(
+        "`minProperties` beside `properties`",
+        "as many as must be there are all listed ones, or none of the optional listed ones is",
+        {"properties": {"a": {}}, "minProperties": 2},
+        {"b": 1, "c": 1},
+        {"a": 1, "b": 1},
+    ),
+    Narrowed(
         "`minimum` and `maximum` beyond 2^53",
         "numbers that every reader of JSON reads exactly",
         {"type": "integer", "maximum": 2**63},
@@ -145,23 +161,38 @@ def result_of(path: Path, draft: str, compiler: Compiler) -> Result:
         schema = group["schema"]
         if isinstance(schema, dict):
             schema = {"$schema": DRAFTS[draft], **schema}
+        constraint = Constraint("json_schema", json.dumps(schema))
         try:
-            matcher = compiler.compile(Constraint("json_schema", json.dumps(schema)))
+            matcher = compiler.compile(constraint)
         except ConstraintRefused as refusal:
             result.counts["refused"] += 1
             result.reasons[_reason(str(refusal))] += 1
             continue
         result.counts["accepted"] += 1
         for test in group["tests"]:
-            _note(result, group, test, allows(matcher, compiler, test["data"]))
+            _note(result, group, test, allows(matcher, compiler, constraint, test["data"]))
     return result
 
 
-def allows(matcher: LLMatcher, compiler: Compiler, instance: Any) -> bool:
-    """Whether the matcher, which stays as it is, takes the instance as a whole."""
-    text = json.dumps(instance, ensure_ascii=False)
-    matcher = matcher.deep_copy()
-    return matcher.consume_tokens(compiler.tokenizer.tokenize_str(text)) and matcher.is_accepting()
+def allows(matcher: LLMatcher, compiler: Compiler, constraint: Constraint, instance: Any) -> bool:
+    """Whether the constraint takes the instance as a whole, byte by byte; `matcher` is its matcher,
+    which stays as it is.
+    """
+    text = json.dumps(instance, ensure_ascii=False).encode()
+    matcher, distinct = matcher.deep_copy(), compiler.distinct(constraint, matcher)
+    if distinct is None:
+        return matcher.consume_tokens(compiler.tokenizer.tokenize_bytes(text)) and (
+            matcher.is_accepting()
+        )
+    mask = allocate_token_bitmask(1, _VOCAB_SIZE)
+    for byte in text:
+        fill_next_token_bitmask(matcher, mask)
+        distinct.restrict(mask[0], matcher)
+        token_id = compiler.vocabulary.bytes[byte]
+        if not (mask[0, token_id >> 5] >> (token_id & 31)) & 1:
+            return False
+        distinct.consume((token_id,), matcher)
+    return matcher.is_accepting()
 
 
 def _note(result: Result, group: Any, test: Any, allowed: bool) -> None:
@@ -187,12 +218,10 @@ _TOLD = {
     "outside of the schema": "`$ref` to another document: nothing is fetched",
     "no value is valid": "no value is valid, or none that can be enforced",
     "may mean several": "`$dynamicRef` that means another schema in another place",
-    "cannot be held while": "`uniqueItems` of values without a short list",
     "not disjoint": "`patternProperties` whose patterns match the same name",
     "control character": "`const` or `enum` with a control character",
     "none of the drafts": "`$schema` of one's own",
     "too many digits": "`multipleOf` with very many digits",
-    "of unknown names": "`minProperties` over 1 of unknown names: one might be written twice",
 }
 
 

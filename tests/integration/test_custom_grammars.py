@@ -55,7 +55,7 @@ def test_a_call_holds_the_text_of_its_grammar_and_no_other(family: Family, requi
     call_format = FORMATS[family.format]
     tools, _ = hold_to_grammars(asked.tools, asked.served, call_format)
     answer = call_format.calls(tools, CallRule(required))
-    grammar = written(read({"type": "structural_tag", "format": answer}), {})
+    grammar, _ = written(read({"type": "structural_tag", "format": answer}), {})
     assert accepts(grammar, family.write([("patch", {"input": GOOD})]))
     assert not accepts(grammar, family.write([("patch", {"input": BAD})]))
 
@@ -66,6 +66,6 @@ def test_a_regular_expression_is_held_to_too() -> None:
     [family] = [family for family in PLAIN if family.format == "qwen_xml"]
     tools, _ = hold_to_grammars(asked.tools, asked.served, FORMATS["qwen_xml"])
     answer = FORMATS["qwen_xml"].calls(tools, CallRule(True))
-    grammar = written(read({"type": "structural_tag", "format": answer}), {})
+    grammar, _ = written(read({"type": "structural_tag", "format": answer}), {})
     assert accepts(grammar, family.write([("patch", {"input": "123"})]))
     assert not accepts(grammar, family.write([("patch", {"input": "12a"})]))

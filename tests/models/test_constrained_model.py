@@ -35,7 +35,7 @@ OBJECT = Constraint(
             "type": "object",
             "properties": {
                 "title": {"type": "string", "maxLength": 20},
-                "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 4},
+                "tags": {"type": "array", "items": {"enum": list("abcdef")}, "uniqueItems": True},
             },
             "required": ["title", "tags"],
             "additionalProperties": False,
@@ -119,7 +119,9 @@ def test_constrained_outputs_are_whole_and_the_same_beside_others(runner: Runner
         assert tokens(together[request.request_id]) == tokens(alone)
     for name, outputs in together.items():
         if name.startswith("o") and outputs[-1].finish is FinishReason.STOP:
-            assert set(json.loads(text(outputs))) == {"title", "tags"}
+            value = json.loads(text(outputs))
+            assert set(value) == {"title", "tags"}
+            assert len(set(value["tags"])) == len(value["tags"])
 
 
 def test_the_real_model_goes_on_anywhere_in_a_constraint(runner: Runner) -> None:

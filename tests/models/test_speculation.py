@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections import abc
 from collections.abc import Callable
@@ -74,11 +75,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def _request(sampling: dict[str, Any], seed: int, **changes: Any) -> Sequence:
-    matcher = changes.pop("matcher", None)
+    matcher, distinct = changes.pop("matcher", None), changes.pop("distinct", None)
     params = SamplingParams(seed=seed, **sampling)
     sequence = make_sequence([1, 2, 3], params, logprobs=2, **changes)
     if matcher is not None:
-        sequence.constraint = ConstraintState(sequence.request, matcher)
+        sequence.constraint = ConstraintState(sequence.request, matcher, distinct)
     return sequence
 
 
@@ -159,16 +160,26 @@ def _is_beginning(draft: Draft, result: RowResult, expected: abc.Sequence[RowRes
     assert result.logprobs.ranks == merged.ranks
 
 
-def test_a_constraint_is_followed_through_drafts() -> None:
+_OF_LETTERS = Constraint("regex", "[a-f]{2,4}-[0-9]{2}(ab|cd){4,12}")
+_SET = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, 3, 12]}, "minItems": 3}
+_OF_SETS = Constraint(
+    "json_schema", json.dumps({**_SET, "x-guidance": {"whitespace_pattern": " ?"}})
+)
+
+
+@pytest.mark.parametrize("constraint", [_OF_LETTERS, _OF_SETS], ids=lambda of: of.kind)
+def test_a_constraint_is_followed_through_drafts(constraint: Constraint) -> None:
     rng = seeded("constrained drafts")
     for seed in range(budget(4, 100)):
         torch.manual_seed(rng.randrange(2**31))
-        constraint = Constraint("regex", "[a-f]{2,4}-[0-9]{2}(ab|cd){4,12}")
         logits = torch.randn(_LENGTH, VOCAB_SIZE)
 
-        def sequence(seed: int = seed, constraint: Constraint = constraint) -> Sequence:
-            matcher = two_ended_compiler().compile(constraint)
-            return _request({"temperature": 1.0}, seed, constraint=constraint, matcher=matcher)
+        def sequence(seed: int = seed) -> Sequence:
+            compiler = two_ended_compiler()
+            matcher = compiler.compile(constraint)
+            distinct = compiler.distinct(constraint, matcher)
+            made = {"matcher": matcher, "distinct": distinct, "constraint": constraint}
+            return _request({"temperature": 1.0}, seed, **made)
 
         expected = _one_by_one(sequence(), logits)
         right = [result.token_id or 0 for result in expected]

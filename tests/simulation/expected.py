@@ -83,8 +83,10 @@ def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig)
     incoming = shard_codec.incoming(proto_codec.generate_request(request, "expected"))
     sequence = Sequence.of(check(incoming, info, config))
     if sequence.request.constraint is not None:
-        matcher = two_ended_compiler().compile(sequence.request.constraint)
-        sequence.constraint = ConstraintState(sequence.request, matcher)
+        compiler, constraint = two_ended_compiler(), sequence.request.constraint
+        matcher = compiler.compile(constraint)
+        distinct = compiler.distinct(constraint, matcher)
+        sequence.constraint = ConstraintState(sequence.request, matcher, distinct)
     return sequence
 
 

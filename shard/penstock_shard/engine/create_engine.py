@@ -142,6 +142,8 @@ def create_matchers(
             info.eos_token_ids,
             config.constraint_limits,
         )
+        # Now, when no step waits for it.
+        _ = compiler.vocabulary
     except TokenizerUnusable as error:
         logger.warning("outputs cannot be constrained: %s", error)
         return None

@@ -17,6 +17,7 @@ from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.compiler import Compiler, is_worn_out
+from penstock_shard.structured_output.distinct.distinct import Distinct
 from penstock_shard.structured_output.matcher_state import ConstraintState, failure_of
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
@@ -54,9 +55,9 @@ class Discarded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """A matcher that is being made, and what stops that."""
+    """A constraint's state that is being made, and what stops that."""
 
-    matcher: Future[LLMatcher]
+    state: Future[ConstraintState]
     is_discarded: threading.Event
 
 
@@ -78,9 +79,9 @@ class PendingMatchers:
     def add(self, sequence: Sequence) -> None:
         """Begin to make the matcher of a sequence that has a constraint."""
         is_discarded = threading.Event()
-        matcher = self._threads.submit(self._matcher, sequence, is_discarded)
-        self._waiting[sequence] = _Making(matcher, is_discarded)
-        matcher.add_done_callback(lambda _: self._tell_done(sequence))
+        state = self._threads.submit(self._state, sequence, is_discarded)
+        self._waiting[sequence] = _Making(state, is_discarded)
+        state.add_done_callback(lambda _: self._tell_done(sequence))
 
     def discard(self, sequence: Sequence) -> bool:
         """Forget a sequence that ended; whether it was waiting for its matcher."""
@@ -89,7 +90,7 @@ class PendingMatchers:
             return False
         # Stops `_follow`, as other sequences wait behind it and its output may be long.
         making.is_discarded.set()
-        making.matcher.cancel()
+        making.state.cancel()
         return True
 
     def take(self) -> list[tuple[Sequence, Error | None]]:
@@ -102,9 +103,9 @@ class PendingMatchers:
             if making is None:
                 continue
             # Any exception, the library's panics included, ends this sequence only.
-            reason = making.matcher.exception()
+            reason = making.state.exception()
             if reason is None:
-                sequence.constraint = ConstraintState(sequence.request, making.matcher.result())
+                sequence.constraint = making.state.result()
             taken.append((sequence, None if reason is None else _unmatched(sequence, reason)))
         return taken
 
@@ -118,24 +119,34 @@ class PendingMatchers:
         self._done.put(sequence)
         self._on_done()
 
-    def _matcher(self, sequence: Sequence, is_discarded: threading.Event) -> LLMatcher:
+    def _state(self, sequence: Sequence, is_discarded: threading.Event) -> ConstraintState:
         constraint = sequence.request.constraint
         assert constraint is not None
         goes_on = bool(sequence.num_output_tokens)
         beginning = self._compiler.compile(constraint, goes_on=goes_on)
+        matcher = beginning.deep_copy()
+        distinct = self._compiler.distinct(constraint, matcher)
         try:
-            return _follow(beginning.deep_copy(), sequence, is_discarded, _TOKENS_A_MASK)
+            _follow(matcher, distinct, sequence, is_discarded, _TOKENS_A_MASK)
         except (OutputRefused, OutputExhausts):
             if not is_worn_out(beginning):
                 raise
-        # Requests with the same constraint share a lexer and its limits, which others may have used
-        # up. Compiled alone, with a mask before each token, it repeats how the tokens were drawn.
-        return _follow(self._compiler.compile_alone(constraint), sequence, is_discarded, 1)
+            # Requests with the same constraint share a lexer and its limits, which others may have
+            # used up. Compiled alone, with a mask before each token, it repeats how the tokens were
+            # drawn.
+            matcher = self._compiler.compile_alone(constraint)
+            distinct = self._compiler.distinct(constraint, matcher)
+            _follow(matcher, distinct, sequence, is_discarded, 1)
+        return ConstraintState(sequence.request, matcher, distinct)
 
 
 def _follow(
-    matcher: LLMatcher, sequence: Sequence, is_discarded: threading.Event, tokens_a_mask: int
-) -> LLMatcher:
+    matcher: LLMatcher,
+    distinct: Distinct | None,
+    sequence: Sequence,
+    is_discarded: threading.Event,
+    tokens_a_mask: int,
+) -> None:
     """Advance the matcher past the sequence's delivered output, and check that it can fill a mask
     there. Raises OutputRefused, OutputExhausts.
     """
@@ -144,12 +155,14 @@ def _follow(
         if is_discarded.is_set():
             raise Discarded
         _compute_mask(matcher)
-        if not matcher.consume_tokens(token_ids[start : start + tokens_a_mask]):
+        some = token_ids[start : start + tokens_a_mask]
+        if not (
+            matcher.consume_tokens(some) if distinct is None else distinct.consume(some, matcher)
+        ):
             raise OutputRefused(
                 "output_token_ids: they are no beginning of what the constraint allows"
             )
     _compute_mask(matcher)
-    return matcher
 
 
 def _compute_mask(matcher: LLMatcher) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any, Never
 
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint
+from penstock_shard.structured_output.distinct.watched import Watched, watched_in
 from penstock_shard.structured_output.languages import lark_of, lark_regex, schema_of, unforced
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 from penstock_shard.structured_output.structural_lark import written
@@ -14,23 +16,42 @@ from penstock_shard.structured_output.structural_tag import read
 
 
 def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str:
-    """The grammar of the texts that the constraint allows.
+    """The grammar of the texts that the constraint allows, apart from what `watched_of` tells.
 
     `special_tokens`: text and id of tokens that occur as themselves only, never as part of a text.
     """
+    return _written(constraint, tuple(special_tokens.items()))[0]
+
+
+def watched_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> dict[str, Watched]:
+    """In which JSON of the constraint's texts items or names must differ: by the name of the
+    grammar's capture behind which it begins; "" for where the text begins.
+    """
+    schemas = _written(constraint, tuple(special_tokens.items()))[1]
+    found = {name: watched_in(schema) for name, schema in schemas.items()}
+    return {name: watched for name, watched in found.items() if watched is not None}
+
+
+# Both are asked for, one after the other.
+@functools.lru_cache(4)
+def _written(
+    constraint: Constraint, special_tokens: tuple[tuple[str, int], ...]
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The grammar, and the prepared schemas of its JSON, by the captures behind which it begins."""
     match constraint.kind:
-        case "json_schema":
-            return _json(_parsed(constraint))
-        case "json_object":
-            return _json({"type": "object"})
+        case "json_schema" | "json_object":
+            is_any = constraint.kind == "json_object"
+            given = {"type": "object"} if is_any else _parsed(constraint)
+            schema = schema_of(given, is_watched=True)
+            return unforced(f"start: json\njson: %json {json.dumps(schema)}"), {"": schema}
         case "regex":
-            return unforced(f"start: {lark_regex(constraint.value)}")
+            return unforced(f"start: {lark_regex(constraint.value)}"), {}
         case "choice":
-            return _choice(constraint.options)
+            return _choice(constraint.options), {}
         case "grammar":
-            return unforced(lark_of(constraint.value))
+            return unforced(lark_of(constraint.value)), {}
         case "structural_tag":
-            return written(read(_parsed(constraint)), special_tokens)
+            return written(read(_parsed(constraint)), dict(special_tokens))
     known = ", ".join(sorted(CONSTRAINT_KINDS))
     raise ConstraintRefused(f"constraint: {shown(constraint.kind)} is none of {known}")
 
@@ -45,10 +66,6 @@ def _parsed(constraint: Constraint) -> Any:
         return json.loads(constraint.value, parse_constant=not_json)
     except ValueError as error:
         raise ConstraintRefused(f"not JSON: {error}") from error
-
-
-def _json(schema: Any) -> str:
-    return unforced(f"start: json\njson: %json {json.dumps(schema_of(schema))}")
 
 
 def _choice(options: tuple[str, ...]) -> str:

@@ -21,12 +21,16 @@ _RULE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NO_RULE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^<>\n]*>|#.*')
 
 
-def schema_of(schema: Any) -> dict[str, Any]:
-    """A schema as given to llguidance: keywords that it handles right, and whitespace rules."""
+def schema_of(schema: Any, *, is_watched: bool = False) -> dict[str, Any]:
+    """A schema as given to llguidance: keywords that it handles right, and whitespace rules.
+
+    `is_watched`: where its JSON begins is known, and so its items and names are watched.
+    """
     if not isinstance(schema, dict | bool):
         raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
     options = schema.get("x-guidance") if isinstance(schema, dict) else None
-    return {"x-guidance": json_writing({} if options is None else options), **prepared(schema)}
+    writing = json_writing({} if options is None else options)
+    return {"x-guidance": writing, **prepared(schema, is_watched=is_watched)}
 
 
 def lark_regex(pattern: str) -> str:

@@ -14,6 +14,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from penstock_shard.ipc.request import Request
+from penstock_shard.structured_output.distinct.distinct import Distinct
 from penstock_shard.structured_output.refusal import reason_of
 
 # One bit for each token, the lowest bit first: int32 [words of the vocabulary].
@@ -23,22 +24,33 @@ Mask = NDArray[np.int32]
 class ConstraintState:
     """One sequence's matcher, and the mask of its next token."""
 
-    def __init__(self, request: Request, matcher: LLMatcher) -> None:
-        """The matcher has consumed the output that was delivered before."""
+    def __init__(
+        self, request: Request, matcher: LLMatcher, distinct: Distinct | None = None
+    ) -> None:
+        """Both have consumed the output that was delivered before. `distinct`: what else must not
+        follow.
+        """
         self.matcher = matcher
+        self._distinct = distinct
         self.mask: Mask | None = None
         self._request = request
         self._position = len(request.output) // 4
+        # Nothing may follow, though the text is not complete.
+        self._is_at_end = False
         self._stop_ids = _ids(request.stop_token_ids)
         self._reluctant_ids = _ids(request.reluctant_stop_ids)
 
     @property
     def error(self) -> str:
         """Why the matcher cannot go on; "" if it can."""
-        if not self.matcher.is_error():
+        if self.matcher.is_error():
+            why = failure_of(self.matcher)
+        elif self._is_at_end:
+            why = "cannot be followed any further: no other item or name differs"
+        else:
             return ""
         kind = self._request.constraint.kind if self._request.constraint else "constraint"
-        return f"{kind}: {failure_of(self.matcher)}"
+        return f"{kind}: {why}"
 
     def move_to(self, output: abc.Sequence[int]) -> None:
         """Go to after this output."""
@@ -46,17 +58,30 @@ class ConstraintState:
         if position == self._position:
             return
         if position < self._position:
-            self.matcher.reset()
-            self._position = 0
-        self.matcher.consume_tokens(list(output[self._position :]))
+            self._go_back()
+        self._consume(output[self._position :])
         self._position = position
         self.mask = None
 
     def append(self, token_id: int) -> None:
         """Consume the token that was drawn."""
-        self.matcher.consume_token(token_id)
+        self._consume((token_id,))
         self._position += 1
         self.mask = None
+
+    def _go_back(self) -> None:
+        """Go to the beginning."""
+        if self._distinct is None:
+            self.matcher.reset()
+        else:
+            self.matcher = self._distinct.reset()
+        self._position = 0
+
+    def _consume(self, token_ids: abc.Sequence[int]) -> None:
+        if self._distinct is None:
+            self.matcher.consume_tokens(list(token_ids))
+        else:
+            self._distinct.consume(token_ids, self.matcher)
 
     def skip(self) -> None:
         """Advance by a position without a token; the mask there is meaningless."""
@@ -67,12 +92,20 @@ class ConstraintState:
         """Take a `skip` back."""
         self._position -= 1
 
+    def restrict(self, mask: Mask) -> None:
+        """Clear what only the matcher allows."""
+        if self._distinct is not None and not self.matcher.is_error():
+            self._distinct.restrict(mask, self.matcher)
+
     def set_mask(self, mask: Mask) -> None:
-        """Take the matcher's mask, with changes: stop ids are allowed where the constraint may end;
+        """Take the mask, with changes: stop ids are allowed where the constraint may end;
         reluctant ones, and before min_tokens all, only where nothing else is allowed.
         """
         if self.matcher.is_error():
             # In error its mask would allow the sequence to end.
+            return
+        self._is_at_end = not mask.any()
+        if self._is_at_end:
             return
         may_end, too_early = self.matcher.is_accepting(), self._position < self._request.min_tokens
         if may_end and self._stop_ids.size:
@@ -113,6 +146,8 @@ class MaskFiller:
         bitmasks = allocate_token_bitmask(len(states), self._vocab_size)
         places = [(state.matcher, row) for row, state in enumerate(states)]
         fill_next_token_bitmask_par(self._executor, places, bitmasks)
+        for state, row in zip(states, bitmasks, strict=True):
+            state.restrict(row)
         return bitmasks
 
     def _set(self, states: abc.Sequence[ConstraintState], bitmasks: NDArray[np.int32]) -> None:

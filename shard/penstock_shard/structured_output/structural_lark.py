@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from penstock_shard.structured_output.languages import lark_of, lark_regex, schema_of, unforced
 from penstock_shard.structured_output.refusal import ConstraintRefused
@@ -50,13 +51,17 @@ _Item = Format | _Loop | _Either
 _Beginning = tuple[tuple[str, ...], tuple[_Item, ...]]
 
 
-def written(format_: Format, special_tokens: Mapping[str, int]) -> str:
-    """A grammar for llguidance."""
+def written(
+    format_: Format, special_tokens: Mapping[str, int]
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """A grammar for llguidance; and prepared schemas whose JSON is to be watched, by the names of
+    captures that it follows directly.
+    """
     writer = _Writer(special_tokens)
-    start = writer.sequence((format_,))
+    start = writer.whole(format_)
     lines = [f"start: {start}", *writer.rules]
     grammars = [{"lark_grammar": unforced("\n".join(lines))}, *writer.grammars]
-    return json.dumps({"grammars": grammars})
+    return json.dumps({"grammars": grammars}), writer.watched
 
 
 class _Writer:
@@ -70,6 +75,16 @@ class _Writer:
         ordered = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._marks = re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
         self._kept: dict[str, str] = {}
+        self.watched: dict[str, dict[str, Any]] = {}
+        # The first schema of JSON behind each text, and the name of its capture.
+        self._behind: dict[tuple[str, ...], tuple[Any, str]] = {}
+
+    def whole(self, format_: Format) -> str:
+        """An expression for all of the text."""
+        leading = _leading_json((format_,))
+        if leading is None:
+            return self.sequence((format_,))
+        return f"{self._watched_json('', leading[0])} {self.sequence(leading[1])}"
 
     def sequence(self, items: tuple[_Item, ...]) -> str:
         """An expression for these, one after the other."""
@@ -85,6 +100,9 @@ class _Writer:
                 return " ".join([*out, self._free(item, rest)])
             elif isinstance(item, _Either) and rest and _open((item,)):
                 return " ".join([*out, self._either(item, rest)])
+            elif isinstance(item, ConstString) and item.value and (json_ := _leading_json(rest)):
+                schema, items = json_
+                out.append(self._before_json(self._cut(item.value), schema))
             else:
                 out.append(self._closed(item))
                 items = rest
@@ -108,6 +126,31 @@ class _Writer:
         assert isinstance(item, _Loop)
         return self._rule(self.sequence(item.items)) + "*"
 
+    def _before_json(self, pieces: tuple[str, ...], schema: Any) -> str:
+        """A text, and JSON directly behind it."""
+        name = self._capture(pieces, schema)
+        if name is None:
+            return f"{self._pieces(pieces)} {self._closed(JsonSchema(schema))}"
+        text = self._named("r", f'[capture="{name}"]', self._pieces(pieces))
+        return f"{text} {self._watched_json(name, schema)}"
+
+    def _capture(self, pieces: tuple[str, ...], schema: Any) -> str | None:
+        """The name of the capture of a text behind which JSON is watched; None if there is other
+        JSON behind the same text.
+        """
+        first, name = self._behind.setdefault(pieces, (schema, str(len(self._behind))))
+        return name if first == schema else None
+
+    def _watched_json(self, name: str, schema: Any) -> str:
+        """JSON that begins behind the capture of this name, and is captured too; "" for where the
+        text begins.
+        """
+        if name not in self.watched:
+            self.watched[name] = schema_of(schema, is_watched=True)
+        json_ = self._rule("%json " + json.dumps(self.watched[name]))
+        # A capture is not told if it equals the last of its name; the JSON stands between.
+        return self._named("r", f'[capture="{name}"]', json_) if name else json_
+
     def _either(self, item: _Either, rest: tuple[_Item, ...]) -> str:
         return self._rule(" | ".join(self.sequence((*case, *rest)) for case in item.cases))
 
@@ -125,28 +168,43 @@ class _Writer:
     def _up_to(self, beginnings: list[_Beginning], excludes: tuple[str, ...]) -> str:
         """Free text without any of the beginnings, then one of them, then what follows that one."""
         grouped: dict[tuple[str, ...], list[str]] = {}
+        captures: dict[tuple[str, ...], str] = {}
         for pieces, after in beginnings:
-            grouped.setdefault(pieces, []).append(self.sequence(after))
+            tokens = ConstString("".join(self._split(pieces)[1]))
+            follows = grouped.setdefault(pieces, [])
+            leading = None if tokens.value else _leading_json(after)
+            name = leading and self._capture(pieces, leading[0])
+            if leading and name:
+                captures[pieces] = name
+                json_ = self._watched_json(name, leading[0])
+                follows.append(f"{json_} {self.sequence(leading[1])}")
+            else:
+                follows.append(self.sequence((tokens, *after)))
         texts = ["".join(pieces) for pieces in grouped]
         alternatives = []
         for pieces, follows in grouped.items():
             # Exclude the other beginnings, except those that this one contains.
             own = "".join(pieces)
-            head = self._head(pieces, (*excludes, *(text for text in texts if text not in own)))
+            others = (text for text in texts if text not in own)
+            head = self._head(pieces, (*excludes, *others), captures.get(pieces))
             rest = self._rule(" | ".join(follows)) if len(follows) > 1 else follows[0]
             alternatives.append(f"{head} {rest}")
         return self._rule(" | ".join(alternatives))
 
-    def _head(self, pieces: tuple[str, ...], excludes: tuple[str, ...]) -> str:
-        text, tokens = pieces[0], pieces[1:]
-        if text in self._special_tokens:
-            text, tokens = "", pieces
+    def _split(self, pieces: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+        """Pieces as a text, and what begins with a special token."""
+        is_token = pieces[0] in self._special_tokens
+        return ("", pieces) if is_token else (pieces[0], pieces[1:])
+
+    def _head(self, pieces: tuple[str, ...], excludes: tuple[str, ...], capture: str | None) -> str:
+        """Free text up to these pieces, of which it includes the first unless that is a token."""
+        text, tokens = self._split(pieces)
         whole = f"/(?s:.)*{_escaped(text)}/"
         if not tokens:
-            return self._rule(self._terminal(_but(whole, excludes)), "[lazy]")
+            options = "[lazy]" if capture is None else f'[lazy, capture="{capture}"]'
+            return self._rule(self._terminal(_but(whole, excludes)), options)
         # A special token ends a text. Exclude its text, which would be the same when written out.
-        before = self._terminal(_but(whole, (*excludes, "".join(pieces))))
-        return f"{before} {self._pieces(tokens)}"
+        return self._terminal(_but(whole, (*excludes, "".join(pieces))))
 
     def _beginnings(self, items: tuple[_Item, ...]) -> Iterator[_Beginning]:
         """How the items may begin. A beginning without pieces means that they may be empty."""
@@ -220,6 +278,15 @@ class _Writer:
             self._kept[key] = f"{prefix}{len(self.rules)}"
             self.rules.append(self._kept[key] + key)
         return self._kept[key]
+
+
+def _leading_json(items: tuple[_Item, ...]) -> tuple[Any, tuple[_Item, ...]] | None:
+    """The schema of the first of the items, and the others; None if that is no JSON."""
+    while items and (parts := _parts(items[0])) is not None:
+        items = parts + items[1:]
+    if items and isinstance(items[0], JsonSchema):
+        return items[0].json_schema, items[1:]
+    return None
 
 
 def _parts(item: _Item) -> tuple[_Item, ...] | None:

@@ -43,11 +43,35 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = Constraint("json_schema", json.dumps({**SCHEMA, "x-guidance": {"whitespace_pattern": " ?"}}))
+# Items and names that must differ, and by chance often would not.
+SETS = Constraint(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "kinds": {
+                    "type": "array",
+                    "uniqueItems": True,
+                    "items": {"enum": ["a", "b", "ab"]},
+                    "minItems": 3,
+                },
+                "on": {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}},
+            },
+            "required": ["kinds", "on"],
+            "propertyNames": {"maxLength": 5},
+            "additionalProperties": {"type": "boolean"},
+            "maxProperties": 5,
+            "x-guidance": {"whitespace_pattern": " ?"},
+        }
+    ),
+)
 LANGUAGES = [
     JSON,
     Constraint("regex", "[a-f]{3,9}-[0-9]{2}"),
     Constraint("choice", options=("left", "right", "neither of both")),
     Constraint("grammar", 'start: item ("," item)*\nitem: /[a-z]{1,4}/ "=" /[0-9]{1,3}/'),
+    SETS,
 ]
 
 
@@ -73,6 +97,16 @@ def test_what_the_schema_allows_is_json_that_has_its_fields() -> None:
         assert value["kind"] in ("router", "shard")
 
 
+def test_items_of_a_set_are_not_drawn_twice_whoever_runs_beside_it() -> None:
+    requests = [constrained(f"r{i}", SETS, seed=i) for i in range(budget(16, 200))]
+    requests += [constrained(f"j{i}", JSON, seed=i) for i in range(4)]
+    for name, outputs in ConstrainedEngine().run(*requests).items():
+        if name.startswith("r") and outputs[-1].finish is FinishReason.STOP:
+            value = json.loads(text(outputs))
+            assert sorted(value["kinds"]) == ["a", "ab", "b"]
+            assert len(set(value["on"])) == len(value["on"])
+
+
 def test_a_request_taken_up_anywhere_in_its_constraint_gives_the_rest() -> None:
     random = seeded("cuts in constrained outputs")
     for seed in range(budget(3, 30)):
@@ -85,10 +119,11 @@ def test_a_request_taken_up_anywhere_in_its_constraint_gives_the_rest() -> None:
             assert whole[:cut] + tokens(rest) == whole
 
 
-def test_requests_that_are_preempted_stay_in_their_constraints() -> None:
+@pytest.mark.parametrize("constraint", [JSON, SETS])
+def test_requests_that_are_preempted_stay_in_their_constraints(constraint: Constraint) -> None:
     plenty, scarce = ConstrainedEngine(), ConstrainedEngine(num_blocks=12)
-    requests = [constrained(f"r{i}", JSON, seed=i, max_tokens=120) for i in range(8)]
-    again = [constrained(f"r{i}", JSON, seed=i, max_tokens=120) for i in range(8)]
+    requests = [constrained(f"r{i}", constraint, seed=i, max_tokens=120) for i in range(8)]
+    again = [constrained(f"r{i}", constraint, seed=i, max_tokens=120) for i in range(8)]
     expected = {name: tokens(outputs) for name, outputs in plenty.run(*requests).items()}
     assert {name: tokens(o) for name, o in scarce.run(*again).items()} == expected
     assert scarce.under_test.scheduler.preemptions_total > 0
@@ -156,12 +191,19 @@ def test_an_eos_that_is_ignored_ends_what_is_complete_and_nothing_before() -> No
         assert not set(EOS_IDS) & set(tokens(outputs))
 
 
+class _Unwatched:
+    """A compiler of matchers only."""
+
+    def distinct(self, constraint: Constraint, beginning: object) -> None:
+        return None
+
+
 class _Panic(BaseException):
     """As what comes out of the library: of no class that anybody foresees."""
 
 
 def test_whatever_goes_wrong_with_a_constraint_ends_its_request_alone() -> None:
-    class Broken:
+    class Broken(_Unwatched):
         def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             if constraint.kind == "regex":
                 raise _Panic("index out of bounds")
@@ -193,7 +235,7 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
         def is_error(self) -> bool:
             return False
 
-    class Counting:
+    class Counting(_Unwatched):
         def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             return Counted()
 
@@ -212,7 +254,7 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
 def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled() -> None:
     held, entered = threading.Event(), threading.Event()
 
-    class Slow:
+    class Slow(_Unwatched):
         def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             entered.set()
             assert held.wait(60)
@@ -303,7 +345,7 @@ def test_an_output_is_followed_no_further_when_its_request_has_ended(ends: bool)
         with pytest.raises(Discarded):
             threads.run()
     else:
-        assert not threads.run().is_error()
+        assert not threads.run().error
 
 
 def test_what_is_worn_out_while_an_output_is_followed_costs_that_output_nothing() -> None:
@@ -385,7 +427,7 @@ def test_nobody_waits_for_the_long_output_of_a_request_that_was_aborted() -> Non
             taken.extend(token_ids)
             return True
 
-    class Handing:
+    class Handing(_Unwatched):
         def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             return Slow() if goes_on else two_ended_compiler().compile(constraint)
 

@@ -14,6 +14,9 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 class Place(Protocol):
     """What the code that rewrites a keyword may use; `base` is the base URI of references."""
 
+    # What differs is seen to while an output is written (`distinct/`).
+    is_watched: bool
+
     def positive(self, schema: Schema, base: str) -> Schema:
         """A schema of the same texts, or fewer, in keywords that llguidance knows."""
         ...

@@ -20,14 +20,16 @@ _MOST_CASES = 256
 
 
 def least_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """minProperties, by requiring names: an output may write other names twice."""
+    """minProperties, by requiring names: where they are not watched, an output may write others
+    twice.
+    """
     least, (optional, needed, is_closed) = int(schema["minProperties"]), _members(schema)
     missing = least - needed
     if missing <= 0:
         return True
     chosen = _few("minProperties", least, optional, itertools.combinations(optional, missing))
     cases: list[Schema] = [{"required": names} for names in chosen]
-    if missing == 1 and not is_closed:
+    if (missing == 1 or place.is_watched) and not is_closed:
         cases.append({**without(optional), "minProperties": least})
     elif not optional and not is_closed:
         raise ConstraintRefused(

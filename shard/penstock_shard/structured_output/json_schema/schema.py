@@ -49,11 +49,14 @@ _MOST_SCHEMAS = 20_000
 _MOST_VALUES = 20_000
 
 
-def prepared(root: Schema) -> dict[str, Any]:
-    """The schema as given to llguidance, without its "x-guidance"."""
+def prepared(root: Schema, *, is_watched: bool = False) -> dict[str, Any]:
+    """The schema as given to llguidance, without its "x-guidance".
+
+    `is_watched`: what differs is seen to while an output is written.
+    """
     impossible: list[tuple[int, str]] = []
     while True:
-        translation = _Translation(root, impossible)
+        translation = _Translation(root, impossible, is_watched=is_watched)
         found, definitions = _combined(translation.positive(root, ""), translation.definitions)
         if found is False:
             raise ConstraintRefused("json_schema: no value is valid, or none that can be enforced")
@@ -79,10 +82,13 @@ def _combined(found: Schema, definitions: dict[str, Schema]) -> tuple[Schema, di
 class _Translation:
     """The translation of one schema."""
 
-    def __init__(self, root: Schema, impossible: Collection[tuple[int, str]]) -> None:
+    def __init__(
+        self, root: Schema, impossible: Collection[tuple[int, str]], *, is_watched: bool
+    ) -> None:
         """`impossible`: targets of references that no finite value meets."""
         self._document = Document(root)
         self.resolve = self._document.resolve
+        self.is_watched = is_watched
         self._impossible = impossible
         self.definitions: dict[str, Schema] = {}
         # Names of definitions by the identity of what is referred to, and its base URI.

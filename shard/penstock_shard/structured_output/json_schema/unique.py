@@ -1,6 +1,7 @@
-"""uniqueItems, where it is expressible: for few listed values, as all arrays of them in any order.
+"""uniqueItems: a mark, where the items of arrays are watched while they are written.
 
-For other items a grammar cannot remember what was written before.
+They are not where a structural tag leaves open whether JSON begins. There few listed values become
+all arrays of them in any order; for others a grammar cannot remember what was written before.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from penstock_shard.structured_output.distinct.enough import check_enough
+from penstock_shard.structured_output.distinct.watched import UNIQUE
 from penstock_shard.structured_output.json_schema.combine import Place, Schema, any_of, unless
 from penstock_shard.structured_output.json_schema.values import listed_values
 from penstock_shard.structured_output.refusal import ConstraintRefused
@@ -19,6 +22,9 @@ _MOST_VALUES = 4
 def unique(place: Place, schema: dict[str, Any], base: str) -> Schema:
     if not schema["uniqueItems"] or schema.get("maxItems") in (0, 1):
         return True
+    if place.is_watched:
+        check_enough(place, schema, base)
+        return UNIQUE
     listed = {} if "prefixItems" in schema else listed_values(place, schema.get("items"), base)
     if not 1 <= len(listed) <= _MOST_VALUES:
         raise ConstraintRefused(

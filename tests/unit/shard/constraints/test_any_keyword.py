@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from support.budget import budget, seeded
-from support.compilers import END, VOCAB_SIZE, plain_compiler
-from support.walks import allowed
+from support.compilers import END, plain_compiler
+from support.distinct_walks import Walker, of_schema
 
-from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 _LEAVES: tuple[Any, ...] = (
@@ -71,6 +70,8 @@ class _Odd:
             },
             {rng.choice(("items", "unevaluatedItems")): rng.choice((False, one))},
             {"prefixItems": some},
+            {"uniqueItems": True, "minItems": rng.randint(0, 2)},
+            {"uniqueItems": True, "items": one},
             {"contains": one, "minContains": rng.randint(0, 2), "maxContains": 2},
             {"contains": one},
             {"required": names},
@@ -89,23 +90,27 @@ class _Odd:
         return rng.choice(made)
 
 
-def _short_walk(matcher, rng) -> list[int] | None:
+def _short_walk(walker: Walker, rng) -> list[int] | None:
     """Prefers tokens of one letter that JSON or the schemas here are made of."""
     decode = plain_compiler().tokenizer.decode_str
     letters = set(' {}[],:"abcxu01235.-/nte\\')
     token_ids: list[int] = []
     for _ in range(100):
-        choices = allowed(matcher, VOCAB_SIZE)
-        assert choices, matcher.get_error()
+        choices = walker.allowed()
+        if not choices:
+            # Names or items that must differ have run out, which ends a request with the reason.
+            assert "no other item or name differs" in walker.state.error
+            return None
         if END in choices and rng.random() < 0.5:
             return token_ids
         plain = [token for token in choices if decode([token]) in letters]
         token = rng.choice(plain if plain and rng.random() < 0.95 else choices)
         if token == END:
             return token_ids
-        if not matcher.consume_token(token):
+        walker.state.append(token)
+        if walker.state.error:
             # It has become too expensive to follow, which ends a request with the reason.
-            assert "items; max is" in matcher.get_error()
+            assert "items; max is" in walker.state.matcher.get_error()
             return None
         token_ids.append(token)
     return None
@@ -119,12 +124,12 @@ def test_no_combination_of_keywords_allows_what_the_schema_forbids():
     for _ in range(budget(50, 5000)):
         schema = odd.schema(rng.choice((1, 1, 2, 2, 3)))
         try:
-            matcher = compiler.compile(Constraint("json_schema", json.dumps(schema)))
+            of_schema(compiler, schema)
         except ConstraintRefused:
             continue
         validator = Draft202012Validator(schema)
         for _ in range(5):
-            found = _short_walk(matcher.deep_copy(), rng)
+            found = _short_walk(of_schema(compiler, schema), rng)
             if found is not None:
                 ended += 1
                 text = compiler.tokenizer.decode_str(found)
