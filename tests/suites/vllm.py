@@ -15,7 +15,10 @@ _CHATS = (
     *("logprob_token_ids", "root_path", "thinking_token_budget"),
 )
 _COMPLETIONS = ("completion", "prompt_validation", "token_in_token_out")
-_RESPONSES = ("basic", "errors", "function_call", "simple", "stateful", "structured_output")
+_RESPONSES = (
+    *("basic", "errors", "function_call", "harmony", "parsable_context", "simple", "stateful"),
+    "structured_output",
+)
 _OTHERS = ("chunked_prompt", "return_token_ids", "return_tokens_as_ids")
 _FILES = (
     "anthropic/test_messages",
@@ -28,8 +31,13 @@ _FILES = (
     *("serve/instrumentator/test_metrics", "serve/instrumentator/test_orca_metrics"),
     "serve/tokenize/test_tokenization",
 )
-# What needs a longer context, or as many log-probabilities as there are tokens.
-_LARGE = ("openai/chat_completion/test_chat_echo", "serve/instrumentator/test_basic")
+# What needs a longer context, as many log-probabilities as there are tokens, or another key.
+_LARGE = (
+    "openai/chat_completion/test_chat_echo",
+    "serve/instrumentator/test_basic",
+    "serve/middleware/test_optional_middleware",
+)
+_RACE = "an answer is complete before it is cancelled, or not"
 
 
 def _paths(files: tuple[str, ...]) -> tuple[str, ...]:
@@ -52,7 +60,7 @@ VLLM = Suite(
         *("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolVLM-256M-Instruct"),
         *("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "claude-3-7-sonnet-latest"),
         *("intfloat/multilingual-e5-small", "sentence-transformers/all-MiniLM-L12-v2"),
-        "openai-community/gpt2",
+        *("openai-community/gpt2", "openai/gpt-oss-20b"),
     ),
     context=3072,
     # Its tests ask for tokens up to 5000.
@@ -60,6 +68,8 @@ VLLM = Suite(
     shard_flags=("--embeddings", "last"),
     router_flags=("--metrics-names", "vllm"),
     left_out={
+        f"{_HERE}/openai/responses/test_harmony.py::test_background_cancel": _RACE,
+        f"{_HERE}/openai/responses/test_stateful.py::test_background_cancel": _RACE,
         f"{_HERE}/serve/instrumentator/test_metrics.py::test_abort_metrics_reset": "short answers "
         "are seen running, or end before",
     },
@@ -69,6 +79,7 @@ VLLM_LARGE = replace(
     VLLM,
     name="vllm-large",
     tests=_paths(_LARGE),
+    key="test",
     context=16_384,
     shard_flags=("--max-logprobs", "-1"),
     left_out={

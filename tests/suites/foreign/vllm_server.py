@@ -92,6 +92,8 @@ class _Names(ModuleType):
         return made
 
 
+# Packages of which tests against a server need the names.
+_PACKAGES = ("gpt_oss", "openai_harmony", "vllm")
 # Modules of tests that are about vLLM's inside.
 _OF_TESTS = (
     "tests.utils",
@@ -101,10 +103,10 @@ _OF_TESTS = (
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds every module of vLLM."""
+    """Finds every module of vLLM, and what it needs itself."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        mine = name.partition(".")[0] == "vllm" or name in _OF_TESTS
+        mine = name.partition(".")[0] in _PACKAGES or name in _OF_TESTS
         return ModuleSpec(name, self, is_package=True) if mine else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
