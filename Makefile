@@ -40,7 +40,9 @@ HARNESSES := .venv-clients/harnesses
 NODE := .venv-clients/node
 AGENTS := .venv-clients/agents
 CHAT_TEMPLATES := .venv-clients/chat-templates
-SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(CHAT_TEMPLATES)/.done $(if $(shell command -v npm),$(NODE)/.done $(AGENTS)/.done)
+# And tests of other projects.
+SUITES := .venv-clients/suites
+SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(CHAT_TEMPLATES)/.done $(SUITES)/.done $(if $(shell command -v npm),$(NODE)/.done $(AGENTS)/.done)
 # What reads environments and writes down what is in them.
 AUDIT := .venv-clients/audit
 # Most of their modules are never imported: compiling them all takes a third of the time, which uv does
@@ -200,6 +202,21 @@ $(CHAT_TEMPLATES)/.done: tests/clients/chat_templates.txt | $(BIN)/python
 	@tar -xzf $(CHAT_TEMPLATES)/llama_cpp_python-*.tar.gz -C $(CHAT_TEMPLATES) --strip-components 5 \
 		--wildcards '*/vendor/llama.cpp/models/templates/*.jinja'
 	@rm $(CHAT_TEMPLATES)/llama_cpp_python-*.tar.gz
+	@touch $@
+
+# Tests of other projects, and what they import. It sees the packages of .venv.
+$(SUITES)/.done: tests/suites/sources.txt tests/suites/environment.txt | $(VENV)/.dev
+	@echo "Unpacking tests of other projects into $(SUITES): about 130 MB to download."
+	@$(BIN)/python -m venv --clear $(SUITES)
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		$(BIN)/python -c "$$packages" > $$($(SUITES)/bin/python -c "$$packages")/dev.pth
+	@$(call quietly_into,$(SUITES)) -r tests/suites/environment.txt
+	@PYTHONPATH=$(abspath tests/suites/unbuilt) $(PIP) download --quiet --no-deps --no-build-isolation \
+		--no-binary :all: --dest $(SUITES)/downloads -r $<
+	@mkdir $(SUITES)/sources
+	@for archive in $(SUITES)/downloads/*; do tar -xzf $$archive -C $(SUITES)/sources \
+		--wildcards '*/tests/*' '*/e2e_test/*' '*/examples/*' 2>/dev/null || true; done
+	@rm -r $(SUITES)/downloads
 	@touch $@
 
 # What examples/node needs, and what is generated from the proto: the example itself is not copied. Then

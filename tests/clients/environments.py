@@ -23,7 +23,7 @@ TIMEOUT_S = 100.0
 # talk to any server in its offline mode.
 _TELLTALE = ("PYTHONPATH", "HF_HUB_OFFLINE")
 # What only `make soak` installs.
-_OF_THE_SOAK = ("agents", "harnesses", "node", "sdks")
+_OF_THE_SOAK = ("agents", "harnesses", "node", "sdks", "suites")
 # litellm's prices come with it, and would be looked up anew.
 _NO_DOWNLOADS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
@@ -35,20 +35,21 @@ def python_of(environment: str) -> Path:
     """
     if environment == "dev":
         return Path(sys.executable)
-    return _made(environment) / "bin" / "python"
+    return made(environment) / "bin" / "python"
 
 
 def node_packages() -> Path:
     """Where packages for Node and what is generated from the proto are; skips as `python_of`."""
-    return _made("node")
+    return made("node")
 
 
 def agent_packages() -> Path:
     """Where coding agents are; skips as `python_of`."""
-    return _made("agents")
+    return made("agents")
 
 
-def _made(environment: str) -> Path:
+def made(environment: str) -> Path:
+    """Where it is; skips as `python_of`."""
     if environment in _OF_THE_SOAK and not os.environ.get("PENSTOCK_SOAK"):
         pytest.fail(f"{environment} is installed for the soak only: mark what needs it `soak`")
     if not (ENVIRONMENTS / environment / ".done").exists():
