@@ -127,7 +127,11 @@ class _Caller:
     def wore_out(self) -> bool:
         """Its own text needs more of its constraint than there is."""
         error = None if self.ending is None else self.ending.error
-        return error is not None and error.code == Code.OUT_OF_RANGE and "regular expressions" in error.message
+        return (
+            error is not None
+            and error.code == Code.OUT_OF_RANGE
+            and "regular expressions" in error.message
+        )
 
 
 def _request(name: str, rng: random.Random) -> Request:

@@ -19,23 +19,26 @@ from penstock_shard.structured_output.json_schema.combine import (
     any_of,
     unless,
 )
-from penstock_shard.structured_output.json_schema.conditions import conditions
-from penstock_shard.structured_output.json_schema.contains import contains
-from penstock_shard.structured_output.json_schema.formats import FORMATS
 from penstock_shard.structured_output.json_schema.infinite_values import ending_names, may_end
 from penstock_shard.structured_output.json_schema.keyword_types import check_shapes, has_shape
-from penstock_shard.structured_output.json_schema.modern import modern, without_nulls
-from penstock_shard.structured_output.json_schema.names import property_names, simpler_patterns
-from penstock_shard.structured_output.json_schema.negation import negative
-from penstock_shard.structured_output.json_schema.one_of import one_of
-from penstock_shard.structured_output.json_schema.property_counts import (
+from penstock_shard.structured_output.json_schema.keywords.conditions import conditions
+from penstock_shard.structured_output.json_schema.keywords.contains import contains
+from penstock_shard.structured_output.json_schema.keywords.formats import FORMATS
+from penstock_shard.structured_output.json_schema.keywords.names import (
+    property_names,
+    simpler_patterns,
+)
+from penstock_shard.structured_output.json_schema.keywords.negation import negative
+from penstock_shard.structured_output.json_schema.keywords.one_of import one_of
+from penstock_shard.structured_output.json_schema.keywords.property_counts import (
     least_properties,
     most_properties,
 )
+from penstock_shard.structured_output.json_schema.keywords.unevaluated import UNEVALUATED, closed
+from penstock_shard.structured_output.json_schema.keywords.unique import unique
+from penstock_shard.structured_output.json_schema.modern import modern, without_nulls
 from penstock_shard.structured_output.json_schema.recursion import apart_from_recursion
 from penstock_shard.structured_output.json_schema.references import REFERENCES, Document
-from penstock_shard.structured_output.json_schema.unevaluated import UNEVALUATED, closed
-from penstock_shard.structured_output.json_schema.unique import unique
 from penstock_shard.structured_output.json_schema.values import type_of
 from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock_common.json_schema.keywords import ANNOTATIONS
 from penstock_shard.structured_output.json_schema.combine import Place, Schema, unless
-from penstock_shard.structured_output.json_schema.formats import FORMATS
+from penstock_shard.structured_output.json_schema.keywords.formats import FORMATS
 from penstock_shard.structured_output.json_schema.references import REFERENCES
 from penstock_shard.structured_output.patterns.automaton import automaton, expression
 from penstock_shard.structured_output.patterns.characters import ALL, LINE_ENDS

@@ -20,7 +20,7 @@ from penstock_shard.structured_output.json_schema.combine import (
     any_of,
     unless,
 )
-from penstock_shard.structured_output.json_schema.one_of import apart
+from penstock_shard.structured_output.json_schema.keywords.one_of import apart
 from penstock_shard.structured_output.json_schema.references import REFERENCES
 from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused
