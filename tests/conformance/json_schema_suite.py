@@ -95,12 +95,12 @@ NARROWED = (
         [1, 1, 1, 1, 1, "a"],
     ),
     Narrowed(
-        "what breaks `pattern`, `format`, `multipleOf`, `uniqueItems`, `propertyNames`, "
-        "`patternProperties`, `minContains`, `maxContains`, `additionalProperties` with a schema",
+        "what breaks `format`, `multipleOf`, `uniqueItems`, `propertyNames`, `patternProperties`, "
+        "`minContains`, `maxContains`, `additionalProperties` with a schema",
         "nothing: another keyword beside it must be broken",
-        {"not": {"type": "string", "pattern": "^a"}},
+        {"not": {"type": "number", "multipleOf": 2}},
+        "a",
         1,
-        "b",
     ),
     Narrowed(
         "`unevaluatedProperties` or `unevaluatedItems` beside an `anyOf` of more than three",

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
@@ -78,7 +79,7 @@ def _stands_alone(schema: Any) -> bool:
     if any(not reference.startswith("#") for reference in _references(schema)):
         return False
     try:
-        validator_for(schema).check_schema(schema)
+        validator_for(schema, Draft202012Validator).check_schema(schema)
     except SchemaError:
         return False
     return True

@@ -67,6 +67,8 @@ def outcomes(suite: Suite, folder: Path) -> dict[str, Found]:
         lines.touch()
         _run(suite, folder, {**urls, "SUITE_MODEL": str(model), "SUITE_OUTCOMES": str(lines)})
         told = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
+    if not told:
+        raise RuntimeError(f"{suite.name}: no test ran; {folder / 'pytest'} says why")
     return {each["test"]: Found(each["outcome"], each["message"]) for each in told}
 
 

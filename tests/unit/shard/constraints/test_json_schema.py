@@ -115,14 +115,13 @@ def test_a_schema_allows_what_it_says(schema, allowed, forbidden):
 @pytest.mark.parametrize(
     ("schema", "told"),
     [
-        ({"colour": "red"}, "the keyword 'colour' is not served"),
-        ({"format": "regex"}, "format: regex is not served"),
+        ({"additionalPropeties": False}, "no keyword 'additionalPropeties': is addit"),
+        ({"divisibleBy": 2}, "divisibleBy is a keyword of drafts before 4"),
         ({"$ref": "https://example.com/s"}, "is outside of the schema"),
         ({"$ref": "#/$defs/gone"}, "names nothing in the schema"),
-        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "is none of the drafts"),
-        ({"nullable": True}, "nullable: say"),
+        ({"nullable": 1}, "nullable: 1 is no bool"),
         ({"type": "text"}, "type: 'text' is no type"),
-        ({"pattern": "a(?=b)"}, "look-around"),
+        ({"pattern": "a(?<=b)"}, "look-behind"),
         ({"pattern": "(a)\\1"}, "\\1 is not served"),
         ({"const": "a\u0000"}, "a control character"),
         ({"required": "a"}, "required: 'a' is no list of names"),

@@ -246,7 +246,7 @@ def _deep(depth):
             "Expected `bool`, got `str` - at `$.format.at_least_one`",
         ),
         (_sequence(TEXT, JSON), "any_text must be followed by a text that ends it"),
-        ({"type": "json_schema", "json_schema": {"x": 1}}, "the keyword 'x' is not served"),
+        ({"type": "json_schema", "json_schema": {"typ": 1, "tpye": "null"}}, "no keyword 'tpye'"),
         (_deep(300), "structural_tag: nests too deep"),
         ({"type": "regex", "pattern": "a\ud800"}, "structural_tag: it holds half a character"),
         ({"type": "const_string", "value": "\udc00"}, "structural_tag: it holds half a character"),
