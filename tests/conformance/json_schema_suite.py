@@ -78,7 +78,18 @@ class Narrowed:
 
 _INTEGERS: dict[str, Any] = {"type": "integer"}
 _NAMED = [{"properties": {name: {}}, "required": [name]} for name in "abcd"]
+_EITHER: list[dict[str, Any]] = [
+    {"type": "object", "required": ["a"], "properties": {"b": {"type": "integer"}}},
+    {"type": "object", "required": ["b"], "properties": {"b": {"type": "string"}}},
+]
 NARROWED = (
+    Narrowed(
+        "`oneOf`, where only properties that are required or forbidden tell objects apart",
+        "objects without a property that the other requires, or with one that it forbids",
+        {"oneOf": _EITHER},
+        {"a": 1},
+        {"a": 1, "b": 1},
+    ),
     Narrowed(
         "`contains`, with `minContains` and `maxContains`",
         "as many items as must meet it do so among the first six, and beside `maxContains` none "
