@@ -1,6 +1,6 @@
 """What constraints cost: tokens a second, a device's time, and everybody else's tokens.
 
-    python benchmarks/constraints.py                  # all three
+    python benchmarks/constraints.py                  # all of them
     python benchmarks/constraints.py throughput --rounds 7
     python benchmarks/constraints.py period compile
 
@@ -12,6 +12,9 @@ the same. Did the device wait for masks, its steps would be longer.
 
 compile: 32 sequences run while twice a second a request comes with a schema of 5 kB that nobody has
 sent before, and without that, in turns: the gaps between tokens of the 32.
+
+schemas: each schema of SchemaStore's catalogue that stands by itself, and of GeoJSON, is checked in
+a fork as a shard's server has it: how many are served, and the processor time of a check.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import statistics
 import sys
@@ -30,6 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from support.compilers import plain_compiler
 from support.processes import Shard, running
 
 from penstock_client import (
@@ -39,6 +44,9 @@ from penstock_client import (
     SamplingParams,
     ShardClient,
 )
+from penstock_shard.ipc.request import Constraint as EngineConstraint
+from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
 _SEQUENCES = 64
 _STEP_MS = 20.0
@@ -51,6 +59,7 @@ def main() -> None:
         "throughput": throughput,
         "period": period,
         "compile": compile_beside,
+        "schemas": check_schemas,
     }
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {', '.join(parts)}")
@@ -241,6 +250,46 @@ async def _gaps(
             await asyncio.gather(sender, return_exceptions=True)
     gaps = [1000 * (b - a) for of in times for a, b in itertools.pairwise(of[10:])]
     return gaps, took
+
+
+# ---- Schemas in use ----------------------------------------------------------------------------
+
+
+def check_schemas(args: argparse.Namespace, log: Path) -> None:
+    """Check each in a fork of its own, so that nothing is known from the one before."""
+    from conformance.real_schemas import catalogue, geojson
+
+    compiler = plain_compiler()
+    schemas = [*catalogue().values(), *geojson().values()]
+    checked = [_checked(compiler, json.dumps(schema)) for schema in schemas]
+    served = sum(not reason for reason, _ in checked)
+    times_s = sorted(took_s for _, took_s in checked)
+    print(f"schemas: {served} of {len(schemas)} are served ({served / len(schemas):.1%})")
+    shown = (
+        f"p{share} {1000 * times_s[len(times_s) * share // 100]:.0f}" for share in (50, 95, 99)
+    )
+    print(f"  processor time of a check or refusal, ms: {', '.join(shown)}")
+    print(f"  the longest: {', '.join(f'{1000 * took_s:.0f}' for took_s in times_s[-5:])}")
+
+
+def _checked(compiler: Compiler, schema: str) -> tuple[str, float]:
+    """Why the schema is refused ("": it is not), and the seconds of processor time."""
+    reading, writing = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        began_s = time.process_time()
+        reason = ""
+        try:
+            compiler.compile(EngineConstraint("json_schema", schema))
+        except ConstraintRefused as error:
+            reason = str(error)
+        os.write(writing, json.dumps([reason, time.process_time() - began_s]).encode())
+        os._exit(0)
+    os.waitpid(process_id, 0)
+    reason, took_s = json.loads(os.read(reading, 4096))
+    os.close(reading)
+    os.close(writing)
+    return reason, took_s
 
 
 if __name__ == "__main__":

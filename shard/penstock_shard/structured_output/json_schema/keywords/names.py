@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from typing import Any
 
 from penstock_common.json_schema.keywords import ANNOTATIONS
@@ -24,6 +25,7 @@ from penstock_shard.structured_output.refusal import ConstraintRefused
 # Names of a pattern that are listed, and patterns that are divided.
 _MOST_LISTED = 64
 _MOST_DIVIDED = 5
+_COUNT = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}")
 
 
 _Patterns = dict[str, Schema]
@@ -96,6 +98,8 @@ def _all(*schemas: Schema) -> Schema:
 def listed_names(pattern: str) -> list[str] | None:
     """The names that a pattern matches if they are few; None if they are not, or not known."""
     languages = Languages()
+    if any(int(count) > _MOST_LISTED for count in _COUNT.findall(pattern)):
+        return None
     try:
         return automaton(languages, language_of(languages, pattern)).texts(_MOST_LISTED)
     except ValueError:
