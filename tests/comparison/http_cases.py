@@ -356,6 +356,8 @@ def _embeddings() -> Route:
         "model": Case({"": "of nobody"}),
         "input": Case({"": ["The lazy dog", "a cat"]}),
         "encoding_format": Case({"": "base64"}),
+        "embed_dtype": Case({"": "float16"}, {"encoding_format": "base64"}),
+        "endianness": Case({"": "big"}, {"encoding_format": "base64"}),
         "dimensions": Case({"": 8}),
         "normalize": Case({"": False}),
         "pooling": Case({"": "mean"}),
@@ -492,8 +494,10 @@ _BY_HAND: Mapping[str, Route] = {
     "/v1/embeddings": _embeddings(),
     "/api/chat": _ollama_chat(),
     "/api/generate": _ollama_generate(),
-    "/api/embed": _ollama_embed("input", truncate=_silent(False), dimensions=Case({"": 8})),
-    "/api/embeddings": _ollama_embed("prompt"),
+    "/api/embed": _ollama_embed(
+        "input", truncate=_silent(False), dimensions=Case({"": 8}), normalize=Case({"": False})
+    ),
+    "/api/embeddings": _ollama_embed("prompt", normalize=Case({"": True})),
     "/api/show": Route({"model": MODEL}, _with_names({"model": Case({"": "of nobody"})})),
     "/api/pull": Route(
         {"model": MODEL},

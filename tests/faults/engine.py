@@ -162,14 +162,14 @@ FAULTS = [
         "A constraint begins anew at the shard that goes on",
         "_follow",
         becomes(
-            "not matcher.consume_tokens(token_ids[start : start + tokens_a_mask])",
+            "not _consume(matcher, distinct, some)",
             "matcher.is_error()",
         ),
         caught_by="test_a_request_taken_up_anywhere_in_its_constraint_gives_the_rest",
     ),
     Fault(
         "What is worn out of a constraint while an output is followed ends it",
-        "PendingMatchers._matcher",
+        "PendingMatchers._state",
         becomes("self._compiler.compile_alone(constraint)", "beginning"),
         caught_by="test_what_is_worn_out_while_an_output_is_followed_costs_that_output_nothing",
     ),

@@ -111,7 +111,7 @@ def _served(suite: Suite, model: Path, folder: Path) -> Iterator[dict[str, str]]
 
 
 def _run(suite: Suite, folder: Path, variables: dict[str, str]) -> None:
-    """Its tests; pytest's own output is in the folder's `pytest`."""
+    """Run the suite's tests; pytest's own output is in the folder's `pytest`."""
     environment = made("suites")
     (source,) = (environment / "sources").glob(f"{suite.source}-*")
     # Where it is once links are followed, which pytest would take for another place.

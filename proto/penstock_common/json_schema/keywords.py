@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # What a keyword holds: a schema or a list of schemas; schemas by name.
@@ -64,6 +64,24 @@ def is_unknown(keyword: str) -> bool:
     return keyword not in _DEFINED and not keyword.startswith("x-")
 
 
+def restricting(schema: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a schema that restrict values, with these."""
+    return {key: value for key, value in schema.items() if key in RESTRICTING or key in OUTDATED}
+
+
+def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The schema with `change` of each schema that its keywords hold."""
+    out = dict(schema)
+    for key, value in schema.items():
+        if key in HOLDING and isinstance(value, list):
+            out[key] = list(map(change, value))
+        elif key in HOLDING:
+            out[key] = change(value)
+        elif key in HOLDING_BY_NAME and isinstance(value, dict):
+            out[key] = {name: change(of) for name, of in value.items()}
+    return out
+
+
 def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
     """The schemas that the keywords of a schema hold, and whatever else stands in their place."""
     for key, value in schema.items():
@@ -89,7 +107,6 @@ def unknown_keywords(root: Any) -> Iterator[str]:
             left += reversed([*subschemas(schema)])
 
 
-@functools.lru_cache(4096)
 def near_miss(name: str) -> str | None:
     """The restricting keyword that an unknown one is but for its spelling; None if there is none.
 
@@ -98,6 +115,11 @@ def near_miss(name: str) -> str | None:
     """
     if not name[:1].isalpha() or ":" in name or len(name) > _LONGEST or name[1:] in RESTRICTING:
         return None
+    return _alike(name)
+
+
+@functools.lru_cache(4096)
+def _alike(name: str) -> str | None:
     folded = _folded(name)
     if folded in _FOLDED or len(folded) < _SHORTEST:
         return _FOLDED.get(folded)

@@ -14,7 +14,7 @@ _MAX_NAME_CHARS = 40
 
 
 def keyword_warnings(name: str, schemas: Iterable[Any]) -> list[str]:
-    """One warning if any of these schemas has such keywords; `name` says where they stand."""
+    """Warn once if any of these schemas has such keywords; `name` says where they stand."""
     keywords = list(dict.fromkeys(chain.from_iterable(map(unknown_keywords, schemas))))
     if not keywords:
         return []

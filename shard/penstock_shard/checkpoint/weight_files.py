@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 _PICKLES = (".bin", ".pt", ".pth")
 _PART = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
+_MOST_PARTS = 10_000
 # How names of weights begin that no index lists: the first of these of which there is a file.
 _NAMES = ("model", "weights", "")
 # Weights of an adapter, the same weights once more under other names, what training goes on from.
@@ -55,7 +56,10 @@ def weight_files(directory: Path) -> list[Path]:
     weight_map = read_object(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{directory / INDEX}: names no weights")
-    return [directory / name for name in sorted(set(weight_map.values()))]
+    listed = list(weight_map.values())
+    if not all(isinstance(name, str) and name == Path(name).name for name in listed):
+        raise ModelError(f"{directory / INDEX}: names a file that is not beside it")
+    return [directory / name for name in sorted(set(listed))]
 
 
 def has_index(directory: Path) -> bool:
@@ -78,7 +82,7 @@ def unlisted(names: Iterable[str]) -> list[str]:
 def _set_of(name: str, files: Sequence[str]) -> list[str]:
     """The parts of the set to which this one belongs; the name itself if it is whole."""
     part = _PART.fullmatch(name)
-    if part is None:
+    if part is None or int(part[3]) > _MOST_PARTS:
         return [name]
     prefix, number, total = part.groups()
     names = [

@@ -156,13 +156,17 @@ def _follow(
             raise Discarded
         _compute_mask(matcher)
         some = token_ids[start : start + tokens_a_mask]
-        if not (
-            matcher.consume_tokens(some) if distinct is None else distinct.consume(some, matcher)
-        ):
+        if not _consume(matcher, distinct, some):
             raise OutputRefused(
                 "output_token_ids: they are no beginning of what the constraint allows"
             )
     _compute_mask(matcher)
+
+
+def _consume(matcher: LLMatcher, distinct: Distinct | None, token_ids: list[int]) -> bool:
+    if distinct is None:
+        return bool(matcher.consume_tokens(token_ids))
+    return distinct.consume(token_ids, matcher)
 
 
 def _compute_mask(matcher: LLMatcher) -> None:

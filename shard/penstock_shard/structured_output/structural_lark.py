@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock_shard.structured_output.json_schema.values import same
 from penstock_shard.structured_output.languages import lark_of, lark_regex, schema_of, unforced
 from penstock_shard.structured_output.refusal import ConstraintRefused
 from penstock_shard.structured_output.structural_tag import (
@@ -41,7 +42,7 @@ class _Loop:
 
 @dataclass(frozen=True, slots=True)
 class _Either:
-    """One of several sequences of items."""
+    """Several sequences of items, of which a text has one."""
 
     cases: tuple[tuple[_Item, ...], ...]
 
@@ -139,7 +140,7 @@ class _Writer:
         JSON behind the same text.
         """
         first, name = self._behind.setdefault(pieces, (schema, str(len(self._behind))))
-        return name if first == schema else None
+        return name if same(first, schema) else None
 
     def _watched_json(self, name: str, schema: Any) -> str:
         """JSON that begins behind the capture of this name, and is captured too; "" for where the

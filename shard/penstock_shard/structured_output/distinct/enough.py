@@ -22,19 +22,17 @@ def check_enough(place: Place, schema: dict[str, Any], base: str) -> None:
         raise ConstraintRefused(f"uniqueItems: minItems of {least} is over {MOST_ITEMS}")
     first, rest = schema.get("prefixItems", [])[:least], schema.get("items", True)
     items = [*first, *([rest] * (least - len(first)))]
+    kinds = {id(each): set(listed_values(place, each, base)) for each in items}
+    listed = [kinds[id(each)] for each in items]
     # Of equal items the last has the most before it.
     for index in {*range(len(first)), least - 1} - {-1}:
-        own = _listed(place, items[index], base)
-        rivals = sum(not own or own & _listed(place, each, base) != set() for each in items[:index])
+        own = listed[index]
+        rivals = sum(not own or not own.isdisjoint(each) for each in listed[:index])
         if _count(place, items[index], base, 0) <= rivals:
             raise ConstraintRefused(
                 f"uniqueItems: no value is valid, or may be none: item {index + 1} has "
                 f"too few values to differ from {rivals} others"
             )
-
-
-def _listed(place: Place, schema: Schema, base: str) -> set[tuple[str, Any]]:
-    return set(listed_values(place, schema, base))
 
 
 def _count(place: Place, schema: Schema, base: str, depth: int) -> float:

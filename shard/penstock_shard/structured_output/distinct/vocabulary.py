@@ -91,7 +91,7 @@ class Tokens:
         self._bits = np.left_shift(np.uint32(1), (self._ids & 31).astype(np.uint32))
 
     def allowed(self, mask: Words) -> list[int]:
-        """Those whose bits are set."""
+        """The tokens whose bits are set in the mask."""
         found = mask.view(np.uint32)[self._words] & self._bits
         return self._ids[found.nonzero()].tolist() if found.any() else []
 

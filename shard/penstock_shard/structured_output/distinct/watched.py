@@ -16,6 +16,10 @@ _HELD = frozenset(("$ref", "anyOf", "allOf"))
 _HOLDERS = _HELD | {"$defs", "x-guidance", *UNIQUE}
 
 
+# Nodes in which something to watch is looked for; where there are more it is taken to be there.
+_MOST_NODES = 2000
+
+
 class Node:
     """Describes the values at one place of the JSON: by all schemas that may apply there. Where
     they differ the strictest counts.
@@ -103,10 +107,11 @@ _ANYTHING: dict[str, Any] = {}
 def watched_in(schema: dict[str, Any]) -> Watched | None:
     """What is watched in the values of a prepared schema; None if nothing is."""
     watched = Watched(schema)
-    todo, seen = [watched.root], set()
+    todo = [watched.root]
+    seen: set[Node] = set()
     while todo:
         node = todo.pop()
-        if node.is_set or node.is_open:
+        if node.is_set or node.is_open or len(seen) > _MOST_NODES:
             return watched
         if node not in seen:
             seen.add(node)

@@ -6,17 +6,18 @@ some value can meet both. Here those that contradict each other are left out bef
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock_common.json_schema.keywords import HOLDING, HOLDING_BY_NAME
+from penstock_common.json_schema.keywords import with_subschemas
 from penstock_shard.structured_output.json_schema.combine import TYPES, Schema, all_of, any_of
-from penstock_shard.structured_output.json_schema.values import type_of
+from penstock_shard.structured_output.json_schema.values import same, stated_values, type_of
 
 _MOST_CASES = 128
 # References that are followed to find what a part demands.
-_DEEPEST = 4
+_MOST_REFERENCES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,14 @@ class _Case:
     types: frozenset[str] = frozenset(TYPES)
     required: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
-    listed: dict[str, frozenset[tuple[str, str]]] = field(default_factory=dict)
+    listed: dict[str, frozenset[tuple[str, object]]] = field(default_factory=dict)
 
     def with_part(self, part: Schema, definitions: dict[str, Schema]) -> _Case | None:
         """The case with one part more; None if no value meets both."""
         if any(each is False for each in _parts(part)):
             return None
         types, required, absent, listed = self.types, self.required, self.absent, dict(self.listed)
-        for plain in _plain(part, definitions, 0):
+        for plain in _plain(part, definitions, set()):
             types &= _types(plain)
             required |= set(plain.get("required", ()))
             for name, of in plain.get("properties", {}).items():
@@ -57,14 +58,7 @@ def possible_cases(schema: Schema, definitions: dict[str, Schema]) -> Schema:
     """The schema of the same values, in which no part of `allOf` contradicts another."""
     if not isinstance(schema, dict):
         return schema
-    out = dict(schema)
-    for key, value in schema.items():
-        if key in HOLDING and isinstance(value, list):
-            out[key] = [possible_cases(part, definitions) for part in value]
-        elif key in HOLDING:
-            out[key] = possible_cases(value, definitions)
-        elif key in HOLDING_BY_NAME:
-            out[key] = {name: possible_cases(of, definitions) for name, of in value.items()}
+    out = with_subschemas(schema, lambda part: possible_cases(part, definitions))
     if out.keys() != {"allOf"}:
         return out
     base, choices = _decided(_Case(), list(map(_alternatives, _parts(out))), definitions)
@@ -102,7 +96,8 @@ def _combined(
     cases = [base]
     for choice in sorted(choices, key=len):
         found = (case.with_part(part, definitions) for case in cases for part in choice)
-        cases = [case for case in found if case is not None]
+        possible = (case for case in found if case is not None)
+        cases = list(itertools.islice(possible, _MOST_CASES + 1))
         if len(cases) > _MOST_CASES:
             return None
     return cases
@@ -110,7 +105,8 @@ def _combined(
 
 def _merged(case: _Case, definitions: dict[str, Schema]) -> list[Schema]:
     """The parts of a case, with what is said of properties of objects said in one of them."""
-    parts = [each for part in case.parts for each in _inlined(part, definitions, 0)]
+    seen: set[str] = set()
+    parts = [each for part in case.parts for each in _inlined(part, definitions, seen)]
     if case.types == {"object"}:
         # Where values are objects, what does not say so may as well.
         parts = [{**part, "type": "object"} if _is_plain(part) else part for part in parts]
@@ -132,7 +128,7 @@ def _with_properties(into: dict[str, Any], parts: list[dict[str, Any]]) -> dict[
     for part in parts:
         for name, of in part.get("properties", {}).items():
             before = properties.get(name, into.get("additionalProperties", True))
-            properties[name] = before if before == of else all_of([before, of])
+            properties[name] = before if same(before, of) else all_of([before, of])
         required += part.get("required", [])
     out = {**into, **({"properties": properties} if properties else {})}
     return out | ({"required": list(dict.fromkeys(required))} if required else {})
@@ -142,16 +138,21 @@ _OF_PROPERTIES = {"type", "properties", "required"}
 _OF_OBJECTS = {*_OF_PROPERTIES, "additionalProperties", "patternProperties"}
 
 
-def _inlined(schema: Schema, definitions: dict[str, Schema], depth: int) -> Iterator[Schema]:
-    """The parts of a schema, with definitions of nothing but objects for references to them."""
-    for part in _parts(schema):
-        if part is True:
+def _inlined(
+    schema: Schema, definitions: dict[str, Schema], seen: set[str]
+) -> Iterator[dict[str, Any]]:
+    """The parts of a schema, with definitions of nothing but objects for references to them. What
+    was `seen` before is there already.
+    """
+    for part in filter(_is_schema, _parts(schema)):
+        if part.get("$ref") in seen:
             continue
-        target = definitions.get(part["$ref"].removeprefix("#/$defs/")) if "$ref" in part else None
-        parts = [] if target is None else list(_parts(target))
-        if parts and depth < _DEEPEST and all(map(_is_told_by_objects, parts)):
+        name = part.get("$ref", "").removeprefix("#/$defs/")
+        parts = list(_parts(definitions.get(name, False)))
+        if len(seen) < _MOST_REFERENCES and all(map(_is_told_by_objects, parts)):
+            seen.add(part["$ref"])
             for each in parts:
-                yield from _inlined(each, definitions, depth + 1)
+                yield from _inlined(each, definitions, seen)
         else:
             yield part
 
@@ -179,27 +180,33 @@ def _alternatives(schema: Schema) -> list[Schema]:
     return [schema]
 
 
-def _plain(schema: Schema, definitions: dict[str, Schema], depth: int) -> Iterator[dict[str, Any]]:
-    """The schemas without alternatives that make a part."""
-    for part in _parts(schema):
-        if not isinstance(part, dict) or depth > _DEEPEST:
-            continue
-        if "$ref" in part:
+def _plain(
+    schema: Schema, definitions: dict[str, Schema], seen: set[str]
+) -> Iterator[dict[str, Any]]:
+    """The schemas without alternatives that make a part. `seen`: what was referred to."""
+    for part in filter(_is_schema, _parts(schema)):
+        if "$ref" in part and part["$ref"] not in seen and len(seen) < _MOST_REFERENCES:
+            seen.add(part["$ref"])
             target = definitions.get(part["$ref"].removeprefix("#/$defs/"), True)
-            yield from _plain(target, definitions, depth + 1)
+            yield from _plain(target, definitions, seen)
         yield part
+
+
+def _is_schema(part: Schema) -> bool:
+    return isinstance(part, dict)
 
 
 def _types(schema: dict[str, Any]) -> frozenset[str]:
     named = schema.get("type", TYPES)
     named = [named] if isinstance(named, str) else named
     types = {"number" if name == "integer" else name for name in named}
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    values = stated_values(schema)
     return frozenset(types if values is None else types & set(map(type_of, values)))
 
 
-def _listed(schema: Schema) -> frozenset[tuple[str, str]] | None:
-    if not isinstance(schema, dict):
+def _listed(schema: Schema) -> frozenset[tuple[str, object]] | None:
+    """The values that a schema lists, by type; None if it lists none, or such as have parts."""
+    values = stated_values(schema) if isinstance(schema, dict) else None
+    if values is None or any(isinstance(value, list | dict) for value in values):
         return None
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return None if values is None else frozenset((type_of(one), repr(one)) for one in values)
+    return frozenset((type_of(value), value) for value in values)

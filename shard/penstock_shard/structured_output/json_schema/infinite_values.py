@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock_shard.structured_output.json_schema.combine import Schema
-from penstock_shard.structured_output.json_schema.values import type_of
+from penstock_shard.structured_output.json_schema.values import stated_values, type_of
 
 
 def ending_names(definitions: dict[str, Schema]) -> set[str]:
@@ -39,7 +39,7 @@ def may_end(schema: Schema, ending: set[str]) -> bool:
 
 def _types(schema: dict[str, Any]) -> list[str]:
     """The types of values that it allows; "string" also stands for all other scalar types."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    values = stated_values(schema)
     if values is not None:
         return [type_of(value) for value in values]
     named = schema.get("type", ["object", "array", "string"])

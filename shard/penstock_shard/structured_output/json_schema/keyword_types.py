@@ -1,4 +1,4 @@
-"""Which JSON type the value of each keyword must have, so that other modules may rely on it.
+"""Checks the JSON type of each keyword's value, so that other modules may rely on it.
 
 Keywords not listed here are checked by the code that handles them.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_common.json_schema.keywords import ANNOTATIONS, is_unknown
+from penstock_common.json_schema.keywords import restricting
 from penstock_shard.structured_output.patterns.automaton import all_found
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
@@ -48,18 +48,20 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
 
 def _one_pattern(parts: list[Any]) -> list[Any]:
     """The parts of `allOf` with one pattern for those that are nothing else."""
-    plain = [part for part in parts if isinstance(part, dict) and _restricting(part) == {"pattern"}]
+    plain = [part for part in parts if _is_pattern(part)]
     try:
         pattern = all_found([part["pattern"] for part in plain]) if len(plain) > 1 else None
-    except (TypeError, ValueError):
+    except ValueError:
         return parts
     if pattern is None:
         return parts
-    return [{"pattern": pattern}, *(part for part in parts if part not in plain)]
+    return [{"pattern": pattern}, *(part for part in parts if not _is_pattern(part))]
 
 
-def _restricting(schema: dict[str, Any]) -> set[str]:
-    return {keyword for keyword in schema if keyword not in ANNOTATIONS and not is_unknown(keyword)}
+def _is_pattern(schema: Any) -> bool:
+    """Tell whether a schema is nothing but a pattern."""
+    is_dict = isinstance(schema, dict) and isinstance(schema.get("pattern"), str)
+    return is_dict and restricting(schema).keys() == {"pattern"}
 
 
 def _condition(schema: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -70,7 +72,7 @@ def _is_condition(schema: Any) -> bool:
     """Tell whether a schema is nothing but a condition."""
     if not isinstance(schema, dict) or "if" not in schema or "$id" in schema:
         return False
-    said = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    said = restricting(schema)
     are_schemas = all(isinstance(value, dict | bool) for value in said.values())
     return are_schemas and said.keys() <= {"if", "then", "else"}
 

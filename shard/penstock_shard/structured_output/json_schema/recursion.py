@@ -7,12 +7,15 @@ the definition itself, a definition of its own, which is then referred to by its
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterator
 from typing import Any
 
-from penstock_common.json_schema.keywords import HOLDING, HOLDING_BY_NAME, subschemas
+from penstock_common.json_schema.keywords import subschemas, with_subschemas
 from penstock_shard.structured_output.json_schema.combine import Schema
+from penstock_shard.structured_output.refusal import ConstraintRefused
 
+_MOST_HOISTED = 500
 _Definitions = dict[str, Schema]
 
 
@@ -55,7 +58,7 @@ def _name(reference: dict[str, Any]) -> str:
     return str(reference["$ref"]).removeprefix("#/$defs/")
 
 
-def _refers(schema: Schema, names: set[str]) -> bool:
+def _refers(schema: Schema, names: abc.Set[str]) -> bool:
     return isinstance(schema, dict) and "$ref" in schema and _name(schema) in names
 
 
@@ -66,16 +69,13 @@ def _moved(schema: Schema, recursive: set[str], hoisted: _Definitions) -> Schema
     cases = _cases(schema, recursive)
     if cases:
         return {"anyOf": [_moved(case, recursive, hoisted) for case in cases]}
-    out = dict(schema)
-    for key, value in schema.items():
-        if key in HOLDING and isinstance(value, list):
-            out[key] = [_moved(part, recursive, hoisted) for part in value]
-        elif key in HOLDING:
-            out[key] = _moved(value, recursive, hoisted)
-        elif key in HOLDING_BY_NAME:
-            out[key] = {name: _moved(part, recursive, hoisted) for name, part in value.items()}
+    out = with_subschemas(schema, lambda part: _moved(part, recursive, hoisted))
     if not any(_refers(part, recursive) for part in out.get("allOf", ())):
         return out
+    if len(hoisted) >= _MOST_HOISTED:
+        raise ConstraintRefused(
+            f"json_schema: over {_MOST_HOISTED} cases beside recursive references"
+        )
     name = f"r{len(hoisted)}"
     hoisted[name] = out
     return {"$ref": f"#/$defs/{name}"}
@@ -97,7 +97,7 @@ def _with_bodies(schema: Schema, bodies: _Definitions, within: tuple[str, ...]) 
     """The schema with the bodies of definitions for references to these in `allOf`."""
     if not isinstance(schema, dict):
         return schema
-    if _refers(schema, bodies.keys() - within):
+    if _refers(schema, bodies.keys()) and _name(schema) not in within:
         return _with_bodies(bodies[_name(schema)], bodies, (*within, _name(schema)))
     if "allOf" not in schema:
         return schema

@@ -1,4 +1,4 @@
-"""Which schema a `$ref` means: URIs, pointers and anchors within one document.
+"""Resolves references within one document: URIs, pointers and anchors.
 
 Never fetches anything.
 """

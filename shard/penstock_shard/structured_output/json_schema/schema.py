@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from penstock_common.json_schema.keywords import ANNOTATIONS, OUTDATED, near_miss
+from penstock_common.json_schema.keywords import OUTDATED, is_unknown, near_miss
 from penstock_shard.structured_output.json_schema.cases import possible_cases
 from penstock_shard.structured_output.json_schema.combine import (
     Place,
@@ -43,8 +43,6 @@ from penstock_shard.structured_output.json_schema.values import type_of
 from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# Those, and keywords that are handled with others.
-_NOT_ALONE = ANNOTATIONS | {"minContains", "maxContains", "nullable"}
 # Beyond this, integers are not exact in all JSON readers, nor in llguidance.
 _LARGEST_EXACT = 2**53
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
@@ -140,6 +138,9 @@ class _Translation:
             raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
         schema = without_nulls(schema)
         check_shapes(schema)
+        for keyword, value in schema.items():
+            if is_unknown(keyword) or keyword in OUTDATED:
+                _check_unknown(keyword, value)
         if "$ref" in schema and self._document.references_stand_alone:
             return {"$ref": schema["$ref"]}, base
         read = simpler_patterns(modern(schema, self._document.draft))
@@ -163,8 +164,6 @@ class _Translation:
             yield _ADDED[keyword](self, schema, base)
         elif keyword in REFERENCES:
             yield self._reference(keyword, schema[keyword], base)
-        elif keyword not in _NOT_ALONE:
-            _check_unknown(keyword, schema[keyword])
 
 
 def _check_unknown(keyword: str, value: Any) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from penstock_shard.structured_output.json_schema.combine import Place, Schema
+from penstock_common.json_schema.keywords import restricting
+from penstock_shard.structured_output.json_schema.combine import TYPES, Place, Schema
+
+# References that are followed to a list of values.
+_MOST_REFERENCES = 4
 
 
 def type_of(value: object) -> str:
@@ -19,6 +24,19 @@ def type_of(value: object) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
+def same(one: Schema, other: Schema) -> bool:
+    """Tell whether two schemas are written alike: in Python True equals 1."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def stated_values(schema: dict[str, Any]) -> list[Any] | None:
+    """The values that `const` or `enum` lists; None if neither is there."""
+    if "const" in schema:
+        return [schema["const"]]
+    values: list[Any] | None = schema.get("enum")
+    return values
+
+
 def target_of(place: Place, schema: Schema, base: str) -> Schema:
     """The schema that a reference means; any other is itself."""
     if isinstance(schema, dict) and "$ref" in schema:
@@ -27,13 +45,44 @@ def target_of(place: Place, schema: Schema, base: str) -> Schema:
 
 
 def listed_values(place: Place, schema: Schema, base: str) -> dict[tuple[str, Any], Any]:
-    """By type and value, all that a schema allows; empty if it does not list plain values."""
+    """All values that a schema can have, by type and value, though it may allow fewer; empty if it
+    does not list plain values.
+    """
     schema = target_of(place, schema, base)
     if not isinstance(schema, dict):
         return {}
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if values is None and schema.get("type") == "boolean":
+    values = stated_values(schema)
+    if values is None and schema.get("type") == "boolean" and schema.get("nullable") is not True:
         values = [False, True]
     if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
         return {}
     return {(type_of(value), value): value for value in values}
+
+
+def allowed_values(place: Place, schema: Schema, base: str) -> dict[tuple[str, Any], Any]:
+    """All values that a schema allows, by type and value; empty if other keywords than those that
+    list values, or types, say which these are.
+    """
+    for _ in range(_MOST_REFERENCES):
+        if isinstance(schema, bool):
+            return {}
+        schema, base = place.read(schema, base)
+        said = restricting(schema)
+        if said.keys() != {"$ref"}:
+            break
+        schema, base = place.resolve("$ref", said["$ref"], base)
+    said.pop("nullable", None)
+    types = said.get("type", list(TYPES))
+    if said.keys() - {"type"} not in ({"const"}, {"enum"}) and said != {"type": "boolean"}:
+        return {}
+    listed = listed_values(place, said, base)
+    return {key: value for key, value in listed.items() if _is_of(value, types)}
+
+
+def _is_of(value: object, types: str | list[str]) -> bool:
+    """Tell whether a value is of one of the types."""
+    named = [types] if isinstance(types, str) else types
+    is_whole = isinstance(value, int | float) and float(value).is_integer()
+    return type_of(value) in named or (
+        type_of(value) == "number" and is_whole and "integer" in named
+    )

@@ -27,7 +27,7 @@ _Steps = list[dict[int, Characters]]
 class Automaton:
     """`steps` has, for each state, those that follow it, with the characters that lead to them.
 
-    State 0 is the first; texts may end in those of `ends`. Every state but the first leads to one.
+    State 0 is the first; texts may end in those of `ends`.
     """
 
     steps: _Steps

@@ -59,7 +59,7 @@ class Languages:
         return self.joined(self.of(((ord(each), ord(each)),)) for each in text)
 
     def joined(self, parts: Iterable[int]) -> int:
-        """One text of each, in this order."""
+        """Make texts of one from each part, in this order."""
         out = EMPTY
         for part in reversed(list(parts)):
             out = self._before(part, out)
@@ -130,8 +130,15 @@ class Languages:
         """What may follow the character of this code point."""
         key = of, code
         if key not in self._derivatives:
-            self._derivatives[key] = self._derived(of, code)
+            try:
+                self._derivatives[key] = self._derived(of, code)
+            except RecursionError:
+                raise TooLarge("it nests too deep") from None
         return self._derivatives[key]
+
+    def is_one_character(self, of: int) -> bool:
+        """Tell whether a language was made as texts of one character."""
+        return self._made[of][0] == "of"
 
     def is_nothing(self, of: int) -> bool:
         """Tell whether no text belongs to a language. Raises `TooLarge`."""

@@ -75,7 +75,7 @@ class _Part:
 
     `follow` makes of the texts that may follow it those of both together, given what stands before
     it (None: that is not known). `plain` are its own texts if it looks at no others. `not_before`
-    and `behind` are the two halves of a part like `(?!ab).`.
+    and `behind` are the two halves of a part like `(?!ab).`, the second of which is one character.
     """
 
     follow: Callable[[int, str | None], int]
@@ -127,10 +127,13 @@ class _Reader:
         if len(plain) == len(parts):
             return self._plain(self._languages.joined(plain))
         back = any(part.looks_back for part in parts)
-        if len(parts) == 2 and parts[0].not_before is not None and parts[1].plain is not None:
+        if len(parts) == 2 and parts[0].not_before is not None and self._is_character(parts[1]):
             own, behind = parts[0].not_before, parts[1].plain
             return _Part(self._in_turn(parts), looks_back=back, not_before=own, behind=behind)
         return _Part(self._in_turn(parts), looks_back=back)
+
+    def _is_character(self, part: _Part) -> bool:
+        return part.plain is not None and self._languages.is_one_character(part.plain)
 
     def _in_turn(self, parts: list[_Part]) -> Callable[[int, str | None], int]:
         def follow(rest: int, before: str | None, at: int = 0) -> int:

@@ -374,6 +374,115 @@ def test_any_schema_of_ones_own_is_read_as_of_all_drafts() -> None:
     _check({"$schema": "https://example.com/mine", "type": "integer"}, ["1"], ['"a"'])
 
 
+# ---- Schemas that look the same, and conditions that ask for more -----------------------------
+
+
+def _with(name: str, **of: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: of}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "forbidden"),
+    [
+        ({"allOf": [_with("a", const=1), _with("a", const=True)]}, ['{"a":1}', '{"a":true}']),
+        (
+            {**_with("a1", const=1), "patternProperties": {"^a": {"const": True}}},
+            ['{"a1":1}', '{"a1":true}'],
+        ),
+        (
+            {"type": "array", "items": {"enum": [True]}, "contains": {"enum": [1]}},
+            ["[true]", "[1]"],
+        ),
+        (
+            {
+                "type": "object",
+                "if": {
+                    "properties": {"k": {"enum": ["a", "b"], "pattern": "^a"}},
+                    "required": ["k"],
+                },
+                "else": {"required": ["z"]},
+            },
+            ['{"k":"b"}', "{}"],
+        ),
+        (
+            {
+                "type": "object",
+                "if": {
+                    "properties": {"k": {"type": "string", "enum": ["a", None]}},
+                    "required": ["k"],
+                },
+                "else": {"required": ["z"]},
+            },
+            ['{"k":null}', '{"k":1}'],
+        ),
+        (
+            {
+                "oneOf": [
+                    {**_with("a", type="boolean", nullable=True), "required": ["a"]},
+                    {**_with("a", const=None), "required": ["a"]},
+                ]
+            },
+            ['{"a":null}'],
+        ),
+        (
+            {"type": "string", "not": {"pattern": "^(?:(?!ab)[a-z]{2})*$"}},
+            ['"cabd"', '"cd"'],
+        ),
+        ({"type": "integer", "not": {"const": 2**53 + 1}}, [str(2**53 + 1)]),
+        (
+            {
+                "type": "object",
+                "patternProperties": {"^.*$": {"type": "string"}},
+                "additionalProperties": False,
+            },
+            [r'{"a\nb":"x"}', '{"a":1}'],
+        ),
+        (
+            {
+                "$defs": {"f": {"format": "date"}},
+                "type": "object",
+                "propertyNames": {"not": {"$ref": "#/$defs/f"}},
+            },
+            ['{"0500-01-01":1}'],
+        ),
+    ],
+)
+def test_what_only_looks_alike_is_told_apart(schema: Any, forbidden: list[str]) -> None:
+    for text in forbidden:
+        try:
+            assert not _allows(schema, text), text
+        except ConstraintRefused:
+            continue
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"if": {"properties": ["a"]}, "then": {"required": ["b"]}},
+        {"allOf": [{"pattern": ["a"]}, {"pattern": "b$"}]},
+        {"propertyNames": {"patern": "^a"}},
+        {"not": {"requred": ["a"]}},
+        {"allOf": [{"anyOf": [{"$ref": "#"}, {"$ref": "#/$defs/a"}]}] * 12, "$defs": {"a": {}}},
+        {"oneOf": [_tagged(f"t{index}") for index in range(1001)]},
+    ],
+)
+def test_a_schema_with_a_mistake_or_too_much_is_refused_soon(schema: Any) -> None:
+    began_s = time.process_time()
+    with pytest.raises(ConstraintRefused):
+        _allows(schema, "1")
+    assert time.process_time() - began_s < 1.0
+
+
+def test_many_names_are_listed_and_values_are_compared_as_json_compares_them() -> None:
+    names = [f"{index:012}" for index in range(80)]
+    schema = {"type": "object", "propertyNames": {"enum": names}}
+    _check(schema, [f'{{"{names[0]}":1,"{names[79]}":2}}'], ['{"x":1}'])
+    same = {"allOf": [{**_with("v", const=1), "required": ["v"]}, _with("v", const=1.0)]}
+    _check(same, ['{"v":1}'], ['{"v":2}'])
+    noted = {"type": "object", "propertyNames": {"pattern": "^a", "x-note": 1, "hint": 2}}
+    _check(noted, ['{"a":1}'], ['{"b":1}'])
+
+
 # ---- What llguidance says ----------------------------------------------------------------------
 
 

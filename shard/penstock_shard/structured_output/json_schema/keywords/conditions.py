@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_common.json_schema.keywords import ANNOTATIONS
+from penstock_common.json_schema.keywords import restricting
 from penstock_shard.structured_output.json_schema.combine import (
     Place,
     Schema,
@@ -20,7 +20,7 @@ from penstock_shard.structured_output.json_schema.combine import (
     other_types,
     without,
 )
-from penstock_shard.structured_output.json_schema.values import listed_values
+from penstock_shard.structured_output.json_schema.values import allowed_values
 
 _Condition = tuple[Schema, Schema, Schema]
 
@@ -68,13 +68,15 @@ class _Tagged:
 def _tagged(place: Place, condition: _Condition, base: str) -> _Tagged | None:
     """The condition, if that is all it asks for."""
     met, then, otherwise = condition
-    said = {} if isinstance(met, bool) else met.items()
-    asked = {key: value for key, value in dict(said).items() if key not in ANNOTATIONS}
+    met, inner = place.read(met, base)
+    if isinstance(met, bool):
+        return None
+    asked = restricting(met)
     properties = asked.get("properties", {})
     if not asked.keys() <= {"type", "properties", "required"} or len(properties) != 1:
         return None
     [(name, of)] = properties.items()
-    values = listed_values(place, of, base)
+    values = allowed_values(place, of, inner)
     required, kind = asked.get("required", []), asked.get("type", "object")
     if not values or kind != "object" or required not in ([], [name]):
         return None

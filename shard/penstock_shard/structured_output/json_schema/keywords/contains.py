@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from penstock_shard.structured_output.json_schema.combine import Place, Schema, any_of, unless
+from penstock_shard.structured_output.json_schema.values import same
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # Items that meet the schema are among this many first ones.
@@ -17,7 +18,11 @@ def contains(place: Place, schema: dict[str, Any], base: str) -> Schema:
     most = int(schema["maxContains"]) if "maxContains" in schema else None
     if least == 0 and most is None:
         return True
-    if most is None and schema["contains"] == schema.get("items") and "prefixItems" not in schema:
+    if (
+        most is None
+        and same(schema["contains"], schema.get("items"))
+        and "prefixItems" not in schema
+    ):
         # `items` is the same schema, so every item counts.
         return unless("array", {"minItems": least})
     met = place.positive(schema["contains"], base)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
-from penstock_common.json_schema.keywords import ANNOTATIONS
+from penstock_common.json_schema.keywords import restricting
 from penstock_shard.structured_output.json_schema.combine import Place, Schema, unless
 from penstock_shard.structured_output.json_schema.keywords.formats import FORMATS
-from penstock_shard.structured_output.json_schema.references import REFERENCES
+from penstock_shard.structured_output.json_schema.values import same
 from penstock_shard.structured_output.patterns.automaton import automaton, expression
 from penstock_shard.structured_output.patterns.characters import ALL, LINE_ENDS
 from penstock_shard.structured_output.patterns.languages import NOTHING, Languages
@@ -25,7 +26,7 @@ from penstock_shard.structured_output.refusal import ConstraintRefused
 # Names of a pattern that are listed, and patterns that are divided.
 _MOST_LISTED = 64
 _MOST_DIVIDED = 5
-_COUNT = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}")
+_COUNTED_TO = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}")
 
 
 _Patterns = dict[str, Schema]
@@ -46,20 +47,21 @@ def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
             out["properties"] = {**properties, **listed}
         else:
             left[pattern] = of
-    for pattern in [pattern for pattern in left if _matches_all(pattern)]:
+    # What is said of other names holds of those with line breaks, which `.` does not match.
+    is_open = out.get("additionalProperties", True) is True
+    for pattern in [pattern for pattern in left if _matches_all(pattern, but_breaks=is_open)]:
         of = left.pop(pattern)
-        for keyword, some in (("properties", out.get("properties", {})), ("", left)):
-            changed = {name: _all(one, of) for name, one in some.items()}
-            out, left = ({**out, keyword: changed}, left) if keyword else (out, changed)
+        left = {name: _all(one, of) for name, one in left.items()}
+        out["properties"] = {name: _all(one, of) for name, one in out.get("properties", {}).items()}
         out["additionalProperties"] = of
     if not left:
         return out
-    listed, left = _apart(out.get("properties", {}), _divided(left), out.get("required", []))
+    listed, left = _disjoint(out.get("properties", {}), _divided(left), out.get("required", []))
     out |= {"properties": listed} if "properties" in out else {}
     return {**out, "patternProperties": left}
 
 
-def _apart(
+def _disjoint(
     listed: _Patterns, patterns: _Patterns, required: list[str]
 ) -> tuple[_Patterns, _Patterns]:
     """Listed properties and patterns that match none of them.
@@ -72,8 +74,8 @@ def _apart(
         try:
             found = language_of(languages, pattern)
             both = [name for name in listed if languages.has(found, name)]
-            same = {name for name in both if _bare(listed[name]) == _bare(of)} - set(required)
-            others = [languages.text(name) for name in both if name not in same]
+            repeated = {name for name in both if same(_bare(listed[name]), _bare(of))} - set(required)
+            others = [languages.text(name) for name in both if name not in repeated]
             if others:
                 apart = languages.all_but(languages.either(others))
                 pattern = expression(automaton(languages, languages.both([found, apart])))
@@ -83,7 +85,7 @@ def _apart(
         listed = {
             name: _all(own, of) if name in both else own
             for name, own in listed.items()
-            if name not in same
+            if name not in repeated
         }
         kept[pattern] = of
     return listed, kept
@@ -97,9 +99,9 @@ def _all(*schemas: Schema) -> Schema:
 @functools.lru_cache(1024)
 def listed_names(pattern: str) -> list[str] | None:
     """The names that a pattern matches if they are few; None if they are not, or not known."""
-    languages = Languages()
-    if any(int(count) > _MOST_LISTED for count in _COUNT.findall(pattern)):
+    if any(int(count) > _MOST_LISTED for count in _COUNTED_TO.findall(pattern)):
         return None
+    languages = Languages()
     try:
         return automaton(languages, language_of(languages, pattern)).texts(_MOST_LISTED)
     except ValueError:
@@ -107,12 +109,13 @@ def listed_names(pattern: str) -> list[str] | None:
 
 
 @functools.lru_cache(1024)
-def _matches_all(pattern: str) -> bool:
-    """Tell whether a pattern is known to match every name, but those with line breaks."""
+def _matches_all(pattern: str, *, but_breaks: bool) -> bool:
+    """Tell whether a pattern is known to match every name, or all but those with line breaks."""
     languages = Languages()
     try:
         found = language_of(languages, pattern)
-        others = languages.joined([languages.anything, languages.of(LINE_ENDS), languages.anything])
+        breaks = languages.of(LINE_ENDS if but_breaks else ())
+        others = languages.joined([languages.anything, breaks, languages.anything])
         missed = languages.all_but(languages.either([found, others]))
         return languages.is_nothing(missed)
     except ValueError:
@@ -157,9 +160,7 @@ def _regions(patterns: tuple[str, ...]) -> list[tuple[str, tuple[bool, ...]]] | 
 
 def _bare(schema: Schema) -> Schema:
     """The schema without its own annotations."""
-    if not isinstance(schema, dict):
-        return schema
-    return {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    return restricting(schema) if isinstance(schema, dict) else schema
 
 
 # ---- propertyNames -----------------------------------------------------------------------------
@@ -170,23 +171,30 @@ def property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
     names, inner = place.read(schema["propertyNames"], base)
     if isinstance(names, bool):
         return True if names else unless("object", {"maxProperties": 0})
-    said = {key: value for key, value in names.items() if key not in ANNOTATIONS}
+    said = restricting(names)
     if not said or said == {"type": "string"}:
         return True
+    if said.keys() - {"type"} == {"enum"} and "string" in said.get("type", "string"):
+        return _listed_only([name for name in said["enum"] if isinstance(name, str)])
     pattern = _plain_pattern(said)
     if pattern is not None:
         return _named_by(place, pattern, base)
     languages = Languages()
     try:
-        found = automaton(languages, _language(place, languages, names, inner))
+        texts = _Texts(place, languages, exactly=False)
+        found = automaton(languages, texts.of(names, inner))
         listed = found.texts(_MOST_LISTED)
         if listed is None:
             return _named_by(place, expression(found), base)
     except ValueError as error:
         raise ConstraintRefused(f"propertyNames: {error}") from error
-    return unless(
-        "object", {"properties": dict.fromkeys(listed, True), "additionalProperties": False}
-    )
+    return _listed_only(listed)
+
+
+def _listed_only(names: list[str]) -> Schema:
+    """Objects with no other names."""
+    listed = {"properties": dict.fromkeys(names, True), "additionalProperties": False}
+    return unless("object", listed)
 
 
 def _plain_pattern(said: dict[str, Any]) -> str | None:
@@ -210,43 +218,84 @@ def _named_by(place: Place, pattern: str, base: str) -> Schema:
     return unless("object", place.positive(named, base))
 
 
-def _language(place: Place, languages: Languages, schema: Schema, base: str) -> int:
-    """The texts that meet a schema. Raises ValueError."""
-    if isinstance(schema, bool):
-        return languages.anything if schema else NOTHING
-    schema, base = place.read(schema, base)
-    return languages.both(
-        _of_keyword(place, languages, keyword, schema, base)
-        for keyword in schema
-        if keyword not in ANNOTATIONS
-    )
+class _Texts:
+    """Makes the language of the texts that meet a schema, or of fewer unless it must be `exactly`
+    those: the patterns of formats are narrower than the formats. Methods raise ValueError.
+    """
+
+    def __init__(self, place: Place, languages: Languages, *, exactly: bool) -> None:
+        self._place = place
+        self._languages = languages
+        self._exactly = exactly
+
+    def of(self, schema: Schema, base: str) -> int:
+        """The language of a schema."""
+        if isinstance(schema, bool):
+            return self._languages.anything if schema else NOTHING
+        schema, base = self._place.read(schema, base)
+        said = restricting(schema)
+        for keyword in said:
+            if keyword not in _OF_TEXTS:
+                raise ValueError(f"{keyword} is not served")
+        return self._languages.both(
+            _OF_TEXTS[key](self, value, base) for key, value in said.items()
+        )
+
+    def _type(self, value: Any, base: str) -> int:
+        return self._languages.anything if "string" in value else NOTHING
+
+    def _pattern(self, value: str, base: str) -> int:
+        return language_of(self._languages, value)
+
+    def _least(self, value: float, base: str) -> int:
+        return self._languages.between(self._languages.of(ALL), int(value), None)
+
+    def _most(self, value: float, base: str) -> int:
+        return self._languages.between(self._languages.of(ALL), 0, int(value))
+
+    def _enum(self, values: list[Any], base: str) -> int:
+        texts = (value for value in values if isinstance(value, str))
+        return self._languages.either(map(self._languages.text, texts))
+
+    def _const(self, value: Any, base: str) -> int:
+        return self._enum([value], base)
+
+    def _format(self, name: str, base: str) -> int:
+        if name not in FORMATS:
+            return self._languages.anything
+        if self._exactly or "pattern" not in FORMATS[name]:
+            raise ValueError(f"format {name} is not served")
+        return language_of(self._languages, FORMATS[name]["pattern"])
+
+    def _all(self, parts: list[Schema], base: str) -> int:
+        return self._languages.both([self.of(part, base) for part in parts])
+
+    def _any(self, parts: list[Schema], base: str) -> int:
+        return self._languages.either([self.of(part, base) for part in parts])
+
+    def _not(self, part: Schema, base: str) -> int:
+        exact = _Texts(self._place, self._languages, exactly=True)
+        return self._languages.all_but(exact.of(part, base))
+
+    def _reference(self, reference: str, base: str) -> int:
+        return self.of(*self._place.resolve("$ref", reference, base))
+
+    def _nothing(self, value: object, base: str) -> int:
+        return self._languages.anything
 
 
-def _of_keyword(
-    place: Place, languages: Languages, keyword: str, schema: dict[str, Any], base: str
-) -> int:
-    value = schema[keyword]
-    if keyword == "type":
-        return languages.anything if "string" in value else NOTHING
-    if keyword == "pattern":
-        return language_of(languages, value)
-    if keyword == "minLength":
-        return languages.between(languages.of(ALL), int(value), None)
-    if keyword == "maxLength":
-        return languages.between(languages.of(ALL), 0, int(value))
-    if keyword in ("enum", "const"):
-        texts = value if keyword == "enum" else [value]
-        return languages.either(languages.text(each) for each in texts if isinstance(each, str))
-    if keyword == "format":
-        if value in FORMATS and "pattern" not in FORMATS[value]:
-            raise ValueError(f"format {value} is not served")
-        return language_of(languages, FORMATS.get(value, {}).get("pattern", ""))
-    if keyword in ("allOf", "anyOf"):
-        parts = [_language(place, languages, part, base) for part in value]
-        return languages.both(parts) if keyword == "allOf" else languages.either(parts)
-    if keyword == "not" and "format" not in str(value):
-        return languages.all_but(_language(place, languages, value, base))
-    if keyword in REFERENCES:
-        target, target_base = place.resolve(keyword, value, base)
-        return _language(place, languages, target, target_base)
-    raise ValueError(f"{keyword} is not served")
+_OF_TEXTS: dict[str, Callable[[_Texts, Any, str], int]] = {
+    "type": _Texts._type,
+    "pattern": _Texts._pattern,
+    "minLength": _Texts._least,
+    "maxLength": _Texts._most,
+    "enum": _Texts._enum,
+    "const": _Texts._const,
+    "format": _Texts._format,
+    "allOf": _Texts._all,
+    "anyOf": _Texts._any,
+    "not": _Texts._not,
+    "$ref": _Texts._reference,
+    # In `type` already.
+    "nullable": _Texts._nothing,
+}

@@ -25,6 +25,8 @@ from penstock_shard.structured_output.patterns.rust import any_text_but, rust_pa
 
 # To break `items`, one of this many first items must break its schema.
 _FIRST_ITEMS = 5
+# Numbers beyond are not exact in all readers.
+_LARGEST_EXACT = 2**53
 
 
 def negative(place: Place, schema: dict[str, Any], base: str) -> Schema:
@@ -68,6 +70,8 @@ def _described(value: Any) -> dict[str, Any]:
 
 def _no_number_of(values: list[Any]) -> Schema:
     points = sorted(set(values))
+    if max(map(abs, points)) > _LARGEST_EXACT:
+        return False
     parts: list[Schema] = [{"type": "number", "exclusiveMaximum": points[0]}]
     for low, high in itertools.pairwise(points):
         parts.append({"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high})

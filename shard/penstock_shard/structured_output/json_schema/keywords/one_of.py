@@ -23,12 +23,18 @@ from penstock_shard.structured_output.json_schema.combine import (
     without,
 )
 from penstock_shard.structured_output.json_schema.references import REFERENCES
-from penstock_shard.structured_output.json_schema.values import listed_values, type_of
+from penstock_shard.structured_output.json_schema.values import (
+    listed_values,
+    stated_values,
+    type_of,
+)
 from penstock_shard.structured_output.patterns.reader import may_match
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # Alternatives that only negations hold apart.
 _MOST_ALIKE = 64
+# Each is compared with each.
+_MOST_ALTERNATIVES = 1000
 # References and nested alternatives that are followed to find what a schema allows.
 _DEEPEST = 6
 _Listed = frozenset[tuple[str, object]]
@@ -119,6 +125,8 @@ def one_of(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 def apart(place: Place, schema: dict[str, Any], base: str) -> list[list[Schema]]:
     """For each alternative of `oneOf`, the schemas that hold beside it where no other is met."""
+    if len(schema["oneOf"]) > _MOST_ALTERNATIVES:
+        raise ConstraintRefused(f"oneOf: more than {_MOST_ALTERNATIVES} alternatives")
     parts, own = schema["oneOf"], _own_facts(place, schema, base)
     facts = [_facts(place, part, base, 0).and_(own) for part in parts]
     beside = [_Beside() for _ in parts]
@@ -233,7 +241,7 @@ def _own_facts(place: Place, schema: dict[str, Schema], base: str) -> _Facts:
     named = schema.get("type", list(TYPES))
     types = {"number" if name == "integer" else name for name in _as_list(named)}
     facts = _Facts(types=frozenset(types), required=frozenset(schema.get("required", ())))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    values = stated_values(schema)
     if values is not None:
         types &= {type_of(value) for value in values}
         listed = frozenset(listed_values(place, schema, base)) or None
