@@ -51,7 +51,7 @@ RESTRICTING = frozenset(
     )
 )
 # Keywords of drafts before 4 that restrict values.
-OUTDATED = frozenset(("divisibleBy", "disallow", "extends"))
+OUTDATED = frozenset(("divisibleBy", "disallow", "extends", "requires"))
 _DEFINED = ANNOTATIONS | RESTRICTING | OUTDATED
 # How alike a name must be to a keyword to be a misspelt one, of 1: a short one, such as "note", is
 # sooner a word of its own than a long one.
@@ -110,10 +110,10 @@ def unknown_keywords(root: Any) -> Iterator[str]:
 def near_miss(name: str) -> str | None:
     """The restricting keyword that an unknown one is but for its spelling; None if there is none.
 
-    A name that begins with an underscore or holds a colon is one of somebody's own, and a keyword
-    behind an x is one that somebody switched off.
+    A name that begins with an underscore, holds a colon, or is a keyword with more before or behind
+    it is one of somebody's own.
     """
-    if not name[:1].isalpha() or ":" in name or len(name) > _LONGEST or name[1:] in RESTRICTING:
+    if not name[:1].isalpha() or ":" in name or len(name) > _LONGEST:
         return None
     return _alike(name)
 
@@ -126,7 +126,14 @@ def _alike(name: str) -> str | None:
     swapped = [each for each in _FOLDED if sorted(each) == sorted(folded)]
     cutoff = _SHORT_ALIKE if len(folded) <= _SHORT else _ALIKE
     found = swapped or difflib.get_close_matches(folded, _FOLDED, n=1, cutoff=cutoff)
-    return _FOLDED[found[0]] if found else None
+    return _FOLDED[found[0]] if found and not _is_longer(folded, found[0]) else None
+
+
+def _is_longer(folded: str, keyword: str) -> bool:
+    """Tell whether a word is a keyword with more before or behind it than a letter typed twice."""
+    more = folded.removeprefix(keyword) if folded.startswith(keyword) else ""
+    more = more or (folded.removesuffix(keyword) if folded.endswith(keyword) else "")
+    return more not in ("", keyword[-1])
 
 
 def _folded(name: str) -> str:

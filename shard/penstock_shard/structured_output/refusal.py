@@ -36,6 +36,9 @@ _TOLD = (
         "can't determine|patternProperty regexes",
         "patternProperties: several patterns match the same names",
     ),
+    ("Unsatisfiable schema: Regex is empty", "no text meets its patterns and lengths together"),
+    ("Unsatisfiable schema: prefixItems", "no array meets what is said of its items together"),
+    ("min/maxProperties only", "minProperties and maxProperties are served beside properties only"),
     ("lookarounds not", "pattern: ^ and $ are served at the ends only"),
 )
 # Words of llguidance's code, of which callers know nothing.

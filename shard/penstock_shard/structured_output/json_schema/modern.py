@@ -33,7 +33,8 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
         elif keyword == "if":
             out.setdefault("if", []).append(_condition(schema))
         elif keyword == "allOf":
-            rest = [part for part in _one_pattern(value) if not _is_condition(part)]
+            parts = _patterns_together(_one_pattern(value))
+            rest = [part for part in parts if not _is_condition(part)]
             out |= {"allOf": rest} if rest else {}
             asked = [_condition(part) for part in value if _is_condition(part)]
             out |= {"if": [*out.get("if", ()), *asked]} if asked else {}
@@ -56,6 +57,25 @@ def _one_pattern(parts: list[Any]) -> list[Any]:
     if pattern is None:
         return parts
     return [{"pattern": pattern}, *(part for part in parts if not _is_pattern(part))]
+
+
+def _patterns_together(parts: list[Any]) -> list[Any]:
+    """The parts of `allOf` with all patterns of names in one, of parts that have nothing else."""
+    alike = [part for part in parts if _has_only_names(part)]
+    if len(alike) < 2:
+        return parts
+    together: dict[str, Any] = {}
+    for part in alike:
+        for pattern, of in part["patternProperties"].items():
+            both = [together[pattern], of] if pattern in together else None
+            together[pattern] = of if both is None else {"allOf": both}
+    others = [part for part in parts if not _has_only_names(part)]
+    return [{"patternProperties": together}, *others]
+
+
+def _has_only_names(schema: Any) -> bool:
+    is_dict = isinstance(schema, dict) and isinstance(schema.get("patternProperties"), dict)
+    return is_dict and restricting(schema).keys() == {"patternProperties"}
 
 
 def _is_pattern(schema: Any) -> bool:

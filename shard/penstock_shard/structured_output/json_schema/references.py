@@ -108,7 +108,8 @@ class Document:
             if self._resources.get(base, schema) is not schema:
                 raise ConstraintRefused(f"$id: {shown(base)} is there twice")
             self._resources[base] = schema
-        for name in _anchor_names(schema, self.references_stand_alone):
+        id_key = ("id" if self.draft == 4 else "$id") if self.references_stand_alone else None
+        for name in _anchor_names(schema, id_key):
             self._anchors[base, name] = (schema, base)
             self._names[name] += 1
         for inner in subschemas(schema):
@@ -123,12 +124,13 @@ def _joined(base: str, reference: str) -> str:
         raise ConstraintRefused(f"{shown(reference)} is no URI: {error}") from error
 
 
-def _anchor_names(schema: dict[str, Schema], by_id: bool) -> Iterator[str]:
+def _anchor_names(schema: dict[str, Schema], id_key: str | None) -> Iterator[str]:
+    """The names of a schema within its document; up to draft 7 `id_key` may give one."""
     for key in ("$anchor", "$dynamicAnchor"):
         if isinstance(schema.get(key), str):
             yield schema[key]
-    name = schema.get("$id")
-    if by_id and isinstance(name, str) and "#" in name and "$ref" not in schema:
+    name = schema.get(id_key) if id_key is not None else None
+    if isinstance(name, str) and "#" in name and "$ref" not in schema:
         yield name.partition("#")[2]
 
 

@@ -48,6 +48,7 @@ _LARGEST_EXACT = 2**53
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
 _MOST_SCHEMAS = 20_000
 _MOST_VALUES = 20_000
+_UNENFORCED = ", or none that can be enforced"
 
 
 def prepared(root: Schema, *, is_watched: bool = False) -> dict[str, Any]:
@@ -60,10 +61,11 @@ def prepared(root: Schema, *, is_watched: bool = False) -> dict[str, Any]:
         translation = _Translation(root, impossible, is_watched=is_watched)
         found, definitions = _combined(translation.positive(root, ""), translation.definitions)
         if found is False:
-            raise ConstraintRefused("json_schema: no value is valid, or none that can be enforced")
+            raise ConstraintRefused(f"json_schema: no value is valid{_UNENFORCED}")
         ending = ending_names(definitions)
         if not may_end(found, ending):
-            raise ConstraintRefused("json_schema: no value is valid: each would go on without end")
+            why = ": each would go on without end" if definitions else _UNENFORCED
+            raise ConstraintRefused(f"json_schema: no value is valid{why}")
         more = [target for target, name in translation.names.items() if name not in ending]
         if not more:
             break
@@ -171,7 +173,9 @@ def _check_unknown(keyword: str, value: Any) -> None:
     if keyword in OUTDATED:
         raise ConstraintRefused(f"json_schema: {keyword} is a keyword of drafts before 4")
     meant = near_miss(keyword)
-    if meant and has_shape(meant, value):
+    # Elsewhere `ref` is the name of a thing.
+    is_name = meant == "$ref" and not {"#", "/"} & set(str(value))
+    if meant and has_shape(meant, value) and not is_name:
         raise ConstraintRefused(f"json_schema: no keyword {shown(keyword)}: is {meant} meant?")
 
 

@@ -58,7 +58,7 @@ def _translated(token: str) -> str:
     if token[0] == "\\":
         return _escaped(token, in_class=False)
     if token == "(?":
-        raise ValueError("flags are not served")
+        raise ValueError("flags and groups of other kinds are not served")
     if token[:2] == "(?":
         # Names are dropped: they are not used, and in ECMA 262 need not be unique.
         return "(?:"

@@ -58,6 +58,8 @@ def test_a_keyword_that_no_draft_defines_forbids_nothing(keyword: str) -> None:
         ("additionalPropeties", False, "additionalProperties"),
         ("additionalproperties", False, "additionalProperties"),
         ("additional_properties", False, "additionalProperties"),
+        ("addtionalProperties", False, "additionalProperties"),
+        ("exclusivMinimum", 1, "exclusiveMinimum"),
         ("requred", ["a"], "required"),
         ("Required", ["a"], "required"),
         ("minimun", 1, "minimum"),
@@ -66,7 +68,7 @@ def test_a_keyword_that_no_draft_defines_forbids_nothing(keyword: str) -> None:
         ("patern", "a", "pattern"),
         ("tpye", "null", "type"),
         ("item", {}, "items"),
-        ("enums", [1], "enum"),
+        ("requiredd", ["a"], "required"),
         ("anyof", [{}], "anyOf"),
         ("ref", "#", "$ref"),
         ("contians", {}, "contains"),
@@ -86,7 +88,19 @@ def test_a_name_like_a_keyword_with_a_value_that_the_keyword_cannot_have_is_an_a
     _check({"type": "string", "patterns": [], "minimal": "a"}, ['"a"'], ["1"])
 
 
-@pytest.mark.parametrize("keyword", ["divisibleBy", "disallow", "extends"])
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        *(("requiredBy", ["x"]), ("isNullable", True), ("ref", "User"), ("types", ["string"])),
+        *(("patterns", "x"), ("patternId", "x"), ("x_type", "string"), ("consts", [1])),
+        *(("isRequired", True), ("formatter", "a"), ("itemsPerPage", 1), ("notNull", True)),
+    ],
+)
+def test_a_word_that_has_a_keyword_in_it_is_an_annotation(keyword: str, value: Any) -> None:
+    _check({"properties": {"a": {"type": "integer", keyword: value}}}, ['{"a":1}'], ['{"a":"b"}'])
+
+
+@pytest.mark.parametrize("keyword", ["divisibleBy", "disallow", "extends", "requires"])
 def test_a_keyword_of_old_drafts_that_forbids_something_is_refused(keyword: str) -> None:
     with pytest.raises(ConstraintRefused, match=f"{keyword} is a keyword of drafts before 4"):
         _allows({keyword: 2}, "")
@@ -277,6 +291,33 @@ _INTEGER: dict[str, Any] = {"type": "integer"}
             ['{"a":1}', "1"],
             ['{"b":1}'],
         ),
+        (
+            {
+                "type": "object",
+                "properties": {"b": {}, "xb": {}},
+                "propertyNames": {"pattern": "^[a-z]+$"},
+                "patternProperties": {"^x": _INTEGER},
+            },
+            ['{"a":"c"}', '{"xb":1}', '{"b":{},"xa":1}'],
+            ['{"xa":"b"}', '{"1":1}', '{"xb":"c"}'],
+        ),
+        (
+            {
+                "type": "object",
+                "allOf": [
+                    {"patternProperties": {"^x-": _INTEGER}},
+                    {"patternProperties": {"^x": {"maximum": 5}, "^x-": {"minimum": 2}}},
+                ],
+            },
+            ['{"x-a":3}', '{"xa":"b"}', '{"b":"c"}'],
+            ['{"x-a":"b"}', '{"x-a":6}', '{"x-a":1}', '{"xa":6}'],
+        ),
+        (
+            {"type": "object", "propertyNames": {"oneOf": [{"const": "a"}, {"enum": ["a", "b"]}]}},
+            ['{"b":1}', "{}"],
+            ['{"a":1}', '{"c":1}'],
+        ),
+        ({"type": "object", "propertyNames": {"maximum": 1, "items": {}}}, ['{"a":1}'], ["1"]),
         ({"type": "object", "propertyNames": {"format": "uri"}}, [], []),
     ],
 )
@@ -328,6 +369,15 @@ def test_conditions_on_one_property_are_alternatives_by_its_value() -> None:
     _check(schema, allowed, ['{"kind":"a"}', '{"kind":"b","of_a":1}'])
 
 
+def test_a_chain_of_conditions_is_checked_soon() -> None:
+    schema: dict[str, Any] = {"required": ["r"]}
+    for index in reversed(range(30)):
+        schema = {**_when(f"v{index}", required=[f"r{index}"]), "else": schema}
+    began_s = time.process_time()
+    _check({"type": "object", **schema}, ['{"kind":"v29","r29":1}', '{"r":1}'], ["{}"])
+    assert time.process_time() - began_s < 1.0
+
+
 def test_a_condition_without_required_is_met_where_the_property_is_absent() -> None:
     condition = {"if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}}
     schema = {"properties": {"a": {}, "b": {}}, **condition, "else": {"required": ["c"]}}
@@ -368,6 +418,15 @@ def test_a_reference_within_a_named_part_may_mean_the_whole_document() -> None:
     part = {"$id": "part", "type": "array", "items": {"$ref": "#/definitions/one"}}
     schema = {**part, "$id": "whole", "definitions": {"one": _INTEGER, "part": part}}
     _check({**schema, "items": {"$ref": "#/definitions/part"}}, ["[[1]]"], ['[["a"]]'])
+
+
+def test_up_to_draft_4_an_id_may_be_an_anchor() -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "properties": {"d": {"$ref": "#foo"}},
+        "definitions": {"d": {"id": "#foo", "type": "null"}},
+    }
+    _check(schema, ['{"d":null}'], ['{"d":1}'])
 
 
 def test_any_schema_of_ones_own_is_read_as_of_all_drafts() -> None:

@@ -91,16 +91,19 @@ def _by_value(place: Place, name: str, tagged: Sequence[_Tagged], base: str) -> 
         alike.setdefault(tuple(key in each.values for each in tagged), []).append(value)
     listed = [value for values in alike.values() for value in values]
     unlisted = place.negative({"enum": listed}, base)
-    cases = [
-        (_objects(name, place.positive({"enum": values}, base)), met)
+    cases = {
+        met: [_objects(name, place.positive({"enum": values}, base))]
         for met, values in alike.items()
-    ]
-    cases.append((_objects(name, unlisted), (False,) * len(tagged)))
-    cases.append(({"type": "object", **without([name])}, tuple(one.if_absent for one in tagged)))
-    cases.append((other_types("object"), tuple(one.if_no_object for one in tagged)))
-    return any_of(
-        all_of([case, *_demands(tagged, met)]) for case, met in cases if case is not False
+    }
+    others = (
+        ((False,) * len(tagged), _objects(name, unlisted)),
+        (tuple(one.if_absent for one in tagged), {"type": "object", **without([name])}),
+        (tuple(one.if_no_object for one in tagged), other_types("object")),
     )
+    for met, case in others:
+        cases.setdefault(met, []).append(case)
+    # What is demanded stands once for all cases that demand it: it may be a condition again.
+    return any_of(all_of([any_of(some), *_demands(tagged, met)]) for met, some in cases.items())
 
 
 def _objects(name: str, of: Schema) -> Schema:

@@ -17,10 +17,15 @@ from penstock_common.json_schema.keywords import restricting
 from penstock_shard.structured_output.json_schema.combine import Place, Schema, unless
 from penstock_shard.structured_output.json_schema.keywords.formats import FORMATS
 from penstock_shard.structured_output.json_schema.values import same
-from penstock_shard.structured_output.patterns.automaton import automaton, expression
+from penstock_shard.structured_output.patterns.automaton import (
+    all_found,
+    automaton,
+    expression,
+    without_looking,
+)
 from penstock_shard.structured_output.patterns.characters import ALL, LINE_ENDS
 from penstock_shard.structured_output.patterns.languages import NOTHING, Languages
-from penstock_shard.structured_output.patterns.reader import language_of
+from penstock_shard.structured_output.patterns.reader import language_of, may_match
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # Names of a pattern that are listed, and patterns that are divided.
@@ -36,7 +41,7 @@ def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema of the same values with other `patternProperties`, or none."""
     if not schema.get("patternProperties"):
         return schema
-    out = dict(schema)
+    out = _without_property_names(schema)
     patterns: _Patterns = out.pop("patternProperties")
     left: _Patterns = {}
     for pattern, of in patterns.items():
@@ -61,6 +66,24 @@ def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     return {**out, "patternProperties": left}
 
 
+def _without_property_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of the same values with `propertyNames` said by its patterns, if it can be."""
+    names, others = schema.get("propertyNames"), schema.get("additionalProperties", True)
+    pattern = _plain_pattern(restricting(names)) if isinstance(names, dict) else None
+    if pattern is None or not isinstance(others, bool):
+        return dict(schema)
+    try:
+        found = {all_found([pattern, one]): of for one, of in schema["patternProperties"].items()}
+        whole = without_looking(pattern)
+    except ValueError:
+        return dict(schema)
+    out = {key: of for key, of in schema.items() if key != "propertyNames"}
+    out["patternProperties"] = {**({whole: True} if others else {}), **found}
+    listed = schema.get("properties", {})
+    named = {name: of if may_match(pattern, name) else False for name, of in listed.items()}
+    return {**out, "properties": named, "additionalProperties": False}
+
+
 def _disjoint(
     listed: _Patterns, patterns: _Patterns, required: list[str]
 ) -> tuple[_Patterns, _Patterns]:
@@ -74,7 +97,8 @@ def _disjoint(
         try:
             found = language_of(languages, pattern)
             both = [name for name in listed if languages.has(found, name)]
-            repeated = {name for name in both if same(_bare(listed[name]), _bare(of))} - set(required)
+            alike = {name for name in both if same(_bare(listed[name]), _bare(of))}
+            repeated = alike - set(required)
             others = [languages.text(name) for name in both if name not in repeated]
             if others:
                 apart = languages.all_but(languages.either(others))
@@ -168,7 +192,7 @@ def _bare(schema: Schema) -> Schema:
 
 def property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
     """Objects of which all names meet the schema of `propertyNames`."""
-    names, inner = place.read(schema["propertyNames"], base)
+    names, _ = place.read(schema["propertyNames"], base)
     if isinstance(names, bool):
         return True if names else unless("object", {"maxProperties": 0})
     said = restricting(names)
@@ -182,7 +206,7 @@ def property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
     languages = Languages()
     try:
         texts = _Texts(place, languages, exactly=False)
-        found = automaton(languages, texts.of(names, inner))
+        found = automaton(languages, texts.of(schema["propertyNames"], base))
         listed = found.texts(_MOST_LISTED)
         if listed is None:
             return _named_by(place, expression(found), base)
@@ -273,6 +297,13 @@ class _Texts:
     def _any(self, parts: list[Schema], base: str) -> int:
         return self._languages.either([self.of(part, base) for part in parts])
 
+    def _one(self, parts: list[Schema], base: str) -> int:
+        exact = [self._not(part, base) for part in parts]
+        return self._languages.either(
+            self._languages.both([self.of(part, base), *exact[:index], *exact[index + 1 :]])
+            for index, part in enumerate(parts)
+        )
+
     def _not(self, part: Schema, base: str) -> int:
         exact = _Texts(self._place, self._languages, exactly=True)
         return self._languages.all_but(exact.of(part, base))
@@ -294,8 +325,12 @@ _OF_TEXTS: dict[str, Callable[[_Texts, Any, str], int]] = {
     "format": _Texts._format,
     "allOf": _Texts._all,
     "anyOf": _Texts._any,
+    "oneOf": _Texts._one,
     "not": _Texts._not,
     "$ref": _Texts._reference,
-    # In `type` already.
-    "nullable": _Texts._nothing,
+    # In `type` already, or of values that are no texts.
+    **dict.fromkeys(("nullable", "minimum", "maximum", "multipleOf"), _Texts._nothing),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _Texts._nothing),
+    **dict.fromkeys(("properties", "required", "additionalProperties"), _Texts._nothing),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), _Texts._nothing),
 }
