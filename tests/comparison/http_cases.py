@@ -497,7 +497,7 @@ _BY_HAND: Mapping[str, Route] = {
     "/api/embed": _ollama_embed(
         "input", truncate=_silent(False), dimensions=Case({"": 8}), normalize=Case({"": False})
     ),
-    "/api/embeddings": _ollama_embed("prompt", normalize=Case({"": True})),
+    "/api/embeddings": _ollama_embed("prompt", normalize=Case({"": False})),
     "/api/show": Route({"model": MODEL}, _with_names({"model": Case({"": "of nobody"})})),
     "/api/pull": Route(
         {"model": MODEL},
