@@ -57,9 +57,14 @@ def weight_files(directory: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{directory / INDEX}: names no weights")
     listed = list(weight_map.values())
-    if not all(isinstance(name, str) and name == Path(name).name for name in listed):
-        raise ModelError(f"{directory / INDEX}: names a file that is not beside it")
+    if not all(isinstance(name, str) and _is_inside(name) for name in listed):
+        raise ModelError(f"{directory / INDEX}: names a file outside of the directory")
     return [directory / name for name in sorted(set(listed))]
+
+
+def _is_inside(name: str) -> bool:
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def has_index(directory: Path) -> bool:

@@ -238,3 +238,10 @@ def test_an_unreadable_file_is_one_line(model: Path) -> None:
 def test_an_adapter_of_an_unknown_user_is_refused_in_one_line() -> None:
     with pytest.raises(ModelError, match="~nobody-has-this-name/x: there is no such user"):
         resolve_adapter("~nobody-has-this-name/x", ShardConfig())
+
+
+@pytest.mark.parametrize("name", [["x"], 5, "../other/model.safetensors", "/etc/passwd"])
+def test_an_index_that_names_no_file_of_the_directory_is_refused(tmp_path: Path, name: Any) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelError, match="names a file outside of the directory"):
+        weight_files(tmp_path)
