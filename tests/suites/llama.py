@@ -27,4 +27,8 @@ LLAMA = Suite(
         *("gpt-4.1", "text-embedding-3-small"),
     ),
     shard_flags=("--embeddings", "last"),
+    left_out={
+        "unit/test_stream.py::test_stream_stop_during_model_load": "it is skipped if the answer "
+        "came sooner than it looked",
+    },
 )
