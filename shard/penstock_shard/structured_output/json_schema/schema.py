@@ -46,7 +46,7 @@ from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 # Beyond this, integers are not exact in all JSON readers, nor in llguidance.
 _LARGEST_EXACT = 2**53
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
-_MOST_SCHEMAS = 20_000
+_MOST_SCHEMAS = 15_000
 _MOST_VALUES = 20_000
 _UNENFORCED = ", or none that can be enforced"
 

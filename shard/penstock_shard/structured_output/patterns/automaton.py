@@ -17,7 +17,7 @@ from penstock_shard.structured_output.patterns.characters import (
 from penstock_shard.structured_output.patterns.languages import NOTHING, Languages, TooLarge
 from penstock_shard.structured_output.patterns.reader import language_of
 
-_MOST_STATES = 500
+_MOST_STATES = 300
 _LONGEST = 20_000
 
 _Steps = list[dict[int, Characters]]

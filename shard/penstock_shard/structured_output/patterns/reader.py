@@ -126,31 +126,59 @@ class _Reader:
         plain = [part.plain for part in parts if part.plain is not None]
         if len(plain) == len(parts):
             return self._plain(self._languages.joined(plain))
+        parts = self._joined(parts)
         back = any(part.looks_back for part in parts)
         if len(parts) == 2 and parts[0].not_before is not None and self._is_character(parts[1]):
             own, behind = parts[0].not_before, parts[1].plain
             return _Part(self._in_turn(parts), looks_back=back, not_before=own, behind=behind)
         return _Part(self._in_turn(parts), looks_back=back)
 
+    def _joined(self, parts: list[_Part]) -> list[_Part]:
+        """The parts with neighbours that look at no other text made one, so that there are few."""
+        out: list[_Part] = []
+        for part in parts:
+            before = out[-1].plain if out else None
+            if part.plain is not None and before is not None:
+                out[-1] = self._plain(self._languages.joined([before, part.plain]))
+            else:
+                out.append(part)
+        return out
+
     def _is_character(self, part: _Part) -> bool:
         return part.plain is not None and self._languages.is_one_character(part.plain)
 
     def _in_turn(self, parts: list[_Part]) -> Callable[[int, str | None], int]:
-        def follow(rest: int, before: str | None, at: int = 0) -> int:
-            if at == len(parts):
-                return rest
-            part = parts[at]
-            if part.plain is None:
-                behind = follow(rest, before if part.is_empty else None, at + 1)
-                return part.follow(behind, before)
-            if not any(later.looks_back for later in parts[at + 1 :]):
-                return self._languages.joined([part.plain, follow(rest, None, at + 1)])
-            return self._languages.either(
-                self._languages.joined([own, follow(rest, kind, at + 1)])
-                for own, kind in self._by_end(part.plain, before)
-            )
+        def follow(rest: int, before: str | None) -> int:
+            known: dict[tuple[int, str | None], int] = {}
+
+            def behind(at: int, before: str | None) -> int:
+                if at == len(parts):
+                    return rest
+                if (at, before) not in known:
+                    known[at, before] = self._from(parts, at, before, behind)
+                return known[at, before]
+
+            return behind(0, before)
 
         return follow
+
+    def _from(
+        self,
+        parts: list[_Part],
+        at: int,
+        before: str | None,
+        behind: Callable[[int, str | None], int],
+    ) -> int:
+        """The texts of the part at this place and all behind it."""
+        part = parts[at]
+        if part.plain is None:
+            return part.follow(behind(at + 1, before if part.is_empty else None), before)
+        if not any(later.looks_back for later in parts[at + 1 :]):
+            return self._languages.joined([part.plain, behind(at + 1, None)])
+        return self._languages.either(
+            self._languages.joined([own, behind(at + 1, kind)])
+            for own, kind in self._by_end(part.plain, before)
+        )
 
     def _by_end(self, plain: int, before: str | None) -> Iterator[tuple[int, str | None]]:
         """The texts of a language by what stands behind them: a word's character, or another."""

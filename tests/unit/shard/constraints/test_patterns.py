@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 
 import pytest
 from support.budget import budget, seeded
@@ -114,6 +115,14 @@ def test_a_language_that_would_take_long_is_given_up_early() -> None:
     few = automaton(languages, language_of(languages, "^(?!-)[-a-z0-9]{0,49}[a-z0-9]$"))
     with pytest.raises(TooLarge):
         expression(few)
+
+
+def test_a_word_boundary_behind_many_parts_is_read_soon() -> None:
+    languages = Languages()
+    began_s = time.process_time()
+    language = language_of(languages, "abcdefghijklmnopqrstuvwxyz" * 4 + r"\b[.-]\bx\b.\bend")
+    assert languages.has(language, "abcdefghijklmnopqrstuvwxyz" * 4 + ".x-end")
+    assert time.process_time() - began_s < 1.0
 
 
 def test_random_patterns_are_found_where_another_reader_finds_them() -> None:
