@@ -1,4 +1,4 @@
-"""What constraints cost: tokens a second, a device's time, and everybody else's tokens.
+"""Measures constraints: tokens a second, a device's time, and everybody else's tokens.
 
     python benchmarks/constraints.py                  # all of them
     python benchmarks/constraints.py throughput --rounds 7
@@ -96,7 +96,7 @@ def schema_of_rows() -> Constraint:
 
 
 def new_schema(rng: random.Random) -> Constraint:
-    """One that no cache has."""
+    """Make a schema that no cache has."""
     properties: dict[str, object] = {}
     size = 0
     while size < _SCHEMA_BYTES:
@@ -273,7 +273,7 @@ def check_schemas(args: argparse.Namespace, log: Path) -> None:
 
 
 def _checked(compiler: Compiler, schema: str) -> tuple[str, float]:
-    """Why the schema is refused ("": it is not), and the seconds of processor time."""
+    """Say why the schema is refused ("": it is not), with the seconds of processor time."""
     reading, writing = os.pipe()
     process_id = os.fork()
     if not process_id:

@@ -1,4 +1,4 @@
-"""Whether a model is meant for embeddings, and how they are pooled: sentence-transformers' files.
+"""Reads sentence-transformers' files: whether a model makes embeddings, and how they are pooled.
 
 `modules.json` lists the modules after the transformer: Pooling, whose own config.json says how it
 pools, and maybe Normalize.
@@ -80,7 +80,7 @@ def _stated(model_dir: Path, modules: Mapping[str, str]) -> Pooling:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
-    """What is pooled by: a name or several in later releases' files, a flag for each in earlier."""
+    """Read what is pooled by: names in later releases' files, a flag for each in earlier."""
     stated = config.get("pooling_mode")
     if stated is not None:
         return list(map(str, stated)) if isinstance(stated, list) else [str(stated)]

@@ -81,7 +81,7 @@ def _with_images(load: CheckedLoad, config: ShardConfig, images: ImageEncoder) -
 
 @contextmanager
 def _encoder_errors() -> Iterator[None]:
-    """Whatever the code of a processor or an encoder stumbles over is a ModelError."""
+    """Raise as ModelError whatever the code of a processor or an encoder stumbles over."""
     try:
         yield
     except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:

@@ -101,14 +101,14 @@ class Compiler:
             raise ConstraintRefused(_named(constraint.kind, str(error))) from error
 
     def distinct(self, constraint: Constraint, beginning: LLMatcher) -> Distinct | None:
-        """What must hold beside the matcher of the constraint, which has consumed nothing."""
+        """Make what must hold beside the matcher of the constraint, which has consumed nothing."""
         kept = self._find(constraint)
         watched = self._watched(constraint) if kept is None else kept.watched
         return Distinct(watched, self.vocabulary, beginning.deep_copy()) if watched else None
 
     def _watched(self, constraint: Constraint) -> dict[str, Watched]:
-        """What is watched of a constraint. Refuses one if a sign of JSON is no token, of which all
-        vocabularies that were seen have one: within sets each piece is a token of its own.
+        """Find what is watched of a constraint. Refuses one if a sign of JSON is no token: within
+        sets each piece is a token of its own. All vocabularies that were seen have them.
         """
         found = watched_of(constraint, self.special_tokens)
         lacking = [sign for sign in '[]{},:"' if len(self.tokenizer.greedy_tokenize(sign)) != 1]
@@ -173,7 +173,7 @@ class Compiler:
 
 
 def is_worn_out(template: LLMatcher) -> bool:
-    """Whether the shared lexer of this matcher, which has consumed nothing, is at its limits."""
+    """Tell whether the shared lexer of a matcher that has consumed nothing is at its limits."""
     tried = template.deep_copy()
     tried.compute_bitmask()
     return bool(tried.is_error())

@@ -22,7 +22,7 @@ Mask = NDArray[np.int32]
 
 
 class ConstraintState:
-    """One sequence's matcher, and the mask of its next token."""
+    """A sequence's matcher, and the mask of its next token."""
 
     def __init__(
         self, request: Request, matcher: LLMatcher, distinct: Distinct | None = None
@@ -42,7 +42,7 @@ class ConstraintState:
 
     @property
     def error(self) -> str:
-        """Why the matcher cannot go on; "" if it can."""
+        """The reason why the matcher cannot go on; "" if it can."""
         if self.matcher.is_error():
             why = failure_of(self.matcher)
         elif self._is_at_end:
@@ -177,5 +177,5 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 
 def failure_of(matcher: LLMatcher) -> str:
-    """Why the matcher cannot go on, in one line."""
+    """Say why the matcher cannot go on, in one line."""
     return f"cannot be followed any further: {reason_of(matcher.get_error())}"

@@ -208,7 +208,7 @@ class _Writer:
         return self._terminal(_but(whole, (*excludes, "".join(pieces))))
 
     def _beginnings(self, items: tuple[_Item, ...]) -> Iterator[_Beginning]:
-        """How the items may begin. A beginning without pieces means that they may be empty."""
+        """Yield how the items may begin; a beginning without pieces: they may be empty."""
         if not items:
             yield (), ()
             return
@@ -291,7 +291,7 @@ def _leading_json(items: tuple[_Item, ...]) -> tuple[Any, tuple[_Item, ...]] | N
 
 
 def _parts(item: _Item) -> tuple[_Item, ...] | None:
-    """What an item is short for; None if it is not."""
+    """Write out what an item is short for; None if it is not."""
     match item:
         case Sequence():
             return item.elements
@@ -321,7 +321,7 @@ def _separated(item: TagsWithSeparator) -> tuple[_Item, ...]:
 
 
 def _open(items: tuple[_Item, ...]) -> bool:
-    """Whether the items may end in free text, whose rule depends on what follows."""
+    """Tell whether the items may end in free text, whose rule depends on what follows."""
     if not items:
         return False
     before, item = items[:-1], items[-1]

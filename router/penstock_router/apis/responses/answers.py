@@ -49,14 +49,14 @@ _CONTENT = PieceKind.CONTENT
 
 
 class InputTokensDetails(TypedDict):
-    """How many of the prompt's tokens the prefix cache had; `cache_write_tokens` is always 0."""
+    """Number of the prompt's tokens the prefix cache had; `cache_write_tokens` is always 0."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(TypedDict):
-    """How many of the answer's tokens are reasoning."""
+    """Number of the answer's tokens are reasoning."""
 
     reasoning_tokens: int
 
@@ -75,7 +75,7 @@ class ResponseUsage(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
-    """Why a response ends early."""
+    """Reason for which a response ends early."""
 
     reason: Literal["max_output_tokens"]
 
@@ -343,7 +343,7 @@ class ResponseShape:
         ]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """What a delta adds as frames; None where it has nothing to show."""
+        """Write what a delta adds as frames; None where it has nothing to show."""
         self.take(delta)
         frames = self._frames
         if not frames:

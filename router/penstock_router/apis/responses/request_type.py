@@ -29,21 +29,21 @@ class TextFormat(TypedDict):
 
 
 class TextConfig(TypedDict):
-    """What was asked of the answer's text."""
+    """Demands on the answer's text."""
 
     format: TextFormat
     verbosity: Literal["low", "medium", "high"]
 
 
 class Reasoning(TypedDict):
-    """What was asked of reasoning models."""
+    """Demands on reasoning models."""
 
     effort: str | None
     summary: str | None
 
 
 class EchoedFields(TypedDict):
-    """What an answer repeats from its request, defaults filled in."""
+    """Fields that an answer repeats from its request, defaults filled in."""
 
     background: bool
     instructions: str | None

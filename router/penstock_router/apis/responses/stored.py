@@ -1,4 +1,4 @@
-"""What is shown of a response that was stored: itself, and pages of its conversation.
+"""Shows a response that was stored: itself, and pages of its conversation.
 
 Plain functions of stored JSON; `offload/dispatch.py` decides in which process they run.
 """

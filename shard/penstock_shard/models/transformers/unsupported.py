@@ -86,7 +86,7 @@ def check_purpose(config: PreTrainedConfig) -> None:
 
 
 def _other_purpose(name: str, config: PreTrainedConfig) -> str | None:
-    """What a model is if it is no decoder, and what to serve in its place."""
+    """Say what a model is if it is no decoder, and what to serve in its place."""
     if _SCORES.search(name):
         return f"gives scores or classes of texts, and {_INSTEAD}"
     if getattr(config, "is_encoder_decoder", False):
@@ -108,7 +108,7 @@ def _other_purpose(name: str, config: PreTrainedConfig) -> str | None:
 
 
 def _is_encoder(name: str, config: PreTrainedConfig) -> bool:
-    """Whether tokens see those after them: of a type that fills in masks, or a changed decoder."""
+    """Tell whether tokens see those after them: a type that fills in masks, a changed decoder."""
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         return not getattr(config, "is_decoder", False)
     text = config.get_text_config()

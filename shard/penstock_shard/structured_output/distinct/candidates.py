@@ -51,7 +51,7 @@ def _ways(position: Position, level: int) -> list[bytes]:
 
 
 def _inside(position: Position, level: int, value: Value) -> list[bytes]:
-    """How what is written from this level on may become `value`."""
+    """Tell how what is written from this level on may become `value`."""
     if level == len(position.containers):
         return _texts(position.text, [_first(value)])
     container = position.containers[level]
@@ -74,7 +74,7 @@ def _inside(position: Position, level: int, value: Value) -> list[bytes]:
 
 
 def _left(position: Position, level: int, left: Value) -> list[bytes]:
-    """How a container goes on whose value has these items, or names, left."""
+    """Tell how a container goes on whose value has these items, or names, left."""
     is_object = position.containers[level].is_object
     is_inner = level == len(position.containers) - 1
     end = b"}" if is_object else b"]"
@@ -92,7 +92,7 @@ def _first(value: Value) -> bytes:
 
 
 def _texts(begun: bytes, texts: Iterable[bytes]) -> list[bytes]:
-    """What is missing at the end of `begun` to equal one of the texts."""
+    """Tell what is missing at the end of `begun` to equal one of the texts."""
     if begun[:1] == b'"':
         return [text[len(begun) :] for text in texts if text.startswith(begun)]
     if begun:
@@ -119,7 +119,7 @@ def _plain_ways(begun: bytes, text: bytes) -> Iterator[bytes]:
 
 
 def ended(container: Container, level: int, later: Position) -> bool:
-    """Whether an item or name of the container has ended since."""
+    """Tell whether an item or name of the container has ended since."""
     if len(later.containers) <= level:
         return True
     return len(later.containers[level].used) > len(container.used)

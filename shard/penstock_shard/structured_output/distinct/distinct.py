@@ -32,7 +32,7 @@ _OTHER_LETTERS, _OTHER_DIGITS = b"a0_", b"159"
 
 
 class Distinct:
-    """Where the JSON of one sequence has got, and what may not follow there."""
+    """Follows the JSON of one sequence, and clears what may not follow."""
 
     def __init__(
         self, watched: abc.Mapping[str, Watched], vocabulary: Vocabulary, beginning: LLMatcher
@@ -165,7 +165,7 @@ class Distinct:
     def _safe(
         self, way: bytes, before: list[int], ways: abc.Sequence[bytes], matcher: LLMatcher
     ) -> int:
-        """How many of the way's first bytes certainly lead to something else, too: all within a
+        """Count the way's first bytes that certainly lead to something else, too: all within a
         string or number that may go on otherwise at its end. It comes after the tokens `before`.
         """
         if way[-1:] == b'"':
@@ -190,7 +190,7 @@ class Distinct:
         return 0
 
     def _leads_on(self, token_id: int, matcher: LLMatcher) -> bool:
-        """Whether something that differs from all earlier ones may follow the token."""
+        """Tell whether something that differs from all earlier ones may follow the token."""
         text = self._vocabulary.texts[token_id]
         known = self._known.get(self._since + text)
         if known is not None:
@@ -210,7 +210,7 @@ class Distinct:
         return self._search(position, matcher, self._since + text)
 
     def _search(self, position: Position, matcher: LLMatcher, text: bytes) -> bool:
-        """Whether a way leads from here to an item or name that differs."""
+        """Tell whether a way leads from here to an item or name that differs."""
         todo, seen = [(position, matcher, text)], []
         while todo:
             position, matcher, text = todo.pop()
@@ -231,7 +231,7 @@ class Distinct:
         text: bytes,
         todo: list[tuple[Position, LLMatcher, bytes]],
     ) -> bool:
-        """Whether the next byte may lead away from all earlier ones; if not, adds where to look."""
+        """Tell whether the next byte may lead away from all earlier; else add where to look."""
         level = level_at_stake(position)
         assert level is not None
         for byte in self._bytes_after(position, matcher):
@@ -259,7 +259,7 @@ class Distinct:
 
 
 def _end(before: bytes, text: bytes, captured: bytes) -> int:
-    """Where in the text a capture ends that had not ended before it."""
+    """Find where in the text a capture ends that had not ended before it."""
     for end in range(len(text) + 1):
         whole = before + text[:end]
         if whole[-len(captured) :] == captured[-len(whole) :]:
@@ -273,8 +273,8 @@ def _may_have_exponent(position: Position) -> bool:
 
 
 def _passes(position: Position, text: bytes) -> bool:
-    """Whether a token may be written as one: it makes no name equal to an earlier one, and within a
-    set does not go beyond the first item.
+    """Tell whether a token may be written as one: it makes no name equal to an earlier one, and
+    within a set does not go beyond the first item.
     """
     for byte in text:
         if position.is_strict and not position.in_string and byte in b",eE":

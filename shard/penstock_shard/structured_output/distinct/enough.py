@@ -36,7 +36,7 @@ def check_enough(place: Place, schema: dict[str, Any], base: str) -> None:
 
 
 def _count(place: Place, schema: Schema, base: str, depth: int) -> float:
-    """How many values a schema has at most."""
+    """Count how many values a schema has at most."""
     schema, base = place.read(schema, base)
     if isinstance(schema, bool) or depth > _DEEPEST:
         return 0 if schema is False else math.inf
@@ -44,7 +44,7 @@ def _count(place: Place, schema: Schema, base: str, depth: int) -> float:
 
 
 def _counts(place: Place, schema: dict[str, Any], base: str, depth: int) -> Iterator[float]:
-    """How many each keyword leaves."""
+    """Count how many each keyword leaves."""
     if "$ref" in schema:
         yield _count(place, *place.resolve("$ref", schema["$ref"], base), depth)
     for keyword in ("anyOf", "oneOf"):

@@ -42,7 +42,7 @@ class Container(NamedTuple):
 
     @property
     def used(self) -> tuple[Value, ...]:
-        """What the next one must differ from."""
+        """Values from which the next one must differ."""
         return self.names if self.is_object else self.items
 
     @property
@@ -148,7 +148,7 @@ class Position:
         self.phase = FIRST
 
     def _node(self) -> Node:
-        """Of the value that begins here."""
+        """The node of the value that begins here."""
         if not self.containers:
             assert self._root is not None
             return self._root

@@ -100,7 +100,7 @@ class Tokens:
 
 
 def _crosses(text: bytes) -> bool:
-    """Whether a token of several bytes, some of which are signs, is more than one piece."""
+    """Tell whether a token of several bytes, some of which are signs, is more than one piece."""
     return b'"' in text[1:-1] if text[:1] == b'"' else bool(text.strip(BLANKS))
 
 

@@ -67,7 +67,7 @@ class Node:
 
 
 class Watched:
-    """What is watched in the values of a prepared schema; shared by all who have the schema."""
+    """The watched places in the values of a prepared schema; shared by all who have the schema."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._definitions = schema.get("$defs", {})
@@ -105,7 +105,7 @@ _ANYTHING: dict[str, Any] = {}
 
 
 def watched_in(schema: dict[str, Any]) -> Watched | None:
-    """What is watched in the values of a prepared schema; None if nothing is."""
+    """Find what is watched in the values of a prepared schema; None if nothing is."""
     watched = Watched(schema)
     todo = [watched.root]
     seen: set[Node] = set()
@@ -133,7 +133,7 @@ def _item(part: dict[str, Any], index: int) -> Schema:
 
 
 def _allows(kind: str, part: dict[str, Any]) -> bool:
-    """Whether values of this type, `object` or `array`, are not written out in the schema."""
+    """Tell whether values of this type, `object` or `array`, are not written out in the schema."""
     types = part.get("type", kind)
     return (kind in types if isinstance(types, list) else kind == types) and not (
         "const" in part or "enum" in part

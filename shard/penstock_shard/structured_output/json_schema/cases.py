@@ -73,7 +73,7 @@ def possible_cases(schema: Schema, definitions: dict[str, Schema]) -> Schema:
 def _decided(
     base: _Case, choices: list[list[Schema]], definitions: dict[str, Schema]
 ) -> tuple[_Case | None, list[list[Schema]]]:
-    """What holds in any case, and the choices left, each of alternatives that are possible then."""
+    """Find what holds in any case, and the choices left, of alternatives that are possible then."""
     open_choices = choices
     while decided := [choice for choice in open_choices if len(choice) < 2]:
         for choice in decided:

@@ -12,7 +12,7 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 
 class Place(Protocol):
-    """What the code that rewrites a keyword may use; `base` is the base URI of references."""
+    """Services to the code that rewrites a keyword; `base` is the base URI of references."""
 
     # What differs is seen to while an output is written (`distinct/`).
     is_watched: bool

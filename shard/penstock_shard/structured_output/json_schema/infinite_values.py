@@ -25,7 +25,7 @@ def ending_names(definitions: dict[str, Schema]) -> set[str]:
 
 
 def may_end(schema: Schema, ending: set[str]) -> bool:
-    """Whether the schema has a finite value, given the definitions that are known to have one."""
+    """Tell whether the schema has a finite value, given the definitions known to have one."""
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:

@@ -105,7 +105,7 @@ def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _if_there(name: str, needed: Any) -> tuple[dict[str, Any], Any, bool]:
-    """What objects must meet that have a member `name`: a schema, or names of other members."""
+    """Say what objects must meet that have a member `name`: a schema, or names of other members."""
     if isinstance(needed, list):
         needed = {"required": needed} if needed else True
     return {"type": "object", "required": [name]}, needed, True

@@ -161,7 +161,7 @@ class _Translation:
         return {"$ref": f"#/$defs/{self.names[key]}"}
 
     def _added(self, keyword: str, schema: dict[str, Any], base: str) -> Iterator[Schema]:
-        """What values must meet beside the keywords that llguidance handles."""
+        """Yield what values must meet beside the keywords that llguidance handles."""
         if keyword in _ADDED:
             yield _ADDED[keyword](self, schema, base)
         elif keyword in REFERENCES:

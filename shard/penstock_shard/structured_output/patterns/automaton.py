@@ -52,7 +52,7 @@ class Automaton:
             yield from ((text + chr(code), following) for code in codes)
 
     def _goes_round(self) -> bool:
-        """Whether a state follows itself, so that there are texts of any length."""
+        """Tell whether a state follows itself, so that there are texts of any length."""
         left = {state: set(after) for state, after in enumerate(self.steps)}
         while done := [state for state, after in left.items() if not after & left.keys()]:
             for state in done:
@@ -102,7 +102,7 @@ def _smallest(steps: _Steps, ends: set[int]) -> Automaton:
 def _merged(
     after: dict[int, Characters], kinds: list[int], alive: set[int]
 ) -> frozenset[tuple[int, Characters]]:
-    """What follows a state, by the kinds of states; only those that lead to an end."""
+    """Merge what follows a state, by the kinds of states; only those that lead to an end."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for state, some in after.items():
         if state in alive:
@@ -174,7 +174,7 @@ class _Ways:
         self._before[following].add(state)
 
     def cost(self, state: int) -> int:
-        """How much the expressions grow by when a state is taken away."""
+        """Count how much the expressions grow by when a state is taken away."""
         behind = [text for other, text in self.after[state].items() if other != state]
         before = [self.after[one][state] for one in self._before[state] if one != state]
         around = len(self.after[state].get(state, ""))

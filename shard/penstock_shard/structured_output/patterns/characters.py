@@ -46,7 +46,7 @@ def has(some: Characters, code: int) -> bool:
 
 
 def _begins(some: Characters) -> Iterator[int]:
-    """Where the set begins, and where what is not in it does."""
+    """Yield where the set begins, and where what is not in it does."""
     for low, high in some:
         yield low
         yield high + 1

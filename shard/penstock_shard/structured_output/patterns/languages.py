@@ -127,7 +127,7 @@ class Languages:
         return self._new(not self.has_empty[of], "all_but", of)
 
     def derivative(self, of: int, code: int) -> int:
-        """What may follow the character of this code point."""
+        """Make the language of what may follow the character of this code point."""
         key = of, code
         if key not in self._derivatives:
             try:

@@ -192,7 +192,7 @@ class _Reader:
     # ---- How often ----
 
     def _counted(self, part: _Part, is_head: bool) -> _Part:
-        """How often a part is there; at the head, behind any other text, the least often."""
+        """Read how often a part is there; at the head, behind any other text, the least often."""
         found = _COUNT.match(self._pattern, self.at)
         sign = self._pattern[self.at : self.at + 1]
         if found is not None:
@@ -272,7 +272,7 @@ class _Reader:
         return rest if before == _START else NOTHING
 
     def _at_edge(self, is_edge: bool, rest: int, before: str | None) -> int:
-        """What follows where a word begins or ends, or where none does."""
+        """Keep what may follow where a word begins or ends, or where none does."""
         if before is None:
             raise ValueError("\\b behind look-around is not served")
         languages = self._languages

@@ -1,1 +1,1 @@
-"""What each keyword that llguidance lacks, or handles in part, is expressed by."""
+"""Expresses each keyword that llguidance lacks, or handles in part, by others."""

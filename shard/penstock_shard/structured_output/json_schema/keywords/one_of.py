@@ -42,7 +42,7 @@ _Listed = frozenset[tuple[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known of the values that a schema allows; it may allow fewer.
+    """Facts about the values that a schema allows; it may allow fewer.
 
     `types` are theirs, `listed` all of them (None: they are not listed), `tags` the values of those
     properties of objects that list theirs, `required` the properties that objects have, `known`
@@ -65,7 +65,7 @@ class _Facts:
         return not any(may_match(pattern, name) for pattern in self.patterns)
 
     def and_(self, other: _Facts) -> _Facts:
-        """What is known of the values that both schemas allow."""
+        """Combine what is known of values that both schemas allow."""
         shared = self.tags.keys() & other.tags
         of = other if self.named is None else self
         named = of.named
@@ -82,7 +82,7 @@ class _Facts:
         )
 
     def or_(self, other: _Facts) -> _Facts:
-        """What is known of the values that at least one of the schemas allows."""
+        """Combine what is known of values that at least one of the schemas allows."""
         listed = _either(self.listed, other.listed)
         types = self.types | other.types
         objects = [one for one in (self, other) if "object" in one.types]
@@ -144,7 +144,7 @@ def apart(place: Place, schema: dict[str, Any], base: str) -> list[list[Schema]]
 
 @dataclass(slots=True)
 class _Beside:
-    """What holds beside an alternative: properties that objects must have, or may not, types that
+    """Demands beside an alternative: properties that objects must have, or may not, types that
     are left out, and the alternatives that are to be negated.
     """
 
@@ -237,7 +237,7 @@ def _facts(place: Place, schema: Schema, base: str, depth: int) -> _Facts:
 
 
 def _own_facts(place: Place, schema: dict[str, Schema], base: str) -> _Facts:
-    """What a schema's own keywords tell, not those of its parts."""
+    """Read what a schema's own keywords tell, not those of its parts."""
     named = schema.get("type", list(TYPES))
     types = {"number" if name == "integer" else name for name in _as_list(named)}
     facts = _Facts(types=frozenset(types), required=frozenset(schema.get("required", ())))
