@@ -89,7 +89,11 @@ def test_rows_of_each_expert_are_multiplied_with_its_own_weight(name: str) -> No
         assert found.shape == expected.shape
         assert found.dtype is ops.dtype
         error = (found.float() - expected).norm()
-        assert error <= TOLERANCES[ops.weights] * expected.norm()
+        # Each element is a sum of `narrow` products of variance 1. A few elements may all be among
+        # those that rounding hits hardest; many may not.
+        spread = (narrow * expected.numel()) ** 0.5
+        outliers = 1 + 3 / max(1, expected.numel()) ** 0.5
+        assert error <= TOLERANCES[ops.weights] * spread * outliers
 
 
 def reference(

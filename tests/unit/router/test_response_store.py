@@ -566,10 +566,11 @@ async def test_nothing_is_lost_where_several_processes_write_at_once(path: str) 
 async def test_several_processes_keep_to_the_bound_together(path: str) -> None:
     with store_file(path, max_bytes=MIN_BYTES):
         ids = await asyncio.to_thread(write_at_once, path, MIN_BYTES)
-        assert bytes_on_disk(path) == file_bytes(path) <= MIN_BYTES * 1.25
         async with make_store(path, max_bytes=MIN_BYTES) as store:
             # Of some 5 kB each, and a page takes 4.
             assert 120 < len(await kept(store, *ids)) < 200
+        # Two that close at once may both leave the log to the other: whoever is alone removes it.
+        assert bytes_on_disk(path) == file_bytes(path) <= MIN_BYTES * 1.25
 
 
 # ---- the event loop ------------------------------------------------------------------------------
