@@ -28,6 +28,7 @@ from penstock_shard.ipc.messages import FromEngine, Inbox, Ready, Start, Started
 from penstock_shard.ipc.runner_info import Adapter, CacheGroup, RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena, namespace_of
+from penstock_shard.scheduler.slow_masks import SlowMasks
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.base import ReadAdapter
@@ -324,7 +325,9 @@ class SimulatedEngine:
             prompts_first=kind.prompts_first,
         )
         drafter = Drafter(kind.speculative_tokens) if kind.speculative_tokens else None
-        scheduler = create_scheduler(limits, blocks, drafter)
+        matchers = PendingMatchers(two_ended_compiler(), self._news.set, InlineExecutor())
+        masks = SlowMasks(runner.info.vocab_size, self._news.set, InlineExecutor())
+        scheduler = create_scheduler(limits, blocks, drafter, masks=masks)
         moves = None
         if arena is not None:
             send = self._send if kind.has_peers else None
@@ -337,7 +340,7 @@ class SimulatedEngine:
             blocks,
             clock=self._clock_of(runner),
             tell_started=lambda ids: self._send(Started(ids)),
-            matchers=PendingMatchers(two_ended_compiler(), self._news.set, InlineExecutor()),
+            matchers=matchers,
             moves=moves,
             images=None if encoder is None else PendingImages(encoder, blocks),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
@@ -12,6 +13,7 @@ from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Constraint, Request
 from penstock_shard.kv_cache.block_manager import BlockManager
+from penstock_shard.scheduler.slow_masks import SlowMasks
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.compiler import Compiler
@@ -33,7 +35,9 @@ class ConstrainedEngine:
         num_blocks: int = 512,
         compiler: Compiler | None = None,
         drafter: Drafter | None = None,
+        slow_threads: Executor | None = None,
     ) -> None:
+        """`slow_threads` fill the masks that take long."""
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.matchers = PendingMatchers(
             compiler or two_ended_compiler(), lambda: self._done.put(None), compiling_threads(1)
@@ -43,7 +47,10 @@ class ConstrainedEngine:
         blocks = BlockManager(
             info.pools, info.block_size, weights_hash="fake", enable_prefix_caching=True
         )
-        scheduler = create_scheduler(SchedulerLimits(64, 512), blocks, drafter)
+        masks = SlowMasks(
+            info.vocab_size, self.matchers.on_done, slow_threads or compiling_threads(1)
+        )
+        scheduler = create_scheduler(SchedulerLimits(64, 512), blocks, drafter, masks=masks)
         engine = Engine(runner, scheduler, blocks, matchers=self.matchers)
         self.under_test = EngineUnderTest(engine, scheduler, blocks, [])
 
@@ -55,7 +62,7 @@ class ConstrainedEngine:
         # Each ends exactly once.
         left = len(requests)
         while left:
-            if not engine.has_work and len(self.matchers):
+            if not engine.has_work:
                 self._done.get(timeout=_PATIENCE_S)
             left -= sum(output.is_last for output in self.under_test.step())
         said: dict[str, list[Output]] = {request.request_id: [] for request in requests}

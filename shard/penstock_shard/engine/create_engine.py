@@ -25,6 +25,7 @@ from penstock_shard.kv_transfer.import_checks import ImportChecks
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
 from penstock_shard.scheduler.scheduler import Scheduler
+from penstock_shard.scheduler.slow_masks import SlowMasks
 from penstock_shard.scheduler.speculation import Speculation
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.scheduler.step_time import StepTime
@@ -66,7 +67,10 @@ def create_engine(
         prompts_first=config.role == "prefill",
     )
     drafter = Drafter(config.speculative_tokens) if config.speculative_tokens else None
-    scheduler = create_scheduler(limits, blocks, drafter, aging_s=config.aging_s)
+    masks = None
+    if matchers is not None:
+        masks = SlowMasks(info.vocab_size, matchers.on_done, compiling_threads(1))
+    scheduler = create_scheduler(limits, blocks, drafter, aging_s=config.aging_s, masks=masks)
     moves = None
     if arena is not None:
         moves = create_moves(arena, loaded.runner, scheduler, blocks, disk, send)
@@ -120,14 +124,17 @@ def create_scheduler(
     drafter: Drafter | None = None,
     *,
     aging_s: float = 30.0,
+    masks: SlowMasks | None = None,
 ) -> Scheduler:
-    """A scheduler that aims for requests' objectives, with drafts if there is a drafter."""
+    """A scheduler that aims for requests' objectives, with drafts if there is a drafter, and with
+    constraints if there are `masks`.
+    """
     step_time = StepTime()
     policy = PriorityPolicy(blocks, step_time, aging_s)
     speculation = None
     if drafter is not None:
         speculation = Speculation(drafter, blocks, limits.max_num_seqs)
-    return Scheduler(limits, blocks, step_time, policy, speculation)
+    return Scheduler(limits, blocks, step_time, policy, speculation, masks)
 
 
 def create_matchers(

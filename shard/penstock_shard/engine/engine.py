@@ -82,7 +82,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether there is a step to launch or to collect, or blocks to copy."""
-        if len(self._live) > self._num_held_back or self._in_flight:
+        num_held = self._num_held_back + len(self._scheduler.masks or ())
+        if len(self._live) > num_held or self._in_flight:
             return True
         if self._images is not None and self._images.has_work:
             return True

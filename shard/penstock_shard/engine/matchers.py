@@ -18,7 +18,12 @@ from penstock_shard.ipc.messages import Error
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.compiler import Compiler, is_worn_out
 from penstock_shard.structured_output.distinct.distinct import Distinct
-from penstock_shard.structured_output.matcher_state import ConstraintState, failure_of
+from penstock_shard.structured_output.matcher_state import (
+    ConstraintState,
+    failure_of,
+    fill_mask,
+    is_mismatch,
+)
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 logger = logging.getLogger(__name__)
@@ -67,7 +72,7 @@ class PendingMatchers:
     def __init__(self, compiler: Compiler, on_done: Callable[[], None], threads: Executor) -> None:
         """`on_done` is called, in a thread, whenever `take` has something new."""
         self._compiler = compiler
-        self._on_done = on_done
+        self.on_done = on_done
         self._threads = threads
         self._waiting: dict[Sequence, _Making] = {}
         # A queue, so that a step looks only at sequences that are done, however many wait.
@@ -117,7 +122,7 @@ class PendingMatchers:
 
     def _tell_done(self, sequence: Sequence) -> None:
         self._done.put(sequence)
-        self._on_done()
+        self.on_done()
 
     def _state(self, sequence: Sequence, is_discarded: threading.Event) -> ConstraintState:
         constraint = sequence.request.constraint
@@ -137,7 +142,12 @@ class PendingMatchers:
             matcher = self._compiler.compile_alone(constraint)
             distinct = self._compiler.distinct(constraint, matcher)
             _follow(matcher, distinct, sequence, is_discarded, 1)
-        return ConstraintState(sequence.request, matcher, distinct)
+        state = ConstraintState(
+            sequence.request, matcher, distinct, self._compiler.pace(constraint)
+        )
+        if state.pace.is_slow:
+            fill_mask(state, self._compiler.tokenizer.vocab_size)
+        return state
 
 
 def _follow(
@@ -157,10 +167,16 @@ def _follow(
         _compute_mask(matcher)
         some = token_ids[start : start + tokens_a_mask]
         if not _consume(matcher, distinct, some):
-            raise OutputRefused(
-                "output_token_ids: they are no beginning of what the constraint allows"
-            )
+            raise _unfollowed(matcher)
     _compute_mask(matcher)
+
+
+def _unfollowed(matcher: LLMatcher) -> OutputRefused | OutputExhausts:
+    if is_mismatch(matcher):
+        return OutputRefused(
+            "output_token_ids: they are no beginning of what the constraint allows"
+        )
+    return OutputExhausts(failure_of(matcher))
 
 
 def _consume(matcher: LLMatcher, distinct: Distinct | None, token_ids: list[int]) -> bool:

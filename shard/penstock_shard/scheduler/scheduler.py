@@ -11,8 +11,8 @@ share of long prompts. When blocks run out a sequence is preempted: its blocks a
 launched step refers to them, and it is computed again later from its prompt and its output so far.
 One of whose prefix host memory has copies gets its blocks, and runs once these are copied there.
 
-Two parts plug in: another policy (`priority_policy.py`), and drafts in decode rows
-(`speculation.py`).
+Three parts plug in: another policy (`priority_policy.py`), drafts in decode rows
+(`speculation.py`), and waiting for masks that take long (`slow_masks.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.worker.base import Batch, RowResult
 
 if TYPE_CHECKING:
+    from penstock_shard.scheduler.slow_masks import SlowMasks
     from penstock_shard.scheduler.speculation import Speculation
 
 # Looking up a member of an enumeration takes as long as counting a token.
@@ -68,15 +69,18 @@ class Scheduler:
         step_time: StepTime | None = None,
         policy: FcfsPolicy | None = None,
         speculation: Speculation | None = None,
+        masks: SlowMasks | None = None,
     ) -> None:
         """Run sequences in the order of arrival by default; every decode row computes one token.
-        `step_time` is what policy and speculation predict with.
+        `step_time` is what policy and speculation predict with. Without `masks` steps wait for
+        those of constraints, however long they take.
         """
         self._limits = limits
         self._blocks = blocks
         self._step_time = StepTime() if step_time is None else step_time
         self._policy = FcfsPolicy() if policy is None else policy
         self._speculation = speculation
+        self.masks = masks
         self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
         self.slots = SlotPool()
         # In the order they are to run in, and how many tokens each had when it joined; a preempted
@@ -187,6 +191,8 @@ class Scheduler:
         self._policy.remove(sequence)
         if self._speculation is not None:
             self._speculation.forget(sequence)
+        if self.masks is not None:
+            self.masks.discard(sequence)
         self._leave(sequence, _ENDED)
 
     def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> Batch:
@@ -195,6 +201,8 @@ class Scheduler:
         preemptions_before = self.preemptions_total
         self._make_room(now_s)
         decodes, prefilling = split(self._policy.order(self._running, now_s))
+        if self.masks is not None:
+            decodes = self.masks.ready(decodes)
         # No drafts while the bounds are reduced after an out-of-memory step.
         speculation = None if self.bounds.reduced else self._speculation
         if speculation is not None:
@@ -497,7 +505,7 @@ class Scheduler:
         It gets the blocks for all its known tokens at once: with fewer it could be preempted in the
         middle of its prompt. Of those with a window it gets as many as it ever has at once.
         """
-        if sequence.num_steps_in_flight:
+        if sequence.num_steps_in_flight or (self.masks is not None and sequence in self.masks):
             return False
         arrival, pool, enough_blocks = self._turned_away
         hopeless = arrival == sequence.arrival and self._blocks.free_in(pool) < enough_blocks

@@ -108,6 +108,9 @@ class Speculation:
         # With pending tokens there is nothing to draft from: the last ones are not known.
         if tokens <= 0 or sequence.num_pending:
             return 0
+        if sequence.constraint is not None and sequence.constraint.pace.is_slow:
+            # Its step would wait for a mask at each draft.
+            return 0
         left = sequence.request.max_tokens - sequence.num_output_tokens
         most = min(tokens, self.drafter.most, left - 1)
         if time_s != UNBOUNDED_S:

@@ -17,16 +17,23 @@ from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.distinct.distinct import Distinct
 from penstock_shard.structured_output.distinct.vocabulary import Vocabulary
 from penstock_shard.structured_output.distinct.watched import Watched
-from penstock_shard.structured_output.grammars import grammar_of, watched_of
+from penstock_shard.structured_output.grammars import grammar_of, holds_grammar, watched_of
+from penstock_shard.structured_output.pace import Pace
 from penstock_shard.structured_output.refusal import ConstraintRefused, reason_of
 
 # Memory of a lexer state, as llguidance states it; 360 to 1,830 bytes were measured with regexes
 # made to be expensive.
 _BYTES_PER_STATE = 2048
 _MOST_STATES = 250_000
-# Positions of a grammar that a text so far may stand for, at a token. llguidance's own bound is met
-# by objects of a few similar alternatives; it states that 20,000 take a millisecond.
-_MOST_POSITIONS = 10_000
+# Positions of a grammar that a text so far may stand for. How many there are follows from the
+# constraint's own length, but for grammars of callers: where such a one is ambiguous, they grow
+# with the text, and work with their square. With its bound a token takes three milliseconds at
+# most, and an ambiguous grammar ends after some hundred tokens. A schema in use needs 3,840.
+# Counted, not measured in time, so that all shards end the same outputs at the same token.
+_MOST_POSITIONS = 4_000
+_MOST_POSITIONS_OF_GRAMMARS = 500
+# And behind all beginnings of tokens that may follow, together: schemas in use need 2,000.
+_MOST_POSITIONS_A_MASK = 5_000
 # Fuel is llguidance's unit of work; it states that 50,000 units take a millisecond.
 _FUEL_PER_S = 2_000_000
 # Bounds of the cached templates: their number (one of a 5 kB schema takes about 1 MB), their text,
@@ -52,6 +59,7 @@ class _Kept:
 
     template: LLMatcher
     watched: dict[str, Watched]
+    pace: Pace
     wears_out: bool = False
 
 
@@ -66,7 +74,7 @@ class Compiler:
         limits: ConstraintLimits,
     ) -> None:
         """Takes up to a second with a large vocabulary."""
-        self._parser_limits = _parser_limits(limits)
+        self._limits = limits
         self.special_tokens: dict[str, int] = {}
         self.tokenizer = self._made(tokenizer_json, vocab_size, eos_token_ids)
         self._most_kept = _most_kept(limits)
@@ -86,6 +94,7 @@ class Compiler:
             kept = _Kept(
                 self.compile_alone(constraint),
                 self._watched(constraint),
+                Pace() if kept is None else kept.pace,
                 wears_out=kept is not None,
             )
             self._keep(constraint, kept)
@@ -105,6 +114,11 @@ class Compiler:
         kept = self._find(constraint)
         watched = self._watched(constraint) if kept is None else kept.watched
         return Distinct(watched, self.vocabulary, beginning.deep_copy()) if watched else None
+
+    def pace(self, constraint: Constraint) -> Pace:
+        """Find the pace that all sequences of a constraint share."""
+        kept = self._find(constraint)
+        return Pace() if kept is None else kept.pace
 
     def _watched(self, constraint: Constraint) -> dict[str, Watched]:
         """Find what is watched of a constraint. Refuses one if a sign of JSON is no token: within
@@ -133,7 +147,9 @@ class Compiler:
             grammar = grammar_of(constraint, self.special_tokens)
         except RecursionError as error:
             raise ConstraintRefused("nests too deep") from error
-        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._parser_limits)
+        is_callers = holds_grammar(constraint, self.special_tokens)
+        limits = _parser_limits(self._limits, is_callers=is_callers)
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
         # Try the first two tokens, to refuse now what allows no text or exceeds the limits at once.
         allowed = _allowed(matcher)
         tried = matcher.deep_copy()
@@ -187,9 +203,10 @@ def _allowed(matcher: LLMatcher) -> list[int]:
     return [(mask & -mask).bit_length() - 1] if mask else []
 
 
-def _parser_limits(limits: ConstraintLimits) -> LLParserLimits:
+def _parser_limits(limits: ConstraintLimits, *, is_callers: bool) -> LLParserLimits:
     return LLParserLimits(
-        max_items_in_row=_MOST_POSITIONS,
+        max_items_in_row=_MOST_POSITIONS_OF_GRAMMARS if is_callers else _MOST_POSITIONS,
+        step_max_items=_MOST_POSITIONS_A_MASK,
         initial_lexer_fuel=int(_FUEL_PER_S * limits.timeout_s),
         max_lexer_states=_most_states(limits),
         verbose_errors=False,

@@ -32,7 +32,15 @@ def watched_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> dic
     return {name: watched for name, watched in found.items() if watched is not None}
 
 
-# Both are asked for, one after the other.
+def holds_grammar(constraint: Constraint, special_tokens: Mapping[str, int]) -> bool:
+    """Whether rules of the caller's, which may be recursive and ambiguous, are part of it."""
+    if constraint.kind != "structural_tag":
+        return constraint.kind == "grammar"
+    written_as = _written(constraint, tuple(special_tokens.items()))[0]
+    return len(json.loads(written_as)["grammars"]) > 1
+
+
+# All are asked for, one after the other.
 @functools.lru_cache(4)
 def _written(
     constraint: Constraint, special_tokens: tuple[tuple[str, int], ...]
@@ -71,4 +79,5 @@ def _parsed(constraint: Constraint) -> Any:
 def _choice(options: tuple[str, ...]) -> str:
     if not options:
         raise ConstraintRefused("choice: no options")
-    return unforced("start: " + " | ".join(map(json.dumps, options)))
+    # One terminal, and no rule, which has a position for each option.
+    return unforced("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, options)))

@@ -4,19 +4,27 @@ follow.
 
 from __future__ import annotations
 
+import time
 from collections import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import (
+    allocate_token_bitmask,
+    fill_next_token_bitmask,
+    fill_next_token_bitmask_par,
+)
 from numpy.typing import NDArray
 
 from penstock_shard.ipc.request import Request
 from penstock_shard.structured_output.distinct.distinct import Distinct
+from penstock_shard.structured_output.pace import SLOW_S, Pace
 from penstock_shard.structured_output.refusal import reason_of
 
+# Most that an ordinary mask takes.
+_ORDINARY_S = 0.0001
 # One bit for each token, the lowest bit first: int32 [words of the vocabulary].
 Mask = NDArray[np.int32]
 
@@ -25,12 +33,17 @@ class ConstraintState:
     """A sequence's matcher, and the mask of its next token."""
 
     def __init__(
-        self, request: Request, matcher: LLMatcher, distinct: Distinct | None = None
+        self,
+        request: Request,
+        matcher: LLMatcher,
+        distinct: Distinct | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Both have consumed the output that was delivered before. `distinct`: what else must not
-        follow.
+        follow. `pace`: that of all sequences with this constraint.
         """
         self.matcher = matcher
+        self.pace = Pace() if pace is None else pace
         self._distinct = distinct
         self.mask: Mask | None = None
         self._request = request
@@ -51,6 +64,12 @@ class ConstraintState:
             return ""
         kind = self._request.constraint.kind if self._request.constraint else "constraint"
         return f"{kind}: {why}"
+
+    def is_ready_after(self, num_tokens: int) -> bool:
+        """Whether no step waits for what follows so many tokens of output: the mask is there, or
+        will never be.
+        """
+        return bool(self.error) or (self._position == num_tokens and self.mask is not None)
 
     def move_to(self, output: abc.Sequence[int]) -> None:
         """Go to after this output."""
@@ -122,37 +141,66 @@ class ConstraintState:
         self.mask = mask
 
 
+def fill_mask(state: ConstraintState, vocab_size: int) -> None:
+    """Fill the mask of one in this thread, and have its pace learn how long that takes."""
+    bitmasks = allocate_token_bitmask(1, vocab_size)
+    _fill_measured(state, bitmasks, 0)
+    state.set_mask(bitmasks[0])
+
+
+def _fill_measured(state: ConstraintState, bitmasks: NDArray[np.int32], row: int) -> None:
+    before_s = time.thread_time()
+    fill_next_token_bitmask(state.matcher, bitmasks, row)
+    state.restrict(bitmasks[row])
+    state.pace.learn(time.thread_time() - before_s)
+
+
 class MaskFiller:
-    """Fills masks in threads, while the caller does other work."""
+    """Fills masks in threads, while the caller does other work. Masks that are there stay."""
 
     def __init__(self, vocab_size: int, num_threads: int = 1) -> None:
         self._vocab_size = vocab_size
         self._executor = LLExecutor(num_threads)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+        # Whether the last masks took long: which of them did is found out with the next ones.
+        self._measures = False
 
     def fill(self, states: abc.Sequence[ConstraintState]) -> None:
         """Fill the masks of all, and return when they are filled."""
+        states = _without_masks(states)
         self._set(states, self._filled(states))
 
     def start(self, states: abc.Sequence[ConstraintState]) -> Callable[[], None]:
         """Begin to fill the masks of all. Leave `states` alone until the returned function, which
         waits for the masks, has been called.
         """
-        # One call that releases the interpreter lock, which a step needs between its kernels.
+        states = _without_masks(states)
         filling = self._threads.submit(self._filled, states)
         return lambda: self._set(states, filling.result())
 
     def _filled(self, states: abc.Sequence[ConstraintState]) -> NDArray[np.int32]:
         bitmasks = allocate_token_bitmask(len(states), self._vocab_size)
-        places = [(state.matcher, row) for row, state in enumerate(states)]
-        fill_next_token_bitmask_par(self._executor, places, bitmasks)
-        for state, row in zip(states, bitmasks, strict=True):
-            state.restrict(row)
+        before_s = time.monotonic()
+        if self._measures or len(states) == 1:
+            for row, state in enumerate(states):
+                _fill_measured(state, bitmasks, row)
+        elif states:
+            # One call that releases the interpreter lock, which a step needs between its kernels.
+            places = [(state.matcher, row) for row, state in enumerate(states)]
+            fill_next_token_bitmask_par(self._executor, places, bitmasks)
+            for state, row in zip(states, bitmasks, strict=True):
+                state.restrict(row)
+        took_s = time.monotonic() - before_s
+        self._measures = not self._measures and took_s > SLOW_S + len(states) * _ORDINARY_S
         return bitmasks
 
     def _set(self, states: abc.Sequence[ConstraintState], bitmasks: NDArray[np.int32]) -> None:
         for state, mask in zip(states, bitmasks, strict=True):
             state.set_mask(mask)
+
+
+def _without_masks(states: abc.Sequence[ConstraintState]) -> list[ConstraintState]:
+    return [state for state in states if state.mask is None]
 
 
 def allowed_ids(mask: Mask) -> NDArray[np.intp]:
@@ -179,3 +227,10 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 def failure_of(matcher: LLMatcher) -> str:
     """Say why the matcher cannot go on, in one line."""
     return f"cannot be followed any further: {reason_of(matcher.get_error())}"
+
+
+def is_mismatch(matcher: LLMatcher) -> bool:
+    """Whether a matcher cannot go on because a token was none of those that it allowed; otherwise
+    a limit of its work was met.
+    """
+    return "doesn't satisfy the grammar" in matcher.get_error()

@@ -30,6 +30,7 @@ from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import Constraint, FinishReason, Request, ThinkingBudget
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.structured_output.pace import Pace
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 SCHEMA = {
@@ -196,6 +197,9 @@ class _Unwatched:
 
     def distinct(self, constraint: Constraint, beginning: object) -> None:
         return None
+
+    def pace(self, constraint: Constraint) -> Pace:
+        return Pace()
 
 
 class _Panic(BaseException):
