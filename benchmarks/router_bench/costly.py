@@ -183,8 +183,8 @@ def _evenly(request: bytes, period_s: float, window: Window) -> Timed:
 
 
 def _long() -> bytes:
-    cut = {"truncate_prompt_tokens": _LONG_TOKENS, "max_tokens": 1}
-    return chat("word " * _LONG_WORDS, stream=True, key=_HONEST, **cut)
+    words, cut = "word " * _LONG_WORDS, _LONG_TOKENS
+    return chat(words, stream=True, key=_HONEST, truncate_prompt_tokens=cut, max_tokens=1)
 
 
 def _stream(rng: random.Random) -> Timed:

@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image
 
@@ -64,7 +65,7 @@ def _ambiguous_grammar(key: str, salt: str, number: int) -> bytes:
 
 
 def _wide_tool(key: str, salt: str, number: int) -> bytes:
-    properties = {f"p{each}": {} for each in range(_NUM_PROPERTIES)}
+    properties: dict[str, Any] = {f"p{each}": {} for each in range(_NUM_PROPERTIES)}
     parameters = {"type": "object", "properties": properties, "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "wide", "parameters": parameters}}
     return chat(key=key, tools=[tool], tool_choice="required", max_tokens=16)
@@ -83,18 +84,18 @@ def _slow_constraint(key: str, salt: str, number: int) -> bytes:
         for each in range(_NUM_PATTERNS)
     }
     schema = {"type": "object", "properties": properties}
-    constraint = {"structured_outputs": {"json": schema}}
-    return chat(key=key, stream=True, ignore_eos=False, max_tokens=4, **constraint)
+    asked = {"json": schema}
+    return chat(key=key, stream=True, ignore_eos=False, max_tokens=4, structured_outputs=asked)
 
 
 def _large_image(key: str, salt: str, number: int) -> bytes:
-    data = base64.b64encode(_picture(f"{salt}{number}")).decode()
+    data = base64.b64encode(picture(f"{salt}{number}")).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     messages = [{"role": "user", "content": [image]}]
     return chat(key=key, messages=messages, stream=True, max_tokens=4)
 
 
-def _picture(comment: str) -> bytes:
+def picture(comment: str) -> bytes:
     """A large PNG of few bytes, another one for each comment."""
     *_, end = whole = _plain_picture()
     text = b"tEXtComment\0" + comment.encode()
