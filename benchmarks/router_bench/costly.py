@@ -105,7 +105,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 def _window(
     servers: Servers, attack: Attack, case: str, number: int, args: argparse.Namespace
 ) -> Row:
-    """What became of the honest requests, and of the memory."""
+    """Measures the honest requests, and the memory of router and shard."""
     window = Window(time.monotonic() + _START_S, _WARMUP_S, args.seconds, _PATIENCE_S)
     # In each window what is shared is new.
     salt = f"{case}{number}"
@@ -195,7 +195,7 @@ def _stream(rng: random.Random) -> Timed:
 
 
 def _settle(servers: Servers) -> float:
-    """How many seconds it takes until the router has no request left; infinity for too many."""
+    """Seconds until the router has no request left; infinity for too many."""
     try:
         return wait_until(lambda: _is_idle(servers), timeout_s=_SETTLE_S, what="an idle router")
     except AssertionError:

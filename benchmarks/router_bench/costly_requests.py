@@ -31,7 +31,7 @@ MakeRequest = Callable[[str, str, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """So many requests again and again, but no more at once than it may have."""
+    """A salvo of requests again and again, of which no more than `at_once` wait for answers."""
 
     name: str
     make: MakeRequest
@@ -105,7 +105,7 @@ def picture(comment: str) -> bytes:
 
 @functools.cache
 def _plain_picture() -> tuple[bytes, bytes]:
-    """All but its last chunk, and that."""
+    """The file without its last chunk, and that chunk."""
     out = io.BytesIO()
     Image.new("RGB", (_SIDE_PIXELS, _SIDE_PIXELS), "teal").save(out, "PNG")
     return out.getvalue()[:-12], out.getvalue()[-12:]
@@ -128,7 +128,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 def send(pipe: Pipe, port: int, attack: Attack, key: str, salt: str, window: Window) -> None:
-    """An attack throughout a window: how many answers had which status."""
+    """Sends an attack throughout a window, and tells how many answers had which status."""
     # Its work is another machine's.
     os.nice(19)
     attack.make(key, salt, 0)

@@ -62,8 +62,8 @@ class Servers:
         return int(self.router.address.rpartition(":")[2])
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """By part of the system. A router's workers belong to it, and what checks constraints to
-        its shard.
+        """Processes by part of the system. A router's workers belong to it, and what checks
+        constraints to its shard.
         """
         engines = [shard.engine for shard in self.shards]
         shards = [each for shard in self.shards for each in _family(shard) if each not in engines]
@@ -76,7 +76,7 @@ class Servers:
 
     @property
     def stamps_files(self) -> list[Path]:
-        """Of the shards that stamp."""
+        """Files of the shards that stamp."""
         return [each.stamps_file for each in self.shards if isinstance(each, StampingShard)]
 
 
@@ -268,7 +268,7 @@ def rss_bytes(processes: Sequence[psutil.Process]) -> int:
 
 
 class MemoryWatch:
-    """What each part had in memory when the watch began, and the most since."""
+    """Memory of each part when the watch began, and the most since."""
 
     def __init__(self, look: Callable[[], dict[str, int]]) -> None:
         """`look` tells the bytes of each part now."""
@@ -287,7 +287,7 @@ class MemoryWatch:
         self._thread.join()
 
     def grown_mb(self, part: str) -> float:
-        """By how much it grew at most."""
+        """Growth of a part at its largest."""
         return (self.most_bytes[part] - self.before_bytes[part]) / 2**20
 
     def _watch(self) -> None:
