@@ -28,13 +28,14 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.router_bench import attack, figures, steady, tokenizing, traffic
+from benchmarks.router_bench import attack, costly, figures, steady, tokenizing, traffic
 from benchmarks.router_bench.figures import Row
 from benchmarks.router_bench.scenario import Scenario, positive
 from penstock_cli.arguments import positive_int
 
-# Each with the step time, the seconds of a window and the rounds that suit it.
-_SCENARIOS: dict[str, tuple[Scenario, float, float, int]] = {
+# Each with the step time of its fake runner, if it has one, the seconds of a window and the rounds
+# that suit it.
+_SCENARIOS: dict[str, tuple[Scenario, float | None, float, int]] = {
     "tokens": (steady.TOKENS, 20.0, 10.0, 3),
     "latency": (steady.LATENCY, 20.0, 10.0, 3),
     "streams": (steady.STREAMS, 250.0, 10.0, 1),
@@ -44,6 +45,7 @@ _SCENARIOS: dict[str, tuple[Scenario, float, float, int]] = {
     "tokenizing": (tokenizing.TOKENIZING, 10.0, 20.0, 3),
     "overload": (traffic.OVERLOAD, 20.0, 20.0, 1),
     "attack": (attack.ATTACK, 20.0, 60.0, 1),
+    "costly": (costly.COSTLY, None, 60.0, 1),
     "workers": (steady.WORKERS, 20.0, 10.0, 3),
 }
 
@@ -98,11 +100,12 @@ def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_common(
-    parser: argparse.ArgumentParser, step_ms: float, seconds: float, rounds: int
+    parser: argparse.ArgumentParser, step_ms: float | None, seconds: float, rounds: int
 ) -> None:
     add = parser.add_argument
-    add("--step-ms", type=positive, default=step_ms, metavar="MS",
-        help="of the fake runner (default: %(default)g)")  # fmt: skip
+    if step_ms is not None:
+        add("--step-ms", type=positive, default=step_ms, metavar="MS",
+            help="of the fake runner (default: %(default)g)")  # fmt: skip
     add("--seconds", type=positive, default=seconds, metavar="S",
         help="of each measured window (default: %(default)g)")  # fmt: skip
     add("--rounds", type=positive_int, default=rounds, metavar="N",

@@ -7,14 +7,11 @@ import contextlib
 import json
 import ssl
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
-
-import psutil
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -34,7 +31,7 @@ from benchmarks.router_bench.scenario import (
     router_flags,
     shard_flags,
 )
-from benchmarks.router_bench.servers import Load, Meter, Servers, rss_bytes, serving
+from benchmarks.router_bench.servers import Load, MemoryWatch, Meter, Servers, rss_bytes, serving
 
 CALM, ATTACKED = "alone", "attacked"
 _HONEST, _ATTACKER = "honest", "mallory"
@@ -45,7 +42,7 @@ _LONG_RATE = 1.0
 _WARMUP_S = 2.0
 _PATIENCE_S = 30.0
 _PROBE_PERIOD_S = 0.01
-_WATCH_PERIOD_S = 0.1
+_LOOK_PERIOD_S = 0.1
 # What has not been given back by then is lost.
 _GIVE_BACK_S = 60.0
 
@@ -129,47 +126,18 @@ class Site:
         }
 
 
-class _MemoryWatch:
-    """The most that the router, and the router with its text processes, had in memory."""
-
-    def __init__(self, servers: Servers) -> None:
-        self._servers = servers
-        self.most_bytes = self.most_bytes_of_all = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(_WATCH_PERIOD_S):
-            router, *others = self._servers.processes()["router"]
-            own_bytes = rss_bytes([router])
-            self.most_bytes = max(self.most_bytes, own_bytes)
-            self.most_bytes_of_all = max(self.most_bytes_of_all, own_bytes + _rss_of(others))
-
-
-def _rss_of(processes: Sequence[psutil.Process]) -> int:
-    """A text process may end while it is looked at."""
-    total = 0
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
-    return total
+def _memory(servers: Servers) -> dict[str, int]:
+    """Bytes of the router, and of the router with its text processes."""
+    processes = servers.processes()["router"]
+    return {"router": rss_bytes(processes[:1]), "all": rss_bytes(processes)}
 
 
 def window(site: Site, case: str, seed: int, args: argparse.Namespace) -> Row:
     """What became of the honest requests, and what the router had lent and gave back."""
     servers = site.servers
-    router = servers.processes()["router"][0]
-    before_bytes, before = rss_bytes([router]), site.held()
+    before = site.held()
     with ExitStack() as stack:
-        watch = stack.enter_context(_MemoryWatch(servers))
+        watch = stack.enter_context(MemoryWatch(lambda: _memory(servers)))
         attackers: list[Load] = []
         if case == ATTACKED:
             attackers = [stack.enter_context(load) for load in _attackers(site, args)]
@@ -179,12 +147,13 @@ def window(site: Site, case: str, seed: int, args: argparse.Namespace) -> Row:
         for load, key in zip(attackers, ("with a key", "without"), strict=False):
             row[key] = load.result(_PATIENCE_S)
     gave_back_s = _gave_back_s(site, before)
+    before_mb = watch.before_bytes["router"] / 2**20
     return {
         **row,
-        "router_mb": before_bytes / 2**20,
-        "grown_mb": (watch.most_bytes - before_bytes) / 2**20,
-        "grown_mb_all": (watch.most_bytes_of_all - before_bytes) / 2**20,
-        "grown_after_mb": (rss_bytes([router]) - before_bytes) / 2**20,
+        "router_mb": before_mb,
+        "grown_mb": watch.grown_mb("router"),
+        "grown_mb_all": watch.grown_mb("all"),
+        "grown_after_mb": _memory(servers)["router"] / 2**20 - before_mb,
         "gave_back_s": gave_back_s,
     }
 
@@ -239,7 +208,7 @@ def _gave_back_s(site: Site, before: dict[str, float]) -> float:
         held = site.held()
         if all(held[name] <= before[name] for name in held):
             return time.monotonic() - begun_s
-        time.sleep(_WATCH_PERIOD_S)
+        time.sleep(_LOOK_PERIOD_S)
     return float("inf")
 
 

@@ -340,6 +340,75 @@ async def _at_random(
     return {**_summary([task.result() for task in done], from_s, to_s), "hung": len(hung)}
 
 
+# ---- Several kinds of request at agreed moments ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A time that several loads agree on: when it begins, by `time.monotonic`, and how it goes on.
+    What has not ended `patience_s` after its end has hung.
+    """
+
+    begin_s: float
+    warmup_s: float
+    seconds: float
+    patience_s: float
+
+    @property
+    def from_s(self) -> float:
+        return self.begin_s + self.warmup_s
+
+    @property
+    def to_s(self) -> float:
+        return self.from_s + self.seconds
+
+
+# When a request is sent, in seconds after the beginning, and the request.
+Timed = Sequence[tuple[float, bytes]]
+
+
+def users(
+    pipe: Pipe, port: int, streams: Sequence[Timed], kinds: dict[str, Timed], window: Window
+) -> None:
+    """Streams that begin at such moments, each again when it has ended, and beside them further
+    kinds of request, each at moments of its own: of each kind what became of it. Streams are of the
+    kind that is named first.
+    """
+    first = next(iter(kinds))
+    answers: dict[str, list[Answer]] = {kind: [] for kind in kinds}
+
+    async def ask(http: Client, kind: str, at_s: float, request: bytes) -> None:
+        await asyncio.sleep(window.begin_s + at_s - time.monotonic())
+        answers[kind].append(await http.ask(request))
+
+    async def stream(http: Client, requests: Timed) -> None:
+        for at_s, request in itertools.cycle(requests):
+            if time.monotonic() >= window.to_s:
+                return
+            await ask(http, first, at_s, request)
+
+    async def run() -> dict[str, int]:
+        async with client(port) as http:
+            tasks = {asyncio.create_task(stream(http, each)): first for each in streams}
+            for kind, timed in kinds.items():
+                tasks |= {asyncio.create_task(ask(http, kind, *each)): kind for each in timed}
+            left_s = window.to_s + window.patience_s - time.monotonic()
+            done, hung = await asyncio.wait(tasks, timeout=left_s)
+            for task in hung:
+                task.cancel()
+            await asyncio.gather(*hung, return_exceptions=True)
+            for task in done:
+                task.result()
+            return {kind: sum(tasks[task] == kind for task in hung) for kind in kinds}
+
+    pipe.send("ready")
+    num_hung = asyncio.run(run())
+    pipe.send({
+        kind: {**_summary(answers[kind], window.from_s, window.to_s), "hung": num_hung[kind]}
+        for kind in kinds
+    })  # fmt: skip
+
+
 def _summary(every: Sequence[Answer], from_s: float, to_s: float) -> dict[str, Any]:
     """Latencies of what was sent in the window, accepted or refused with status 429; `goodput` is
     how many were answered in it, a second; `failed` counts all.

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from benchmarks.router_bench.stamping_shard import STAMPS_VARIABLE
 _ROOT = Path(__file__).parents[2]
 # Before a load that does not say that it is ready is given up.
 READY_TIMEOUT_S = 120.0
+_WATCH_PERIOD_S = 0.1
 
 
 class StampingShard(Shard):
@@ -52,7 +54,7 @@ class StampingShard(Shard):
 class Servers:
     """Shards and a router in front of them."""
 
-    shards: Sequence[StampingShard]
+    shards: Sequence[Shard]
     router: Router
 
     @property
@@ -60,13 +62,12 @@ class Servers:
         return int(self.router.address.rpartition(":")[2])
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """By part of the system. A router's workers belong to it."""
-        router = psutil.Process(self.router.process.pid)
-        return {
-            "router": [router, *router.children(recursive=True)],
-            "shard": [psutil.Process(shard.process.pid) for shard in self.shards],
-            "engine": [shard.engine for shard in self.shards],
-        }
+        """Processes by part of the system. A router's workers belong to it, and what checks
+        constraints to its shard.
+        """
+        engines = [shard.engine for shard in self.shards]
+        shards = [each for shard in self.shards for each in _family(shard) if each not in engines]
+        return {"router": _family(self.router), "shard": shards, "engine": engines}
 
     @property
     def addresses(self) -> list[str]:
@@ -75,8 +76,13 @@ class Servers:
 
     @property
     def stamps_files(self) -> list[Path]:
-        """Of the shards."""
-        return [shard.stamps_file for shard in self.shards]
+        """Files of the shards that stamp."""
+        return [each.stamps_file for each in self.shards if isinstance(each, StampingShard)]
+
+
+def _family(service: Service) -> list[psutil.Process]:
+    first = psutil.Process(service.process.pid)
+    return [first, *first.children(recursive=True)]
 
 
 @contextlib.contextmanager
@@ -88,10 +94,12 @@ def serving(
     shards: int = 1,
     pin: bool = False,
     router: str = "penstock_router",
+    model: Path | None = None,
 ) -> Iterator[Servers]:
     """Start so many shards and a router, wait until all serve, and end all on the way out.
 
-    `router` is the module that is run as the router. Each shard's step is a hundredth longer than
+    `router` is the module that is run as the router. Shards have the fake runner and stamp their
+    tokens, or serve `model`. Each shard's step is a hundredth longer than
     the one's before: shards of a real fleet do not keep step with each other.
 
     `pin` gives the router the first core, and the shards and this process, with the loads that it
@@ -104,11 +112,14 @@ def serving(
     number = len(list(folder.glob("router*.log")))
     try:
         with contextlib.ExitStack() as scope:
-            started = []
+            started: list[Shard] = []
             for index in range(shards):
                 log_file = folder / f"shard{number}-{index}.log"
-                flags = _with_longer_step(shard_flags, 1 + index / 100)
-                started.append(StampingShard(log_file, (index, shards), *flags))
+                if model is None:
+                    flags = _with_longer_step(shard_flags, 1 + index / 100)
+                    started.append(StampingShard(log_file, (index, shards), *flags))
+                else:
+                    started.append(Shard(log_file, "--model", str(model), *shard_flags))
                 scope.enter_context(running(started[-1]))
             if pin:
                 os.sched_setaffinity(0, cores[:1])
@@ -248,4 +259,40 @@ def _cpu_s(process: psutil.Process) -> float:
 
 def rss_bytes(processes: Sequence[psutil.Process]) -> int:
     """Resident memory of all of them; what they share is counted for each."""
-    return sum(each.memory_info().rss for each in processes)
+    total = 0
+    for process in processes:
+        # Those that work on texts and constraints may end while they are looked at.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
+    return total
+
+
+class MemoryWatch:
+    """Memory of each part when the watch began, and the most since."""
+
+    def __init__(self, look: Callable[[], dict[str, int]]) -> None:
+        """`look` tells the bytes of each part now."""
+        self._look = look
+        self.before_bytes = look()
+        self.most_bytes = dict(self.before_bytes)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def grown_mb(self, part: str) -> float:
+        """Growth of a part at its largest."""
+        return (self.most_bytes[part] - self.before_bytes[part]) / 2**20
+
+    def _watch(self) -> None:
+        while not self._over.wait(_WATCH_PERIOD_S):
+            now_bytes = self._look()
+            self.most_bytes = {
+                part: max(self.most_bytes[part], now_bytes[part]) for part in now_bytes
+            }

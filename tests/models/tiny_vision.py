@@ -243,9 +243,13 @@ def generate(
     return made[0, ids.shape[1] :].tolist()
 
 
-def make_whole_vision(directory: Path, family: str) -> PreTrainedModel:
-    """A model with a tokenizer and a chat template of its family. Returns it, with its ids."""
-    model: Any = make_vision(directory, family)
+def make_whole_vision(
+    directory: Path, family: str, text: dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """A model with a tokenizer and a chat template of its family. Returns it, with its ids. `text`
+    are other values of its decoder.
+    """
+    model: Any = make_vision(directory, family, sizes=(text or {}, {}))
     described = IMAGE_MODELS[family]
     tokenizer = described.tokenizer()
     for name, data in described.files().items():

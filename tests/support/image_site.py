@@ -152,18 +152,22 @@ def web_folder(folder: Path) -> Iterator[str]:
         server.server_close()
 
 
-def write_seeing_model(directory: Path, family: str) -> Any:
-    """A model whose every token has a text of its own."""
+def write_seeing_model(directory: Path, family: str, text: dict[str, Any] | None = None) -> Any:
+    """A model whose every token has a text of its own; `text` are other values of its decoder."""
     from models.tiny_vision import make_whole_vision
 
-    whole = make_whole_vision(directory, family)
+    whole = make_whole_vision(directory, family, text)
     path = directory / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     size = whole.config.get_text_config().vocab_size
     missing = range(tokenizer.get_vocab_size(), size)
     tokenizer.add_tokens([AddedToken(f"<{token_id}>", normalized=False) for token_id in missing])
     tokenizer.save(str(path))
-    new = {"eos_token_id": tokenizer.token_to_id("</s>"), "max_position_embeddings": 2048}
+    context = {"max_position_embeddings": 2048} | (text or {})
+    new = {
+        "eos_token_id": tokenizer.token_to_id("</s>"),
+        "max_position_embeddings": context["max_position_embeddings"],
+    }
     for name in ("config.json", "generation_config.json"):
         path = directory / name
         values = json.loads(path.read_text())

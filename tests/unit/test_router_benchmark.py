@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 import struct
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.router_bench.costly import shortfalls
+from benchmarks.router_bench.costly_requests import ATTACKS, asked_too, picture
 from benchmarks.router_bench.figures import curve, medians, percentile
 from benchmarks.router_bench.http_load import Answer, Connection, ends_body
+from benchmarks.router_bench.loads import Window
 from benchmarks.router_bench.stamping_shard import Stamps, stamp_tokens
 
 _EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
@@ -115,3 +121,60 @@ def test_a_curve_keeps_both_ends_and_percentiles_are_values_that_occur() -> None
     values = [float(value) for value in range(1000, 0, -1)]
     assert (curve(values, 5)[0], curve(values, 5)[-1]) == (1.0, 1000.0)
     assert percentile(values, 0.99) == 991.0
+
+
+def _figures(**changes: float | None) -> dict[str, float | None]:
+    """Of a window in which nothing is amiss."""
+    latencies = {"ttft_p99_ms": 80.0, "gap_p99_ms": 20.0, "long_p99_ms": 90.0, "same_p99_ms": None}
+    memory = {"router_grown_mb": 10.0, "shard_grown_mb": 10.0}
+    return {**latencies, **memory, "live_p99_ms": 5.0, "errors": 0.0, **changes}
+
+
+def test_a_goal_is_missed_beyond_half_as_much_again_and_never_below_the_floor() -> None:
+    alone = _figures()
+    assert shortfalls(alone, _figures(ttft_p99_ms=120.0, gap_p99_ms=50.0)) == []
+    assert shortfalls(alone, _figures(ttft_p99_ms=121.0, gap_p99_ms=51.0)) == [
+        "short: first token p99 121 ms, at most 120",
+        "short: gap p99 51 ms, at most 50",
+    ]
+
+
+def test_each_goal_that_is_missed_is_named_with_its_value_and_bound() -> None:
+    attacked = _figures(
+        live_p99_ms=20.0, router_grown_mb=201.0, shard_grown_mb=3000.0, errors=2.0, long_p99_ms=None
+    )
+    assert shortfalls(_figures(), attacked) == [
+        "short: first token of long bodies p99 inf ms, at most 135",
+        "short: /live p99 20 ms, below 20",
+        "short: the router grew by 201 MB, at most 200",
+        "short: the shard grew by 3000 MB, at most 200",
+        "short: 2 honest requests failed, at most 0",
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if ATTACKS[name].is_shared])
+def test_honest_clients_ask_for_the_last_of_each_salvo_and_for_nothing_of_other_windows(
+    name: str,
+) -> None:
+    attack = ATTACKS[name]
+    window = Window(begin_s=0.0, warmup_s=2.0, seconds=3.0, patience_s=1.0)
+    (first_s, first), (second_s, second) = asked_too(attack, "honest", "a", window)
+    assert (first_s, second_s) == (1.0, 3.0)
+    of_attacker = attack.make("mallory", "a", attack.in_a_salvo - 1)
+    assert _body_of(first) == _body_of(of_attacker) != _body_of(second)
+    assert b"Bearer honest" in first
+    assert b"Bearer mallory" in of_attacker
+    (_, elsewhere), _ = asked_too(attack, "honest", "b", window)
+    assert _body_of(elsewhere) != _body_of(first)
+
+
+def _body_of(request: bytes) -> object:
+    return json.loads(request.partition(b"\r\n\r\n")[2])
+
+
+def test_pictures_of_different_comments_are_different_files_of_the_same_pixels() -> None:
+    first, second = picture("a1"), picture("a2")
+    assert first != second
+    for each in (first, second):
+        with Image.open(io.BytesIO(each)) as image:
+            image.verify()
