@@ -53,7 +53,9 @@ def test_every_pattern_is_listed_with_texts_that_are_hard_for_it() -> None:
 
 
 def test_a_pattern_that_is_new_is_found_wherever_it_is_made() -> None:
-    source = "import re\n_A = re.compile('a')\nclass B:\n    def c(self):\n        re.match('a', 'b')"
+    source = (
+        "import re\n_A = re.compile('a')\nclass B:\n    def c(self):\n        re.match('a', 'b')"
+    )
     found = patterns(doctored(penstock_router__new=source))
     assert found == {"penstock_router.new:_A", "penstock_router.new:B.c"}
 

@@ -322,7 +322,10 @@ BODIES: Sequence[tuple[str, Callable[[int], JsonObject]]] = (
             tool_choice=_allowed([_function(at) for at in range(size)]),
         ),
     ),
-    ("chats", lambda size: _chat(tools=[_function(0)] * size, tool_choice=_allowed([_function(0)]))),
+    (
+        "chats",
+        lambda size: _chat(tools=[_function(0)] * size, tool_choice=_allowed([_function(0)])),
+    ),
     ("chats", lambda size: _chat(stop=[f"{at:x}" for at in range(size)][:1000])),
     ("chats", lambda size: _chat(response_format={"type": "regex", "value": "(a|" * size})),
     ("ollama_chat", _ollama),
@@ -350,7 +353,10 @@ BODIES: Sequence[tuple[str, Callable[[int], JsonObject]]] = (
         "messages",
         lambda size: _blocks(
             size,
-            tools=[{"name": "f"}, *({"name": f"g{at}", "defer_loading": True} for at in range(size))],
+            tools=[
+                {"name": "f"},
+                *({"name": f"g{at}", "defer_loading": True} for at in range(size)),
+            ],
         ),
     ),
 )
@@ -366,13 +372,12 @@ OFFERED = (
 )
 
 
-def answers(format_: CallFormat, size: int) -> Iterator[str]:
-    """Answers that are hard to read in a format, and of this length."""
+def answers(format_: CallFormat) -> list[tuple[str, str]]:
+    """How answers begin that are hard to read in a format, and what they then repeat."""
     begins = ("", *format_.begins())
     heads = [f"{begin}{call}" for begin in begins for call in ("", "search", '{"name": "now", ')]
-    for head in dict.fromkeys(heads):
-        for unit in dict.fromkeys((*(" ", "a", "[", '{"a":', '"', "<", "\\"), *format_.marks)):
-            yield head + unit * (size // len(unit))
+    units = (*(" ", "a", "[", '{"a":', '"', "<", "\\"), *format_.marks)
+    return [(head, unit) for head in dict.fromkeys(heads) for unit in dict.fromkeys(units)]
 
 
 def _tool(at: int, size: int, *, needed: bool, schema: JsonObject, **more: Any) -> Tool:

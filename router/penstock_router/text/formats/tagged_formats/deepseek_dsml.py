@@ -26,8 +26,8 @@ from penstock_router.text.marks import NO_MARKS, Marks, plain
 from penstock_router.text.structural_tag_builder import either, json_format, tag
 
 _MARK = "｜DSML｜"
-# A parameter's name, and whether its value is a string. White space is tried from its beginning only,
-# or a long row of it would be from each place.
+# A parameter's name, and whether its value is a string. White space is tried from its beginning
+# only, or a long row of it would be from each place.
 _NAMED = re.compile(r"""(.*?)(?:["']|(?<!\s))\s+string\s*=\s*["']?(true|false)["']?\s*""")
 # Members that stand for all arguments if the function has none of this name.
 _ALL = ("arguments", "input")
