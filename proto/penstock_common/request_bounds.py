@@ -9,6 +9,9 @@ MAX_ADAPTER_SOURCE_CHARACTERS = 4096
 MAX_BAD_WORD_TOKENS = 64
 # Texts of which an output must be one.
 MAX_CHOICE_OPTIONS = 1024
+# A constraint that is made of tools and of what else an answer is held to: longer than shards take
+# unless they are told to (--max-constraint-bytes).
+MAX_BUILT_CONSTRAINT_BYTES = 2**20
 # A request that gives this many tokens in an engine did not crash the earlier ones: it would have
 # crashed this one at the same position, and fewer tokens than this are computed but not yet sent
 # when an engine dies.

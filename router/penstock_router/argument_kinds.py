@@ -57,8 +57,51 @@ def member_names(schema: Any, root: Schema) -> set[str]:
 
 def kinds_of(schema: Any, root: Schema) -> Kinds:
     """JSON's types that a schema allows; none if it does not say."""
-    parts = _parts(schema, root, is_whole=_says_kinds)
-    return frozenset().union(*map(_own_kinds, parts))
+    return SchemaKinds(root).of(schema)
+
+
+class SchemaKinds:
+    """The types that schemas with one root allow: each part is looked at once, however many of them
+    refer to it.
+    """
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        # By the ids of the parts, which are kept beside, so that no other object gets the id.
+        self._found: dict[int, tuple[Schema, Kinds]] = {}
+
+    def of(self, schema: Any) -> Kinds:
+        """As `kinds_of`."""
+        if not isinstance(schema, dict):
+            return frozenset()
+        if id(schema) not in self._found:
+            self._find(schema)
+        return self._found[id(schema)][1]
+
+    def _find(self, schema: Schema) -> None:
+        """Find the types of a schema and of all that it refers to, perhaps in circles: each part
+        hands on what it allows to those that hold it, which takes as many times as there are types.
+        """
+        new: dict[int, tuple[Schema, Kinds]] = {}
+        holders: dict[int, list[int]] = {}
+        waiting = [schema]
+        while waiting:
+            part = waiting.pop()
+            if id(part) in new or id(part) in self._found:
+                continue
+            new[id(part)] = part, _own_kinds(part)
+            for held in _held(part, self._root, _says_kinds):
+                holders.setdefault(id(held), []).append(id(part))
+                waiting.append(held)
+        handed = [*new, *(holders.keys() & self._found.keys())]
+        self._found |= new
+        while handed:
+            at = handed.pop()
+            for holder in holders.get(at, ()):
+                part, kinds = self._found[holder]
+                if not self._found[at][1] <= kinds:
+                    self._found[holder] = part, kinds | self._found[at][1]
+                    handed.append(holder)
 
 
 def _says_kinds(schema: Schema) -> bool:
@@ -80,12 +123,8 @@ def _own_kinds(schema: Schema) -> Kinds:
     return frozenset(implied) | may_be_null
 
 
-def _parts(
-    schema: Any, root: Schema, *, is_whole: Callable[[Schema], bool] = lambda _: False
-) -> Iterator[Schema]:
-    """A schema and all that it refers to or combines, each once; of one that is whole by itself
-    nothing more.
-    """
+def _parts(schema: Any, root: Schema) -> Iterator[Schema]:
+    """A schema and all that it refers to or combines, each once."""
     # References may lead in circles, and to the same place many times.
     waiting, seen = [schema], set()
     while waiting:
@@ -94,10 +133,17 @@ def _parts(
             continue
         seen.add(id(part))
         yield part
-        if isinstance(part.get("$ref"), str):
-            waiting.append(_referred(part["$ref"], root))
-        if not is_whole(part):
-            waiting += [other for key in _COMBINING for other in _listed(part.get(key))]
+        waiting += _held(part, root)
+
+
+def _held(
+    part: Schema, root: Schema, is_whole: Callable[[Schema], bool] = lambda _: False
+) -> list[Schema]:
+    """The schemas that one refers to or, unless it is whole by itself, combines."""
+    held = [_referred(part["$ref"], root)] if isinstance(part.get("$ref"), str) else []
+    if not is_whole(part):
+        held += [other for key in _COMBINING for other in _listed(part.get(key))]
+    return [each for each in held if isinstance(each, dict)]
 
 
 def _listed(value: Any) -> Iterable[Any]:
@@ -141,17 +187,20 @@ def outline(schema: Any) -> Schema:
 class _Outliner:
     def __init__(self, root: Any) -> None:
         self._root: Schema = root if isinstance(root, dict) else {}
+        self._kinds = SchemaKinds(self._root)
         # References may repeat a part any number of times.
         self._left = _MAX_PARTS
 
     def outline(self, schema: Any, depth: int) -> Schema:
-        self._left -= 1
-        if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left < 0:
-            return {}
         found: Schema = {}
-        if kinds := kinds_of(schema, self._root):
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left <= 0:
+            return found
+        if kinds := self._kinds.of(schema):
             found["type"] = sorted(kinds)
         for part in _parts(schema, self._root):
+            self._left -= 1
+            if self._left < 0:
+                break
             self._add(part, found, depth + 1)
         return found
 

@@ -15,7 +15,7 @@ from penstock_router.text.formats.registry import CHANNELS, FORMATS
 from penstock_router.text.reasoning import AUTO, NONE, STYLES
 
 # A name as DNS has it, also with a wildcard, or an IP address.
-_DOMAIN = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]*")
+_DOMAIN = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f]*:[0-9a-f:.]*")
 _ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
 
 

@@ -6,7 +6,6 @@ apart, in the order of their places.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,8 @@ from penstock_router.text.contents import Part
 # Read and of no effect: how many tokens an image takes follows from its size alone.
 _DETAILS = ("auto", "low", "high", "original")
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
-# TGI's, in texts: a link of Markdown without words.
-_MARKDOWN = re.compile(r"!\[\]\(([^\)]*)\)")
+# TGI's, in texts: around the URL in a link of Markdown without words.
+_LINK_BEGIN, _LINK_END = "![](", ")"
 
 
 def image_part(url: str, param: str) -> Part:
@@ -84,8 +83,18 @@ def data_part(name: str, data: Any) -> Part:
 
 def split_markdown(name: str, text: str) -> tuple[list[str], tuple[ImageSource, ...]]:
     """TGI's: the texts around images, and these; one text if there are none."""
-    pieces = _MARKDOWN.split(text)
-    return pieces[::2], tuple(ImageSource(url, name) for url in pieces[1::2])
+    texts: list[str] = []
+    urls: list[str] = []
+    at = 0
+    while (begin := text.find(_LINK_BEGIN, at)) >= 0:
+        url_at = begin + len(_LINK_BEGIN)
+        # Without an end behind this link there is none behind any later one.
+        if (end := text.find(_LINK_END, url_at)) < 0:
+            break
+        texts.append(text[at:begin])
+        urls.append(text[url_at:end])
+        at = end + len(_LINK_END)
+    return [*texts, text[at:]], tuple(ImageSource(url, name) for url in urls)
 
 
 def _check_detail(name: str, given: JsonObject) -> None:

@@ -219,7 +219,8 @@ def tool_options(values: JsonObject) -> JsonObject:
             text = f"tool_choice: none of the tools is named {name}"
             raise BadRequest(text, param="tool_choice")
     if asked.allowed is not None:
-        tools = tuple(tool for tool in tools if tool.name in asked.allowed)
+        allowed = set(asked.allowed)
+        tools = tuple(tool for tool in tools if tool.name in allowed)
     parallel = values.get("parallel_tool_calls", True) if asked.parallel is None else asked.parallel
     return {"tools": tools, "tool_choice": asked.choice, "parallel_tool_calls": parallel}
 

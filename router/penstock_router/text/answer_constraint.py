@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock_client.types import Constraint, ConstraintKind
+from penstock_common.request_bounds import MAX_BUILT_CONSTRAINT_BYTES
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest, Options, Tool
@@ -21,6 +22,7 @@ from penstock_router.text.reasoning import ReasoningStyle
 from penstock_router.text.structural_tag_builder import (
     ANY_TEXT,
     either,
+    encoded,
     json_format,
     literal,
     regex,
@@ -30,6 +32,9 @@ from penstock_router.text.structural_tag_builder import (
 
 # The whitespace that models write after their reasoning; bounded, or a model might go on for ever.
 _SPACE = regex("[ \\n]{0,2}")
+
+# How many tools an error names.
+_NAMED_TOOLS = 4
 
 
 def tools_of(request: ChatRequest) -> tuple[Tool, ...]:
@@ -63,8 +68,22 @@ def answer_constraint(
         answer = tool_format.reasoned(answer, begun=begun)
     elif style is not None:
         answer = sequence(*_reasoning(style, begun), answer)
-    value = msgspec.json.encode({"type": "structural_tag", "format": answer})
-    return Constraint(ConstraintKind.STRUCTURAL_TAG, value.decode())
+    value = encoded(answer, MAX_BUILT_CONSTRAINT_BYTES)
+    if value is None:
+        raise _too_long(request, tool_format)
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, value)
+
+
+def _too_long(request: ChatRequest, tool_format: CallFormat | None) -> BadRequest:
+    names = [tool.name for tool in tools_held_to(request, tool_format)]
+    field = "tools" if names else request.constraint_field
+    more = f" and {len(names) - _NAMED_TOOLS} more" if len(names) > _NAMED_TOOLS else ""
+    of_tools = f" with the schemas of {', '.join(names[:_NAMED_TOOLS])}{more}" if names else ""
+    return BadRequest(
+        f"{field}: the constraint{of_tools} has over {MAX_BUILT_CONSTRAINT_BYTES} bytes, which is "
+        "the most",
+        param=field,
+    )
 
 
 # ---- Calls -------------------------------------------------------------------------------------

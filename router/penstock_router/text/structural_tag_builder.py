@@ -8,9 +8,43 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from penstock_router.json_fields import JsonObject
 
 ANY_TEXT: JsonObject = {"type": "any_text"}
+
+
+def encoded(form: JsonObject, max_bytes: int) -> str | None:
+    """The structural tag of a format, as JSON; None if that has more than `max_bytes`.
+
+    A format shares what stands in it at many places, as definitions that all arguments may refer
+    to, and its JSON repeats them: so it is counted before it is written.
+    """
+    if _is_longer(form, max_bytes):
+        return None
+    written = msgspec.json.encode({"type": "structural_tag", "format": form})
+    return written.decode() if len(written) <= max_bytes else None
+
+
+def _is_longer(value: Any, max_bytes: int) -> bool:
+    """Tell whether the JSON of a value is longer, for all that is looked at of it."""
+    left_bytes, waiting = max_bytes, [value]
+    while waiting and left_bytes >= 0:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            # Quotes and a colon.
+            left_bytes -= sum(map(len, part)) + 3 * len(part)
+            waiting += part.values()
+        elif isinstance(part, list):
+            left_bytes -= len(part)
+            waiting += part
+        elif isinstance(part, str):
+            left_bytes -= len(part)
+        elif isinstance(part, msgspec.Raw):
+            left_bytes -= len(bytes(part))
+        left_bytes -= 1
+    return left_bytes < 0
 
 
 def literal(text: str) -> JsonObject:

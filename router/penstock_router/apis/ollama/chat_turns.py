@@ -6,6 +6,8 @@ or in order.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 from penstock_router.apis.chat_messages import (
@@ -53,13 +55,37 @@ def _read_turns(name: str, value: Any) -> list[Message]:
     return [reader.message(f"{name}[{index}]", turn) for index, turn in enumerate(turns)]
 
 
+# The key of all calls, where others have an id or a name.
+_ANY_CALL = ("", "")
+
+
+class _OpenCalls:
+    """Calls without a result yet: each is found by its id, by its name or by its place, at once."""
+
+    def __init__(self, calls: Sequence[FunctionCall] = ()) -> None:
+        self._left = dict(enumerate(calls))
+        # Of each id, of each name, and of all: the places of calls, some of which are taken.
+        self._places: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+        for place, call in self._left.items():
+            for key in (("id", call.call_id), ("name", call.name), _ANY_CALL):
+                self._places[key].append(place)
+
+    def take(self, call_id: str, name: str) -> FunctionCall | None:
+        """The first call of this id, else of this name, else of any; it is taken."""
+        for key in (("id", call_id), ("name", name), _ANY_CALL):
+            places = self._places[key]
+            while places:
+                if (call := self._left.pop(places.popleft(), None)) is not None:
+                    return call
+        return None
+
+
 class _Reader:
     """Reads messages in order, and gives calls ids by which their results are found."""
 
     def __init__(self) -> None:
         self._num_calls = 0
-        # Calls without a result yet, in order.
-        self._open: list[FunctionCall] = []
+        self._open = _OpenCalls()
 
     def message(self, name: str, value: Any) -> Message:
         given = read_object(name, value)
@@ -83,7 +109,7 @@ class _Reader:
                 read_array(f"{name}.tool_calls", given.get("tool_calls") or [])
             )
         ]
-        self._open = list(calls)
+        self._open = _OpenCalls(calls)
         return assistant_message(content or (None if calls else ""), thinking, calls)
 
     def _call(self, name: str, value: Any) -> FunctionCall:
@@ -100,12 +126,10 @@ class _Reader:
     def _result(self, name: str, given: JsonObject, content: Content) -> Message:
         called = STRING.read(f"{name}.tool_name", given.get("tool_name") or given.get("name") or "")
         call_id = STRING.read(f"{name}.tool_call_id", given.get("tool_call_id") or "")
-        meant = [call for call in self._open if call.call_id == call_id]
-        named = meant or [call for call in self._open if call.name == called]
-        for call in (named or self._open)[:1]:
-            self._open.remove(call)
-            return tool_message(call.call_id, content, called or call.name)
-        return tool_message(call_id, content, called)
+        call = self._open.take(call_id, called)
+        if call is None:
+            return tool_message(call_id, content, called)
+        return tool_message(call.call_id, content, called or call.name)
 
 
 _TEXT_OR_NULL: JsonObject = or_null(STRING.schema)

@@ -71,16 +71,21 @@ def _without_empty_ids(message: Message) -> Message:
 def _with_late_results(messages: list[Message]) -> list[_Group]:
     """The groups, where results stand in the group with their call, right behind the others."""
     # By the ids of calls that have no result yet.
-    owners: dict[object, _Group] = {}
+    owners: dict[object, int] = {}
     groups: list[_Group] = []
-    for group in _groups(messages):
-        kept: _Group = []
-        groups.append(kept)
-        owners |= dict.fromkeys(_ids(group), kept)
+    # What each group gets from later ones.
+    late: list[_Group] = []
+    for number, group in enumerate(_groups(messages)):
+        groups.append([])
+        late.append([])
+        owners |= dict.fromkeys(_ids(group), number)
         for message in group:
             is_result = message["role"] == "tool"
-            owner = owners.pop(message.get("tool_call_id"), kept) if is_result else kept
-            owner.insert(len(kept) if owner is kept else _end_of_results(owner), message)
+            owner = owners.pop(message.get("tool_call_id"), number) if is_result else number
+            (groups if owner == number else late)[owner].append(message)
+    for group, results in zip(groups, late, strict=True):
+        end = _end_of_results(group)
+        group[end:end] = results
     return groups
 
 
@@ -90,9 +95,9 @@ def _end_of_results(group: _Group) -> int:
 
 
 def _matched(group: _Group) -> Iterator[Message]:
-    known = _ids(group)
-    answered = {each.get("tool_call_id") for each in group}
-    waiting = (call_id for call_id in known if call_id not in answered)
+    ids = _ids(group)
+    known, answered = set(ids), {each.get("tool_call_id") for each in group}
+    waiting = (call_id for call_id in ids if call_id not in answered)
     for message in group:
         if message["role"] == "tool" and message.get("tool_call_id") not in known:
             call_id = next(waiting, None)
@@ -104,8 +109,8 @@ def _matched(group: _Group) -> Iterator[Message]:
 
 
 def _without_orphans(group: _Group) -> Iterator[Message]:
-    known, calls = _ids(group), _calls(group)
-    nameless = len(calls) - len(known)
+    ids, calls = _ids(group), _calls(group)
+    known, nameless = set(ids), len(calls) - len(ids)
     for message in group:
         if message["role"] == "tool" and message.get("tool_call_id") not in known:
             nameless -= 1

@@ -119,7 +119,9 @@ def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> Jso
             raise BadRequest("tool_choice: needs tools", param="tool_choice")
         return {}
     index = _Index(tools, served)
-    wanted = [name for key in asked.tools for name in index.names_of(key)]
+    # Each once: a namespace that is named again and again has all its members each time.
+    keys = dict.fromkeys(asked.tools)
+    wanted = [name for key in keys for name in index.names_of(key)]
     choice = ToolChoice(asked.mode, wanted[0] if asked.mode == "named" else "")
     if asked.mode != "named" and wanted:
         allowed = set(wanted)

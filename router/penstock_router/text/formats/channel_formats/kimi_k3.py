@@ -53,7 +53,8 @@ _TAGS = Tags(
 )
 _JSON = f'{_OPEN}json type="object"{_SEP}', f"{_CLOSE}json{_SEP}"
 # The attribute behind a name, and its value, which is a word; anything else belongs to the name.
-_ATTRIBUTE = re.compile(r"""["']?\s+(?:type|index)\s*=\s*["']?(\w*)$""")
+# White space is tried from its beginning only, or a long row of it would be from each place.
+_ATTRIBUTE = re.compile(r"""(?:["']|(?<!\s))\s+(?:type|index)\s*=\s*["']?(\w*)$""")
 _TYPES: dict[str, Kinds] = {kind: frozenset({kind}) for kind in ANY} | {
     "number": frozenset({"number", "integer"})
 }
@@ -136,8 +137,8 @@ def _is_key(name: str) -> bool:
 
 def _argument(tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
     """An argument, in each of the types that its schema allows."""
-    kinds = (kinds_of(argument.schema, argument.schema) or ANY) - {"integer"}
-    if "integer" in kinds_of(argument.schema, argument.schema):
+    kinds = (argument.kinds or ANY) - {"integer"}
+    if "integer" in argument.kinds:
         kinds |= {"number"}
     begin, behind, end = _TAGS.argument
     ways = []

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock_router.argument_kinds import STRING, kinds_of
+import msgspec
+
+from penstock_router.argument_kinds import STRING, Kinds, SchemaKinds
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
@@ -23,8 +25,13 @@ _EXPRESSIBLE = frozenset({"type", "properties", "required", "additionalPropertie
     *("title", "description", "default", "examples"),
 }
 _DEFINITIONS = ("$defs", "definitions")
+# The keywords by which a schema refers to another, in JSON.
+_REFERENCE = re.compile(rb'"\$(?:ref|dynamicRef|recursiveRef)"')
 # Keywords of a string's schema that constrain its text.
 _OF_TEXT = ("pattern", "format", "minLength", "maxLength")
+
+# So many parts may each be the first in a way of its own.
+_FEW_PARTS = 4
 
 # A pattern of whole texts in what ECMA's and Rust's dialects have in common, without marks.
 _WHOLE = re.compile(r"\^[\w \-\[\]{},.+*?:#]+\$", re.ASCII)
@@ -38,12 +45,18 @@ class Argument:
     is_needed: bool
     # With the definitions that it may refer to.
     schema: JsonObject
+    # What is known of the schemas of all arguments of the tool.
+    known: SchemaKinds = field(default_factory=lambda: SchemaKinds({}), compare=False)
+
+    @property
+    def kinds(self) -> Kinds:
+        """JSON's types that it may have; none if its schema does not say."""
+        return self.known.of(self.schema)
 
     @property
     def may_be_text(self) -> bool:
         """Tell whether it may be a string."""
-        kinds = kinds_of(self.schema, self.schema)
-        return not kinds or bool(kinds & STRING)
+        return not self.kinds or bool(self.kinds & STRING)
 
 
 def arguments_of(
@@ -58,12 +71,18 @@ def arguments_of(
     counts = required or tool.strict
     schema = (tool.parameters if counts else None) or {}
     shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    needed = set(schema.get("required") or ())
+    needed, known = set(schema.get("required") or ()), SchemaKinds(schema)
     return [
-        Argument(name, name in needed, shared | _schema_of(schema, name))
+        Argument(name, name in needed, _alone(_schema_of(schema, name), shared), known)
         for name in _object_of(tool.parameters or {}, "properties")
         if is_name(name)
     ]
+
+
+def _alone(schema: JsonObject, shared: JsonObject) -> JsonObject:
+    """An argument's schema as a whole one: with the definitions, if it may refer to any."""
+    refers = bool(shared) and _REFERENCE.search(msgspec.json.encode(schema)) is not None
+    return shared | schema if refers else schema
 
 
 def _schema_of(schema: JsonObject, name: str) -> JsonObject:
@@ -116,9 +135,9 @@ def text_format(tool: Tool, argument: Argument) -> JsonObject:
     return bounded or ANY_TEXT
 
 
-def python_words(schema: JsonObject) -> list[JsonObject]:
-    """The words of Python that a schema allows; [] if it allows anything else."""
-    kinds = kinds_of(schema, schema)
+def python_words(argument: Argument) -> list[JsonObject]:
+    """The words of Python that an argument may be; [] if it may be anything else."""
+    schema, kinds = argument.schema, argument.kinds
     if not kinds <= {"boolean", "null"}:
         return []
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -154,12 +173,26 @@ def with_commas(parts: Sequence[tuple[bool, JsonObject]], comma: str = ", ") -> 
     """Match all needed parts and any of the others, in order, with commas between them."""
     behind = [_behind_another(needed, part, comma) for needed, part in parts]
     first_needed = next((at for at, (needed, _) in enumerate(parts) if needed), None)
-    last = len(parts) if first_needed is None else first_needed + 1
-    # One alternative for each part that may be the first, which has no comma before it.
-    ways = [sequence(parts[at][1], *behind[at + 1 :]) for at in range(last)]
     if first_needed is None:
-        ways.append(literal(""))
-    return either(ways)
+        plain = [part for _, part in parts]
+        return either([*_first_of(plain, behind), literal("")])
+    # What may come before the first needed part has its comma behind it.
+    before = [either([sequence(part, literal(comma)), literal("")]) for _, part in parts]
+    return sequence(*before[:first_needed], parts[first_needed][1], *behind[first_needed + 1 :])
+
+
+def _first_of(parts: Sequence[JsonObject], behind: Sequence[JsonObject]) -> list[JsonObject]:
+    """Match one or more parts, `behind` being what each is behind another: ways that begin in the
+    first half, and ways that begin in the second.
+
+    Halves of halves: with a way for each part that may be the first, each with all others behind
+    it, the whole would grow with the square of their number.
+    """
+    if len(parts) <= _FEW_PARTS:
+        return [sequence(part, *behind[at + 1 :]) for at, part in enumerate(parts)]
+    half = len(parts) // 2
+    first = either(_first_of(parts[:half], behind[:half]))
+    return [sequence(first, *behind[half:]), *_first_of(parts[half:], behind[half:])]
 
 
 def _behind_another(needed: bool, part: JsonObject, comma: str) -> JsonObject:

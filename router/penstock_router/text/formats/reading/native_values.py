@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from penstock_router.argument_kinds import ANY, NO_STRING, STRING, kinds_of
+from penstock_router.argument_kinds import ANY, NO_STRING, STRING
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import CallRule
@@ -60,7 +60,7 @@ class Notation(ABC):
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values:
             return either([literal(self.written(each)) for each in values])
-        kinds = kinds_of(schema, schema)
+        kinds = argument.kinds
         if kinds == frozenset({"array"}) and depth < _MAX_DEPTH and schema.keys() <= _OF_LISTS:
             return self._list(tool, argument, rule, depth)
         if kinds == frozenset({"object"}) and depth < _MAX_DEPTH and self._has_members(schema):
@@ -111,7 +111,12 @@ class Notation(ABC):
         schema = argument.schema
         needed = set(schema.get("required") or ())
         members = [
-            Argument(name, name in needed, each if isinstance(each, dict) else {})
+            dataclasses.replace(
+                argument,
+                name=name,
+                is_needed=name in needed,
+                schema=each if isinstance(each, dict) else {},
+            )
             for name, each in schema["properties"].items()
         ]
         parts = [

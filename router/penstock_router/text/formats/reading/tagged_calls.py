@@ -152,7 +152,7 @@ class TaggedFormat(CallFormat):
     def _value_format(self, tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
         if argument.may_be_text:
             return self._text_format(tool, argument)
-        words = python_words(argument.schema) if self.writes_python else []
+        words = python_words(argument) if self.writes_python else []
         return either(words) if words else json_format(written_as(argument.schema, rule))
 
     def _text_format(self, tool: Tool, argument: Argument) -> JsonObject:

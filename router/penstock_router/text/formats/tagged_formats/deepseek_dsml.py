@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock_router.argument_kinds import ANY, NO_STRING, STRING, Kinds, kinds_of, member_names
+from penstock_router.argument_kinds import ANY, NO_STRING, STRING, Kinds, member_names
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
@@ -26,8 +26,9 @@ from penstock_router.text.marks import NO_MARKS, Marks, plain
 from penstock_router.text.structural_tag_builder import either, json_format, tag
 
 _MARK = "｜DSML｜"
-# A parameter's name, and whether its value is a string.
-_NAMED = re.compile(r"""(.*?)["']?\s+string\s*=\s*["']?(true|false)["']?\s*""")
+# A parameter's name, and whether its value is a string. White space is tried from its beginning
+# only, or a long row of it would be from each place.
+_NAMED = re.compile(r"""(.*?)(?:["']|(?<!\s))\s+string\s*=\s*["']?(true|false)["']?\s*""")
 # Members that stand for all arguments if the function has none of this name.
 _ALL = ("arguments", "input")
 
@@ -66,7 +67,7 @@ class DsmlFormat(TaggedFormat):
         return super().for_template(template)
 
     def _argument_format(self, tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
-        kinds = kinds_of(argument.schema, argument.schema) or ANY
+        kinds = argument.kinds or ANY
         ways = []
         if kinds & STRING:
             text = text_format(tool, replace(argument, schema=_of_strings(argument.schema)))

@@ -16,6 +16,7 @@ from penstock_router.argument_kinds import (
     ANY,
     STRING,
     Kinds,
+    SchemaKinds,
     kinds_of,
     kinds_of_argument,
     referred,
@@ -102,6 +103,7 @@ class _ElementFormats:
     def __init__(self, tool: Tool, root: JsonObject, rule: CallRule) -> None:
         self._tool, self._root, self._rule = tool, root, rule
         self._definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        self._known = SchemaKinds(root)
         # References may repeat a part any number of times.
         self._left = _MAX_ELEMENTS
 
@@ -113,7 +115,7 @@ class _ElementFormats:
         self._left -= 1
         may_nest = self._left > 0 and depth < _MAX_DEPTH
         if may_nest and schema.keys() <= _OBJECT_KEYS and schema.get("properties"):
-            needed = schema.get("required") or ()
+            needed = set(schema.get("required") or ())
             members = schema["properties"].items()
             return one_after_another(
                 [(name in needed, self._element(name, each, depth)) for name, each in members]
@@ -124,7 +126,7 @@ class _ElementFormats:
         return json_format(written_as(self._definitions | argument.schema, self._rule))
 
     def _element(self, name: str, schema: JsonObject, depth: int) -> JsonObject:
-        argument = Argument(name, is_needed=True, schema=self._definitions | schema)
+        argument = Argument(name, True, self._definitions | schema, self._known)
         return tag(f"{_OPENS}{name}>", self.value(argument, depth + 1), f"{_CLOSES}{name}>")
 
 
