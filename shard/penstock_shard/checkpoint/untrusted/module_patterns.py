@@ -154,7 +154,8 @@ def _element(pattern: str, at: int) -> tuple[_Step, int]:
 
 def _meant(match: re.Match[str]) -> frozenset[str] | None:
     """The characters of an element; None for any."""
-    if escaped := match["escaped"]:
+    escaped: str | None = match["escaped"]
+    if escaped:
         return _CLASSES.get(escaped, frozenset(escaped))
     if within := match["any"]:
         ranges = [range(ord(first), ord(last) + 1) for first, last in _RANGE.findall(within)]
