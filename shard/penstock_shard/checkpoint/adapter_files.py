@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock_shard.checkpoint.text_names import text_module
+from penstock_shard.checkpoint.untrusted.files import check_file, open_regular, read_object
 from penstock_shard.checkpoint.untrusted.module_patterns import ModulePatterns, PatternUnreadable
-from penstock_shard.checkpoint.weight_files import read_object, stored_tensors
+from penstock_shard.checkpoint.weight_files import stored_tensors
 from penstock_shard.errors import AdapterNotFound, ModelError
 
 CONFIG = "adapter_config.json"
@@ -105,6 +106,7 @@ def read_adapter_files(path: Path) -> AdapterFiles:
     config, weights = path / CONFIG, path / WEIGHTS
     try:
         _check_there(path)
+        check_file(path, config)
         told = read_object(config)
         shapes = _read_shapes(weights)
         content_hash = _hash_of(config, weights)
@@ -165,7 +167,7 @@ def _hash_of(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update(struct.pack("<Q", path.stat().st_size))
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while piece := file.read(_HASHED_BYTES):
                 digest.update(piece)
     return digest.hexdigest()

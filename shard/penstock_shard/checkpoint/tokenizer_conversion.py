@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
-from penstock_shard.checkpoint.weight_files import read_object
+from penstock_shard.checkpoint.untrusted.files import read_object
 from penstock_shard.errors import ModelError, first_line
 
 _SAMPLES = (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock_shard.checkpoint.weight_files import read_object
+from penstock_shard.checkpoint.untrusted.files import read_object
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.sampling_ranges import usable_defaults
 from penstock_shard.models.loaded_model import ModelFacts
