@@ -13,7 +13,8 @@ from penstock_shard.errors import ModelError
 
 # What the names of counts and sizes have in them, and the most that is served; the first that fits.
 _BOUNDS = (
-    (re.compile(r"vocab_size|position|length|seq_len|max_seq"), 2**28),
+    (re.compile(r"vocab_size"), 2**24),
+    (re.compile(r"position|length|seq_len|max_seq"), 2**28),
     (re.compile(r"layers?$|depths?$|^block_count$"), 1024),
     (re.compile(r"experts|heads?(_count)?(_kv)?$"), 2**16),
     (re.compile(r"(size|dim|dims|rank|channels|n_embd|d_model|n_inner)$"), 2**24),
