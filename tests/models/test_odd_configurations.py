@@ -44,6 +44,8 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(value[key])
 
 
+# Torch warns of tensors without elements.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_each_odd_value_is_loaded_or_refused(model: Path) -> None:
     chance = seeded("odd configurations")
     plain = json.loads((model / "config.json").read_text())

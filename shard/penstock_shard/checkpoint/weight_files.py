@@ -63,16 +63,17 @@ def weight_files(directory: Path) -> list[Path]:
         raise ModelError(f"{directory / INDEX}: names no weights")
     listed = list(weight_map.values())
     for name in listed:
-        if not isinstance(name, str) or not _is_plain(name):
+        if not isinstance(name, str) or not _is_inside(name):
             raise ModelError(
                 f"{directory / INDEX}: names a file outside of the directory: {str(name)[:80]!r}"
             )
     return [directory / name for name in sorted(set(listed))]
 
 
-def _is_plain(name: str) -> bool:
-    """Tell whether a name is one of a file in its directory, and no path."""
-    return name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
+def _is_inside(name: str) -> bool:
+    """Tell whether a name is one of a file in the directory, or in a folder of it."""
+    parts = name.split("/")
+    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(parts)
 
 
 def has_index(directory: Path) -> bool:

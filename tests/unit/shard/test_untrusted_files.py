@@ -170,9 +170,10 @@ def test_no_link_of_an_adapter_shows_a_file_of_the_host(tmp_path: Path, secret: 
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "a/b", "..", ".", "", "/x", "a\\b", "x\ny", 5, None, ["x"]]
+    "name",
+    ["../x", "a/../../x", "a//x", "a/", "./x", "..", ".", "", "/x", "a\\b", "x\ny", 5, None, ["x"]],
 )
-def test_an_index_names_files_beside_it_alone(name: Any, model: Path) -> None:
+def test_an_index_names_files_of_its_directory_alone(name: Any, model: Path) -> None:
     (model / "model.safetensors").unlink()
     (model / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     line = refusal(lambda: weight_files(model))
