@@ -143,7 +143,8 @@ def test_no_pattern_of_an_adapters_author_takes_long(
     pattern: str, field: str, tmp_path: Path
 ) -> None:
     modules = {f"model.layers.{each}.self_attn.q_proj": (32, 24) for each in range(64)}
-    path = make_adapter(tmp_path / "a", modules, rank=4, **{field: {pattern: 4}})
+    config: dict[str, Any] = {field: {pattern: 4}}
+    path = make_adapter(tmp_path / "a", modules, rank=4, **config)
     assert seconds(lambda: read_or_refused(path)) < 2.0
 
 
