@@ -15,6 +15,8 @@ from penstock_shard.device.triton_support import is_installed
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")
 # torch's exception, by its name: importing torch takes seconds.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
+# Of what a library says, in characters.
+_LONGEST_REASON = 400
 
 
 class ModelError(Exception):
@@ -64,6 +66,37 @@ def report_out_of_memory(when: str) -> Iterator[None]:
             "--max-num-batched-tokens, --max-num-seqs or --max-loras, or give --quantization or a "
             "larger --tensor-parallel-size"
         ) from error
+
+
+def library_faults() -> tuple[type[Exception], ...]:
+    """What libraries raise over values in a model's files that nobody has checked."""
+    errors = importlib.import_module("huggingface_hub.errors")
+    return (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        errors.StrictDataclassError,
+    )
+
+
+@contextmanager
+def report_faults(what: str) -> Iterator[None]:
+    """Turns what libraries stumble over in a model's files into a ModelError that begins with
+    `what`. Other errors pass unchanged.
+    """
+    try:
+        yield
+    except library_faults() as error:
+        # Which value is wrong stands in the second line of those that check types.
+        is_known = isinstance(error, OSError | ValueError) or not str(error)
+        reason = first_line(error) if is_known else f"{type(error).__name__}: {error}"
+        raise ModelError(f"{what}: {reason[:_LONGEST_REASON]}") from error
 
 
 def device_failures() -> tuple[type[Exception], ...]:

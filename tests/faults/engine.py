@@ -233,4 +233,25 @@ FAULTS = [
         never("last > first"),
         caught_by="test_loading_takes_little_more_than_the_packed_weights",
     ),
+    Fault(
+        "A link in a model's directory may lead to any file of the host",
+        "check_file",
+        never(
+            "path.suffix not in _WEIGHTS and "
+            "(not any(map(found.is_relative_to, _allowed(directory))))"
+        ),
+        caught_by="test_no_link_publishes_a_file_of_the_host",
+    ),
+    Fault(
+        "A cache is used below a directory that others may write to",
+        "_check_directory_above",
+        never("status.st_mode & writers and (not is_sticky)"),
+        caught_by="test_a_cache_is_not_used_below_what_others_may_write_to",
+    ),
+    Fault(
+        "A GGUF file may claim elements that it does not hold",
+        "_Layout._check_count",
+        never("count * least_bytes > self._size"),
+        caught_by="test_a_gguf_file_that_claims_what_it_does_not_hold_is_refused_at_once",
+    ),
 ]

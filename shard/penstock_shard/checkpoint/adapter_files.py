@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock_shard.checkpoint.text_names import text_module
-from penstock_shard.checkpoint.weight_files import read_object, stored_tensors
-from penstock_shard.errors import AdapterNotFound, ModelError, first_line
+from penstock_shard.checkpoint.untrusted.files import check_file, open_regular, read_object
+from penstock_shard.checkpoint.untrusted.module_patterns import ModulePatterns, PatternUnreadable
+from penstock_shard.checkpoint.weight_files import stored_tensors
+from penstock_shard.errors import AdapterNotFound, ModelError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -104,6 +106,7 @@ def read_adapter_files(path: Path) -> AdapterFiles:
     config, weights = path / CONFIG, path / WEIGHTS
     try:
         _check_there(path)
+        check_file(path, config)
         told = read_object(config)
         shapes = _read_shapes(weights)
         content_hash = _hash_of(config, weights)
@@ -164,7 +167,7 @@ def _hash_of(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update(struct.pack("<Q", path.stat().st_size))
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while piece := file.read(_HASHED_BYTES):
                 digest.update(piece)
     return digest.hexdigest()
@@ -183,14 +186,20 @@ def _pairs(
         halves.setdefault(match["module"], {})[match["half"]] = name
     if not halves:
         raise ModelError(f"{weights}: there are no tensors in it")
-    return tuple(_pair(config, weights, told, shapes, *each) for each in sorted(halves.items()))
+    ranks = _Stated(config, told, "r", "rank_pattern", len(halves))
+    alphas = _Stated(config, told, "lora_alpha", "alpha_pattern", len(halves))
+    return tuple(
+        _pair(weights, shapes, ranks, alphas, bool(told.get("use_rslora")), *each)
+        for each in sorted(halves.items())
+    )
 
 
 def _pair(
-    config: Path,
     weights: Path,
-    told: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
+    ranks: _Stated,
+    alphas: _Stated,
+    is_stabilised: bool,
     module: str,
     halves: Mapping[str, str],
 ) -> LowRankPair:
@@ -199,32 +208,40 @@ def _pair(
         raise ModelError(f"{weights}: lora_{missing} of {module} is missing")
     rank, in_features = shapes[halves["A"]]
     out_features, inner = shapes[halves["B"]]
-    stated = _value_for(config, told, module, "r", "rank_pattern")
+    stated = ranks.value(module)
     if not 1 <= rank == inner == stated:
         raise ModelError(
             f"{weights}: {module} has lora_A of rank {rank} and lora_B of rank {inner}; "
             f"{CONFIG} says {stated:g}"
         )
-    alpha = _value_for(config, told, module, "lora_alpha", "alpha_pattern")
-    scale = alpha / (math.sqrt(rank) if told.get("use_rslora") else rank)
+    scale = alphas.value(module) / (math.sqrt(rank) if is_stabilised else rank)
     return LowRankPair(
         text_module(module), rank, in_features, out_features, scale, halves["A"], halves["B"]
     )
 
 
-def _value_for(path: Path, told: Mapping[str, Any], module: str, name: str, pattern: str) -> float:
-    """The field's value for a module: that of the first pattern which the module's name ends with,
-    as peft looks it up, or the one for all.
+class _Stated:
+    """A number of each module: by the first pattern that the module's name ends with, as peft looks
+    it up, or the one for all.
     """
-    value = told.get(name)
-    exceptions = told.get(pattern) or {}
-    try:
-        for key, other in exceptions.items():
-            if re.match(rf"(.*\.)?({key})$", module):
-                value = other
-                break
-    except (AttributeError, re.error, OverflowError) as error:
-        raise ModelError(f"{path}: {pattern}: cannot be read: {first_line(error)[:80]}") from error
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST:
-        return float(value)
-    raise ModelError(f"{path}: {name}: {str(value)[:80]!r} is no number that is served")
+
+    def __init__(
+        self, config: Path, told: Mapping[str, Any], field: str, pattern: str, num_modules: int
+    ) -> None:
+        """Raises ModelError for patterns that are not served."""
+        self._where = f"{config}: {field}"
+        self._for_all = told.get(field)
+        stated = told.get(pattern) or {}
+        if not isinstance(stated, dict):
+            raise ModelError(f"{config}: {pattern}: {str(stated)[:80]!r} is no object of patterns")
+        try:
+            self._patterns = ModulePatterns(stated, num_modules)
+        except PatternUnreadable as error:
+            raise ModelError(f"{config}: {pattern}: cannot be read: {error}") from error
+
+    def value(self, module: str) -> float:
+        """Raises ModelError for what is no number."""
+        value = self._patterns.value(module, self._for_all)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST:
+            return float(value)
+        raise ModelError(f"{self._where}: {str(value)[:80]!r} is no number that is served")

@@ -17,7 +17,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock_shard.checkpoint.weight_files import GGUF, read_object
+from penstock_shard.checkpoint.untrusted.config_bounds import check_config
+from penstock_shard.checkpoint.untrusted.files import read_object
+from penstock_shard.checkpoint.untrusted.gguf_layout import check_gguf
+from penstock_shard.checkpoint.weight_files import GGUF
 from penstock_shard.device.cache_directory import (
     code_hash,
     ensure_safe,
@@ -149,6 +152,7 @@ def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:
         prefix, _, name = field.partition(".")
         if prefix == architecture and name not in _READ:
             raise ModelError(f"{path}: {field} is not served, so its text would be wrong")
+    check_config(path, {name: _number(reader, f"{architecture}.{name}") for name in _READ})
     head = _number(reader, f"{architecture}.attention.key_length")
     for name in ("attention.value_length", "rope.dimension_count"):
         size = _number(reader, f"{architecture}.{name}")
@@ -163,6 +167,7 @@ def open_file(path: Path) -> GGUFReader:
     from gguf import GGUFReader
 
     try:
+        check_gguf(path)
         reader = GGUFReader(path)
         for tensor in reader.tensors:
             if tensor.data_offset + tensor.n_bytes > path.stat().st_size:
@@ -176,7 +181,8 @@ def open_file(path: Path) -> GGUFReader:
 def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    # From the directory that holds nothing but a link: beside the file there may be others.
+    config = AutoConfig.from_pretrained(directory, gguf_file=GGUF, local_files_only=True)
     key_length = _number(reader, f"{_text(reader, _ARCHITECTURE)}.attention.key_length")
     if key_length is not None:
         # transformers does not read it for each architecture.
@@ -191,9 +197,7 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     # transformers puts the file's name of the model here, which says nothing of how it computes.
     vars(config).pop("_model_name_or_path", None)
     config.save_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(
-        path.parent, gguf_file=path.name, local_files_only=True
-    )
+    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=GGUF, local_files_only=True)
     tokenizer.save_pretrained(directory)
     _drop_added(directory / "tokenizer.json", int(config.vocab_size))
     _set_beginning(directory / "tokenizer.json", reader)

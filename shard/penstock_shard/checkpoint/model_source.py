@@ -13,11 +13,12 @@ from pathlib import Path
 from penstock_shard.checkpoint.adapter_files import CONFIG as ADAPTER_CONFIG
 from penstock_shard.checkpoint.gguf_files import is_gguf, unfold
 from penstock_shard.checkpoint.hub import fetch_adapter, fetch_model, is_hub_id
+from penstock_shard.checkpoint.untrusted.config_bounds import check_config
+from penstock_shard.checkpoint.untrusted.files import check_files, read_object
 from penstock_shard.checkpoint.weight_files import (
     GGUF,
     INDEX,
     has_index,
-    read_object,
     stored_tensors,
     weight_files,
     why_no_weights,
@@ -75,7 +76,9 @@ def _looks_local(name: str) -> bool:
 
 
 def check_directory(directory: Path, *, needs_weights: bool = True) -> None:
-    """Raises ModelError if the directory does not hold a complete model."""
+    """Raises ModelError if the directory does not hold a complete model, or has files that lead to
+    others of this machine, or sizes that no model has.
+    """
     try:
         if not directory.exists():
             raise ModelError(f"{directory}: there is no such directory")
@@ -83,7 +86,8 @@ def check_directory(directory: Path, *, needs_weights: bool = True) -> None:
             raise ModelError(f"{directory}: is a file; --model wants the model's directory")
         if not (directory / "config.json").exists():
             raise ModelError(f"{directory}: there is no config.json, so this is not a model")
-        read_object(directory / "config.json")
+        check_files(directory)
+        check_config(directory / "config.json", read_object(directory / "config.json"))
         if needs_weights:
             _check_weights(directory)
     except OSError as error:

@@ -6,18 +6,20 @@ pools, and maybe Normalize.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock_shard.checkpoint.weight_files import read_object
+from penstock_shard.checkpoint.untrusted.files import read_json, read_object
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Pooling
 
 _MODULES = "modules.json"
 # As releases of sentence-transformers up to 5.3 name them, and later ones.
 _MODES = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN, "mean": Pooling.MEAN}
+# Of a module, by its name; no path.
+_FOLDER = re.compile(r"\w[\w.-]*")
 _PREFIX = "pooling_mode_"
 
 
@@ -50,7 +52,7 @@ def _modules(model_dir: Path) -> dict[str, str]:
     """Kind of each module -> its folder, in order; empty if there is no modules.json."""
     path = model_dir / _MODULES
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
+        listed = read_json(path)
         # The type is a dotted path; its last part, the class name, is the kind.
         return {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listed}
     except FileNotFoundError:
@@ -65,7 +67,10 @@ def _stated(model_dir: Path, modules: Mapping[str, str]) -> Pooling:
         raise _NotServed(f"{_MODULES} has a {unknown[0]} module, which is not served")
     if "Pooling" not in modules:
         raise _NotServed(f"{_MODULES} has no Pooling module")
-    path = model_dir / modules["Pooling"] / "config.json"
+    folder = modules["Pooling"]
+    if not _FOLDER.fullmatch(folder):
+        raise ModelError(f"{model_dir / _MODULES}: {folder[:80]!r} is no folder beside it")
+    path = model_dir / folder / "config.json"
     try:
         config = read_object(path)
     except OSError as error:

@@ -18,8 +18,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
-from penstock_shard.checkpoint.weight_files import read_object
-from penstock_shard.errors import ModelError, first_line
+from penstock_shard.checkpoint.untrusted.files import read_object
+from penstock_shard.errors import ModelError, first_line, library_faults
 
 _SAMPLES = (
     "Hello, world!",
@@ -28,10 +28,6 @@ _SAMPLES = (
     "def f(x): return x ** 2  # 1234567890",
     "https://example.org/?q=a%20b&c=1",
 )
-
-
-# Raised over a tekken.json that lacks something, or has something else.
-_FAULTS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _TEKKEN = "tekken.json"
 
 
@@ -62,7 +58,7 @@ def _convert_tekken(path: Path) -> dict[str, bytes]:
             f"{path}: lists no special tokens, so that mistral-common must say which there are: "
             "pip install mistral-common"
         ) from error
-    except _FAULTS as error:
+    except library_faults() as error:
         raise ModelError(f"{path}: cannot be converted: {first_line(error)}") from error
     marks = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     files = {"tokenizer.json": content, "tokenizer_config.json": json.dumps(marks)}
@@ -103,7 +99,7 @@ def _convert_older(model_dir: Path, trust_remote_code: bool) -> bytes:
         tokenizer = AutoTokenizer.from_pretrained(
             model_dir, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except library_faults() as error:
         raise ModelError(
             f"{model_dir}: there is no tokenizer.json, and transformers cannot make one: "
             f"{first_line(error)}"

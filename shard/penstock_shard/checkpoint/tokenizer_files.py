@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock_shard.checkpoint.weight_files import read_object
+from penstock_shard.checkpoint.untrusted.files import check_files, read_bounded, read_object
 
 _FILES = (
     "tokenizer.json",
@@ -29,15 +29,17 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
 
     Raises:
         OSError: a file exists and cannot be read.
-        ModelError: config.json or chat_template.json is no JSON object.
+        ModelError: a file is too large, or leads out of the directory; config.json or
+            chat_template.json is no JSON object.
     """
+    check_files(model_dir)
     names = _FILES + _IMAGE_FILES if _sees_images(model_dir) else _FILES
-    files = {name: (model_dir / name).read_bytes() for name in names if (model_dir / name).exists()}
+    files = {name: read_bounded(model_dir / name) for name in names if (model_dir / name).exists()}
     if chat_template is not None:
         files["chat_template.jinja"] = chat_template.read_bytes()
         return files
     for path in sorted((model_dir / _MORE_TEMPLATES).glob("*.jinja")):
-        files[f"{_MORE_TEMPLATES}/{path.name}"] = path.read_bytes()
+        files[f"{_MORE_TEMPLATES}/{path.name}"] = read_bounded(path)
     if source := _template_of_processor(model_dir, files):
         files["chat_template.jinja"] = source.encode()
     return files

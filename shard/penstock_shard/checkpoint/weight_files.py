@@ -4,8 +4,8 @@ and by its configuration. Imports no torch.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 import struct
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from penstock_shard.checkpoint.untrusted.files import open_regular, read_object
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.runner_info import ModelShape
 
@@ -30,6 +31,10 @@ _NAMES = ("model", "weights", "")
 # Weights of an adapter, the same weights once more under other names, what training goes on from.
 _BESIDE = re.compile(r"adapter_|consolidated|(.*_)?(optimizer|scheduler|ema)(?![a-z])")
 
+# Of a header, in bytes: what the largest models have in one file is a quarter of it.
+_MOST_HEADER_BYTES = 32 * 2**20
+_MOST_DIMENSIONS = 16
+
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -37,7 +42,7 @@ class StoredTensor(msgspec.Struct):
     """The entry of a safetensors header for one tensor; offsets count from the header's end."""
 
     dtype: str
-    shape: list[_Size]
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
     data_offsets: tuple[_Size, _Size]
 
 
@@ -57,14 +62,18 @@ def weight_files(directory: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{directory / INDEX}: names no weights")
     listed = list(weight_map.values())
-    if not all(isinstance(name, str) and _is_inside(name) for name in listed):
-        raise ModelError(f"{directory / INDEX}: names a file outside of the directory")
+    for name in listed:
+        if not isinstance(name, str) or not _is_inside(name):
+            raise ModelError(
+                f"{directory / INDEX}: names a file outside of the directory: {str(name)[:80]!r}"
+            )
     return [directory / name for name in sorted(set(listed))]
 
 
 def _is_inside(name: str) -> bool:
-    path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts
+    """Tell whether a name is one of a file in the directory, or in a folder of it."""
+    parts = name.split("/")
+    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(parts)
 
 
 def has_index(directory: Path) -> bool:
@@ -97,19 +106,6 @@ def _set_of(name: str, files: Sequence[str]) -> list[str]:
     return names[:-1] if names[0] in files else names[1:]
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError if the file holds none, OSError if it cannot be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path}: is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise ModelError(f"{path}: is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: is not a JSON object")
-    return value
-
-
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """List by name the tensors that a safetensors file says it holds.
 
@@ -117,12 +113,16 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
     Raises ModelError if the header is none, or the file is shorter than it says.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if 8 + length > size:
             raise ModelError(f"{path}: is cut short or is no safetensors file")
+        if length > _MOST_HEADER_BYTES:
+            raise ModelError(
+                f"{path}: has a header of {length} bytes; {_MOST_HEADER_BYTES} are served"
+            )
         try:
             header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
@@ -130,6 +130,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
                 name: msgspec.json.decode(stated, type=StoredTensor)
                 for name, stated in header.items()
             }
+        except RecursionError as error:
+            raise ModelError(f"{path}: is nested too deeply") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             why = first_line(error)[:80]
             raise ModelError(f"{path}: is no safetensors file: {why}") from error

@@ -1,5 +1,5 @@
-"""Where compiled kernels and kept loads are: directories that nobody else can write to. And what
-names in them are made of.
+"""Where compiled kernels and kept loads are: directories that nobody else can write to or replace.
+And what names in them are made of.
 
 Environment: PENSTOCK_CACHE (default $XDG_CACHE_HOME/penstock or ~/.cache/penstock), and
 PENSTOCK_LOAD_CACHE for kept loads (default `loads` in that), as kernels may come with an image.
@@ -8,17 +8,23 @@ PENSTOCK_LOAD_CACHE for kept loads (default `loads` in that), as kernels may com
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
 import shutil
+import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # The outermost package, however deep this module is within.
 _PACKAGE = Path(__file__).parents[__name__.count(".") - 1]
+# As many as Linux follows.
+_MOST_LINKS = 40
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _LIBRARIES = ("torch", "transformers", "safetensors", "gguf")
 
 
@@ -51,30 +57,84 @@ def temporary_directory() -> Path:
 
 def ensure_safe(path: Path) -> bool:
     """Whether a file of the cache is there; makes its directory. Raises OSError where that cannot
-    be used, or others may write to it or to the file: they would run code as our user.
+    be used, or others may write to it, to the file, or to what leads there: they would run code as
+    our user.
     """
     ensure_safe_directory(path.parent)
     if not path.exists():
         return False
-    _check_owner(path)
+    _check_way(path)
     return True
 
 
 def ensure_safe_directory(path: Path) -> None:
     """Make a directory of our own. Raises OSError where it cannot be used, or others may write to
-    it.
+    it or put another in its place.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(path)
+    _check_way(path)
 
 
-def _check_owner(path: Path) -> None:
-    status = path.stat()
-    if status.st_uid not in (0, os.getuid()):
-        raise PermissionError(f"{path} belongs to user {status.st_uid}; it must be root's or ours")
-    if status.st_mode & 0o022:
+def _check_way(path: Path) -> None:
+    """Raises PermissionError for what others may write to: the path, or a directory or link on the
+    way to it, by which they could put something else in its place.
+    """
+    for place in _way(path):
+        status = place.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            _check_owner(place, status)
+        elif not place.samefile(path):
+            _check_directory_above(place, status)
+        else:
+            _check_alone_writes(place, status)
+
+
+def _way(path: Path) -> Iterator[Path]:
+    """All that the system looks at to find a path, from the root on, links one by one."""
+    parts = list(reversed(path.absolute().parts))
+    place = Path(parts.pop())
+    yield place
+    num_links = 0
+    while parts:
+        part = parts.pop()
+        if part == "..":
+            place = place.parent
+            continue
+        place /= part
+        yield place
+        if place.is_symlink():
+            num_links += 1
+            if num_links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            parts += reversed(place.readlink().parts)
+            place = place.parent
+
+
+def _check_directory_above(place: Path, status: os.stat_result) -> None:
+    _check_owner(place, status)
+    # In a sticky one only owners replace what is theirs, as in /tmp.
+    is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    # A group of the user's own name and number has no other members.
+    is_private = status.st_gid == os.getgid() == os.getuid()
+    writers = stat.S_IWOTH if is_private else _OTHERS_WRITE
+    if status.st_mode & writers and not is_sticky:
+        mode = f"{stat.S_IMODE(status.st_mode):o}"
+        raise PermissionError(
+            f"{place} has mode {mode}; group and others must not write to it, as they could "
+            "replace what is in it"
+        )
+
+
+def _check_alone_writes(place: Path, status: os.stat_result) -> None:
+    _check_owner(place, status)
+    if status.st_mode & _OTHERS_WRITE:
         mode = f"{status.st_mode & 0o777:o}"
-        raise PermissionError(f"{path} has mode {mode}; group and others must not write to it")
+        raise PermissionError(f"{place} has mode {mode}; group and others must not write to it")
+
+
+def _check_owner(place: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (0, os.getuid()):
+        raise PermissionError(f"{place} belongs to user {status.st_uid}; it must be root's or ours")
 
 
 def replace_file(made: Path, path: Path) -> None:

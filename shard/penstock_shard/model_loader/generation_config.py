@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock_shard.checkpoint.weight_files import read_object
+from penstock_shard.checkpoint.untrusted.files import read_object
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.sampling_ranges import usable_defaults
 from penstock_shard.models.loaded_model import ModelFacts
@@ -44,10 +44,16 @@ def _eos_token_ids(
 
 
 def as_ids(value: Any) -> tuple[int, ...] | None:
-    """The ids that a configuration states as a list or as one; None if it states none."""
+    """The ids that a configuration states as a list or as one; None if it states none. Raises
+    ModelError for what is no id.
+    """
     if value is None:
         return None
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for each in ids:
+        if type(each) is not int:
+            raise ModelError(f"eos_token_id: {str(each)[:80]!r} is no id of a token")
+    return ids
 
 
 def _stated_sampling(generation: dict[str, Any]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.cpu_threads import default_threads
 from penstock_shard.distributed.collectives import Ranks
-from penstock_shard.errors import ModelError
+from penstock_shard.errors import ModelError, report_faults
 from penstock_shard.lora.lora import LoraBank, LoraLimits
 from penstock_shard.model_loader.choices.choose_attention import AttentionOptions
 from penstock_shard.model_loader.choices.choose_device import resolve_device
@@ -34,6 +34,13 @@ def load_part(
 
     Raises ModelError if it cannot be loaded or would be served wrongly.
     """
+    with report_faults(f"{model_dir}: cannot be loaded"):
+        return _load(config, model_dir, ranks, progress)
+
+
+def _load(
+    config: ShardConfig, model_dir: Path, ranks: Ranks | None, progress: Callable[[str], None]
+) -> LoadedModel:
     device = resolve_device(config.device)
     hf_config = load_config(model_dir, trust_remote_code=config.trust_remote_code)
     unsupported.check_purpose(hf_config)

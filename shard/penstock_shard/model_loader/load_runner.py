@@ -10,12 +10,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock_shard.checkpoint.model_source import resolve_adapter, resolve_model
 from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files
+from penstock_shard.checkpoint.untrusted.files import read_object
 from penstock_shard.checkpoint.weight_files import model_shape
 from penstock_shard.config import ShardConfig
-from penstock_shard.errors import ModelError
+from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.request import Pooling
 from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
 from penstock_shard.worker.base import Runner
@@ -32,6 +34,8 @@ __all__ = ["LoadedRunner", "ModelError", "load_runner"]
 _FAKE_BLOCK_SIZE = 16
 # Enough that the fake runner does not preempt by default.
 _FAKE_BLOCKS = 65_536
+# Several times what any vocabulary has: there is a list of all.
+_MOST_TOKENS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +76,25 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
 
 def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) -> FakeRunner:
     """A runner over the tokenizer's ordinary ids: no special token is ever generated."""
+    model_config = read_object(model_dir / "config.json")
     try:
-        tokenizer = json.loads(files["tokenizer.json"])
-        model_config = json.loads((model_dir / "config.json").read_bytes())
         # That of a model of images and text has a part for each.
         model_config = (model_config.get("text_config") or {}) | model_config
-        special = {token["id"] for token in tokenizer.get("added_tokens", [])}
-        vocab = tokenizer["model"]["vocab"]
-        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        ordinary = sorted(set(ids) - special)
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise ModelError(f"{model_dir}: no usable tokenizer.json and config.json") from error
-    eos = model_config.get("eos_token_id")
-    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    max_model_len = config.max_model_len or model_config.get("max_position_embeddings", 2048)
+        ordinary, special = _ids_of(json.loads(files["tokenizer.json"]))
+        eos = model_config.get("eos_token_id")
+        eos_ids = [
+            int(each) for each in (eos if isinstance(eos, list) else [eos]) if each is not None
+        ]
+        max_model_len = int(
+            config.max_model_len or model_config.get("max_position_embeddings", 2048)
+        )
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)[:80]}"
+        raise ModelError(
+            f"{model_dir}: no usable tokenizer.json and config.json: {reason}"
+        ) from error
+    if max_model_len < 1:
+        raise ModelError(f"{model_dir}: max_position_embeddings: {max_model_len} is less than 1")
     block_size = config.block_size or _FAKE_BLOCK_SIZE
     needed = -(-max_model_len // block_size)
     if config.kv_blocks is not None and config.kv_blocks < needed:
@@ -123,6 +132,20 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         adapters=_fake_adapters(config),
         kv=kv,
     )
+
+
+def _ids_of(tokenizer: dict[str, Any]) -> tuple[list[int], set[int]]:
+    """Ordinary ids, and those of added tokens. Raises ValueError for what is none."""
+    special = {token["id"] for token in tokenizer.get("added_tokens", [])}
+    vocab = tokenizer["model"]["vocab"]
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    ordinary = sorted(set(ids) - special)
+    for token_id in (*ordinary, *special):
+        if type(token_id) is not int or not 0 <= token_id < _MOST_TOKENS:
+            raise ValueError(f"{token_id!r:.40} is no id below {_MOST_TOKENS}")
+    if not ordinary:
+        raise ValueError("there are no tokens")
+    return ordinary, special
 
 
 def _fake_adapters(config: ShardConfig) -> FakeAdapters | None:

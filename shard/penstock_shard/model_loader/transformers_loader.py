@@ -3,59 +3,51 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from penstock_shard.checkpoint.text_names import TextNames
-from penstock_shard.errors import ModelError, first_line
+from penstock_shard.errors import ModelError, first_line, library_faults, report_faults
 
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# What transformers raises over values of a configuration that nobody has checked.
-_CONFIG_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    KeyError,
-    OSError,
-    TypeError,
-    ValueError,
-)
 # Buffers that older releases of modelling code saved: rotary frequencies and causal masks.
 _LEFTOVERS = re.compile(r"(inv_freq|attn\.bias|attention\.bias|masked_bias|position_ids)$")
 
 
 def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of the text model. Raises ModelError if transformers cannot read it."""
-    try:
+    what = f"{model_dir}: transformers {transformers.__version__} cannot read the configuration"
+    with report_faults(what), _own_code(what):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model_dir, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (*_CONFIG_ERRORS, StrictDataclassError) as error:
-        # Which value is wrong stands in the second line of the latter.
-        whole = isinstance(error, StrictDataclassError)
-        reason = str(error) if whole else first_line(error)
-        if "trust_remote_code" in str(error):
-            reason = "the model comes with its own code, which --trust-remote-code would run"
-        raise ModelError(
-            f"{model_dir}: transformers {transformers.__version__} cannot read the "
-            f"configuration: {reason}"
-        ) from error
     return config
+
+
+@contextmanager
+def _own_code(what: str) -> Iterator[None]:
+    """Name our flag where transformers asks for leave to run a model's own code."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        reason = "the model comes with its own code, which --trust-remote-code would run"
+        raise ModelError(f"{what}: {reason}") from error
 
 
 def resolve_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
@@ -94,13 +86,14 @@ def load_module(model_dir: Path, config: PreTrainedConfig, options: LoadOptions)
     # The shard reports progress itself, and the checks below say what a warning would.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    faults: tuple[type[Exception], ...] = (*library_faults(), RuntimeError, SafetensorError)
     try:
         with torch.device(options.device):
             make = _random if options.dummy else _read
             module = make(model_dir, config, options)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{model_dir}: the weights do not fit into memory: {error}") from error
-    except (*_CONFIG_ERRORS, RuntimeError, SafetensorError) as error:
+    except faults as error:
         raise ModelError(f"{model_dir}: cannot load the weights: {first_line(error)}") from error
     module.eval()
     module.requires_grad_(False)

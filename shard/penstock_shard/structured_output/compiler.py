@@ -176,7 +176,7 @@ class Compiler:
         try:
             tokenizer = json.loads(raw)
             self.special_tokens = _marks_apart(tokenizer)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TokenizerUnusable(f"tokenizer.json: {error}") from error
         if not eos_token_ids:
             raise TokenizerUnusable("the model has no token that ends a text")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 from support.adapters import make_adapter, write_safetensors
 
 from penstock_shard.checkpoint.adapter_files import read_adapter_files
+from penstock_shard.checkpoint.untrusted.module_patterns import ModulePatterns, PatternUnreadable
 from penstock_shard.errors import ModelError
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -117,6 +120,110 @@ def test_what_would_change_results_is_refused_by_its_name(
 )
 def test_what_changes_nothing_is_no_error(config: dict[str, Any], tmp_path: Path) -> None:
     assert read_adapter_files(make_adapter(tmp_path / "a", **config)).rank == 4
+
+
+# By Python's matcher each takes from minutes to years for the name of one module.
+SLOW = [
+    r"((\w|\.)*)*!",
+    "(a+)+!",
+    "(.*)+!",
+    ".*" * 12 + "!",
+    r"(\w*\.)*!",
+    r"(?:[a-z]+|\w+)*!",
+    r"(?=.*)(q|q_proj|.)*!",
+    "(((((((q*)*)*)*)*)*)*)*!",
+    "[a-z_]*" * 12 + "!",
+    "(.|..|...)*!",
+]
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("pattern", SLOW)
+def test_no_pattern_of_an_adapters_author_takes_long(
+    pattern: str, field: str, tmp_path: Path
+) -> None:
+    modules = {f"model.layers.{each}.self_attn.q_proj": (32, 24) for each in range(64)}
+    config: dict[str, Any] = {field: {pattern: 4}}
+    path = make_adapter(tmp_path / "a", modules, rank=4, **config)
+    assert seconds(lambda: read_or_refused(path)) < 2.0
+
+
+def test_many_patterns_for_many_modules_are_refused_before_they_take_long(tmp_path: Path) -> None:
+    modules = {f"model.layers.{each}.self_attn.q_proj": (1, 1) for each in range(2000)}
+    patterns = {f"{'.*' * 100}{each}": 1 for each in range(500)}
+    path = make_adapter(tmp_path / "a", modules, rank=1, rank_pattern=patterns)
+    refused: list[str] = []
+    assert seconds(lambda: refused.append(read_or_refused(path))) < 4.0
+    assert "characters of expressions for 2000 modules" in refused[0]
+
+
+def test_a_pattern_for_each_module_is_as_quick_as_one_for_all(tmp_path: Path) -> None:
+    """As adapters have them whose ranks were found in training."""
+    modules = {f"model.layers.{each}.self_attn.q_proj": (1, 1) for each in range(3000)}
+    path = make_adapter(tmp_path / "a", modules, rank=1, rank_pattern=dict.fromkeys(modules, 1))
+    assert seconds(lambda: read_adapter_files(path)) < 4.0
+
+
+def read_or_refused(path: Path) -> str:
+    """Empty if it was read."""
+    try:
+        read_adapter_files(path)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """Of this process's processor time, the least of three tries."""
+    took = []
+    for _ in range(3):
+        begin_s = time.process_time()
+        act()
+        took.append(time.process_time() - begin_s)
+    return min(took)
+
+
+# As adapters have them, and what each kind of element can be.
+PATTERNS = [
+    "q_proj",
+    "self_attn.q_proj",
+    r"layers\.1\.self_attn\.q_proj",
+    r"layers\.\d+\..*_proj",
+    r"layers\.(0|1[02]?)\..*",
+    "q_proj|up_proj",
+    "(?:self_attn|mlp).(q|up)_proj",
+    "^model.layers.1.self_attn.q_proj",
+    "^layers.1.self_attn.q_proj",
+    r"[0-9]+\.mlp\.\w+$",
+    "[uq]p?_proj",
+    ".*",
+    ".+proj",
+    "proj",
+    "()",
+    "|q_proj",
+    "layers.(0|(1|11)).*p.*",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_fits_where_peft_says_so(pattern: str) -> None:
+    names = ("self_attn.q_proj", "mlp.up_proj", "mlp.experts.12.up_proj")
+    modules = [f"model.layers.{layer}.{name}" for layer in (0, 1, 11, 12) for name in names]
+    found = [ModulePatterns({pattern: 1}, len(modules)).value(module, 0) for module in modules]
+    assert found == [int(bool(re.match(rf"(.*\.)?({pattern})$", module))) for module in modules]
+
+
+def test_the_first_pattern_that_fits_counts() -> None:
+    patterns = ModulePatterns({"x": 0, ".*q_proj": 1, Q: 2, "q_proj": 3, "up_proj": 4, ".*": 5}, 2)
+    assert [patterns.value(module, 9) for module in (Q, UP, "model.norm")] == [1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a{2}", "(a)*", "a*?", "[^a]", "(?=a)", r"\1", "a)", "(a", "é+é{2}"]
+)
+def test_what_else_an_expression_may_have_is_refused_with_its_place(pattern: str) -> None:
+    with pytest.raises(PatternUnreadable, match="is not served; names"):
+        ModulePatterns({pattern: 1}, 1)
 
 
 def cut(path: Path) -> None:
@@ -221,7 +328,12 @@ def stated(**changes: Any) -> str:
         (in_config(r=10**400), "r: '1000.* is no number"),
         (in_config(lora_alpha=1e999), "lora_alpha: 'inf' is no number"),
         (in_config(alpha_pattern={"a{99999999999}": 1}), "alpha_pattern: cannot be read"),
-        (in_config(alpha_pattern={"(" * 50_000 + ")" * 50_000: 1}), "nested too deeply"),
+        (in_config(alpha_pattern={"(" * 50_000 + ")" * 50_000: 1}), "400 are served"),
+        (
+            in_config(rank_pattern={"(" * 20 + ")" * 20: 1}),
+            r"rank_pattern: cannot be read: '\({20}",
+        ),
+        (in_config(alpha_pattern=["q_proj"]), "alpha_pattern: .* is no object of patterns"),
         (lambda path: (path / "adapter_config.json").write_text(DEEP), "nested too deeply"),
         (in_config(peft_type=["LORA" * 1000]), "peft_type"),
         (in_config(bias={"all": "x" * 1000}), "bias"),

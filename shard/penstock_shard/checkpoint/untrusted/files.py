@@ -1,0 +1,134 @@
+"""Reads files that a model's or an adapter's author made: regular ones, of a bounded size, none of
+which leads to what is the host's.
+
+What is in them is published, by routers and in messages; so a link may lead within the directory,
+or to where the cache of a hub keeps its files, and nowhere else. Weights are not published: they
+may be anywhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock_shard.errors import ModelError
+
+# Of a file, in bytes. What the largest models have is a third of it.
+_MOST_BYTES = 16 * 2**20
+_MOST_OF_LARGE_BYTES = 64 * 2**20
+_LARGE = ("tokenizer.json", "tekken.json", "model.safetensors.index.json")
+# Lists and objects in one another.
+_DEEPEST = 64
+_WEIGHTS = (
+    ".safetensors",
+    ".gguf",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+)
+# As a hub's cache is laid out: models--OWNER--NAME/snapshots/REVISION with links to files in
+# models--OWNER--NAME/blobs.
+_SNAPSHOTS, _BLOBS, _OF_HUB = "snapshots", "blobs", "models--"
+
+
+def check_files(directory: Path) -> None:
+    """Raises ModelError, naming it, for a file of the directory or of one within that is not
+    regular, and for one with other content than weights that leads out of the directory.
+    """
+    for path in _files(directory):
+        check_file(directory, path)
+
+
+def check_file(directory: Path, path: Path) -> None:
+    """`check_files` for one of them; nothing where there is none."""
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise ModelError(f"{path}: is no regular file")
+    found = path.resolve()
+    if path.suffix not in _WEIGHTS and not any(map(found.is_relative_to, _allowed(directory))):
+        raise ModelError(
+            f"{path}: leads out of its directory, so that what is published of it could be the "
+            "host's; put a copy in its place"
+        )
+
+
+def _allowed(directory: Path) -> list[Path]:
+    """The directories within which a model's files may be."""
+    own = directory.resolve()
+    hub = own.parent.parent
+    is_cached = own.parent.name == _SNAPSHOTS and hub.name.startswith(_OF_HUB)
+    return [own, hub / _BLOBS] if is_cached else [own]
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """All that is in a directory and, but for hidden ones, in the directories in it."""
+    for path in sorted(directory.iterdir()):
+        if not path.is_dir():
+            yield path
+        elif not path.name.startswith("."):
+            yield from (each for each in sorted(path.iterdir()) if not each.is_dir())
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Raises ModelError for what is no regular file, of which reading could wait for ever; OSError
+    for what the system refuses.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ModelError(f"{path}: is no regular file")
+
+
+def read_bounded(path: Path) -> bytes:
+    """All of a file. Raises ModelError for one that is too large or not regular, OSError for what
+    the system refuses.
+    """
+    most = _MOST_OF_LARGE_BYTES if path.name in _LARGE else _MOST_BYTES
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > most else file.read(most + 1)
+    if max(size, len(content)) > most:
+        raise ModelError(f"{path}: has {size} bytes; {most} are served")
+    return content
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON says. Raises ModelError if it is none, OSError if it cannot be read."""
+    try:
+        value = json.loads(read_bounded(path).decode("utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ModelError(f"{path}: is nested too deeply") from error
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [low for each in level for low in _within(each) if isinstance(low, dict | list)]
+        if not level:
+            return value
+    raise ModelError(f"{path}: is nested too deeply: more than {_DEEPEST} levels")
+
+
+def _within(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelError if the file holds none, OSError if it cannot be read."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: is not a JSON object")
+    return value

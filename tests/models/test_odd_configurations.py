@@ -1,0 +1,68 @@
+"""Whatever a configuration says, its model is loaded or refused, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.budget import budget, seeded
+
+from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
+from penstock_shard.config import ShardConfig
+from penstock_shard.errors import ModelError
+from penstock_shard.model_loader.load_runner import load_runner
+
+ODD: list[Any] = [None, True, -1, 0, 1, 3, 2**31, 2**62, 10**12, 10**30, 1e308, 0.5, float("nan")]
+ODD += ["", "2", "x\n", [], [[]], {}, {"a": []}, [1, 1, 1], [None], ["x"], -(2**63), 2**20, 1000]
+# Of tables of positions above all, whose number has a high bound.
+_MOST_BYTES = 4 * 2**30
+_TRIES = budget(25, 1000)
+
+
+@pytest.fixture
+def model(model_dir: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A model with a tokenizer, of which the test has a copy."""
+    directory = tmp_path / "model"
+    shutil.copytree(model_dir("llama"), directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUILTIN_MODEL / name, directory)
+    return directory
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each holder of a value within, with the value's key or index."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+# Torch warns of tensors without elements.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_each_odd_value_is_loaded_or_refused(model: Path) -> None:
+    chance = seeded("odd configurations")
+    plain = json.loads((model / "config.json").read_text())
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(_TRIES):
+        config = copy.deepcopy(plain)
+        holder, key = chance.choice(list(places(config)))
+        holder[key] = chance.choice(ODD)
+        (model / "config.json").write_text(json.dumps(config))
+        print(key, repr(holder[key]))
+        try_to_load(model)
+    grown_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb)
+    assert grown_bytes < _MOST_BYTES
+
+
+def try_to_load(model: Path) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_blocks": 64, "threads": 1}
+    config = ShardConfig(model=str(model), load_cache_bytes=0, enforce_eager=True, **settings)
+    with contextlib.suppress(ModelError):
+        load_runner(config, lambda line: None)
