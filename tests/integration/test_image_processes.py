@@ -27,7 +27,7 @@ from support.processes import is_alive, wait_until
 
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
-from penstock_router.images import decoder_pool, turns
+from penstock_router.images import decoder_pool, line
 from penstock_router.images.image import Image
 from penstock_router.images.images import _BYTES_BESIDE, Images
 from penstock_router.observe.metrics import Metrics
@@ -272,8 +272,8 @@ def _stop(process: psutil.Process) -> None:
 async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
     images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_MAX_WAITING", 40)
-    images._decoders._turns = turns.Turns(1, "decoded")
+    monkeypatch.setattr(line, "_MAX_WAITING", 40)
+    images._line = line.Line(1, "decoded")
     await load(images, SMALL)
     [process] = image_processes()
     _stop(process)
@@ -301,7 +301,7 @@ async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
 async def test_who_waits_too_long_is_told_to_come_back(
     images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(line, "_MAX_WAIT_S", 0.2)
     await load(images, SMALL)
     [process] = image_processes()
     _stop(process)
