@@ -298,6 +298,42 @@ async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
     assert [each for each in ended[:8] if each == "other"] == ["other"] * 3
 
 
+async def test_who_loads_what_another_has_last_in_its_line_waits_its_own_turn(
+    images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await load(images, SMALL)
+    [process] = image_processes()
+    _stop(process)
+    asked = count_decodings(monkeypatch)
+    greedy = [asyncio.create_task(load(images, numbered(i), "greedy")) for i in range(60)]
+    await asyncio.sleep(0.2)
+    one = asyncio.create_task(load(images, numbered(59), "one"))
+    await asyncio.sleep(0.1)
+    process.resume()
+    assert (await one).width == 60
+    assert len(asked) <= 3
+    await asyncio.gather(*greedy)
+    # The shared one is decoded once.
+    assert len(asked) == 60
+
+
+async def test_who_has_no_memory_left_for_an_image_is_refused_and_another_is_not(
+    images: Images,
+) -> None:
+    """Both ask for pixels that are not kept any more, at once."""
+    image = await load(images, SMALL, "first")
+    images._pixels.clear()
+    taken = images._memory.hold("poor")
+    taken.add(images._memory.total // 2)
+    outcomes = await asyncio.gather(
+        *(images.pixels(image, client=client) for client in ("poor", "rich")),
+        return_exceptions=True,
+    )
+    taken.close()
+    assert isinstance(outcomes[0], TooManyRequests)
+    assert isinstance(outcomes[1], memoryview)
+
+
 async def test_who_waits_too_long_is_told_to_come_back(
     images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:

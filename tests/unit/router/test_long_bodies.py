@@ -606,6 +606,32 @@ async def test_work_that_ends_soon_after_its_client_left_keeps_the_process(
         assert pids(bodies.pool) == before
 
 
+async def tokenized(bodies: UsedBodies, client: str, num_words: int, done: list[str]) -> None:
+    with bodies.incoming(client) as incoming:
+        incoming.add(msgspec.json.encode({"prompt": "the fox " * num_words}))
+        body = await bodies.read(KINDS["tokenize"], incoming)
+        assert body.refusal is None
+        await body.work(await bodies.models.get(""))
+        done.append(client)
+
+
+async def test_one_clients_long_bodies_leave_others_a_process(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a second or more; each of the other's a fiftieth of that."""
+    monkeypatch.setattr("penstock_router.admission.turns.LONG_S", 0.05)
+    done: list[str] = []
+    async with made_bodies(fleet) as bodies:
+        long = [asyncio.create_task(tokenized(bodies, "a", 450_000, done)) for _ in range(4)]
+        async with asyncio.timeout(30):
+            while not bodies.pool._turns.num_working:
+                await asyncio.sleep(0.01)
+        await asyncio.gather(*(tokenized(bodies, "b", 9_000, done) for _ in range(3)))
+        # Of four before these, at most the one that was being worked on.
+        assert done.count("a") <= 1
+        await asyncio.gather(*long)
+
+
 # ---- who is next, without processes ------------------------------------------------------------
 
 
