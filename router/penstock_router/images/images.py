@@ -161,9 +161,7 @@ class Images:
         self._metrics.images.labels("known" if is_known else "decoded").inc()
         return image
 
-    async def _decode_new(
-        self, name: bytes, encoded: Pieces, came_s: float, client: str
-    ) -> Image:
+    async def _decode_new(self, name: bytes, encoded: Pieces, came_s: float, client: str) -> Image:
         try:
             pixels = await self._decoders.decode(encoded)
         finally:

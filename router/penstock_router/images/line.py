@@ -81,9 +81,7 @@ class Line:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(
-        self, name: Hashable, work: Callable[[str], Awaitable[_Result]]
-    ) -> _Job[_Result]:
+    def _begin(self, name: Hashable, work: Callable[[str], Awaitable[_Result]]) -> _Job[_Result]:
         job = self._jobs[name] = _Job(work)
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(lambda _: self._end(name, job))

@@ -1,8 +1,8 @@
 """Templates that requests bring: programs of strangers, each of which may never end.
 
 They run in a text process of their own, so that nobody else's text waits for them, and each for a
-few seconds. A client may have as many here as are still free, and clients have their turns: one that
-sends many endless ones delays another's by a part of one at most.
+few seconds. A client may have as many here as are still free, and clients have their turns: one
+that sends many endless ones delays another's by a part of one at most.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Text processes: started when they are first needed, lent to one task at a time, replaced.
 
-Clients share the processes by time. Of one client's, tasks are done in order of arrival, except that
-those of a long body also wait for those of shorter ones that arrive a little later. While one's task
-takes long, others get a process more. Cancelling `run` ends the wait. A process whose client has left
-gets a moment to finish its task, so that the next one need not wait for a new process; then it is
-killed. When a process dies, only the request whose task it had fails.
+Clients share the processes by time. Of one client's, tasks are done in order of arrival, except
+that those of a long body also wait for those of shorter ones that arrive a little later. While
+one's task takes long, others get a process more. Cancelling `run` ends the wait. A process whose
+client has left gets a moment to finish its task, so that the next one need not wait for a new
+process; then it is killed. When a process dies, only the request whose task it had fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The end of a long text that truncation keeps, tokenized without the rest.
 
 A text may be cut where its tokens are those of the two parts: between words, at a space that the
-tokenizer splits at whatever is around it. Each cut is tried: the pieces that are tokenized apart must
-be the same with it and without. Where no such place is found, the whole text is tokenized.
+tokenizer splits at whatever is around it. Each cut is tried: the pieces that are tokenized apart
+must be the same with it and without. Where no such place is found, all of the text is tokenized.
 """
 
 from __future__ import annotations

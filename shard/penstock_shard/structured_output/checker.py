@@ -1,10 +1,11 @@
 """Checks in the server whether constraints can be honoured, by asking a process of its own.
 
 Two checks run at once, and callers take turns; equal constraints share a check, which begins in
-the turn of whoever of those who wait for it has one first. Verdicts are cached by content. Each constraint gets a short time first. Those that need more are checked again,
-one at a time: they hold up only each other. The process is started as soon as the tokenizer is
-known: reading a large one takes seconds, and neither the first constraint nor one continued from
-another shard should wait for that. If the process is lost, the next check starts another.
+the turn of whoever of those who wait for it has one first. Verdicts are cached by content. Each
+constraint gets a short time first. Those that need more are checked again, one at a time: they hold
+up only each other. The process is started as soon as the tokenizer is known: reading a large one
+takes seconds, and neither the first constraint nor one continued from another shard should wait for
+that. If the process is lost, the next check starts another.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from penstock_router.errors import TooManyRequests
 from penstock_router.admission import turns
 from penstock_router.admission.turns import Place, Turns
+from penstock_router.errors import TooManyRequests
 from penstock_router.images import line as line_module
 from penstock_router.images.line import Line
 
@@ -205,7 +205,7 @@ async def test_beside_long_work_there_is_a_place_for_others_and_none_for_its_cli
     # The spare one is taken too, though it is long as well.
     await asyncio.sleep(0.01)
     assert other.is_long
-    assert not (again.done() or third.done())
+    assert [again.done(), third.done()] == [False, False]
     line.give_back(long)
     await settled()
     assert again.done() != third.done()

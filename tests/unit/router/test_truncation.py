@@ -220,8 +220,8 @@ PATTERNS = {
     "threes": r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     "single digits": r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "cases": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+|\p{N}{1,3}|[\p{Lu}]+| ?[^\s\p{L}\p{N}]+"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "cases": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+|\p{N}{1,3}|[\p{Lu}]+"
+    r"| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+",
     # None of the above: words are not apart.
     "two words": r"\p{L}+ \p{L}+|\s|\S",
 }
@@ -258,8 +258,12 @@ def sentencepiece_of_words() -> Tokenizer:
     assert crossing
     kept = [token for token in vocabulary if token not in crossing]
     parts["model"]["vocab"] = {token: number for number, token in enumerate(kept)}
-    merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in parts["model"]["merges"]]
-    parts["model"]["merges"] = [merge for merge in merges if not {*merge, "".join(merge)} & crossing]
+    merges = [
+        merge if isinstance(merge, list) else merge.split(" ") for merge in parts["model"]["merges"]
+    ]
+    parts["model"]["merges"] = [
+        merge for merge in merges if not {*merge, "".join(merge)} & crossing
+    ]
     return Tokenizer.from_str(json.dumps(parts))
 
 
@@ -269,9 +273,7 @@ MORE_TOKENIZERS = {
     **TOKENIZERS,
     **{name: split_by(pattern) for name, pattern in PATTERNS.items()},
     "composed": normalized(split_by(PATTERNS["threes"]), normalizers.NFC()),
-    "lower case": normalized(
-        byte_level_tokenizer(), normalizers.NFKD(), normalizers.Lowercase()
-    ),
+    "lower case": normalized(byte_level_tokenizer(), normalizers.NFKD(), normalizers.Lowercase()),
     "stripped": normalized(byte_level_tokenizer(), normalizers.Strip()),
     "sentencepiece, of words": sentencepiece_of_words(),
     "a token that takes spaces": with_greedy_token(),
@@ -343,7 +345,9 @@ def test_of_a_megabyte_of_which_a_hundred_tokens_are_kept_little_is_tokenized(
     counting = tokenizer._fast = tokenizer._ends._fast = Counting(tokenizer._fast)  # type: ignore[assignment]
     text = "the quick brown fox jumps over the lazy dog, and so on. " * 20_000
     truncation = Truncation(100, side)
-    [kept] = tokenizer.encode([text], add_special_tokens=True, max_tokens=100, truncation=truncation)
+    [kept] = tokenizer.encode(
+        [text], add_special_tokens=True, max_tokens=100, truncation=truncation
+    )
     assert len(kept) == 100
     assert counting.num_chars < 10_000
     # What cannot be cut is tokenized as a whole.
