@@ -1022,6 +1022,21 @@ async def test_what_finds_no_room_among_the_threads_is_refused_at_once() -> None
             await threads.run(lambda: 1 // 0)
 
 
+async def test_a_model_is_loaded_for_all_however_much_work_one_client_has_sent(
+    fleet: FakeFleet,
+) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        threads, until = Threads(executor, 2), threading.Event()
+        waiting = [asyncio.create_task(threads.run(until.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        models = Models(fleet, threads, RouterConfig(shards="fake:1"))
+        loading = asyncio.create_task(models.get(""))
+        await asyncio.sleep(0.01)
+        until.set()
+        assert (await loading).info == INFO
+        await asyncio.gather(*waiting)
+
+
 @pytest.mark.parametrize("num_chars", [40, 100_000])
 async def test_what_names_images_is_not_kept_with_the_request(
     fleet: FakeFleet, num_chars: int
