@@ -200,6 +200,8 @@ async def test_beside_long_work_there_is_a_place_for_others_and_none_for_its_cli
     line = Turns(1, spare=1)
     long = await line.take(["a"])
     again = asyncio.create_task(line.take(["a"]))
+    await asyncio.sleep(0.01)
+    assert [long.is_long, again.done()] == [True, False]
     other = await asyncio.wait_for(line.take(["b"]), 5)
     third = asyncio.create_task(line.take(["c"]))
     # The spare one is taken too, though it is long as well.
