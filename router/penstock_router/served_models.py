@@ -348,7 +348,7 @@ class Models:
         loop = asyncio.get_running_loop()
         try:
             files = await self._fleet.tokenizer_files(*key)
-            text = await self._threads.run(lambda: self._read(files))
+            text = await self._threads.run_for_all(lambda: self._read(files))
         except BaseException:  # whatever it was, it is not tried again at once
             self._failed_at[key] = loop.time()
             raise

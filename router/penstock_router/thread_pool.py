@@ -1,6 +1,6 @@
 """A few threads for work that is too long for the event loop and releases the interpreter lock.
 
-Their queue is bounded: work beyond it is refused at once.
+The queue of clients' work is bounded: what is beyond it is refused at once.
 """
 
 from __future__ import annotations
@@ -41,3 +41,9 @@ class Threads:
         # When the work is done, even if its caller was cancelled.
         future.add_done_callback(lambda _: self._room.release())
         return await asyncio.wrap_future(future)
+
+    async def run_for_all(self, work: Callable[[], _Result]) -> _Result:
+        """The same for what several may wait for: never refused, as that would be to all of them
+        for what one has sent.
+        """
+        return await asyncio.wrap_future(self._executor.submit(work))

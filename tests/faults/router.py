@@ -180,10 +180,34 @@ FAULTS = [
         caught_by="test_what_cannot_or_may_not_be_decoded_is_refused_in_bounds",
     ),
     Fault(
-        "Images of a client that left keep their place in the line",
-        "Turns._wait",
-        left_out("del own.waiting[given]"),
+        "Work of a client that left keeps its place in the line",
+        "Turns.take",
+        left_out("self._waiting.pop(given, None)"),
         caught_by="test_a_place_whose_client_left_goes_to_the_next",
+    ),
+    Fault(
+        "Who has long work gets the place that others have beside it",
+        "Turns._next",
+        becomes("of_long if num_free <= 0 else ()", "()"),
+        caught_by="test_beside_long_work_there_is_a_place_for_others_and_none_for_its_client",
+    ),
+    Fault(
+        "Who wants the same image as another waits in that one's turn",
+        "Line._run",
+        becomes("self._turns.take(job.clients)", "self._turns.take(tuple(job.clients))"),
+        caught_by="test_who_wants_the_same_as_another_waits_its_own_turn_and_not_that_ones",
+    ),
+    Fault(
+        "Who wants the same image as another gets that one's refusal",
+        "Line.do",
+        always("job.client in (None, client)"),
+        caught_by="test_what_one_may_not_is_refused_to_that_one_and_done_for_the_other",
+    ),
+    Fault(
+        "A text is cut where it is not split",
+        "TextEnds._may_cut",
+        becomes("self._is_split(left, right) and self._is_split(shorter, right)", "True"),
+        caught_by="test_what_is_left_does_not_depend_on_how_much_was_tokenized",
     ),
     Fault(
         "Images are charged to nobody once they were decoded",

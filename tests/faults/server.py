@@ -43,6 +43,15 @@ FAULTS = [
         caught_by="test_a_killed_server_leaves_no_engine_behind",
     ),
     Fault(
+        "Who has the same constraint as another waits in that one's turn",
+        "ConstraintChecker._verdict_on",
+        becomes(
+            "self._ask(pending, pending.callers, first_s)",
+            "self._ask(pending, tuple(pending.callers), first_s)",
+        ),
+        caught_by="test_who_asks_for_the_same_as_another_waits_its_own_turn_and_not_that_ones",
+    ),
+    Fault(
         "Two shards may share one port",
         "server_options",
         becomes("('grpc.so_reuseport', 0)", "('grpc.so_reuseport', 1)"),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,7 +34,6 @@ VOCAB_SIZE = 3072
 LARGE = Constraint("regex", "|".join(f"word{n}" for n in range(25_000)))
 # Joined once: it takes as long as a part of the check.
 _WORDS = "|".join(f"word{n}of" for n in range(80_000))
-_FEWER_WORDS = _WORDS[: len(_WORDS) // 2]
 
 
 def _doubling(count: int) -> Constraint:
@@ -184,52 +184,151 @@ def _slow(number: int) -> Constraint:
     return _regex(f"{number}|{_WORDS}")
 
 
-def _rather_slow(number: int) -> Constraint:
-    """Half of that: ten times what a small one takes."""
-    return _regex(f"{number}|{_FEWER_WORDS}")
+class _Order:
+    """Which checks are begun, in a checker whose constraints are slow where their names say so:
+    each takes a few turns of the event loop, and no process needs any time for it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.most_long = 0
+        self._num_long = 0
+        monkeypatch.setattr(_CheckProcess, "answer_to", self._answer_to)
+
+    async def _answer_to(self, check: Check, lane: int) -> Answer:
+        name, is_long = check.constraint.value, check.timeout_s > checker_module._FIRST_S
+        self.begun.append(f"all of {name}" if is_long else name)
+        self._num_long += is_long
+        self.most_long = max(self.most_long, self._num_long)
+        for _ in range(10 if is_long else 2):
+            await asyncio.sleep(0)
+        self._num_long -= is_long
+        return Answer("", -signal.SIGPROF if "slow" in name and not is_long else 0)
+
+    def before(self, name: str) -> list[str]:
+        """What was begun before this was."""
+        return self.begun[: self.begun.index(name)]
+
+
+@contextlib.asynccontextmanager
+async def _ordered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[ConstraintChecker, _Order]]:
+    async with _checker() as checker:
+        await checker.check(_regex("a"))
+        order = _Order(monkeypatch)
+        yield checker, order
+        assert order.most_long <= 1
+
+
+def _ask(
+    checker: ConstraintChecker, *names: str, caller: str | None = None
+) -> list[asyncio.Task[str]]:
+    return [asyncio.create_task(checker.check(_regex(name), caller)) for name in names]
 
 
 async def test_slow_constraints_of_one_call_delay_nobody_elses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with _slow_checker(monkeypatch) as checker:
-        slow = [asyncio.create_task(checker.check(_rather_slow(n), "slow")) for n in range(12)]
+    async with _ordered(monkeypatch) as (checker, order):
+        slow = _ask(checker, *(f"slow {n}" for n in range(12)), caller="slow")
         await asyncio.sleep(0)
         for number in range(10):
+            begun = len(order.begun)
             assert await checker.check(_regex(f"b{number}"), "other") == ""
-        assert sum(task.done() for task in slow) < 6
-        for task in slow:
-            task.cancel()
+            between = order.before(f"b{number}")[begun:]
+            # What has the places, and the one whose turn is before.
+            assert len(between) <= checker_module._NUM_LANES + 1, order.begun
+        await asyncio.gather(*slow)
 
 
 async def test_nor_those_of_the_same_call_but_for_the_first_time_that_each_gets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with _slow_checker(monkeypatch) as checker:
-        slow = [asyncio.create_task(checker.check(_rather_slow(n))) for n in range(20)]
+    async with _ordered(monkeypatch) as (checker, order):
+        slow = _ask(checker, *(f"slow {n}" for n in range(20)))
         await asyncio.sleep(0)
+        assert await checker.check(_regex("b")) == ""
+        assert order.before("b").count("slow 19") == 1
+        assert sum(task.done() for task in slow) < 20
         for number in range(10):
+            begun = len(order.begun)
             assert await checker.check(_regex(f"b{number}")) == ""
-        assert sum(task.done() for task in slow) < 10
-        for task in slow:
-            task.cancel()
+            assert len(order.before(f"b{number}")[begun:]) <= 1, order.begun
+        await asyncio.gather(*slow)
 
 
 async def test_who_has_one_slow_constraint_does_not_wait_for_all_of_anothers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with _slow_checker(monkeypatch) as checker:
-        many = [asyncio.create_task(checker.check(_rather_slow(n), "many")) for n in range(16)]
-        # Nearly all of them have had their first time, and wait for more of it.
-        async with asyncio.timeout(30):
-            while len(checker._slow._waiting) + sum(task.done() for task in many) < 14:
-                await asyncio.sleep(0.01)
-        before = sum(task.done() for task in many)
-        assert before < 8
-        assert await checker.check(_rather_slow(99), "one") == ""
-        assert sum(task.done() for task in many) - before < 5
-        for task in many:
-            task.cancel()
+    async with _ordered(monkeypatch) as (checker, order):
+        many = _ask(checker, *(f"slow {n}" for n in range(16)), caller="many")
+        # All of them have had their first time, and wait for more of it.
+        while "slow 15" not in order.begun:
+            await asyncio.sleep(0)
+        begun = len(order.begun)
+        assert await checker.check(_regex("slow too"), "one") == ""
+        between = [each for each in order.before("all of slow too")[begun:] if "all of" in each]
+        assert len(between) <= 2, order.begun
+        await asyncio.gather(*many)
+
+
+async def test_who_asks_for_the_same_as_another_waits_its_own_turn_and_not_that_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _ordered(monkeypatch) as (checker, order):
+        many = _ask(checker, *(f"slow {n}" for n in range(100)), caller="many")
+        while not order.begun:
+            await asyncio.sleep(0)
+        assert await checker.check(_regex("slow 99"), "one") == ""
+        assert len([each for each in order.before("all of slow 99") if "all of" in each]) <= 3
+        assert len(order.before("slow 99")) <= 5
+        assert order.begun.count("slow 99") == 1
+        await asyncio.gather(*many)
+
+
+async def test_who_began_may_leave_and_the_check_goes_on_in_the_turns_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _ordered(monkeypatch) as (checker, order):
+        many = _ask(checker, *(f"slow {n}" for n in range(100)), caller="many")
+        await asyncio.sleep(0)
+        [joined] = _ask(checker, "slow 99", caller="one")
+        await asyncio.sleep(0)
+        many.pop().cancel()
+        assert await joined == ""
+        assert len(order.before("slow 99")) <= 4
+        await asyncio.gather(*many)
+
+
+async def test_who_joins_counts_against_its_own_bound_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checker_module, "_MAX_PENDING", 32)
+    async with _ordered(monkeypatch) as (checker, _):
+        many = _ask(checker, *(f"m{n}" for n in range(16)), caller="many")
+        own = _ask(checker, *(f"o{n}" for n in range(4)), caller="one")
+        await asyncio.sleep(0)
+        # It waits for as many as it may: for no other's either.
+        with pytest.raises(NotChecked, match="19 constraints wait to be checked, 16 of them of"):
+            await checker.check(_regex("o0"), "many")
+        # Others may wait for what that one waits for.
+        joined = _ask(checker, *(f"m{n}" for n in range(5)), caller="one")
+        assert set(await asyncio.gather(*many, *own, *joined)) == {""}
+
+
+async def test_nothing_is_checked_for_longer_when_all_who_waited_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _ordered(monkeypatch) as (checker, order):
+        [waiting] = _ask(checker, "slow")
+        while not order.begun:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        while checker._pending:
+            await asyncio.sleep(0)
+        assert await checker.check(_regex("b")) == ""
+        assert order.begun == ["slow", "b"]
 
 
 async def test_checks_at_once_are_bounded_and_so_is_the_memory_of_each(

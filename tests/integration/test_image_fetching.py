@@ -320,7 +320,7 @@ async def test_a_client_that_leaves_ends_its_fetch(fetching: Fetching) -> None:
         await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert fetching.images._fetcher._turns.num_free == fetcher._MAX_FETCHES
+    assert fetching.images._fetcher._line._turns.num_working == 0
     assert fetching.images._memory.held == 0
 
 

@@ -27,7 +27,7 @@ from support.processes import is_alive, wait_until
 
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
-from penstock_router.images import decoder_pool, turns
+from penstock_router.images import decoder_pool, line
 from penstock_router.images.image import Image
 from penstock_router.images.images import _BYTES_BESIDE, Images
 from penstock_router.observe.metrics import Metrics
@@ -272,8 +272,8 @@ def _stop(process: psutil.Process) -> None:
 async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
     images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_MAX_WAITING", 40)
-    images._decoders._turns = turns.Turns(1, "decoded")
+    monkeypatch.setattr(line, "_MAX_WAITING", 40)
+    images._line = line.Line(1, "decoded")
     await load(images, SMALL)
     [process] = image_processes()
     _stop(process)
@@ -298,10 +298,46 @@ async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
     assert [each for each in ended[:8] if each == "other"] == ["other"] * 3
 
 
+async def test_who_loads_what_another_has_last_in_its_line_waits_its_own_turn(
+    images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await load(images, SMALL)
+    [process] = image_processes()
+    _stop(process)
+    asked = count_decodings(monkeypatch)
+    greedy = [asyncio.create_task(load(images, numbered(i), "greedy")) for i in range(60)]
+    await asyncio.sleep(0.2)
+    one = asyncio.create_task(load(images, numbered(59), "one"))
+    await asyncio.sleep(0.1)
+    process.resume()
+    assert (await one).width == 60
+    assert len(asked) <= 3
+    await asyncio.gather(*greedy)
+    # The shared one is decoded once.
+    assert len(asked) == 60
+
+
+async def test_who_has_no_memory_left_for_an_image_is_refused_and_another_is_not(
+    images: Images,
+) -> None:
+    """Both ask for pixels that are not kept any more, at once."""
+    image = await load(images, SMALL, "first")
+    images._pixels.clear()
+    taken = images._memory.hold("poor")
+    taken.add(images._memory.total // 2)
+    outcomes = await asyncio.gather(
+        *(images.pixels(image, client=client) for client in ("poor", "rich")),
+        return_exceptions=True,
+    )
+    taken.close()
+    assert isinstance(outcomes[0], TooManyRequests)
+    assert isinstance(outcomes[1], memoryview)
+
+
 async def test_who_waits_too_long_is_told_to_come_back(
     images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(line, "_MAX_WAIT_S", 0.2)
     await load(images, SMALL)
     [process] = image_processes()
     _stop(process)

@@ -206,7 +206,7 @@ async def _nothing_held(router: Any, fleet: Fleet) -> None:
             or router.bodies.queue.held
         ):
             await asyncio.sleep(0.05)
-    assert images._decoders._turns.num_free == router.config.image_processes
+    assert images._line._turns.num_working == 0
     async with asyncio.timeout(20):
         while images._memory.held:
             # What is only kept in case it is asked for again.

@@ -18,7 +18,6 @@ from penstock_router.config import RouterConfig
 from penstock_router.errors import TooManyRequests, Unavailable
 from penstock_router.images.decoder_messages import MAX_DECODE_S, REPLIES, Refused
 from penstock_router.images.image import ImageRefused, Pieces
-from penstock_router.images.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -38,31 +37,29 @@ class Pixels:
 
 
 class DecoderPool:
-    """At most --image-processes of them."""
+    """As many of them as images are decoded at once."""
 
     def __init__(self, config: RouterConfig) -> None:
         limits = config.max_image_pixels, config.max_image_bytes
         self._arguments = config.log_level, config.log_format, *map(str, limits)
-        self._turns = Turns(config.image_processes, "decoded")
         # The last one is taken first.
         self._free: list[ChildProcess] = []
         # They may outlive their callers.
         self._work: set[asyncio.Task[Pixels]] = set()
 
-    async def decode(self, encoded: Pieces, client: str) -> Pixels:
-        """Raises `ImageRefused`; `TooManyRequests` where too many wait; `Unavailable` where no
-        process can be started. Cancelled, it leaves the line at once, but an image that is being
-        decoded is decoded to its end: that takes less than another process does.
+    async def decode(self, encoded: Pieces) -> Pixels:
+        """Raises `ImageRefused`; `TooManyRequests` where it takes too long; `Unavailable` where no
+        process can be started. Cancelled, it ends when the image is decoded: that takes less than
+        another process does.
         """
-        async with self._turns.turn(client):
-            work = asyncio.create_task(self._decode(encoded))
-            self._work.add(work)
-            work.add_done_callback(self._work.discard)
-            try:
-                return await asyncio.shield(work)
-            except asyncio.CancelledError:
-                await asyncio.wait([work])
-                raise
+        work = asyncio.create_task(self._decode(encoded))
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise
 
     async def _decode(self, encoded: Pieces) -> Pixels:
         process = await self._take()

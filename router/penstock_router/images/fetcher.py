@@ -19,8 +19,8 @@ from yarl import URL
 from penstock_common.version import VERSION
 from penstock_router.config import RouterConfig
 from penstock_router.images.image import ImageRefused
+from penstock_router.images.line import Line
 from penstock_router.images.pieces import Incoming, check_size
-from penstock_router.images.turns import Turns
 from penstock_router.images.web_addresses import is_allowed_address, is_allowed_domain
 from penstock_router.json_fields import shorten
 
@@ -51,27 +51,31 @@ class Fetcher:
         self._domains = config.allowed_media_domains
         self._networks = config.allowed_media_networks
         self._resolver = resolver
-        self._turns = Turns(_MAX_FETCHES, "fetched")
+        self._line = Line(_MAX_FETCHES, "fetched")
         # Made with the first fetch.
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, text: str, incoming: Incoming, client: str) -> None:
         """Add what a URL leads to. Raises `ImageRefused`, and `TooManyRequests`."""
         url = self._parse(text)
-        async with self._turns.turn(client):
-            try:
-                async with asyncio.timeout(_FETCH_S):
-                    await self._follow(url, incoming)
-            except TimeoutError:
-                raise ImageRefused(f"{_FAILED} within {_FETCH_S:g} s") from None
-            except (aiohttp.ClientError, OSError, ValueError) as error:
-                # For the operator, without the URL: to the client, addresses that are refused, that
-                # nobody answers at, and names that lead nowhere are all the same.
-                why = getattr(error, "os_error", None) or type(error).__name__
-                logger.info("no image of %s: %s", url.raw_host, why)
-                raise ImageRefused(f"{_FAILED}: its host gave no answer, or a broken one") from None
+        # Each has its own memory, and so its own name.
+        await self._line.do(incoming, lambda _: self._fetch(url, incoming), client)
+
+    async def _fetch(self, url: URL, incoming: Incoming) -> None:
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                await self._follow(url, incoming)
+        except TimeoutError:
+            raise ImageRefused(f"{_FAILED} within {_FETCH_S:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # For the operator, without the URL: to the client, addresses that are refused, that
+            # nobody answers at, and names that lead nowhere are all the same.
+            why = getattr(error, "os_error", None) or type(error).__name__
+            logger.info("no image of %s: %s", url.raw_host, why)
+            raise ImageRefused(f"{_FAILED}: its host gave no answer, or a broken one") from None
 
     async def close(self) -> None:
+        await self._line.close()
         if self._session is not None:
             await self._session.close()
 

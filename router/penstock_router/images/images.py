@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from mmap import mmap
-from typing import Any, Generic, TypeVar
 
 from aiohttp.abc import AbstractResolver
 
@@ -27,12 +26,11 @@ from penstock_router.images.fetcher import Fetcher
 from penstock_router.images.file_urls import read_file
 from penstock_router.images.image import Image, ImageRefused, Pieces
 from penstock_router.images.kept import Kept
+from penstock_router.images.line import Line
 from penstock_router.images.pieces import PIECE_BYTES, Incoming, add_base64, base64_start
 from penstock_router.json_fields import shorten
 from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
-
-_Result = TypeVar("_Result")
 
 # Of this process: encoded images and pixels that requests need or that are kept; and of those kept.
 _MEMORY_BYTES = 512 * 1024 * 1024
@@ -44,14 +42,6 @@ _BYTES_BESIDE = 1024
 _MAX_URL_CHARS = 8192
 # Long enough for a prompt to be made and sent; later they are decoded again.
 _KEPT_PIXELS_S = 30.0
-
-
-@dataclass(eq=False, slots=True)
-class _Running(Generic[_Result]):
-    """Work that several wait for."""
-
-    task: asyncio.Task[_Result]
-    num_waiting: int = 0
 
 
 class Images:
@@ -79,7 +69,8 @@ class Images:
         self._images = Kept[Image](_KEPT_IMAGES_BYTES)
         # By an image's digest.
         self._pixels = Kept[mmap](_KEPT_PIXELS_BYTES)
-        self._running: dict[bytes, _Running[Any]] = {}
+        # Of images to be decoded, by the one name or the other.
+        self._line = Line(config.image_processes, "decoded")
         self._is_closed = False
 
     async def load(self, url: str, *, param: str, client: str) -> Image:
@@ -104,18 +95,14 @@ class Images:
         """
         rows = self._pixels.get(image.digest)
         if rows is None:
-            again = functools.partial(self._decode_again, image, client)
-            rows = await self._once(image.digest, again)
+            again = functools.partial(self._decode_again, image)
+            rows = await self._line.do(image.digest, again, client)
         return memoryview(rows).toreadonly()
 
     async def close(self) -> None:
         """End all work and all processes."""
         self._is_closed = True
-        tasks = [running.task for running in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await self._decoders.close()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(self._line.close(), self._decoders.close())
         await self._fetcher.close()
         self._images.clear()
         self._pixels.clear()
@@ -167,15 +154,18 @@ class Images:
         is_short = len(encoded) == 1 and len(encoded[0]) <= PIECE_BYTES
         name = hash_it() if is_short else await self._threads.run(hash_it)
         image = self._images.get(name)
-        is_known = image is not None or name in self._running
+        is_known = image is not None or self._line.has(name)
         if image is None:
-            image = await self._once(name, lambda: self._decode_new(name, encoded, client))
+            new = functools.partial(self._decode_new, name, encoded, time.perf_counter())
+            image = await self._line.do(name, new, client)
         self._metrics.images.labels("known" if is_known else "decoded").inc()
         return image
 
-    async def _decode_new(self, name: bytes, encoded: Pieces, client: str) -> Image:
-        with self._metrics.image_decode_seconds.time():
-            pixels = await self._decoders.decode(encoded, client)
+    async def _decode_new(self, name: bytes, encoded: Pieces, came_s: float, client: str) -> Image:
+        try:
+            pixels = await self._decoders.decode(encoded)
+        finally:
+            self._metrics.image_decode_seconds.observe(time.perf_counter() - came_s)
         image = Image(pixels.digest, pixels.width, pixels.height, encoded)
         num_bytes = image.num_encoded_bytes + _BYTES_BESIDE
         self._charge(image, num_bytes, client)
@@ -189,7 +179,7 @@ class Images:
         try:
             with self._memory.hold(client) as holding:
                 self._grow(holding, image.width * image.height * 3)
-                pixels = await self._decoders.decode(image.encoded, client)
+                pixels = await self._decoders.decode(image.encoded)
         except ImageRefused:
             raise Unavailable("an image could not be decoded again; try again") from None
         self._keep_pixels(pixels, client)
@@ -225,25 +215,6 @@ class Images:
     def _make_room(self) -> bool:
         """Make room, and tell whether there was anything that was only kept."""
         return self._pixels.drop_oldest() or self._images.drop_oldest()
-
-    # ---- the same work for several ----
-
-    async def _once(self, name: bytes, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-        """Return or raise what `work` does; who comes while it runs waits for the same. It is
-        cancelled when nobody waits any more.
-        """
-        running: _Running[_Result] | None = self._running.get(name)
-        if running is None:
-            running = self._running[name] = _Running(asyncio.create_task(work()))
-        running.num_waiting += 1
-        try:
-            return await asyncio.shield(running.task)
-        finally:
-            running.num_waiting -= 1
-            if not running.num_waiting:
-                running.task.cancel()
-                if self._running.get(name) is running:
-                    del self._running[name]
 
 
 def _no_room(held: int, total: int) -> TooManyRequests:

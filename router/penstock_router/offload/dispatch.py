@@ -184,7 +184,7 @@ class Bodies:
             return Body(self, arrival, incoming, reading)
         incoming.enqueue()
         task = Read(arrival[1], kind.name, with_digest)
-        outcome = await self.pool.run(arrival, task, [incoming.pieces])
+        outcome = await self.pool.run(incoming.client, arrival, task, [incoming.pieces])
         assert isinstance(outcome, Reading)
         return Body(self, arrival, incoming, outcome)
 
@@ -200,7 +200,8 @@ class Bodies:
         with self.incoming(client) as incoming:
             incoming.enqueue(num_bytes)
             parts = [[response], [messages]]
-            outcome = await self.pool.run(self._arrive(num_bytes), Show(page), parts)
+            arrival = self._arrive(num_bytes)
+            outcome = await self.pool.run(client, arrival, Show(page), parts)
         assert isinstance(outcome, bytes)
         return outcome
 
@@ -261,8 +262,7 @@ class Body:
             return await self._run_program(model, earlier, image_sizes)
         if num_bytes > LONG_BYTES:
             self._incoming.enqueue(len(earlier))
-            later_s = SECONDS_A_BYTE * len(earlier)
-            return await self._work_there(bodies.pool, later_s, model, earlier, image_sizes)
+            return await self._work_there(bodies.pool, model, earlier, image_sizes)
         made = functools.partial(work, self.kind, self.asked, model.text, earlier, image_sizes)
         # A link to an image is short, its tokens may be thousands.
         if num_bytes <= SHORT_BYTES and not image_sizes:
@@ -276,26 +276,19 @@ class Body:
         short text: in a process that can be killed, and that nobody else waits for.
         """
         programs = self._bodies.programs
-        with programs.scope(self._incoming.client) as later_s:
-            return await self._work_there(
-                programs.pool,
-                later_s,
-                model,
-                earlier,
-                image_sizes,
-                request_templates.MAX_PROGRAM_S,
-            )
+        with programs.scope(self._incoming.client):
+            max_s = request_templates.MAX_PROGRAM_S
+            return await self._work_there(programs.pool, model, earlier, image_sizes, max_s)
 
     async def _work_there(
         self,
         pool: TextPool,
-        later_s: float,
         model: ServedModel,
         earlier: bytes,
         image_sizes: ImageSizes,
         max_s: float = MAX_TASK_S,
     ) -> PreparedPrompts | bytes:
-        """The text work in a process of the pool, where the body counts as so much later."""
+        """The text work in a process of the pool."""
         info, (arrived_s, number) = model.info, self._arrival
         facts = ModelFacts(
             info.model,
@@ -307,6 +300,7 @@ class Body:
         )
         task = Work(number, self.kind.name, facts, image_sizes=image_sizes, max_s=max_s)
         parts = [self._incoming.pieces, [earlier]]
-        outcome = await pool.run((arrived_s + later_s, number), task, parts, model.files)
+        client, arrival = self._incoming.client, (arrived_s + SECONDS_A_BYTE * len(earlier), number)
+        outcome = await pool.run(client, arrival, task, parts, model.files)
         assert not isinstance(outcome, Reading)
         return outcome

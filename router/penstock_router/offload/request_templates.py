@@ -1,8 +1,8 @@
 """Templates that requests bring: programs of strangers, each of which may never end.
 
 They run in a text process of their own, so that nobody else's text waits for them, and each for a
-few seconds. A client may have as many here as are still free, and each further one of its own waits
-as if it had come later: a client that sends many endless ones delays another's by one at most.
+few seconds. A client may have as many here as are still free, and clients have their turns: one
+that sends many endless ones delays another's by a part of one at most.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ class Programs:
         self._here = SharedBudget(MAX_PROGRAMS)
 
     @contextmanager
-    def scope(self, client: str) -> Iterator[float]:
-        """In which one program of this client's waits and runs: yields by how many seconds later
-        than it came it counts as come.
+    def scope(self, client: str) -> Iterator[None]:
+        """In which one program of this client's waits and runs.
 
         Raises `TooManyRequests` if it has its share here already, and `TimedOut` for a program that
         does not end.
         """
-        behind_s = self._here.held_by(client) * MAX_PROGRAM_S
         with self._here.hold(client) as held:
             held.grow(1, self._refusal)
             try:
-                yield behind_s
+                yield
             except TimeoutError:
                 raise TimedOut(
                     f"chat_template: the request's template ran for {MAX_PROGRAM_S:g} s without an "

@@ -1,23 +1,26 @@
 """Text processes: started when they are first needed, lent to one task at a time, replaced.
 
-Tasks get processes in order of arrival, except that those of a long body also wait for those of
-shorter ones that arrive a little later. Cancelling `run` ends the wait. A process whose client has
-left gets a moment to finish its task, so that the next one need not wait for a new process; then it
-is killed. When a process dies, only the request whose task it had fails.
+Clients share the processes by time. Of one client's, tasks are done in order of arrival, except
+that those of a long body also wait for those of shorter ones that arrive a little later. While
+one's task takes long, others get a process more. Cancelling `run` ends the wait. A process whose
+client has left gets a moment to finish its task, so that the next one need not wait for a new
+process; then it is killed. When a process dies, only the request whose task it had fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import itertools
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import msgspec
 
+from penstock_router.admission.turns import Place, Turns
 from penstock_router.child_process.parent_end import ChildProcess
 from penstock_router.errors import Unavailable
 from penstock_router.offload.body_kinds import Reading
@@ -30,19 +33,23 @@ from penstock_router.offload.text_messages import (
     encode_task,
 )
 
+_Result = TypeVar("_Result")
+
 logger = logging.getLogger(__name__)
 
 _MODULE = "penstock_router.offload.text_process"
-# In the line, a body's arrival counts as this much later for each byte: about twice as long as its
-# text work takes.
+# Among its client's, a body's arrival counts as this much later for each byte: about twice as long
+# as its text work takes.
 SECONDS_A_BYTE = 5e-7
 # How many models a process keeps, as a tokenizer takes many MB: for one more it is replaced.
 MAX_MODELS = 8
 # How long a task whose client has left may still run: less than starting a new process takes.
 _GRACE_S = 1.0
-# How long a body that was read stays in the line: longer than it takes to ask for the work on its
-# text.
+# How long the process that read a body is kept for it: longer than it takes to ask for the work on
+# its text.
 _HOLD_S = 0.005
+# How many processes more there may be while as many tasks take long: each has its models in memory.
+_SPARE_PROCESSES = 4
 
 # What comes after a task: each part in pieces.
 Parts = Sequence[Sequence[bytes]]
@@ -110,28 +117,39 @@ def _lost() -> Unavailable:
     return Unavailable("the process that worked on this request's text ended; try again")
 
 
+@dataclass(eq=False, slots=True)
+class _Lease:
+    """A place, and the process that does its task, once there is one."""
+
+    place: Place
+    process: TextProcess | None
+
+
 class TextPool:
     """A few text processes, and the line of tasks that wait for them: `dispatch.py` bounds it."""
 
     def __init__(self, num_processes: int, log_level: str, log_format: str = "auto") -> None:
+        self._num_processes = num_processes
         self._logs = log_level, log_format
-        # None: one that is not started yet. The last one is taken first.
-        self._free: list[TextProcess | None] = [None] * num_processes
-        # Of the bodies whose tasks wait, or are about to come; the first one first.
-        self._line: list[Arrival] = []
-        self._changed = asyncio.Event()
+        self._turns = Turns(num_processes, _SPARE_PROCESSES)
+        # Those that live and have nothing to do. The last one is taken first.
+        self._free: list[TextProcess] = []
+        # By the number of the body that each has read, for the work on its text.
+        self._held: dict[int, _Lease] = {}
         # They may outlive their callers: referenced here, as the event loop holds tasks weakly.
-        self._turns: set[asyncio.Task[Outcome]] = set()
-        self._stopping = False
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(
-        self, arrival: Arrival, task: Task, parts: Parts, files: Mapping[str, bytes] = _NO_FILES
+        self,
+        client: str,
+        arrival: Arrival,
+        task: Task,
+        parts: Parts,
+        files: Mapping[str, bytes] = _NO_FILES,
     ) -> Outcome:
         """`TextProcess.do`, once it is its turn. Raises `Unavailable` also when the pool stops."""
-        process = await self._take(arrival)
-        turn = asyncio.create_task(self._run(process, arrival, task, parts, files))
-        self._turns.add(turn)
-        turn.add_done_callback(self._turns.discard)
+        lease = self._held.pop(arrival[1], None) or await self._lease(client, arrival)
+        turn = self._spawn(self._run(lease, arrival[1], task, parts, files))
         try:
             return await asyncio.shield(turn)
         except asyncio.CancelledError:
@@ -141,68 +159,75 @@ class TextPool:
 
     async def _run(
         self,
-        process: TextProcess | None,
-        arrival: Arrival,
+        lease: _Lease,
+        number: int,
         task: Task,
         parts: Parts,
         files: Mapping[str, bytes],
     ) -> Outcome:
+        is_held = False
         try:
-            if process is not None and not (process.is_alive and process.has_room_for(task)):
-                logger.info("text process %d is replaced", process.pid)
-                await process.kill()
-                process = None
-            process = process or TextProcess(*self._logs)
+            process = await self._usable(lease.process, task)
+            lease.process = process
             outcome = await process.do(task, parts, files)
             if isinstance(outcome, Reading) and outcome.refusal is None:
-                self._hold(arrival)
+                is_held = True
+                self._hold(number, lease)
             return outcome
         finally:
-            is_alive = process is not None and process.is_alive
-            self._free.insert(len(self._free) if is_alive else 0, process)
-            self._wake()
+            if not is_held:
+                self._give_back(lease)
 
-    # ---- the line ----
+    async def _usable(self, process: TextProcess | None, task: Task) -> TextProcess:
+        """The process, or another one in its place."""
+        if process is not None and not (process.is_alive and process.has_room_for(task)):
+            logger.info("text process %d is replaced", process.pid)
+            await process.kill()
+            process = None
+        return process or TextProcess(*self._logs)
 
-    async def _take(self, arrival: Arrival) -> TextProcess | None:
-        """A process, or the right to start one: the first in the line have those that are free."""
-        bisect.insort(self._line, arrival)
-        try:
-            while not self._stopping:
-                if self._line.index(arrival) < len(self._free):
-                    return self._free.pop()
-                await self._changed.wait()
-            raise Unavailable("the router is shutting down")
-        finally:
-            self._leave(arrival)
+    def _spawn(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-    def _hold(self, arrival: Arrival) -> None:
-        """Keep a process free for the next task of this body, which comes at once."""
-        bisect.insort(self._line, arrival)
-        asyncio.get_running_loop().call_later(_HOLD_S, self._leave, arrival)
+    # ---- who has a process ----
 
-    def _leave(self, arrival: Arrival) -> None:
-        self._line.remove(arrival)
-        self._wake()
+    async def _lease(self, client: str, arrival: Arrival) -> _Lease:
+        place = await self._turns.take((client,), arrival)
+        return _Lease(place, self._free.pop() if self._free else None)
 
-    def _wake(self) -> None:
-        """Have all who wait look whether it is their turn."""
-        self._changed.set()
-        self._changed.clear()
+    def _hold(self, number: int, lease: _Lease) -> None:
+        """Keep the process for the next task of this body, which comes at once."""
+        self._held[number] = lease
+        asyncio.get_running_loop().call_later(_HOLD_S, self._end_hold, number, lease)
+
+    def _end_hold(self, number: int, lease: _Lease) -> None:
+        if self._held.get(number) is lease:
+            del self._held[number]
+            self._give_back(lease)
+
+    def _give_back(self, lease: _Lease) -> None:
+        if lease.process is not None and lease.process.is_alive:
+            self._free.append(lease.process)
+        self._turns.give_back(lease.place)
+        if len(self._free) > self._num_processes:
+            self._spawn(self._free.pop(0).kill())
 
     # ---- the end ----
 
     def stop(self) -> None:
         """Refuse the tasks that wait, and any that come."""
-        self._stopping = True
-        self._wake()
+        self._turns.stop(lambda: Unavailable("the router is shutting down"))
 
     async def close(self) -> None:
         """Kill all processes."""
         self.stop()
-        for turn in self._turns:
-            turn.cancel()
-        await asyncio.gather(*self._turns, return_exceptions=True)
+        for number, lease in tuple(self._held.items()):
+            self._end_hold(number, lease)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for process in self._free:
-            if process is not None:
-                await process.kill()
+            await process.kill()

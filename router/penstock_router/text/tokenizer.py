@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
-from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.text.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
 from penstock_router.text.marks import Marks
+from penstock_router.text.text_ends import TextEnds
 
 # More than contexts have. The library takes some 80 bytes a character, even of text that is
 # truncated later.
@@ -88,6 +88,7 @@ class Tokenizer:
         self.special_ids = special_ids(self._fast)
         self._marks: dict[tuple[str, ...], frozenset[int]] = {}
         self._marks_among: dict[tuple[str, ...], Marks] = {}
+        self._ends = TextEnds(self._fast, self._parts.model.type)
         self.token_bytes = self.detokenizers.token_bytes
         if self._length_bounds_tokens:
             self._max_token_bytes = self._longest_token()
@@ -132,23 +133,24 @@ class Tokenizer:
                 raise BadRequest(
                     f"a text has {len(text)} characters; at most {MAX_TEXT_CHARS} are tokenized"
                 )
-        # The library keeps its own truncation in the tokenizer, where all requests would see it.
-        whole = truncation is None and add_special_tokens
-        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=whole)
         if truncation is not None:
-            return [self._cut(encoding, add_special_tokens, truncation) for encoding in encodings]
+            return [self._cut(text, add_special_tokens, truncation) for text in texts]
+        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         for encoding in encodings:
             # Before `ids`, which builds every integer under the interpreter lock.
             if len(encoding) > max_tokens:
                 raise prompt_too_long(len(encoding), max_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def _cut(
-        self, encoding: Encoding, add_special_tokens: bool, truncation: Truncation
-    ) -> list[int]:
-        """Special tokens are added to what is left of the text, as transformers does it."""
+    def _cut(self, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
+        """Special tokens are added to what is left of the text, as transformers does it. The
+        library keeps its own truncation in the tokenizer, where all requests would see it.
+        """
         added = self._fast.num_special_tokens_to_add(False) if add_special_tokens else 0
         room = max(0, truncation.max_tokens - added)
+        encoding = self._ends.encode(text, room, truncation.side)
+        if encoding is None:
+            [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=False)
         if len(encoding) > room:
             encoding.truncate(room, direction=truncation.side)
         if added:

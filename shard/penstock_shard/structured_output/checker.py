@@ -1,10 +1,11 @@
 """Checks in the server whether constraints can be honoured, by asking a process of its own.
 
-Two checks run at once, and callers take turns; equal constraints share a check, and verdicts are
-cached by content. Each constraint gets a short time first. Those that need more are checked again,
-one at a time: they hold up only each other. The process is started as soon as the tokenizer is
-known: reading a large one takes seconds, and neither the first constraint nor one continued from
-another shard should wait for that. If the process is lost, the next check starts another.
+Two checks run at once, and callers take turns; equal constraints share a check, which begins in
+the turn of whoever of those who wait for it has one first. Verdicts are cached by content. Each
+constraint gets a short time first. Those that need more are checked again, one at a time: they hold
+up only each other. The process is started as soon as the tokenizer is known: reading a large one
+takes seconds, and neither the first constraint nor one continued from another shard should wait for
+that. If the process is lost, the next check starts another.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import os
 import signal
 import socket
 import sys
-from collections import OrderedDict
-from collections.abc import Coroutine, Hashable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -64,14 +65,12 @@ class CheckFailed(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A constraint without a verdict, and how many requests wait for it."""
+    """A constraint without a verdict, and who waits for it: callers, with how many requests."""
 
     key: bytes
     constraint: Constraint
-    # Who asked first: it is this caller's turn that the check takes.
-    caller: Hashable
     task: asyncio.Task[str] = field(init=False)
-    num_waiting: int = 0
+    callers: Counter[Hashable] = field(default_factory=Counter)
     is_running: bool = False
 
 
@@ -112,14 +111,15 @@ class ConstraintChecker:
             NotChecked: too many constraints wait, or the machine is too busy.
             CheckFailed: there will be no verdict.
         """
-        key = _key(constraint)
-        pending = self._pending.get(key) or self._join(key, constraint, caller)
-        pending.num_waiting += 1
+        pending = self._join(_key(constraint), constraint, caller)
+        pending.callers[caller] += 1
         try:
             return await asyncio.shield(pending.task)
         finally:
-            pending.num_waiting -= 1
-            if not pending.num_waiting and not pending.is_running:
+            pending.callers[caller] -= 1
+            if not pending.callers[caller]:
+                del pending.callers[caller]
+            if not pending.callers and not pending.is_running:
                 self._forget(pending)
                 pending.task.cancel()
 
@@ -133,17 +133,25 @@ class ConstraintChecker:
     # ---- checks ----
 
     def _join(self, key: bytes, constraint: Constraint, caller: Hashable) -> _Pending:
-        total = len(self._pending)
-        own = sum(pending.caller == caller for pending in self._pending.values())
+        """The constraint's check, for one request more. Raises `NotChecked`."""
+        present = self._pending.get(key)
+        if present is None or caller not in present.callers:
+            self._refuse_more(caller, len(self._pending) - (present is not None))
+        if present is not None:
+            return present
+        pending = self._pending[key] = _Pending(key, constraint)
+        pending.task = self._spawn(self._run(pending))
+        pending.task.add_done_callback(lambda _: self._forget(pending))
+        return pending
+
+    def _refuse_more(self, caller: Hashable, total: int) -> None:
+        """Raise `NotChecked` if the caller may not wait for one more beside these."""
+        own = sum(caller in pending.callers for pending in self._pending.values())
         if own >= _MAX_PENDING - total:
             raise NotChecked(
                 f"{total} constraints wait to be checked, {own} of them of this caller; "
                 f"at most {_MAX_PENDING}, and of one caller as many as are free; try again shortly"
             )
-        pending = self._pending[key] = _Pending(key, constraint, caller)
-        pending.task = self._spawn(self._run(pending))
-        pending.task.add_done_callback(lambda _: self._forget(pending))
-        return pending
 
     def _forget(self, pending: _Pending) -> None:
         # An equal one may have come since.
@@ -173,16 +181,22 @@ class ConstraintChecker:
         """Raises `NotChecked`."""
         longest_s = self._limits.timeout_s
         first_s = min(_FIRST_S, longest_s)
-        answer = await self._ask(pending, pending.caller, first_s)
+        answer = await self._ask(pending, pending.callers, first_s)
         if answer.exit_code in _OVERDUE and first_s < longest_s:
-            async with self._slow.place(pending.caller):
+            if not pending.callers:
+                # All left while it was checked, and nobody's turn would come.
+                self._forget(pending)
+                raise NotChecked("nobody waits for it any more")
+            async with self._slow.place(pending.callers):
                 # Among those that wait for a lane, the slow ones are one caller.
-                answer = await self._ask(pending, self._slow, longest_s)
+                answer = await self._ask(pending, (self._slow,), longest_s)
         return self._judge(pending.constraint.kind, answer)
 
-    async def _ask(self, pending: _Pending, caller: Hashable, timeout_s: float) -> Answer:
+    async def _ask(
+        self, pending: _Pending, callers: Collection[Hashable], timeout_s: float
+    ) -> Answer:
         """Raises `NotChecked`."""
-        async with self._lanes.place(caller) as lane:
+        async with self._lanes.place(callers) as lane:
             pending.is_running = True
             try:
                 process = await self._running_process()

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Collection, Hashable
 
 
 class Turns:
-    """A few places, numbered from 0. Of those who wait for one, callers come in turn."""
+    """A few places, numbered from 0. Of those who wait for one, callers come in turn. What several
+    callers wait for is in the line of each: the first that comes up has it begun.
+    """
 
     def __init__(self, num_places: int) -> None:
         self._free = list(range(num_places))
-        # In the order in which they came: each with its caller and its round. In a round each
-        # caller gets one place.
-        self._waiting: dict[asyncio.Future[int], tuple[Hashable, int]] = {}
+        # In the order in which they came, each with those who wait for it at present.
+        self._waiting: dict[asyncio.Future[int], Collection[Hashable]] = {}
+        # In which round each caller gets its next place. In a round each gets one.
+        self._rounds: dict[Hashable, int] = {}
         self._round = 0
 
     @contextlib.asynccontextmanager
-    async def place(self, caller: Hashable) -> AsyncIterator[int]:
-        """A place that is this caller's until the context ends."""
+    async def place(self, callers: Collection[Hashable]) -> AsyncIterator[int]:
+        """A place until the context ends, got in the turn of any of the `callers`: those that are
+        in the collection when places come free.
+        """
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        own_rounds = (of for who, of in self._waiting.values() if who == caller)
-        self._waiting[place] = caller, max(own_rounds, default=self._round) + 1
+        self._waiting[place] = callers
         self._hand_out()
         try:
             yield await place
@@ -33,8 +37,20 @@ class Turns:
                 self._hand_out()
 
     def _hand_out(self) -> None:
-        while self._free and self._waiting:
-            place = min(self._waiting, key=lambda place: self._waiting[place][1])
-            _, self._round = self._waiting.pop(place)
-            if not place.cancelled():
-                place.set_result(self._free.pop())
+        while self._free:
+            waiting = {place: who for place, who in self._waiting.items() if not place.cancelled()}
+            callers = dict.fromkeys(caller for who in waiting.values() for caller in who)
+            # Who has just come is in the round after the present one.
+            self._rounds = {each: self._rounds.get(each, self._round + 1) for each in callers}
+            if not callers:
+                return
+            self._round = min(self._rounds.values())
+            place, caller = next(
+                (place, caller)
+                for place, who in waiting.items()
+                for caller in who
+                if self._rounds[caller] == self._round
+            )
+            self._rounds[caller] += 1
+            del self._waiting[place]
+            place.set_result(self._free.pop())

@@ -190,8 +190,9 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[UsedBo
 
 
 def pids(pool: TextPool) -> list[int]:
-    """Of the processes that have nothing to do."""
-    return [process.pid for process in pool._free if process is not None]
+    """Of the processes that have nothing to do, or are kept for a body that they have read."""
+    kept = [lease.process for lease in pool._held.values() if lease.process is not None]
+    return [process.pid for process in (*pool._free, *kept)]
 
 
 async def read(bodies: UsedBodies, kind: str, *pieces: bytes) -> Body:
@@ -605,6 +606,32 @@ async def test_work_that_ends_soon_after_its_client_left_keeps_the_process(
         assert pids(bodies.pool) == before
 
 
+async def tokenized(bodies: UsedBodies, client: str, num_words: int, done: list[str]) -> None:
+    with bodies.incoming(client) as incoming:
+        incoming.add(msgspec.json.encode({"prompt": "the fox " * num_words}))
+        body = await bodies.read(KINDS["tokenize"], incoming)
+        assert body.refusal is None
+        await body.work(await bodies.models.get(""))
+        done.append(client)
+
+
+async def test_one_clients_long_bodies_leave_others_a_process(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a second or more; each of the other's a fiftieth of that."""
+    monkeypatch.setattr("penstock_router.admission.turns.LONG_S", 0.05)
+    done: list[str] = []
+    async with made_bodies(fleet) as bodies:
+        long = [asyncio.create_task(tokenized(bodies, "a", 450_000, done)) for _ in range(4)]
+        async with asyncio.timeout(30):
+            while not bodies.pool._turns.num_working:
+                await asyncio.sleep(0.01)
+        await asyncio.gather(*(tokenized(bodies, "b", 9_000, done) for _ in range(3)))
+        # Of four before these, at most the one that was being worked on.
+        assert done.count("a") <= 1
+        await asyncio.gather(*long)
+
+
 # ---- who is next, without processes ------------------------------------------------------------
 
 
@@ -644,10 +671,15 @@ MEGA = 10**6
 
 
 async def ask(
-    pool: TextPool, name: str, num_bytes: int, arrived_s: float, task: Task = SHOW
+    pool: TextPool,
+    name: str,
+    num_bytes: int,
+    arrived_s: float,
+    task: Task = SHOW,
+    client: str = "a client",
 ) -> None:
     arrival = arrived_s + SECONDS_A_BYTE * num_bytes, int(arrived_s * 10)
-    await pool.run(arrival, task, [[name.encode()]])
+    await pool.run(client, arrival, task, [[name.encode()]])
 
 
 async def begun(pool: TextPool, *bodies: tuple[str, int, float]) -> list[asyncio.Task[None]]:
@@ -673,6 +705,53 @@ async def test_short_bodies_pass_long_ones_that_came_a_little_before(process: Fa
     await pool.close()
 
 
+async def test_clients_have_turns_and_each_its_short_ones_first(process: FakeProcess) -> None:
+    pool = TextPool(1, "info")
+    names = [f"a{number}" for number in range(9)]
+    tasks = await begun(pool, *((name, MEGA, number) for number, name in enumerate(names)))
+    others = [("b long", 9 * MEGA, 20.0), ("b short", MEGA, 21.0), ("b late", MEGA, 22.0)]
+    tasks += [asyncio.create_task(ask(pool, *each, client="b")) for each in others]
+    await asyncio.sleep(0)
+    process.go_on.set()
+    await asyncio.gather(*tasks)
+    # Each of these takes no time; of those that do, `test_image_turns` tells.
+    assert [name for name in process.told if name[0] == "b"] == ["b short", "b late", "b long"]
+    assert process.told.index("b short") <= 2
+    await pool.close()
+
+
+async def test_while_one_clients_task_takes_long_others_have_a_process_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock_router.admission.turns.LONG_S", 0.01)
+    started: list[FakeProcess] = []
+
+    def start(log_level: str, log_format: str) -> FakeProcess:
+        started.append(FakeProcess([], asyncio.Event(), pid=len(started)))
+        return started[-1]
+
+    monkeypatch.setattr(text_pool, "TextProcess", start)
+    pool = TextPool(1, "info")
+    long = await begun(pool, ("long", MEGA, 0.0), ("long too", MEGA, 1.0))
+    other = asyncio.create_task(ask(pool, "other", MEGA, 2.0, client="b"))
+    async with asyncio.timeout(30):
+        while len(started) < 2:
+            await asyncio.sleep(0.005)
+        started[1].go_on.set()
+        await other
+        # For many others one after the other the same one; none for the client itself.
+        for number in range(3, 9):
+            await ask(pool, f"{number}", 1, number, client=f"client {number}")
+    assert (len(started), started[0].told) == (2, [])
+    assert not any(task.done() for task in long)
+    started[0].go_on.set()
+    await asyncio.gather(*long)
+    # Then there is one too many.
+    await asyncio.sleep(0.01)
+    assert [process.is_alive for process in started].count(True) == 1
+    await pool.close()
+
+
 async def test_who_stops_waiting_leaves_at_once_and_the_next_one_has_its_turn(
     process: FakeProcess,
 ) -> None:
@@ -680,7 +759,7 @@ async def test_who_stops_waiting_leaves_at_once_and_the_next_one_has_its_turn(
     tasks = await begun(pool, *((name, 10, number) for number, name in enumerate("abcd")))
     tasks[1].cancel()
     await asyncio.sleep(0)
-    assert len(pool._line) == 2
+    assert pool._turns.num_waiting == 2
     process.go_on.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert process.told == ["a", "c", "d"]
@@ -689,11 +768,10 @@ async def test_who_stops_waiting_leaves_at_once_and_the_next_one_has_its_turn(
 
 async def test_who_leaves_in_the_moment_of_its_turn_passes_it_on(process: FakeProcess) -> None:
     pool = TextPool(1, "info")
-    taken = await pool._take((0.0, 0))
+    lease = await pool._lease("a", (0.0, 0))
     second = asyncio.create_task(ask(pool, "b", 1, 1))
     await asyncio.sleep(0)
-    pool._free.append(taken)
-    pool._wake()
+    pool._give_back(lease)
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
@@ -734,7 +812,7 @@ async def test_a_body_that_was_read_is_worked_on_next_unless_that_is_not_asked_f
         await waiting
     await asyncio.sleep(0.01)
     await ask(pool, "work", 1, 1)
-    assert process.told == (["read", "work"] if comes else ["read", "long", "work"])
+    assert process.told[:2] == (["read", "work"] if comes else ["read", "long"])
     waiting.cancel()
     await pool.close()
 
@@ -942,6 +1020,21 @@ async def test_what_finds_no_room_among_the_threads_is_refused_at_once() -> None
         assert (await waiting[0], await last) == (True, 0)
         with pytest.raises(ZeroDivisionError):
             await threads.run(lambda: 1 // 0)
+
+
+async def test_a_model_is_loaded_for_all_however_much_work_one_client_has_sent(
+    fleet: FakeFleet,
+) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        threads, until = Threads(executor, 2), threading.Event()
+        waiting = [asyncio.create_task(threads.run(until.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        models = Models(fleet, threads, RouterConfig(shards="fake:1"))
+        loading = asyncio.create_task(models.get(""))
+        await asyncio.sleep(0.01)
+        until.set()
+        assert (await loading).info == INFO
+        await asyncio.gather(*waiting)
 
 
 @pytest.mark.parametrize("num_chars", [40, 100_000])

@@ -86,9 +86,9 @@ async def test_a_client_has_a_share_and_its_further_ones_wait_behind_another_cli
     monkeypatch.setattr(TextProcess, "do", do)
 
     async def run(client: str, arrived_s: float) -> None:
-        with running.scope(client) as behind_s:
-            arrival = arrived_s + behind_s, next(numbers)
-            await pool.run(arrival, Show(None), [[client.encode()], []])
+        with running.scope(client):
+            arrival = arrived_s, next(numbers)
+            await pool.run(client, arrival, Show(None), [[client.encode()], []])
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(MAX_PROGRAMS // 2):

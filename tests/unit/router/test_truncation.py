@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from unit.router.router_doubles import (
     CHATML,
     INFO,
@@ -24,7 +24,8 @@ from unit.router.router_doubles import (
     wordpiece_tokenizer,
 )
 
-from penstock_router.text.tokenizer import load_tokenizer
+from penstock_router.text import text_ends
+from penstock_router.text.tokenizer import Truncation, load_tokenizer
 
 pytest.importorskip("transformers")
 from transformers import PreTrainedTokenizerFast
@@ -210,3 +211,146 @@ async def test_truncation_does_not_leak_into_requests_beside_it(router: MemoryRo
     assert together == alone
     lengths = [len(ids) for ids in alone]
     assert max(lengths[::2]) > 30 >= max(lengths[1::2])
+
+
+# ---- an end of a long text is tokenized without the rest ---------------------------------------
+
+# Kinds of patterns that models split by: digits by threes, runs of white space, words of any case.
+PATTERNS = {
+    "threes": r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "single digits": r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cases": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+|\p{N}{1,3}|[\p{Lu}]+"
+    r"| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+    # None of the above: words are not apart.
+    "two words": r"\p{L}+ \p{L}+|\s|\S",
+}
+
+
+def split_by(pattern: str) -> Tokenizer:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return tokenizer
+
+
+def normalized(tokenizer: Tokenizer, *steps: normalizers.Normalizer) -> Tokenizer:
+    tokenizer.normalizer = normalizers.Sequence(list(steps))
+    return tokenizer
+
+
+def with_greedy_token() -> Tokenizer:
+    """One that takes the space behind it."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken("quick", rstrip=True), AddedToken("fox", single_word=True)])
+    return tokenizer
+
+
+def sentencepiece_of_words() -> Tokenizer:
+    """As those of Llama 2: no token has a space behind something else."""
+    parts = json.loads(sentencepiece_tokenizer().to_str())
+    vocabulary = parts["model"]["vocab"]
+    crossing = {token for token in vocabulary if "▁" in token.lstrip("▁")}
+    assert crossing
+    kept = [token for token in vocabulary if token not in crossing]
+    parts["model"]["vocab"] = {token: number for number, token in enumerate(kept)}
+    merges = [
+        merge if isinstance(merge, list) else merge.split(" ") for merge in parts["model"]["merges"]
+    ]
+    parts["model"]["merges"] = [
+        merge for merge in merges if not {*merge, "".join(merge)} & crossing
+    ]
+    return Tokenizer.from_str(json.dumps(parts))
+
+
+# Whose tokens reach over spaces, or that treat the ends of a text as nothing else.
+WHOLE = ("sentencepiece", "a token that takes spaces", "stripped")
+MORE_TOKENIZERS = {
+    **TOKENIZERS,
+    **{name: split_by(pattern) for name, pattern in PATTERNS.items()},
+    "composed": normalized(split_by(PATTERNS["threes"]), normalizers.NFC()),
+    "lower case": normalized(byte_level_tokenizer(), normalizers.NFKD(), normalizers.Lowercase()),
+    "stripped": normalized(byte_level_tokenizer(), normalizers.Strip()),
+    "sentencepiece, of words": sentencepiece_of_words(),
+    "a token that takes spaces": with_greedy_token(),
+}
+PIECES = [
+    *("the quick", " fox", "Fox", " ", "  ", "\n", " \n", "12345", " 7", "a", "e\u0301", "\u0301"),
+    *("日本", "東京 ", "😀", ".", ", ", "'s", "don't", "tool call", "<tool call>", "<ü b>", "ü b"),
+    *("<|eos|>", "▁", "x y z ", "over the lazy dog ", "quick ", "Ünï "),
+]
+
+
+@pytest.mark.parametrize("kind", MORE_TOKENIZERS)
+def test_what_is_left_does_not_depend_on_how_much_was_tokenized(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_ends, "_LEAST_CHARS", 4)
+    monkeypatch.setattr(text_ends, "_CHARS_A_TOKEN", 1)
+    fast = MORE_TOKENIZERS[kind]
+    tokenizer, rng = load_tokenizer(files_of(fast, "right")), seeded(f"ends {kind}")
+    wanted_parts = 0
+    for _ in range(budget(400, 4_000)):
+        text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 80)))
+        most, side = rng.randrange(0, 30), rng.choice(["left", "right"])
+        truncation = Truncation(most, side)
+        wanted = truncation.cut(fast.encode(text, add_special_tokens=False).ids)
+        wanted_parts += tokenizer._ends.encode(text, most, side) is not None
+        found = tokenizer.encode(
+            [text], add_special_tokens=False, max_tokens=10, truncation=truncation
+        )
+        assert found == [wanted], (text, truncation)
+    assert (wanted_parts == 0) is (kind in WHOLE), wanted_parts
+
+
+def test_a_pattern_that_counts_words_is_not_taken_for_one_that_does_not() -> None:
+    fast, rng = MORE_TOKENIZERS["two words"], seeded("pairs of words")
+    tokenizer = load_tokenizer(files_of(fast, "right"))
+    for _ in range(50):
+        words = ["".join(rng.choices("abcdef", k=rng.randrange(1, 9))) for _ in range(900)]
+        [left] = tokenizer.encode(
+            [" ".join(words)],
+            add_special_tokens=False,
+            max_tokens=10,
+            truncation=Truncation(50, "left"),
+        )
+        assert left == fast.encode(" ".join(words), add_special_tokens=False).ids[-50:]
+
+
+class Counting:
+    """Counts the characters that are tokenized."""
+
+    def __init__(self, fast: Any) -> None:
+        self._fast = fast
+        self.num_chars = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fast, name)
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
+        self.num_chars += sum(map(len, texts))
+        return self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("kind", sorted(set(MORE_TOKENIZERS) - {*WHOLE, "two words"}))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_of_a_megabyte_of_which_a_hundred_tokens_are_kept_little_is_tokenized(
+    kind: str, side: str
+) -> None:
+    tokenizer = load_tokenizer(files_of(MORE_TOKENIZERS[kind], side))
+    counting = tokenizer._fast = tokenizer._ends._fast = Counting(tokenizer._fast)  # type: ignore[assignment]
+    text = "the quick brown fox jumps over the lazy dog, and so on. " * 20_000
+    truncation = Truncation(100, side)
+    [kept] = tokenizer.encode(
+        [text], add_special_tokens=True, max_tokens=100, truncation=truncation
+    )
+    assert len(kept) == 100
+    assert counting.num_chars < 10_000
+    # What cannot be cut is tokenized as a whole.
+    counting.num_chars = 0
+    tokenizer.encode(["x" * 9000], add_special_tokens=True, max_tokens=9, truncation=truncation)
+    assert counting.num_chars == 9000

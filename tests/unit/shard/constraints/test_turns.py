@@ -15,18 +15,20 @@ class _Waiting:
         self.turns = Turns(num_places)
         self.had: list[str] = []
         self.places: set[int] = set()
+        self.callers: dict[str, list[Hashable]] = {}
         self._leave: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def add(self, *names: str) -> None:
-        """The caller is the first letter of each name."""
+        """Each letter of a name is a caller that waits for it."""
         for name in names:
             self._leave[name] = asyncio.Event()
-            self._tasks[name] = asyncio.create_task(self._stay(name, name[0]))
+            self.callers[name] = [letter for letter in name if letter.isalpha()]
+            self._tasks[name] = asyncio.create_task(self._stay(name, self.callers[name]))
             await asyncio.sleep(0)
 
-    async def _stay(self, name: str, caller: Hashable) -> None:
-        async with self.turns.place(caller) as place:
+    async def _stay(self, name: str, callers: list[Hashable]) -> None:
+        async with self.turns.place(callers) as place:
             assert place not in self.places
             self.places.add(place)
             self.had.append(name)
@@ -110,3 +112,24 @@ async def test_who_leaves_in_the_moment_it_gets_a_place_gives_it_back() -> None:
     await waiting.cancel("b1")
     assert await waiting.order() == "a1 c1"
     assert waiting.turns._free == [0]
+
+
+async def test_what_several_wait_for_begins_in_the_first_turn_of_any() -> None:
+    waiting = _Waiting(1)
+    await waiting.add("a1", "a2", "a3", "a4", "a5", "b1")
+    # Its caller has others before it, and it is the first of one who joins.
+    waiting.callers["a5"].append("c")
+    assert await waiting.order() == "a1 a2 a5 b1 a3 a4"
+
+
+async def test_it_takes_the_turn_of_that_one_only() -> None:
+    waiting = _Waiting(1)
+    await waiting.add("a1", "a2", "a3", "ab4", "b5", "a6")
+    assert await waiting.order() == "a1 a2 ab4 a3 b5 a6"
+
+
+async def test_when_who_began_leaves_it_stays_in_the_lines_of_the_others() -> None:
+    waiting = _Waiting(1)
+    await waiting.add("a1", "a2", "a3", "bc4", "c5", "d6")
+    waiting.callers["bc4"].remove("b")
+    assert await waiting.order() == "a1 a2 bc4 d6 a3 c5"

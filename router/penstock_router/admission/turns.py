@@ -1,0 +1,146 @@
+"""Places for work that takes a while: clients share them by time.
+
+A place that comes free goes to the waiting client whose work has taken the least time so far
+(start-time fair queueing, Goyal, Vin and Cheng, 1996): one whose work takes ten seconds each time
+delays others by one of these, not by all. Who has nothing to do saves up no time. What several
+clients wait for is in the line of each: the first that comes up has it begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+# What work counts as at least until it has ended, so that one client does not get all free places
+# at once.
+_EXPECTED_S = 0.1
+# Work that takes longer is long: where there are spare places, others need not wait for its end.
+LONG_S = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """A place that work has, got in the turn of this client."""
+
+    client: str
+    began_s: float
+    timer: asyncio.TimerHandle | None = None
+    is_long: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    # Those that wait at present.
+    clients: Collection[str]
+    # Among what its clients wait for, the least is first.
+    order: Any
+
+
+class Turns:
+    """So many places. For each whose work is long there is another, of so many spare ones, for
+    clients that have no long work: one very long task keeps nobody else's waiting.
+    """
+
+    def __init__(self, places: int, spare: int = 0) -> None:
+        self._num_places = places
+        self._num_spare = spare
+        self._working: dict[Place, None] = {}
+        # In the order in which they came.
+        self._waiting: dict[asyncio.Future[Place], _Wish] = {}
+        # By clients that wait or work, and by others that had more than their share so far.
+        self._spent_s: dict[str, float] = {}
+        # What the client had spent that was the last to get a place.
+        self._now_s = 0.0
+        self._refusal: Callable[[], Exception] | None = None
+
+    @property
+    def num_working(self) -> int:
+        return len(self._working)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def take(self, clients: Collection[str], order: Any = 0) -> Place:
+        """A place, which is to be given back, got in the turn of any of the `clients`: those that
+        are in the collection when places come free. Raises what `stop` was told to raise.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
+        given: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self._waiting[given] = _Wish(clients, order)
+        self._hand_out()
+        try:
+            return await given
+        except asyncio.CancelledError:
+            if not given.cancelled() and given.exception() is None:
+                self.give_back(given.result())
+            raise
+        finally:
+            self._waiting.pop(given, None)
+
+    def give_back(self, place: Place) -> None:
+        """Give a place back."""
+        del self._working[place]
+        if place.timer is not None:
+            place.timer.cancel()
+        self._spent_s[place.client] += time.monotonic() - place.began_s
+        self._hand_out()
+
+    def stop(self, refusal: Callable[[], Exception]) -> None:
+        """Refuse whoever waits, and whoever comes."""
+        self._refusal = refusal
+        for given in self._waiting:
+            if not given.done():
+                given.set_exception(refusal())
+
+    def _hand_out(self) -> None:
+        while (found := self._next()) is not None:
+            given, client = found
+            del self._waiting[given]
+            self._now_s = max(self._now_s, self._spent_by(client))
+            place = Place(client, time.monotonic())
+            self._working[place] = None
+            if self._num_spare:
+                loop = asyncio.get_running_loop()
+                place.timer = loop.call_later(LONG_S, self._became_long, place)
+            given.set_result(place)
+
+    def _next(self) -> tuple[asyncio.Future[Place], str] | None:
+        """What has the next place, and in which client's turn; None if there is no place for it."""
+        self._note_present()
+        of_long = [place.client for place in self._working if place.is_long]
+        num_free = self._num_places - len(self._working)
+        if num_free + min(len(of_long), self._num_spare) <= 0:
+            return None
+        barred = of_long if num_free <= 0 else ()
+        found = (
+            ((self._spent_by(client), wish.order), given, client)
+            for given, wish in self._waiting.items()
+            for client in wish.clients
+            if client not in barred and not given.done()
+        )
+        # The first of several that are equal.
+        first = min(found, key=lambda each: each[0], default=None)
+        return None if first is None else first[1:]
+
+    def _note_present(self) -> None:
+        """Have who came begin at the present time, and forget who has nothing here and no debt."""
+        spent_s = self._spent_s
+        present = {client for wish in self._waiting.values() for client in wish.clients}
+        present.update(place.client for place in self._working)
+        if present:
+            present.update(client for client, spent in spent_s.items() if spent > self._now_s)
+        self._spent_s = {client: spent_s.get(client, self._now_s) for client in present}
+
+    def _spent_by(self, client: str) -> float:
+        now_s = time.monotonic()
+        own = (place for place in self._working if place.client == client)
+        return self._spent_s[client] + sum(max(_EXPECTED_S, now_s - each.began_s) for each in own)
+
+    def _became_long(self, place: Place) -> None:
+        place.is_long = True
+        self._hand_out()
