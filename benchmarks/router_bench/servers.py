@@ -86,12 +86,13 @@ def serving(
     router_flags: Sequence[str],
     *,
     shards: int = 1,
+    models: Sequence[str] = (),
     pin: bool = False,
     router: str = "penstock_router",
 ) -> Iterator[Servers]:
     """Start so many shards and a router, wait until all serve, and end all on the way out.
 
-    `router` is the module that is run as the router. Each shard's step is a hundredth longer than
+    `models` are instead the names of a model for each shard. `router` is the module that is run as the router. Each shard's step is a hundredth longer than
     the one's before: shards of a real fleet do not keep step with each other.
 
     `pin` gives the router the first core, and the shards and this process, with the loads that it
@@ -105,9 +106,12 @@ def serving(
     try:
         with contextlib.ExitStack() as scope:
             started = []
+            shards = len(models) or shards
             for index in range(shards):
                 log_file = folder / f"shard{number}-{index}.log"
                 flags = _with_longer_step(shard_flags, 1 + index / 100)
+                if models:
+                    flags += ["--served-model-name", models[index]]
                 started.append(StampingShard(log_file, (index, shards), *flags))
                 scope.enter_context(running(started[-1]))
             if pin:
