@@ -92,7 +92,8 @@ def serving(
 ) -> Iterator[Servers]:
     """Start so many shards and a router, wait until all serve, and end all on the way out.
 
-    `models` are instead the names of a model for each shard. `router` is the module that is run as the router. Each shard's step is a hundredth longer than
+    `models` are instead the names of a model for each shard, `router` is the module that is run as
+    the router. Each shard's step is a hundredth longer than
     the one's before: shards of a real fleet do not keep step with each other.
 
     `pin` gives the router the first core, and the shards and this process, with the loads that it

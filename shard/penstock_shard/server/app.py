@@ -44,6 +44,7 @@ from penstock_shard.server.supervisor import (
     EngineSupervisor,
     ModelRefused,
 )
+from penstock_shard.server.unreadable import RefuseUnreadable
 
 logger = logging.getLogger(__name__)
 
@@ -194,9 +195,11 @@ def _build_server(
     transfers: BlockTransfers | None,
 ) -> grpc.aio.Server:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_FaultsOfCallers())
-    checks = []
+    checks: list[grpc.aio.ServerInterceptor] = []
     if config.api_key is not None or transfers is not None:
         checks.append(KeyCheck(config.api_key, config.kv_peer_key))
+    # The last one, which is next to the services: whoever has no key sends nothing that is read.
+    checks.append(RefuseUnreadable())
     server = grpc.aio.server(interceptors=checks, options=server_options())
     proto_codec.add_servicer(servicer, server)
     if transfers is not None:
