@@ -19,8 +19,9 @@ _HUB_FOLDERS = ("hub", "modules", "xet")
 def drop_root(folder: Path) -> str:
     """Become the owner of `folder`, to whom the hub's folders below it are given.
 
-    Files of other users than root keep their owner. Root's group is left as root is. Does nothing if not run as root. Returns an
-    error text for what failed, or ""; raises OSError if the user cannot be changed.
+    Files of other users than root keep their owner. Root's group is left as root is. Does nothing
+    if not run as root. Returns an error text for what failed, or ""; raises OSError if the user
+    cannot be changed.
     """
     if os.geteuid() != 0:
         return ""

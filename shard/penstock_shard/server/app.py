@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock_common.listening import is_for_this_machine
 from penstock_common.port_holder import holder_of, why_not
 from penstock_common.tls import Tls, TlsFilesUnusable
 from penstock_common.tracing.spans import SpanSink
@@ -94,6 +95,7 @@ async def serve(config: ShardConfig) -> int:
         return _USAGE_STATUS
     await server.start()
     logger.info("listening on %s:%d, loading %s", config.host, port, config.model_name)
+    _warn_if_open(config, port)
     async with asyncio.TaskGroup() as background:
         reporting = [
             background.create_task(_report_health(engine, health_servicer)),
@@ -178,6 +180,18 @@ def _open_port(server: grpc.aio.Server, config: ShardConfig) -> int:
         config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
     )
     return server.add_secure_port(address, credentials)
+
+
+def _warn_if_open(config: ShardConfig, port: int) -> None:
+    """Say loudly that other machines may use it, where nothing tells them from its routers."""
+    asks = config.api_key is not None or config.tls_client_ca_file is not None
+    if not asks and not is_for_this_machine(config.host):
+        logger.warning(
+            "%s:%d: whoever reaches this address may use the shard, as it asks for no key and no "
+            "certificate: set PENSTOCK_API_KEY or --tls-client-ca-file, or listen on --host "
+            "127.0.0.1",
+            *(config.host, port),
+        )
 
 
 def _why_not_listening(config: ShardConfig) -> str:
