@@ -19,7 +19,7 @@ from support.certificates import Authority
 from support.processes import ask
 
 from benchmarks.router_bench import figures, loads
-from benchmarks.router_bench.attackers import Target, attack
+from benchmarks.router_bench.attackers import ATTACKED_MODEL, Target, attack
 from benchmarks.router_bench.figures import Row, of_case, percentile
 from benchmarks.router_bench.http_load import MODEL, chat, get, write_keys
 from benchmarks.router_bench.loads import Arrivals
@@ -81,7 +81,7 @@ def serving_site(args: argparse.Namespace, folder: Path) -> Iterator[Site]:
         "--trust-request-chat-template",
         *pair.server_flags,
     )
-    with serving(folder, shard, router, shards=2, pin=args.pin) as servers:
+    with serving(folder, shard, router, models=(MODEL, ATTACKED_MODEL), pin=args.pin) as servers:
         yield Site(servers, authority)
 
 
@@ -162,9 +162,8 @@ def _attackers(site: Site, args: argparse.Namespace) -> list[Load]:
     """One with a key and one without, each from an address of its own."""
     seconds = args.seconds + _WARMUP_S
     who = ((_ATTACKER, "127.0.0.2", "127.0.0.4"), ("", "127.0.0.3", "127.0.0.5"))
-    _, theirs = site.servers.addresses
     return [
-        Load(attack, Target(site.servers.port, site.ca_file, theirs, key, address, silent), seconds)
+        Load(attack, Target(site.servers.port, site.ca_file, key, address, silent), seconds)
         for key, address, silent in who
     ]
 
@@ -172,9 +171,8 @@ def _attackers(site: Site, args: argparse.Namespace) -> list[Load]:
 def _honest(site: Site, seed: int, args: argparse.Namespace) -> Row:
     """Short requests, long ones beside them, and probes."""
     port, ca_file = site.servers.port, site.ca_file
-    ours, _ = site.servers.addresses
-    short = [chat(stream=True, max_tokens=_OUTPUT_TOKENS, key=_HONEST, shard=ours)]
-    long = [chat("word " * _LONG_WORDS, stream=True, max_tokens=1, key=_HONEST, shard=ours)]
+    short = [chat(stream=True, max_tokens=_OUTPUT_TOKENS, key=_HONEST)]
+    long = [chat("word " * _LONG_WORDS, stream=True, max_tokens=1, key=_HONEST)]
     arrivals = Arrivals(args.rate, _WARMUP_S, args.seconds, seed, _PATIENCE_S)
     rarely = Arrivals(_LONG_RATE, _WARMUP_S, args.seconds, seed + 1, _PATIENCE_S)
     with (

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.router_bench.http_load import MODEL
 from benchmarks.router_bench.servers import Pipe
 
 # What each attack has open at once.
@@ -45,14 +44,16 @@ _PATIENCE_S = 15.0
 _ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+# Of a shard of its own: an honest one's time is not what is attacked.
+ATTACKED_MODEL = "attacked"
+
+
 @dataclass(slots=True)
 class Target:
     """What is attacked, by whom, and what came of it."""
 
     port: int
     ca_file: Path
-    # The shard that serves what is asked for: an honest one's time is not what is attacked.
-    shard: str
     # "": without a key.
     key: str
     address: str
@@ -67,7 +68,6 @@ class Target:
             "Host: bench",
             "Content-Type: application/json",
             f"Content-Length: {length}",
-            f"x-penstock-shard: {self.shard}",
             *([f"Authorization: Bearer {self.key}"] if self.key else []),
             *more,
         ]
@@ -75,7 +75,7 @@ class Target:
 
     def post(self, path: str, body: dict[str, Any], *more: str) -> bytes:
         """A whole request."""
-        data = json.dumps({"model": MODEL, **body}).encode()
+        data = json.dumps({"model": ATTACKED_MODEL, **body}).encode()
         return self.head(path, len(data), *more) + data
 
     @contextlib.asynccontextmanager

@@ -42,14 +42,12 @@ def write_keys(file: Path, *names: str) -> Path:
     return file
 
 
-def post(path: str, body: dict[str, Any], key: str = "", shard: str = "") -> bytes:
-    """A request, ready to be sent; `key` says whose it is, `shard` who must serve it."""
+def post(path: str, body: dict[str, Any], key: str = "") -> bytes:
+    """A request, ready to be sent; `key` says whose it is."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
     if key:
         head += f"Authorization: Bearer {key}\r\n"
-    if shard:
-        head += f"x-penstock-shard: {shard}\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -58,10 +56,10 @@ def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode()
 
 
-def chat(words: str = "hello", *, key: str = "", shard: str = "", **fields: Any) -> bytes:
+def chat(words: str = "hello", *, key: str = "", **fields: Any) -> bytes:
     """A chat request whose answer has as many tokens as `max_tokens` says."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": words}]}
-    return post("/v1/chat/completions", {**body, "ignore_eos": True, **fields}, key, shard)
+    return post("/v1/chat/completions", {**body, "ignore_eos": True, **fields}, key)
 
 
 def ends_body(data: bytes) -> bool:

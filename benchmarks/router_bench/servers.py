@@ -92,15 +92,17 @@ def serving(
     router_flags: Sequence[str],
     *,
     shards: int = 1,
+    models: Sequence[str] = (),
     pin: bool = False,
     router: str = "penstock_router",
     model: Path | None = None,
 ) -> Iterator[Servers]:
     """Start so many shards and a router, wait until all serve, and end all on the way out.
 
-    `router` is the module that is run as the router. Shards have the fake runner and stamp their
-    tokens, or serve `model`. Each shard's step is a hundredth longer than
-    the one's before: shards of a real fleet do not keep step with each other.
+    `models` are instead the names of a model for each shard, `router` is the module that is run as
+    the router. Shards have the fake runner and stamp their tokens, or serve `model`. Each shard's
+    step is a hundredth longer than the one's before: shards of a real fleet do not keep step with
+    each other.
 
     `pin` gives the router the first core, and the shards and this process, with the loads that it
     starts, the others.
@@ -113,13 +115,15 @@ def serving(
     try:
         with contextlib.ExitStack() as scope:
             started: list[Shard] = []
+            shards = len(models) or shards
             for index in range(shards):
                 log_file = folder / f"shard{number}-{index}.log"
+                named = ["--served-model-name", models[index]] if models else []
                 if model is None:
-                    flags = _with_longer_step(shard_flags, 1 + index / 100)
+                    flags = _with_longer_step(shard_flags, 1 + index / 100) + named
                     started.append(StampingShard(log_file, (index, shards), *flags))
                 else:
-                    started.append(Shard(log_file, "--model", str(model), *shard_flags))
+                    started.append(Shard(log_file, "--model", str(model), *shard_flags, *named))
                 scope.enter_context(running(started[-1]))
             if pin:
                 os.sched_setaffinity(0, cores[:1])

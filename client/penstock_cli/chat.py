@@ -15,8 +15,11 @@ from typing import Any, Literal
 from penstock_cli.arguments import MODEL_HELP, add_url, open_url, parser_for, positive_int
 from penstock_cli.router_errors import CUT_OFF, reason
 from penstock_common.flags import number
+from penstock_common.logs import escape
 
 _LIST_TIMEOUT_S = 10.0
+# What an answer may have that a log line may not: new lines, tabs, joiners of scripts and emoji.
+_SHOWN_AS_THEY_ARE = "\n\t\u200c\u200d"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # The kinds of an answer's pieces; a call begins with the name of its function.
 _Kind = Literal["reasoning", "content", "call", "arguments"]
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _greeting(url: str, model: str) -> str:
-    return f"{model} at {url}. An empty line ends the chat, Ctrl-C an answer."
+    return f"{escape(model)} at {url}. An empty line ends the chat, Ctrl-C an answer."
 
 
 def _names(url: str, key: str | None) -> dict[str, str]:
@@ -121,7 +124,7 @@ def _print_answer(deltas: Iterator[tuple[_Kind, str]]) -> str:
             if last is not None and kind != "arguments" and (kind != last or kind == "call"):
                 print()
             last = kind
-            shown = f"[calls {text}] " if kind == "call" else text
+            shown = escape(f"[calls {text}] " if kind == "call" else text, _SHOWN_AS_THEY_ARE)
             print(f"{dim}{shown}{plain}" if kind == "reasoning" else shown, end="", flush=True)
             answer += text if kind == "content" else ""
     except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from penstock_cli.arguments import (
     shard_tls,
 )
 from penstock_cli.router_errors import ASK_AS_ROUTER, message_of, no_answer
+from penstock_common.logs import escape
 from penstock_common.tls import Tls
 
 # grpc.health.v1.Health/Check, by hand: an empty request asks for the whole server, and SERVING is
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         tls = shard_tls(parser, args)
         problem = shard_problem(args.target, args.timeout, tls, live=args.live)
-    print(f"{args.target}: {problem or 'healthy'}")
+    print(escape(f"{args.target}: {problem or 'healthy'}"))
     return 1 if problem else 0
 
 

@@ -22,6 +22,7 @@ from penstock_cli.router_errors import ASK_AS_ROUTER, NEEDS_KEY, reason, refusal
 from penstock_client.errors import PenstockError, Unauthenticated
 from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
+from penstock_common.logs import escape
 from penstock_common.shared_flags import SHARD_PORT, add_api_key
 from penstock_common.tls import Tls
 from penstock_proto.transport import SPEAKS_HTTP
@@ -76,13 +77,13 @@ def _show_router(url: str, api_key: str | None) -> int:
 
 
 def _failed(line: str) -> int:
-    print(f"penstock info: {line}", file=sys.stderr)
+    print(f"penstock info: {escape(line)}", file=sys.stderr)
     return 1
 
 
 def _print(rows: _Rows) -> None:
     for name, value in rows:
-        print(f"{name:<20}{value}")
+        print(f"{name:<20}{escape(str(value))}")
 
 
 # ---- Of a shard --------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from penstock_client.errors import PenstockError
 from penstock_client.fleet.fleet import Fleet
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective, ShardInfo
+from penstock_common.logs import escape
 from penstock_common.request_bounds import GREEDY_TEMPERATURE
 from penstock_common.shared_flags import add_api_key
 
@@ -81,10 +82,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         tally = asyncio.run(_replay(args))
     except (PenstockError, OSError) as error:
-        print(f"penstock replay: {error}", file=sys.stderr)
+        print(escape(f"penstock replay: {error}"), file=sys.stderr)
         return 1
     for line in tally.lines():
-        print(line)
+        print(escape(line))
     return 0 if tally.all_equal else 1
 
 
@@ -148,7 +149,7 @@ async def _replay(args: argparse.Namespace) -> Tally:
 def _records(args: argparse.Namespace, tally: Tally) -> Iterator[AuditRecord]:
     def report(problem: str) -> None:
         tally.problems += 1
-        print(problem)
+        print(escape(problem))
 
     left = args.limit
     for file in args.files:
@@ -168,7 +169,8 @@ async def _wait_for_shards(fleet: Fleet) -> None:
                 await fleet.wait_changed()
     for shard in fleet.shards:
         if not shard.ready:
-            print(f"penstock replay: shard {shard.address}: {shard.problem}", file=sys.stderr)
+            line = f"penstock replay: shard {shard.address}: {shard.problem}"
+            print(escape(line), file=sys.stderr)
 
 
 async def _show_progress(tally: Tally) -> None:
@@ -189,7 +191,7 @@ async def _compare_all(records: Iterator[AuditRecord], fleet: Fleet, tally: Tall
             tally.not_comparable[str(reason)] += 1
         except PenstockError as error:
             tally.failed += 1
-            print(f"{record.request_id}: could not be generated again: {error}")
+            print(escape(f"{record.request_id}: could not be generated again: {error}"))
 
 
 async def _compare(record: AuditRecord, fleet: Fleet, tally: Tally) -> None:
@@ -204,7 +206,7 @@ async def _compare(record: AuditRecord, fleet: Fleet, tally: Tally) -> None:
     tally.other_numerics += bool(remark)
     if difference:
         tally.different += 1
-        print(f"{record.request_id}: {difference}{remark}")
+        print(escape(f"{record.request_id}: {difference}{remark}"))
     else:
         tally.equal += 1
 

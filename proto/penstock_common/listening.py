@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address
 
 # The kernel's queue of connections that nobody has accepted yet.
 BACKLOG = 2048
+
+
+def is_for_this_machine(host: str) -> bool:
+    """Tell whether whoever listens there is reached by this machine's processes alone."""
+    try:
+        found = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host.lower() == "localhost"
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:

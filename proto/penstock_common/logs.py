@@ -39,8 +39,13 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 _MAX_WAITING_LINES = 5_000
 _GATHER_S = 0.02
 _LAST_WORDS_S = 1.0
-# Characters that end a line for some readers, or move a terminal's cursor.
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# Characters that end a line for some readers, move a terminal's cursor, change the order in which
+# text is shown, or are not seen: all of Unicode's categories Cc, Cf, Zl and Zp, and surrogates.
+_CONTROLS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f"
+    "\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff0-\ufffb\U000110bd\U000110cd"
+    "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
+)
 # Attributes that every record has; the others were given as `extra`.
 _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "taskName", IN_WORDS)
@@ -62,9 +67,14 @@ def _formatter(log_format: str, stream: TextIO) -> logging.Formatter:
     return TextFormatter() if is_text else JsonFormatter()
 
 
-def escape(text: str) -> str:
-    """The text on one line, with nothing in it that a terminal would act on."""
-    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+def escape(text: str, keep: str = "") -> str:
+    """The text on one line, with nothing in it that a terminal would act on, but for `keep`."""
+    return _CONTROLS.sub(lambda match: match[0] if match[0] in keep else _written(match[0]), text)
+
+
+def _written(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 class TextFormatter(logging.Formatter):

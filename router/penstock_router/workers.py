@@ -38,7 +38,7 @@ from penstock_client import Fleet, Patience
 from penstock_client.audit_log import AuditLog
 from penstock_client.fleet.discovery import authority
 from penstock_common.child_environment import TRACES, reduce_environment
-from penstock_common.listening import listen
+from penstock_common.listening import is_for_this_machine, listen
 from penstock_common.logs import set_up_logging
 from penstock_common.malloc import return_large_blocks
 from penstock_common.port_holder import why_not
@@ -84,6 +84,7 @@ def run(config: RouterConfig) -> int:
     except OSError as error:
         where, reason = authority(config.host, config.port), why_not(error, config.port)
         return _refuse(f"cannot listen on {where}: {reason}; choose another --port or --host")
+    _warn_if_open(config, *listener.getsockname()[:2])
     try:
         with store_file(
             config.response_store or None, max_bytes=config.response_store_bytes
@@ -91,6 +92,17 @@ def run(config: RouterConfig) -> int:
             return _serve_all(dataclasses.replace(config, response_store=path), listener)
     except (StoreUnusable, TlsFilesUnusable) as error:
         return _refuse(str(error))
+
+
+def _warn_if_open(config: RouterConfig, host: str, port: int) -> None:
+    """Say loudly that other machines may use it, where nothing asks them for a key."""
+    asks_for_keys = config.api_key is not None or config.api_keys_file is not None
+    if not asks_for_keys and not is_for_this_machine(host):
+        logger.warning(
+            "%s: whoever reaches this address may use the router, as it asks for no key: set "
+            "--api-keys-file or PENSTOCK_API_KEY, or listen on --host 127.0.0.1",
+            authority(host, port),
+        )
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:

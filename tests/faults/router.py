@@ -74,7 +74,7 @@ FAULTS = [
     Fault(
         "An event's id is believed",
         "CursorCodec.read",
-        always("hmac.compare_digest(mac, self._mac(data))"),
+        always("hmac.compare_digest(mac, self._mac(data, owner))"),
         caught_by="test_no_bit_of_an_id_can_be_changed_and_no_other_key_reads_it",
     ),
     Fault(

@@ -54,6 +54,11 @@ CASES: dict[str, Values] = {
     },
     "routers scaled": {"router": {"autoscaling": {"enabled": True}, "workers": 4}},
     "one key": {"apiKey": {"existingSecret": "penstock"}},
+    "a file of keys alone": {"apiKeysFile": {"existingSecret": "penstock-keys"}},
+    "a file of keys, tls both ways": {
+        "apiKeysFile": {"existingSecret": "penstock-keys"},
+        "shardTls": {**SHARD_TLS, "mutual": True},
+    },
     "a file of keys": {
         "apiKeysFile": {"existingSecret": "penstock-keys"},
         "shardApiKey": {"existingSecret": "penstock"},

@@ -149,6 +149,16 @@ def test_each_shard_of_the_gpu_profile_has_a_gpu_of_its_own() -> None:
     assert len(gpus) == len(set(gpus)) == len(shards)
 
 
+def test_all_that_compose_publishes_is_for_this_machine_until_it_is_told_otherwise() -> None:
+    told = {"PENSTOCK_HOST": "0.0.0.0", "PENSTOCK_PORT": "9000"}
+    for variables, router in (({}, "127.0.0.1:8000:8000"), (told, "0.0.0.0:9000:8000")):
+        services = read_compose(DEPLOY / "compose.yaml", variables, *PROFILES)
+        ports = {name: service.get("ports", []) for name, service in services.items()}
+        assert ports["router"] == [router]
+        others = [port for name in ports if name != "router" for port in ports[name]]
+        assert all(port.startswith("127.0.0.1:") for port in others)
+
+
 def test_what_monitors_is_pinned_reached_from_this_machine_only_and_lets_nobody_in() -> None:
     services = read_compose(DEPLOY / "compose.yaml", {}, "monitoring")
     del services["router"]

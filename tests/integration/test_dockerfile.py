@@ -100,6 +100,9 @@ def test_install_lines_pin_and_leave_nothing_behind() -> None:
             assert text.endswith(" && rm -rf /var/lib/apt/lists/*")
         if re.search(r"""pip install .*['"]\.\[""", text):
             assert "--constraint constraints.txt" in text
+        elif "pip install" in text:
+            # torch, of an index that the build chooses, or what has hashes.
+            assert '"$TORCH"' in text or "--require-hashes -r " in text
     assert any(keyword == "RUN" and "apt-get" in text for _, (keyword, text) in ALL_STEPS)
 
 

@@ -5,6 +5,7 @@ Nothing is run here; `test_deploy.py` runs what is rendered.
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import re
@@ -470,3 +471,50 @@ def test_the_notes_say_how_to_ask_and_what_to_expect() -> None:
     assert "wait for up to 900 s" in render_notes(CASES["keda, to zero"], "demo")
     assert "Bearer $KEY" in render_notes(CASES["a file of keys"], "demo")
     assert "curl --insecure https://" in render_notes(CASES["https"], "demo")
+
+
+# ---- The shards' key ---------------------------------------------------------------------------
+
+_FILE = {"apiKeysFile": {"existingSecret": "penstock-keys"}}
+
+
+def key_of_shards(resource: Resource) -> dict[str, str] | None:
+    """Where the pods of a workload have the key that shards ask for."""
+    (template,) = pod_templates(resource)
+    env = {each["name"]: each for each in template["spec"]["containers"][0].get("env", ())}
+    names = ("PENSTOCK_SHARD_API_KEY", "PENSTOCK_API_KEY")
+    found = next((env[name] for name in names if name in env), None)
+    return None if found is None else found["valueFrom"]["secretKeyRef"]
+
+
+def test_with_a_file_of_keys_alone_the_chart_makes_a_key_for_the_shards() -> None:
+    resources = render(_FILE, "demo")
+    (secret,) = (each for each in resources if each["kind"] == "Secret")
+    (name, value), *_ = secret["data"].items()
+    assert len(base64.b64decode(value)) == 48
+    used = {"name": secret["metadata"]["name"], "key": name}
+    assert used == {"name": "demo-penstock-shard-key", "key": "shard-api-key"}
+    for kind, ending in (("Deployment", "router"), ("StatefulSet", "toy")):
+        assert key_of_shards(find(resources, kind, ending)) == used
+    assert used["name"] in render_notes(_FILE, "demo")
+    (other,) = (each for each in render(_FILE, "demo") if each["kind"] == "Secret")
+    assert other["data"][name] != value
+
+
+@pytest.mark.parametrize(
+    ("values", "used"),
+    [
+        ({}, None),
+        ({"apiKey": {"existingSecret": "a"}}, {"name": "a", "key": "api-key"}),
+        ({**_FILE, "apiKey": {"existingSecret": "a"}}, {"name": "a", "key": "api-key"}),
+        ({**_FILE, "shardApiKey": {"existingSecret": "b"}}, {"name": "b", "key": "shard-api-key"}),
+        ({**_FILE, "shardTls": {"existingSecret": "tls", "mutual": True}}, None),
+    ],
+)
+def test_where_shards_know_their_routers_already_the_chart_makes_no_key(
+    values: Values, used: dict[str, str] | None
+) -> None:
+    resources = render(values, "demo")
+    assert not [each for each in resources if each["kind"] == "Secret"]
+    assert key_of_shards(find(resources, "StatefulSet", "toy")) == used
+    assert "shard-key" not in render_notes(values, "demo")

@@ -373,7 +373,7 @@ async def test_a_shard_that_is_drained_hands_over_and_one_that_is_dead_or_hangs_
     await operator.wait_for(*shards)
     body = {"prompt": "Drained", "max_tokens": 300, "ignore_eos": True, "seed": 1}
     answer = asyncio.create_task(
-        _whole(session, router, body, **{"x-penstock-shard": busy.address})
+        _whole(session, router, body, **KEY, **{"x-penstock-shard": busy.address})
     )
     await asyncio.sleep(0.5)
     status, said = await operator.ask("POST", f"/{busy.address}/drain")

@@ -392,6 +392,7 @@ async def test_a_shard_with_a_key_refuses_calls_without_it(locked: Shard) -> Non
 
 
 _CHECK = "/grpc.health.v1.Health/Check"
+_UNREADABLE = "a message cannot be read; send the one that the service's proto names"
 
 
 async def _end_of(call: Any) -> tuple[str, str]:
@@ -451,8 +452,7 @@ async def test_a_health_check_needs_no_key_and_brings_no_large_message(locked: S
 async def test_a_health_check_that_cannot_be_read_is_refused_in_one_line(locked: Shard) -> None:
     # A name of no length, and then a field with the number 0, which none may have.
     ends = await _send_all(locked, _CHECK, 2)
-    refused = ("INVALID_ARGUMENT", "the health check cannot be read; send a HealthCheckRequest")
-    assert refused in ends
+    assert ("INVALID_ARGUMENT", f"{_CHECK}: {_UNREADABLE}") in ends
     assert {code for code, _ in ends} <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
 
 
@@ -575,9 +575,34 @@ async def test_a_message_that_cannot_be_read_ends_its_call_with_a_status(
         # Field 1, a string of two bytes that are no UTF-8.
         await call.write(b"\x0a\x02\xff\xfe")
         # All that was sent before is read first: the end comes after it.
-        status, _ = await _end_of(answers)
-    assert status == "INVALID_ARGUMENT"
+        end = await _end_of(answers)
+    assert end == ("INVALID_ARGUMENT", f"/penstock.v1.Shard/Generate: {_UNREADABLE}")
     await _wait_idle(client)
+
+
+_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            f"/penstock.v1.Shard/{each.name}"
+            for each in pb.DESCRIPTOR.services_by_name["Shard"].methods
+        ),
+        *(_CHECK, "/grpc.health.v1.Health/Watch", _REFLECTION),
+    ],
+)
+@pytest.mark.parametrize("message", [b"\x0a\x02\xff", b"\x00", b"\xff"])
+async def test_what_is_no_message_is_refused_in_one_line_of_ours_by_every_method(
+    shard: Shard, path: str, message: bytes
+) -> None:
+    async with grpc.aio.insecure_channel(shard.address) as channel:
+        call: Any = channel.stream_stream(path)()
+        await call.write(message)
+        await call.done_writing()
+        end = await _end_of(aiter(call))
+    assert end == ("INVALID_ARGUMENT", f"{path}: {_UNREADABLE}")
 
 
 async def test_too_many_aborts_in_one_call_are_refused(shard: Shard) -> None:

@@ -121,7 +121,7 @@ async def _router_here(site: ImageSite, folder: Path) -> AsyncIterator[tuple[str
         ThreadPoolExecutor(2) as executor,
         store_file(str(folder / "responses"), max_bytes=2**20) as path,
     ):
-        config = RouterConfig(shards="unused:1", response_store=path)
+        config = RouterConfig(shards="unused:1", response_store=path, admin_key="operator")
         async with Fleet([shard.address for shard in site.shards]) as fleet:
             app = build_app(config, fleet, executor, Metrics())
             runner = Runner(
@@ -170,7 +170,7 @@ async def test_a_client_that_leaves_while_its_image_comes_leaves_nothing_behind(
         await _nothing_held(router, fleet)
         # Each shard has room for one, and what left gave its room back.
         for shard in site.shards:
-            headers = {"x-penstock-shard": shard.address}
+            headers = {"x-api-key": "operator", "x-penstock-shard": shard.address}
             await _took(asks, url, _asked(site, _noise(rng), max_tokens=2), headers)
         await _nothing_held(router, fleet)
     for shard in site.shards:

@@ -30,6 +30,7 @@ from penstock_cli.bench.load import Answer, Lengths, Load, Plan, Server, run
 from penstock_cli.bench.report import Objective, plot, summarize, table
 from penstock_cli.router_errors import one_line
 from penstock_common.flags import choice, number
+from penstock_common.logs import escape
 
 _DEFAULT_STREAMS = 16
 _DEFAULT_REQUESTS = 64
@@ -246,7 +247,7 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
     else:
         # Most often nobody is there: a table of zeros would hide it.
         reason = summary["first_error"] or "none was sent in this time"
-        print(f"penstock bench: no request succeeded: {reason}", file=sys.stderr)
+        print(escape(f"penstock bench: no request succeeded: {reason}"), file=sys.stderr)
 
 
 def _write_files(summaries: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_cli.bench.load import Answer, Load
+from penstock_common.logs import escape
 
 _LATENCIES = {
     "first token": "ttft_ms",
@@ -109,7 +110,7 @@ def table(summary: dict[str, Any]) -> str:
                      f"{goodput['requests_per_s']:.2f} requests/s")  # fmt: skip
     if summary["errors"]:
         counts = ", ".join(f"{kind} {count}" for kind, count in summary["errors"].items())
-        lines += [f"errors: {counts}", f"first error: {summary['first_error']}"]
+        lines += [f"errors: {counts}", f"first error: {escape(summary['first_error'])}"]
     return "\n".join(lines)
 
 

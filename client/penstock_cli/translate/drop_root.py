@@ -19,8 +19,9 @@ _HUB_FOLDERS = ("hub", "modules", "xet")
 def drop_root(folder: Path) -> str:
     """Become the owner of `folder`, to whom the hub's folders below it are given.
 
-    Files of other users than root keep their owner. Does nothing if not run as root. Returns an
-    error text for what failed, or ""; raises OSError if the user cannot be changed.
+    Files of other users than root keep their owner. Root's group is left as root is. Does nothing
+    if not run as root. Returns an error text for what failed, or ""; raises OSError if the user
+    cannot be changed.
     """
     if os.geteuid() != 0:
         return ""
@@ -28,6 +29,9 @@ def drop_root(folder: Path) -> str:
     user, group = owner.st_uid, owner.st_gid
     if user == 0:
         user = group = IMAGE_USER
+    elif group == 0:
+        # Its owner needs no group for it, and root's opens much of what is in an image.
+        group = user
     problem = ""
     try:
         for path in _roots_own(folder):

@@ -4,7 +4,7 @@ An id holds everything that another worker, or another router with the same key,
 same answer again from the same request: the seed, the numerics, a digest of the prepared request,
 and how much of each choice the client has. Nothing is stored for that: tokens are computed anew,
 and the part that the client has is not sent. If the stream still runs in this worker, the rest of
-it is sent instead.
+it is sent instead. The signature covers whose answer it is, too: with another key an id is unknown.
 """
 
 from __future__ import annotations
@@ -89,32 +89,34 @@ def job_digest(job: Job) -> bytes:
 
 
 class CursorCodec:
-    """Cursors as the ids of events, signed: a client cannot make one up."""
+    """Cursors as the ids of events, signed: a client can neither make one up nor use another's."""
 
     def __init__(self, key: str) -> None:
         self._key = hashlib.blake2b(
             key.encode(), digest_size=32, person=b"penstock-cursor"
         ).digest()
 
-    def write(self, cursor: Cursor) -> str:
+    def write(self, cursor: Cursor, owner: str) -> str:
         data = msgspec.msgpack.encode(cursor)
-        return base64.urlsafe_b64encode(self._mac(data) + data).rstrip(b"=").decode()
+        return base64.urlsafe_b64encode(self._mac(data, owner) + data).rstrip(b"=").decode()
 
-    def read(self, text: str) -> Cursor:
-        """Raises `BadRequest` for an id that was not written with this key."""
+    def read(self, text: str, owner: str) -> Cursor:
+        """Raises `BadRequest` for an id that was not written with this key for this owner."""
         try:
             if not text.isascii() or len(text) > _MAX_ID_CHARACTERS:
                 raise ValueError
             signed = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)
             mac, data = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
-            if not hmac.compare_digest(mac, self._mac(data)):
+            if not hmac.compare_digest(mac, self._mac(data, owner)):
                 raise ValueError
             return msgspec.msgpack.decode(data, type=Cursor)
         except (ValueError, binascii.Error, msgspec.DecodeError):
             raise BadRequest(
-                "Last-Event-ID: is not the id of an event of this server, or it has another "
-                "--resume-key by now"
+                "Last-Event-ID: is not the id of an event that this server sent to this client, or "
+                "it has another --resume-key by now"
             ) from None
 
-    def _mac(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, digest_size=_MAC_BYTES, key=self._key).digest()
+    def _mac(self, data: bytes, owner: str) -> bytes:
+        name = owner.encode()
+        signed = struct.pack("<I", len(name)) + name + data
+        return hashlib.blake2b(signed, digest_size=_MAC_BYTES, key=self._key).digest()

@@ -217,20 +217,20 @@ def read_api_key(request: web.Request) -> bytes:
     return given.strip().encode("utf-8", "surrogateescape")
 
 
-def check_admin(request: web.Request) -> None:
+def check_admin(request: web.Request, what: str = "") -> None:
     """Raises `Forbidden` for a key that is not an admin's, or if the router has no admin keys;
-    `Unauthorized` without a known key.
+    `Unauthorized` without a known key. `what` is asked for, if it is not the whole route.
     """
+    what = what or request.path
     if not request.app[ROUTER].keys.has_admins:
         raise Forbidden(
-            f"{request.path} is closed; start the router with --admin-key or --api-keys-file to "
-            "open it"
+            f"{what} is closed; start the router with --admin-key or --api-keys-file to open it"
         )
     key = request.get(KEY)
     if key is None:
         raise Unauthorized(WRONG_KEY)
     if not key.is_admin:
-        raise Forbidden(f"{request.path} is for keys of the scope admin; this one is a user's")
+        raise Forbidden(f"{what} is for keys of the scope admin; this one is a user's")
 
 
 def flag_header(request: web.Request, name: str) -> bool:

@@ -40,6 +40,7 @@ from penstock_router.routes.base import (
     Handler,
     admit_request,
     caller_of,
+    check_admin,
     client_of,
     encoded_response,
     flag_header,
@@ -63,6 +64,7 @@ _INLINE_TOKENS = 10_000
 # Stop strings of so many characters are compiled on the event loop, in 0.4 ms.
 _INLINE_STOP_CHARS = 512
 
+_SHARD = "x-penstock-shard"
 # Headers of each route that generates: described here, read below.
 HEADERS = table(
     [
@@ -77,7 +79,11 @@ HEADERS = table(
             string(0, MAX_SESSION_CHARS),
             "Requests with the same value go to the same shard, and its prefix cache.",
         ),
-        Field("x-penstock-shard", STRING, "HOST:PORT of the only shard that may serve it."),
+        Field(
+            _SHARD,
+            STRING,
+            "HOST:PORT of the only shard that may serve it: for keys of the scope admin.",
+        ),
         Field(
             endpoint_load.ASKED,
             STRING,
@@ -293,7 +299,7 @@ async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
     _check_size(job, router.config.max_answer_bytes)
     for shard in router.fleet.shards:
         if shard.address == asked.shard and shard.info is not None:
-            _check_pinned(shard.info, job.model, f"x-penstock-shard: {shard.address}")
+            _check_pinned(shard.info, job.model, f"{_SHARD}: {shard.address}")
     return job
 
 
@@ -366,13 +372,15 @@ def _session(request: web.Request, asked: Options) -> str:
 
 
 def _pinned_shard(request: web.Request) -> str:
-    given = request.headers.get("x-penstock-shard", "")
+    given = request.headers.get(_SHARD, "")
     if not given:
         return ""
+    # Users would learn which addresses are shards, and could load one of them alone.
+    check_admin(request, _SHARD)
     try:
         address = check_address(given)
     except ValueError as error:
-        raise BadRequest(f"x-penstock-shard: {error}") from None
+        raise BadRequest(f"{_SHARD}: {error}") from None
     if all(shard.address != address for shard in request.app[ROUTER].fleet.shards):
-        raise BadRequest(f"x-penstock-shard: {address} is not in this fleet")
+        raise BadRequest(f"{_SHARD}: {address} is not in this fleet")
     return address

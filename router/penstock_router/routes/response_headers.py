@@ -14,6 +14,7 @@ from aiohttp import web, web_response
 
 from penstock_router.routes import warnings
 from penstock_router.routes.base import ERROR_FORM, KEY, REQUEST_ID, ROUTER, Handler
+from penstock_router.routes.table import ROUTES
 
 # Set globally: what aiohttp refuses by itself runs no hook. The header must not tell versions.
 web_response.SERVER_SOFTWARE = "penstock"  # type: ignore[attr-defined]
@@ -28,7 +29,7 @@ _SECURITY = {
     "Cache-Control": "no-store",
 }
 # The operator's routes: closed to pages of other origins.
-_OWN_ORIGIN = ("/admin", "/console")
+_OWN_ORIGIN = ("/admin", "/console", *(route.path for route in ROUTES if route.is_admins))
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
     "Access-Control-Max-Age": "600",
@@ -56,9 +57,15 @@ async def complete(request: web.Request, response: web.StreamResponse) -> None:
     key = request.get(KEY)
     if key is not None:
         headers.update(key.rates.headers())
-    origins = request.app[ROUTER].config.cors_origins
-    if origins and not request.path.startswith(_OWN_ORIGIN):
+    origins = _origins(request)
+    if origins:
         headers.update(_cors(origins, request.headers.get("Origin")))
+
+
+def _origins(request: web.Request) -> tuple[str, ...]:
+    """The other origins whose pages may call this route."""
+    is_operators = request.path.startswith(_OWN_ORIGIN)
+    return () if is_operators else request.app[ROUTER].config.cors_origins
 
 
 def _cors(origins: tuple[str, ...], origin: str | None) -> dict[str, str]:
@@ -78,7 +85,7 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     is_preflight = (
         request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
     )
-    if not (is_preflight and request.app[ROUTER].config.cors_origins):
+    if not (is_preflight and _origins(request)):
         return await handler(request)
     asked = request.headers.get("Access-Control-Request-Headers", "")[:_MAX_HEADERS_CHARS]
     # "*" would stand for all headers but Authorization, which has the key.

@@ -22,7 +22,7 @@ from penstock_router.generation.generation import Generation
 from penstock_router.generation.job import Job
 from penstock_router.generation.resumable_streams import Event, LiveStream
 from penstock_router.json_fields import STRING, Field, one_of, table
-from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, client_of, flag_header
+from penstock_router.routes.base import KEY, RECORD, REQUEST_ID, ROUTER, client_of, flag_header
 from penstock_router.routes.generate import (
     Call,
     admit,
@@ -72,7 +72,7 @@ async def answer_resumable(call: Call[Any]) -> web.StreamResponse:
         return await sse.follow(
             request,
             reader,
-            router.cursors.write,
+            functools.partial(router.cursors.write, owner=_owner_of(request)),
             call.api.errors.frames,
             request_id=cursor.request_id,
             config=router.config,
@@ -99,10 +99,18 @@ def _read_cursor(call: Call[Any], last_id: str | None) -> Cursor:
     if not last_id:
         request_id = call.request[REQUEST_ID]
         return Cursor(body, request_id, created=int(time.time()), seed=call.drawn_seed)
-    cursor = call.request.app[ROUTER].cursors.read(last_id)
+    cursor = call.request.app[ROUTER].cursors.read(last_id, _owner_of(call.request))
     if cursor.body != body:
         raise BadRequest("Last-Event-ID: is of the answer to another request")
     return cursor
+
+
+def _owner_of(request: web.Request) -> str:
+    """The name of the key whose streams these are, however often the key itself is replaced; ""
+    without one: a client that reconnects may have another address.
+    """
+    key = request.get(KEY)
+    return "" if key is None else key.name
 
 
 def _resume(call: Call[Any], cursor: Cursor) -> Call[Any]:

@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock_common.listening import is_for_this_machine
 from penstock_common.port_holder import holder_of, why_not
 from penstock_common.tls import Tls, TlsFilesUnusable
 from penstock_common.tracing.spans import SpanSink
@@ -44,6 +45,7 @@ from penstock_shard.server.supervisor import (
     EngineSupervisor,
     ModelRefused,
 )
+from penstock_shard.server.unreadable import RefuseUnreadable
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ async def serve(config: ShardConfig) -> int:
         return _USAGE_STATUS
     await server.start()
     logger.info("listening on %s:%d, loading %s", config.host, port, config.model_name)
+    _warn_if_open(config, port)
     async with asyncio.TaskGroup() as background:
         reporting = [
             background.create_task(_report_health(engine, health_servicer)),
@@ -179,6 +182,18 @@ def _open_port(server: grpc.aio.Server, config: ShardConfig) -> int:
     return server.add_secure_port(address, credentials)
 
 
+def _warn_if_open(config: ShardConfig, port: int) -> None:
+    """Say loudly that other machines may use it, where nothing tells them from its routers."""
+    asks = config.api_key is not None or config.tls_client_ca_file is not None
+    if not asks and not is_for_this_machine(config.host):
+        logger.warning(
+            "%s:%d: whoever reaches this address may use the shard, as it asks for no key and no "
+            "certificate: set PENSTOCK_API_KEY or --tls-client-ca-file, or listen on --host "
+            "127.0.0.1",
+            *(config.host, port),
+        )
+
+
 def _why_not_listening(config: ShardConfig) -> str:
     """gRPC does not say it."""
     holder = holder_of(config.port)
@@ -194,9 +209,11 @@ def _build_server(
     transfers: BlockTransfers | None,
 ) -> grpc.aio.Server:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_FaultsOfCallers())
-    checks = []
+    checks: list[grpc.aio.ServerInterceptor] = []
     if config.api_key is not None or transfers is not None:
         checks.append(KeyCheck(config.api_key, config.kv_peer_key))
+    # The last one, which is next to the services: whoever has no key sends nothing that is read.
+    checks.append(RefuseUnreadable())
     server = grpc.aio.server(interceptors=checks, options=server_options())
     proto_codec.add_servicer(servicer, server)
     if transfers is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from penstock_shard.server.proto_codec import KV_SERVICE_NAME, UnreadableMessage
+from penstock_shard.server.proto_codec import KV_SERVICE_NAME
 
 _PROBE = "/grpc.health.v1.Health/Check"
 # A health check names a service, and comes in one packet with its call.
@@ -82,13 +82,9 @@ class KeyCheck(grpc.aio.ServerInterceptor):
             text = f"a health check has at most {_MAX_PROBE_BYTES} bytes, and comes at once"
             _end(context, grpc.StatusCode.INVALID_ARGUMENT, text)
             return
-        try:
-            request = check.request_deserializer(message)
-        except UnreadableMessage:
-            text = "the health check cannot be read; send a HealthCheckRequest"
-            _end(context, grpc.StatusCode.INVALID_ARGUMENT, text)
-            return
-        await context.write(await check.unary_unary(request, context))
+        answer = await check.unary_unary(message, context)
+        if answer is not None:
+            await context.write(answer)
 
 
 async def _small(context: Any) -> bytes | None:

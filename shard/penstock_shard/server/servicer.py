@@ -27,6 +27,7 @@ from penstock_shard.server.images import IncomingImage
 from penstock_shard.server.last_outputs import last_outputs
 from penstock_shard.server.observe.request_record import Follower
 from penstock_shard.server.supervisor import EngineSupervisor
+from penstock_shard.server.unreadable import unreadable
 from penstock_shard.server.validation import (
     MAX_ID_CHARACTERS,
     Refusal,
@@ -151,7 +152,7 @@ def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
         outbox.close()
     elif isinstance(error, proto_codec.UnreadableMessage):
         logger.warning("a call ends: %s", error)
-        text = f"a message of this call cannot be read: {error}"
+        text = unreadable(f"/{proto_codec.SERVICE_NAME}/Generate")
         outbox.close(Error(Code.INVALID_ARGUMENT, text))
     else:
         logger.error("a call ends: its requests cannot be taken", exc_info=error)

@@ -48,6 +48,44 @@ def test_root_becomes_the_owner_and_gives_it_only_what_is_roots(tmp_path: Path, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root")
+@pytest.mark.parametrize(
+    ("owner", "user", "group"),
+    [
+        ((1000, 0), 1000, 1000),
+        ((1000, 50), 1000, 50),
+        ((0, 50), 10001, 10001),
+        ((0, 0), 10001, 10001),
+    ],
+)
+def test_nobody_keeps_a_group_of_roots(
+    tmp_path: Path, owner: tuple[int, int], user: int, group: int
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("roots")
+    secret.chmod(0o040)
+    models = tmp_path / "models"
+    models.mkdir()
+    os.chown(models, *owner)
+    for each in (tmp_path, *tmp_path.parents):
+        if each.stat().st_mode & 0o5 != 0o5 and each.name.startswith(("pytest", "popen", "test")):
+            each.chmod(0o755)
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from penstock_cli.translate.drop_root import drop_root\n"
+        "os.setgroups([0, 4, 27])\n"
+        "models = Path(sys.argv[1])\n"
+        "assert drop_root(models) == ''\n"
+        "(models / 'hub' / 'new').touch()\n"
+        "print(os.getresuid(), os.getresgid(), os.getgroups())\n"
+        "print(os.access(sys.argv[2], os.R_OK))"
+    )
+    command = [sys.executable, "-c", code, str(models), str(secret)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said == f"{(user,) * 3} {(group,) * 3} []\nFalse\n"
+    assert {path.lstat().st_gid for path in models.iterdir()} == {group}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root")
 def test_a_folder_that_leads_elsewhere_gives_nobody_what_is_there(tmp_path: Path) -> None:
     # The host's user made it, who is to get no file of root's by that.
     models, elsewhere = tmp_path / "models", tmp_path / "elsewhere"

@@ -259,6 +259,25 @@ def test_chat_dims_reasoning_and_shows_each_call_on_a_line(
     assert shown in capsys.readouterr().out
 
 
+def test_nothing_that_a_model_writes_acts_on_the_terminal(monkeypatch, capsys) -> None:
+    hostile = "a\u202eb\x1b]0;mine\x07\r\u2066"
+    events = (
+        _said(reasoning=hostile),
+        _said(content=f"{hostile}\n\tno\u200dn"),
+        _called(0, name=hostile, arguments=hostile),
+    )
+    assert _chat(monkeypatch, _HEAD + b"".join(events) + _event(_FINISH) + _DONE + _END) == 0
+    shown = capsys.readouterr().out
+    assert not re.search("[\u202e\x1b\x07\r\u2066]", shown)
+    assert shown.count("a\\u202eb\\u001b]0;mine\\u0007\\u000d\\u2066") == 4
+    assert "\n\tno\u200dn" in shown
+
+
+def test_info_shows_names_of_a_server_on_their_lines(capsys) -> None:
+    info._print([("model", "a\u202eb\x1b[2J\nstate  serving")])
+    assert capsys.readouterr().out == f"{'model':<20}a\\u202eb\\u001b[2J\\u000astate  serving\n"
+
+
 def test_chat_says_again_what_was_said_and_not_what_was_thought() -> None:
     pieces: list[tuple[chat._Kind, str]] = [
         *(("reasoning", "Hm"), ("content", "I "), ("content", "look.")),

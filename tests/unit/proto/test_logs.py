@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from typing import Any
 
 import pytest
@@ -101,6 +102,17 @@ def test_a_traceback_on_a_terminal_moves_no_cursor() -> None:
     assert "\x1b" not in text
     assert "\r" not in text
     assert text.splitlines()[-1] == "ValueError: of a client: \\u001b[2J\\u000dall is well"
+
+
+def test_all_that_changes_how_a_line_is_shown_is_written_out_and_nothing_else() -> None:
+    hidden = {"Cc", "Cf", "Zl", "Zp", "Cs"}
+    for number in range(sys.maxunicode + 1):
+        character = chr(number)
+        category = unicodedata.category(character)
+        if category != "Cn":
+            assert (escape(character) != character) == (category in hidden), hex(number)
+    assert escape("a\u202etxt.exe\U000e0041") == "a\\u202etxt.exe\\U000e0041"
+    assert escape("a\tb\x1b", keep="\t") == "a\tb\\u001b"
 
 
 def test_control_characters_are_written_out() -> None:

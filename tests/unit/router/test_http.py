@@ -1331,8 +1331,9 @@ async def test_a_header_out_of_its_bounds_is_named_in_one_line(
     header: str, value: str, words: str
 ) -> None:
     fleet = FakeFleet(model_files(byte_level_tokenizer()))
-    async with memory_router(fleet) as router:
-        answer = await router.post("/v1/completions", {"prompt": "a"}, **{header: value})
+    given = {"x-api-key": "operator", header: value}
+    async with memory_router(fleet, admin_key="operator") as router:
+        answer = await router.post("/v1/completions", {"prompt": "a"}, **given)
         message = answer.error["message"]
         assert answer.status == 400
         assert message.startswith(words)
@@ -1344,7 +1345,8 @@ async def test_a_header_out_of_its_bounds_is_named_in_one_line(
 async def test_headers_reach_the_fleet_and_a_shard_s_address_may_be_written_as_one_likes() -> None:
     fleet = FakeFleet(model_files(byte_level_tokenizer()))
     headers = {"x-penstock-shard": "FAKE:1", "x-penstock-session": "me", "x-penstock-exact": "1"}
-    async with memory_router(fleet) as router:
+    headers["x-api-key"] = "operator"
+    async with memory_router(fleet, admin_key="operator") as router:
         await router.post("/v1/completions", {"prompt": "a"}, **headers)
         (request,) = fleet.requests
         assert (request.shard, request.session, request.exact) == ("fake:1", "me", True)
@@ -1375,12 +1377,13 @@ async def test_where_too_many_constraints_wait_the_refusal_names_the_field(
 async def test_a_shard_of_another_model_is_refused_and_not_waited_for() -> None:
     other = FakeShard(replace(INFO, model="other", model_aliases=()), address="fake:2")
     fleet = FakeFleet(model_files(byte_level_tokenizer()), shards=[FakeShard(), other])
-    async with memory_router(fleet) as router:
+    key = {"x-api-key": "operator"}
+    async with memory_router(fleet, admin_key="operator") as router:
         body = {"prompt": "a", "model": INFO.model}
-        answer = await router.post("/v1/completions", body, **{"x-penstock-shard": "fake:2"})
+        answer = await router.post("/v1/completions", body, **key, **{"x-penstock-shard": "fake:2"})
         assert answer.status == 400
         assert answer.error["message"] == "x-penstock-shard: fake:2 does not serve fake-model"
-        answer = await router.post("/v1/completions", body, **{"x-penstock-shard": "fake:1"})
+        answer = await router.post("/v1/completions", body, **key, **{"x-penstock-shard": "fake:1"})
         assert answer.status == 200
         assert len(fleet.requests) == 1
 

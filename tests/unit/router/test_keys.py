@@ -573,6 +573,56 @@ async def test_tokens_that_are_made_again_for_a_resumed_stream_count_again(
             assert key.rates.tokens.level(stopped.monotonic()) == before - times * 403
 
 
+async def test_a_stream_is_resumed_by_the_key_that_began_it_and_unknown_to_every_other(
+    file: Path, served: FakeFleet
+) -> None:
+    _write(file, entry("alice", ALICE) + entry("bob", BOB) + entry("root", ROOT, scopes=["admin"]))
+    settings = {"resume_key": "k", "resume_grace_s": 60, **_all_keys(file)}
+    body = {"prompt": [5, 5, 5], "max_tokens": 40, "stream": True, "seed": 1}
+    resumable = {"x-penstock-resumable": "1"}
+    async with memory_router(served, **settings) as first, memory_router(served, **settings) as two:
+        answer = await first.post("/v1/completions", body, **_bearer(ALICE), **resumable)
+        ids = [line[4:] for line in answer.body.decode().split("\n") if line.startswith("id: ")]
+        begun = len(served.requests)
+        for router in (first, two):
+            refusals = set()
+            for last_id, key in ((ids[3], BOB), (ids[3], ROOT), ("A", BOB)):
+                given = {**_bearer(key), **resumable, "Last-Event-ID": last_id}
+                answer = await router.post("/v1/completions", body, **given)
+                refusals.add((answer.status, answer.error["message"]))
+            (refusal,) = refusals
+            assert refusal[0] == 400
+            assert len(served.requests) == begun
+            given = {**_bearer(ALICE), **resumable, "Last-Event-ID": ids[3]}
+            answer = await router.post("/v1/completions", body, **given)
+            assert answer.status == 200
+            assert answer.body.decode().count("id: ") == len(ids) - 4
+            begun = len(served.requests)
+
+
+async def test_a_shard_is_chosen_by_operators_and_by_nobody_else(
+    file: Path, served: FakeFleet
+) -> None:
+    _write(file, entry("alice", ALICE) + entry("root", ROOT, scopes=["admin"]))
+    body = {"prompt": [5], "max_tokens": 1}
+    async with memory_router(served, **_all_keys(file)) as router:
+        said = set()
+        for address in ("fake:1", "fake:9", "nowhere"):
+            given = {**_bearer(ALICE), "x-penstock-shard": address}
+            answer = await router.post("/v1/completions", body, **given)
+            said.add((answer.status, answer.error["message"]))
+        text = "x-penstock-shard is for keys of the scope admin; this one is a user's"
+        assert said == {(403, text)}
+        given = {**_bearer(ROOT), "x-penstock-shard": "fake:1"}
+        assert (await router.post("/v1/completions", body, **given)).status == 200
+    async with memory_router(served) as router:
+        answer = await router.post("/v1/completions", body, **{"x-penstock-shard": "fake:1"})
+        assert (answer.status, answer.error["message"].split(";")[0]) == (
+            403,
+            "x-penstock-shard is closed",
+        )
+
+
 async def test_tokens_that_were_made_for_a_client_who_never_read_them_count(
     file: Path, served: FakeFleet, stopped: StoppedClock
 ) -> None:

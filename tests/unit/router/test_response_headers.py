@@ -136,9 +136,27 @@ async def test_all_origins_may_be_let_in_but_never_to_what_is_the_operators(
         answer = await router.get("/v1/models", Origin=PAGE)
         assert answer.headers["access-control-allow-origin"] == "*"
         for path in ("/admin/shards", "/console/feed"):
-            _, headers = await _head(router, "OPTIONS", path, b"", _preflight(PAGE))
-            assert _cors(headers).keys() <= {
-                *("access-control-allow-methods", "access-control-allow-headers"),
-                "access-control-max-age",
-            }
             assert (await router.get(path, Origin=PAGE)).status == 401
+
+
+async def test_no_route_that_users_are_refused_is_open_to_pages_of_other_origins(
+    byte_level: Tokenizer,
+) -> None:
+    settings = {"cors_origins": ("*",), "api_key": "sesame", "admin_key": "operator"}
+    given = {"Origin": PAGE, "Authorization": "Bearer sesame"}
+    refused = set()
+    async with memory_router(FakeFleet(model_files(byte_level)), **settings) as router:
+        for route in router.app.router.routes():
+            assert route.resource is not None
+            path = route.resource.canonical.replace("{", "").replace("}", "")
+            status, headers = await _head(router, route.method, path, b"{}", given)
+            admin = {"Authorization": "Bearer operator"}
+            # What is refused to everybody says so to whoever asks.
+            for_admins, _ = await _head(router, route.method, path, b"{}", admin)
+            operators = status == 403 != for_admins
+            assert bool(_cors(headers)) != (operators or path.startswith("/console")), path
+            _, headers = await _head(router, "OPTIONS", path, b"", _preflight(PAGE))
+            assert not operators or not _cors(headers), path
+            refused |= {path} if operators else set()
+    assert {"/admin/shards", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"} <= refused
+    assert {route.path for route in ROUTES if route.is_admins} <= refused

@@ -63,21 +63,29 @@ async def _read(reader: EventReader | None) -> list[bytes]:
 
 def test_an_id_says_what_was_written_into_it_and_fits_a_header() -> None:
     codec = CursorCodec("key")
-    text = codec.write(CURSOR)
-    assert codec.read(text) == CURSOR
+    text = codec.write(CURSOR, "alice")
+    assert codec.read(text, "alice") == CURSOR
     assert text.isascii()
     assert len(text) < 200
 
 
 def test_no_bit_of_an_id_can_be_changed_and_no_other_key_reads_it() -> None:
     codec = CursorCodec("key")
-    text = codec.write(CURSOR)
+    text = codec.write(CURSOR, "")
     others = [text[:i] + ("A" if text[i] != "A" else "B") + text[i + 1 :] for i in range(len(text))]
     for forged in [*others[:-1], text[:-4], "", "ü", "-" * 20_000]:
         with pytest.raises(BadRequest, match="Last-Event-ID"):
-            codec.read(forged)
+            codec.read(forged, "")
     with pytest.raises(BadRequest, match="resume-key"):
-        CursorCodec("another").read(text)
+        CursorCodec("another").read(text, "")
+
+
+def test_an_id_is_read_for_its_owner_and_for_nobody_else() -> None:
+    codec = CursorCodec("key")
+    text = codec.write(CURSOR, "alice")
+    for other in ("", "alic", "alice ", "bob"):
+        with pytest.raises(BadRequest, match="this client"):
+            codec.read(text, other)
 
 
 def test_the_digest_of_a_body_does_not_depend_on_the_order_of_its_fields() -> None:

@@ -49,6 +49,26 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end -}}
 
+{{/* The name of the secret that the chart makes for the shards' key; empty where it makes none: where a
+secret has one, where clients have no key either, or where shards ask for the router's certificate. */}}
+{{- define "penstock.ownShardKey" -}}
+{{- $given := or .Values.shardApiKey.existingSecret .Values.apiKey.existingSecret -}}
+{{- $mutual := and .Values.shardTls.existingSecret .Values.shardTls.mutual -}}
+{{- if and .Values.apiKeysFile.existingSecret (not (or $given $mutual)) -}}
+{{- include "penstock.fullname" . }}-shard-key
+{{- end -}}
+{{- end -}}
+
+{{/* Where shardApiKey is, as JSON: named in the values, or made by the chart. */}}
+{{- define "penstock.shardKey" -}}
+{{- $own := include "penstock.ownShardKey" . -}}
+{{- if $own -}}
+{{- dict "existingSecret" $own "key" "shard-api-key" | toJson -}}
+{{- else -}}
+{{- toJson .Values.shardApiKey -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The user of the images. */}}
 {{- define "penstock.podSecurity" -}}
 runAsNonRoot: true

@@ -51,7 +51,7 @@
 
 {{- define "penstock.routerEnv" -}}
 {{- include "penstock.secretEnv" (dict "name" "PENSTOCK_API_KEY" "secret" .Values.apiKey) }}
-{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_SHARD_API_KEY" "secret" .Values.shardApiKey) }}
+{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_SHARD_API_KEY" "secret" (include "penstock.shardKey" . | fromJson)) }}
 {{- include "penstock.secretEnv" (dict "name" "PENSTOCK_RESUME_KEY" "secret" .Values.resumeKey) }}
 {{- with .Values.router.extraEnv }}
 {{ toYaml . }}

@@ -201,7 +201,8 @@ none without copies or a key. */}}
 
 {{- define "penstock.shardEnv" -}}
 {{- $values := .root.Values -}}
-{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_API_KEY" "secret" (ternary $values.shardApiKey $values.apiKey (not (empty $values.shardApiKey.existingSecret)))) }}
+{{- $key := include "penstock.shardKey" .root | fromJson -}}
+{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_API_KEY" "secret" (ternary $key $values.apiKey (not (empty $key.existingSecret)))) }}
 {{- if include "penstock.peers" . | fromJsonArray }}
 {{- include "penstock.secretEnv" (dict "name" "PENSTOCK_KV_PEER_KEY" "secret" $values.kvPeerKey) }}
 {{- end }}
