@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,6 @@ from models.driver import Driver, load, make_sequence
 from models.tiny_families import make_family
 from support.budget import in_soak
 
-from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.cache_directory import cache_directory
 from penstock_shard.kernels import cpu
@@ -156,16 +154,7 @@ def test_a_file_that_changed_makes_another_load(model_dir: Directory, tmp_path: 
     keys.add(load_key(config, directory))
     (directory / "config.json").touch()
     keys.add(load_key(config, directory))
-    # Weights in a folder, which an index names.
-    in_folder = directory / "parts" / weights.name
-    in_folder.parent.mkdir()
-    weights.rename(in_folder)
-    index = {"weight_map": {"model.norm.weight": "parts/model.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    keys.add(load_key(config, directory))
-    in_folder.touch()
-    keys.add(load_key(config, directory))
-    assert len(keys) == 5
+    assert len(keys) == 3
 
 
 @pytest.mark.parametrize(
@@ -335,17 +324,3 @@ def test_a_cache_that_cannot_be_written_costs_a_line(tmp_path: Path) -> None:
     assert cache.read("a") is None
     assert lines[0].startswith("this load is not kept for the next start: ")
     assert lines[1].startswith("a kept load is not used: ")
-
-
-def test_the_weights_hash_covers_weights_in_folders(model_dir: Directory, tmp_path: Path) -> None:
-    directory = tmp_path / "model"
-    shutil.copytree(model_dir("llama"), directory)
-    (directory / "w").mkdir()
-    weights = (directory / "model.safetensors").rename(directory / "w" / "model.safetensors")
-    index = {"weight_map": {"model.norm.weight": "w/model.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    before = hash_weights(directory)
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    assert hash_weights(directory) != before

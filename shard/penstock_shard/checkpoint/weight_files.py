@@ -63,17 +63,16 @@ def weight_files(directory: Path) -> list[Path]:
         raise ModelError(f"{directory / INDEX}: names no weights")
     listed = list(weight_map.values())
     for name in listed:
-        if not isinstance(name, str) or not _is_inside(name):
+        if not isinstance(name, str) or not _is_beside(name):
             raise ModelError(
-                f"{directory / INDEX}: names a file outside of the directory: {str(name)[:80]!r}"
+                f"{directory / INDEX}: {str(name)[:80]!r} is no name of a file beside it"
             )
     return [directory / name for name in sorted(set(listed))]
 
 
-def _is_inside(name: str) -> bool:
-    """Tell whether a name is one of a file in the directory, or in a folder of it."""
-    parts = name.split("/")
-    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(parts)
+def _is_beside(name: str) -> bool:
+    """Tell whether a name, which an index has, can lead nowhere but to a file beside it."""
+    return name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..")
 
 
 def has_index(directory: Path) -> bool:

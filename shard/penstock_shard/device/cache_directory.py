@@ -3,6 +3,8 @@ And what names in them are made of.
 
 Environment: PENSTOCK_CACHE (default $XDG_CACHE_HOME/penstock or ~/.cache/penstock), and
 PENSTOCK_LOAD_CACHE for kept loads (default `loads` in that), as kernels may come with an image.
+PENSTOCK_TRUSTED_DIRECTORIES (separated as in PATH) names directories above a cache that others may
+write to, but who are trusted: as a volume of a container is, where there are no other users.
 """
 
 from __future__ import annotations
@@ -111,6 +113,8 @@ def _way(path: Path) -> Iterator[Path]:
 
 
 def _check_directory_above(place: Path, status: os.stat_result) -> None:
+    if str(place) in os.environ.get("PENSTOCK_TRUSTED_DIRECTORIES", "").split(os.pathsep):
+        return
     _check_owner(place, status)
     # In a sticky one only owners replace what is theirs, as in /tmp.
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
@@ -121,7 +125,7 @@ def _check_directory_above(place: Path, status: os.stat_result) -> None:
         mode = f"{stat.S_IMODE(status.st_mode):o}"
         raise PermissionError(
             f"{place} has mode {mode}; group and others must not write to it, as they could "
-            "replace what is in it"
+            "replace what is in it (or name it in PENSTOCK_TRUSTED_DIRECTORIES)"
         )
 
 

@@ -107,3 +107,24 @@ def test_a_users_own_group_may_write_above_a_cache(
     cache.chmod(0o770)
     with pytest.raises(PermissionError, match=f"{cache} has mode 770"):
         ensure_safe_directory(cache)
+
+
+@pytest.mark.usefixtures("no_private_group")
+@pytest.mark.parametrize("check", CHECKS)
+def test_others_may_write_to_what_is_above_a_cache_only_where_its_user_says_so(
+    check: Check, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the volumes of pods are."""
+    volume, further = cache.parents[0], cache.parents[1]
+    volume.chmod(0o2777)
+    monkeypatch.setenv("PENSTOCK_TRUSTED_DIRECTORIES", f"/elsewhere:{volume}")
+    check(cache)
+    # Only that one, and not the cache itself.
+    further.chmod(0o777)
+    with pytest.raises(PermissionError, match=f"{further} has mode 777"):
+        check(cache)
+    further.chmod(0o755)
+    cache.chmod(0o777)
+    monkeypatch.setenv("PENSTOCK_TRUSTED_DIRECTORIES", f"{volume}:{cache}")
+    with pytest.raises(PermissionError, match=f"{cache} has mode 777"):
+        check(cache)
