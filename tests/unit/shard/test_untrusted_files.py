@@ -302,6 +302,8 @@ def gguf_tensor(*sizes: int, offset: int = 0) -> bytes:
         (gguf(9, gguf_array(0, 10**18)), "elements of arrays; 1048576 are served"),
         (gguf(9, gguf_array(8, 1_000_000)), "1000000 elements of arrays in "),
         (gguf(9, gguf_array(9, 1, gguf_array(0, 1, b"a"))), "arrays of the type 9"),
+        (gguf(9, gguf_array(8, 1, gguf_string(b"x" * 3000))), "a string in an array of 3000 bytes"),
+        (gguf(9, gguf_array(8, 20_000, gguf_string(b"x" * 2000) * 20_000)), "33554432 are served"),
         (gguf(8, struct.pack("<Q", 2**60)), "bytes are named"),
         (gguf(99, b""), "no type 99"),
         (gguf(4, bytes(4), num_tensors=10**6), "1000000 tensors; 65536 are served"),
