@@ -68,16 +68,16 @@ def test_no_setting_of_a_tokenizer_publishes_a_file_of_the_host(
     secret.write_text(f"{FIRST_LINE}\nhunter2\n")
     (model / "link.bin").symlink_to(secret)
     monkeypatch.chdir(tmp_path)
-    named: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "a path": {"vocab": str(secret)},
         "a relative path": {"vocab": secret.name},
         "above the model": {"fast_tokenizer_files": [f"../{secret.name}"]},
         "an argument in order": {"init_inputs": [str(secret)]},
         "a link": {"vocab": str(model / "link.bin")},
-    }[way]
+    }
     (model / "config.json").write_text('{"model_type": "bert"}')
     (model / "tokenizer_config.json").write_text(json.dumps(WORDS | HELLO))
-    (model / name).write_text(json.dumps(WORDS | HELLO | named))
+    (model / name).write_text(json.dumps({**WORDS, **HELLO, **ways[way]}))
     with pytest.raises(ModelError) as caught:
         make_tokenizer_files(model, False)
     assert f"{name}: names a file outside of the directory" in str(caught.value)
