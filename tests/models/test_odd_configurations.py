@@ -17,6 +17,7 @@ from support.budget import budget, seeded
 from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
+from penstock_shard.images.image_processor import ImageProcessor
 from penstock_shard.model_loader.load_runner import load_runner
 
 ODD: list[Any] = [None, True, -1, 0, 1, 3, 2**31, 2**62, 10**12, 10**30, 1e308, 0.5, float("nan")]
@@ -66,3 +67,25 @@ def try_to_load(model: Path) -> None:
     config = ShardConfig(model=str(model), load_cache_bytes=0, enforce_eager=True, **settings)
     with contextlib.suppress(ModelError):
         load_runner(config, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        {"image_processor_type": ["x"]},
+        {"image_processor_type": "CLIPImageProcessor", "size": [[1]]},
+        {"image_processor_type": "Own", "auto_map": {"AutoImageProcessor": "own.Own"}},
+    ],
+)
+def test_odd_settings_of_images_are_refused_and_nobody_is_asked_about_code(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "own"}')
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nOwn = 1\n")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    with pytest.raises(ModelError):
+        ImageProcessor(tmp_path, {})
+    assert not ran.exists()

@@ -50,6 +50,55 @@ def test_vocabulary_and_merges_become_a_tokenizer(old_model: Path, tmp_path: Pat
     assert tokenizer.token_to_id("</s>") == 1
 
 
+FIRST_LINE = "root:x:0:0"
+WORDS = {"tokenizer_class": "BertTokenizer", "unk_token": FIRST_LINE}
+HELLO = {"added_tokens_decoder": {"9": {"content": "hello", "special": False}}}
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "way", ["a path", "a relative path", "above the model", "an argument in order", "a link"]
+)
+def test_no_setting_of_a_tokenizer_publishes_a_file_of_the_host(
+    way: str, name: str, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, secret = tmp_path / "model", tmp_path / f"secret{suffix}"
+    model.mkdir()
+    secret.write_text(f"{FIRST_LINE}\nhunter2\n")
+    (model / "link.bin").symlink_to(secret)
+    monkeypatch.chdir(tmp_path)
+    ways: dict[str, dict[str, Any]] = {
+        "a path": {"vocab": str(secret)},
+        "a relative path": {"vocab": secret.name},
+        "above the model": {"fast_tokenizer_files": [f"../{secret.name}"]},
+        "an argument in order": {"init_inputs": [str(secret)]},
+        "a link": {"vocab": str(model / "link.bin")},
+    }
+    (model / "config.json").write_text('{"model_type": "bert"}')
+    (model / "tokenizer_config.json").write_text(json.dumps(WORDS | HELLO))
+    (model / name).write_text(json.dumps({**WORDS, **HELLO, **ways[way]}))
+    with pytest.raises(ModelError) as caught:
+        make_tokenizer_files(model, False)
+    assert f"{name}: names a file outside of the directory" in str(caught.value)
+
+
+def test_settings_may_name_the_models_own_files_and_what_is_on_no_host(old_model: Path) -> None:
+    path = old_model / "tokenizer_config.json"
+    named = {"name_or_path": str(old_model), "vocab_file": "vocab.json", "from": "/no/such/file"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named | {"note": "x" * 10_000}))
+    assert make_tokenizer_files(old_model, False)
+
+
+def test_what_the_package_of_tokenizers_refuses_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    with pytest.raises(ModelError) as caught:
+        make_tokenizer_files(tmp_path, False)
+    assert "WordPiece" in str(caught.value)
+
+
 # The words of Mistral's tokenizer, and a few of its marks.
 PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"

@@ -12,13 +12,14 @@ import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
-from penstock_shard.checkpoint.untrusted.files import read_object
+from penstock_shard.checkpoint.untrusted.files import check_names, read_object
 from penstock_shard.errors import ModelError, first_line, library_faults
 
 _SAMPLES = (
@@ -29,6 +30,8 @@ _SAMPLES = (
     "https://example.org/?q=a%20b&c=1",
 )
 _TEKKEN = "tekken.json"
+# What these say goes to the tokenizer's class as arguments, of which some name files.
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def make_tokenizer_files(model_dir: Path, trust_remote_code: bool) -> dict[str, bytes]:
@@ -95,15 +98,25 @@ def _merge(word: bytes, ranks: Mapping[bytes, int]) -> list[int]:
 
 
 def _convert_older(model_dir: Path, trust_remote_code: bool) -> bytes:
+    for name in _SETTINGS:
+        check_names(model_dir, name)
+    what = f"{model_dir}: there is no tokenizer.json, and transformers cannot make one"
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             model_dir, trust_remote_code=trust_remote_code, local_files_only=True
         )
+        return _checked(model_dir, tokenizer)
     except library_faults() as error:
-        raise ModelError(
-            f"{model_dir}: there is no tokenizer.json, and transformers cannot make one: "
-            f"{first_line(error)}"
-        ) from error
+        raise ModelError(f"{what}: {first_line(error)}") from error
+    except Exception as error:
+        # The package tokenizers has no class of its own for what it refuses.
+        if type(error) is Exception:
+            raise ModelError(f"{what}: {first_line(error)}") from error
+        raise
+
+
+def _checked(model_dir: Path, tokenizer: Any) -> bytes:
+    """A tokenizer.json of what transformers made. Raises ModelError if it gives other ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from penstock_shard.errors import ModelError, first_line
+from penstock_shard.errors import ModelError, first_line, library_faults
 
 
 class ImageProcessor:
@@ -26,9 +26,9 @@ class ImageProcessor:
             # Of the two that transformers has for most families this one needs nothing but Pillow,
             # and the same pixels give the same numbers on every machine.
             self._processor: Any = AutoImageProcessor.from_pretrained(
-                model_dir, backend="pil", local_files_only=True
+                model_dir, backend="pil", local_files_only=True, trust_remote_code=False
             )
-        except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        except library_faults() as error:
             raise ModelError(f"{model_dir}: no image processor: {first_line(error)}") from error
 
     def process(self, pixels: bytes, width: int, height: int) -> Mapping[str, Tensor]:

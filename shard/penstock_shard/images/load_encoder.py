@@ -18,7 +18,10 @@ from penstock_shard.images.tower import load_tower
 def load_encoder(model_dir: Path, device: torch.device, cache_bytes: int) -> ImageEncoder:
     """Raises ModelError if files are missing."""
     # Encoders are not quantized where text models are.
-    config = plain_config(AutoConfig.from_pretrained(model_dir, local_files_only=True))
+    # Without a word on a model's own code transformers asks whoever is at the terminal.
+    config = plain_config(
+        AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    )
     # On a cpu torch's products of two bytes a weight are slower, where there are any.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tower = load_tower(config, Checkpoint(model_dir), device, dtype)

@@ -17,6 +17,8 @@ _BOUNDS = (
     (re.compile(r"position|length|seq_len|max_seq"), 2**28),
     (re.compile(r"layers?$|depths?$|^block_count$"), 1024),
     (re.compile(r"experts|heads?(_count)?(_kv)?$"), 2**16),
+    # Of these transformers makes lists, with a name for each label.
+    (re.compile(r"labels?$|_types?$|_replace$"), 2**16),
     (re.compile(r"(size|dim|dims|rank|channels|n_embd|d_model|n_inner)$"), 2**24),
 )
 # Whatever else is a number; more is none that tensors take.

@@ -62,6 +62,35 @@ def check_file(directory: Path, path: Path) -> None:
         )
 
 
+def check_names(directory: Path, name: str) -> None:
+    """Raises ModelError where a text in a file of JSON is the name of a file that is not the
+    model's: libraries open what settings name, and publish what is in it.
+    """
+    if not (directory / name).exists():
+        return
+    for text in _texts(read_json(directory / name)):
+        # As it stands, and as a name in the directory.
+        for place in (text, os.path.join(directory, text)):
+            if os.path.exists(place) and not os.path.isdir(place):
+                found = Path(place).resolve()
+                if not any(map(found.is_relative_to, _allowed(directory))):
+                    raise ModelError(
+                        f"{directory / name}: names a file outside of the directory: {text[:80]!r}"
+                    )
+
+
+def _texts(value: Any) -> set[str]:
+    """All texts in a value but the names of fields."""
+    found, left = set(), [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            found.add(each)
+        elif isinstance(each, dict | list):
+            left += _within(each)
+    return found
+
+
 def _allowed(directory: Path) -> list[Path]:
     """The directories within which a model's files may be."""
     own = directory.resolve()

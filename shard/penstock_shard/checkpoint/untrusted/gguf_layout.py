@@ -24,6 +24,10 @@ _STRING, _ARRAY = 8, 9
 _FIELD_BYTES, _TENSOR_BYTES = 13, 32
 # The longest name, of a field or a tensor.
 _NAME_BYTES = 400
+# The longest string in an array, and all of a file: transformers tries each place at which a token
+# may have been merged, and copies both parts.
+_ELEMENT_BYTES = 2048
+_MOST_ELEMENT_BYTES = 2**25
 _DIMENSIONS = 4
 # Of all arrays together: gguf makes two objects of each, in ten seconds of so many. A vocabulary of
 # 262,144 with types and as many merges is three quarters of it.
@@ -59,7 +63,7 @@ class _Layout:
         self._mapped = mapped
         self._size = size
         self._at = 0
-        self._num_elements = 0
+        self._num_elements = self._num_string_bytes = 0
         self._order = "<"
 
     def check(self) -> None:
@@ -74,7 +78,7 @@ class _Layout:
         self._check_count("tensors", num_tensors, _MOST_TENSORS, _TENSOR_BYTES)
         self._check_count("fields", num_fields, _MOST_FIELDS, _FIELD_BYTES)
         for _ in range(num_fields):
-            self._skip_string(_NAME_BYTES)
+            self._skip_string(_NAME_BYTES, "name")
             self._skip_value(self._number("I"))
         for _ in range(num_tensors):
             self._skip_tensor()
@@ -96,13 +100,20 @@ class _Layout:
         self._num_elements += count
         self._check_count("elements of arrays", self._num_elements, _MOST_ELEMENTS, 1)
         if kind == _STRING:
+            begin = self._at
             for _ in range(count):
-                self._skip_string()
+                self._skip_string(_ELEMENT_BYTES, "string in an array")
+            self._num_string_bytes += self._at - begin
+            if self._num_string_bytes > _MOST_ELEMENT_BYTES:
+                raise _Unreadable(
+                    f"{self._num_string_bytes} bytes of strings in arrays; {_MOST_ELEMENT_BYTES} "
+                    "are served"
+                )
         else:
             self._skip(count * _NUMBERS[kind])
 
     def _skip_tensor(self) -> None:
-        self._skip_string(_NAME_BYTES)
+        self._skip_string(_NAME_BYTES, "name")
         num_dimensions = self._number("I")
         if not 1 <= num_dimensions <= _DIMENSIONS:
             raise _Unreadable(f"a tensor of {num_dimensions} dimensions")
@@ -121,10 +132,10 @@ class _Layout:
         if count * least_bytes > self._size:
             raise _Unreadable(f"{count} {name} in {self._size} bytes")
 
-    def _skip_string(self, most: int | None = None) -> None:
+    def _skip_string(self, most: int | None = None, kind: str = "") -> None:
         length = self._number("Q")
         if most is not None and length > most:
-            raise _Unreadable(f"a name of {length} bytes; {most} are served")
+            raise _Unreadable(f"a {kind} of {length} bytes; {most} are served")
         self._skip(length)
 
     def _number(self, code: str) -> int:
