@@ -17,11 +17,7 @@ from penstock_router.argument_kinds import (
     STRING,
     Kinds,
     SchemaKinds,
-    kinds_of,
-    kinds_of_argument,
     referred,
-    schema_of_items,
-    schema_of_member,
 )
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
@@ -144,9 +140,8 @@ class _MiniMaxM3Parser(TaggedCallParser):
     def _one_call(self, name: str) -> Reading[None]:
         if not self._is_callable(name):
             raise Misfit
-        tool = self._tools.get(name)
-        self._root: JsonObject = (tool.parameters if tool is not None else None) or {}
-        arguments = _Element("", False, self._root)
+        self._known = self._offered.arguments(name)
+        arguments = _Element("", False, self._known.root)
         self._open, self._names = [arguments], Counter[str]()
         try:
             while (yield from self._tag(name)):
@@ -215,14 +210,11 @@ class _MiniMaxM3Parser(TaggedCallParser):
 
     def _described_as(self, parent: _Element, name: str) -> tuple[Any, Kinds]:
         """Find what the schema says of an element. Of one within another it may say nothing."""
+        schemas, of = self._known.schemas, parent.schema
+        schema = schemas.items(of) if parent.is_list else schemas.member(of, name)
         if len(self._open) == 1:
-            schema = schema_of_member(self._root, name, self._root)
-            return schema, kinds_of_argument(self._root, name)
-        if parent.is_list:
-            schema = schema_of_items(parent.schema, self._root)
-        else:
-            schema = schema_of_member(parent.schema, name, self._root)
-        return schema, kinds_of(schema, self._root) or _UNKNOWN
+            return schema, self._known.kinds(name)
+        return schema, schemas.of(schema) or _UNKNOWN
 
     def _nested(self, name: str, schema: Any, kinds: Kinds) -> Reading[None]:
         """An element in which there is no text: it has others within, or nothing."""
