@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock_router.argument_kinds import (
     ANY,
     STRING,
     Kinds,
-    SchemaKinds,
     referred,
 )
 from penstock_router.json_fields import JsonObject
@@ -67,7 +66,7 @@ class MiniMaxM3Format(TaggedFormat):
         return _MiniMaxM3Parser((_READ,), tools, marks)
 
     def _value_format(self, tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
-        return _ElementFormats(tool, argument.schema, rule).value(argument)
+        return _ElementFormats(tool, argument, rule).value(argument)
 
     def _argument_end(self, argument: Argument) -> str:
         return f"{_CLOSES}{argument.name}>"
@@ -96,16 +95,14 @@ MINIMAX_M3 = MiniMaxM3Format(
 class _ElementFormats:
     """The formats of elements within each other, as one argument's schema describes them."""
 
-    def __init__(self, tool: Tool, root: JsonObject, rule: CallRule) -> None:
-        self._tool, self._root, self._rule = tool, root, rule
-        self._definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        self._known = SchemaKinds(root)
+    def __init__(self, tool: Tool, whole: Argument, rule: CallRule) -> None:
+        self._tool, self._whole, self._rule = tool, whole, rule
         # References may repeat a part any number of times.
         self._left = _MAX_ELEMENTS
 
     def value(self, argument: Argument, depth: int = 0) -> JsonObject:
         """The content between an element's tags."""
-        schema = referred(argument.schema, self._root)
+        schema = referred(argument.schema, self._whole.schema)
         if argument.may_be_text:
             return text_format(self._tool, argument)
         self._left -= 1
@@ -119,10 +116,11 @@ class _ElementFormats:
         if may_nest and schema.keys() <= _LIST_KEYS and isinstance(schema.get("items"), dict):
             items = one_or_more([self._element(_ITEM, schema["items"], depth)], "", parallel=True)
             return either([items, literal("")])
-        return json_format(written_as(self._definitions | argument.schema, self._rule))
+        return json_format(written_as(argument.schema, self._rule))
 
     def _element(self, name: str, schema: JsonObject, depth: int) -> JsonObject:
-        argument = Argument(name, True, self._definitions | schema, self._known)
+        alone = self._whole.definitions.given_to(schema)
+        argument = replace(self._whole, name=name, is_needed=True, schema=alone)
         return tag(f"{_OPENS}{name}>", self.value(argument, depth + 1), f"{_CLOSES}{name}>")
 
 
