@@ -6,6 +6,7 @@ There `3` may be a number or a string: only the tool's schema says which.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 Schema = dict[str, Any]
@@ -26,33 +27,14 @@ _MAX_DEPTH = 16
 _MAX_PARTS = 2_000
 
 
-def kinds_of_argument(parameters: Schema | None, name: str) -> Kinds:
-    """JSON's types that the schema allows for an argument: a string, if it says nothing of it."""
-    schema = parameters or {}
-    return kinds_of(schema_of_member(schema, name, schema), schema) or STRING
+@dataclass(frozen=True, slots=True)
+class _Within:
+    """What a schema says of what is in objects and lists."""
 
-
-def schema_of_member(schema: Any, name: str, root: Schema) -> Any:
-    """What a schema of objects says of the member of this name; None if nothing."""
-    beyond = None
-    for part in _parts(schema, root):
-        properties = part.get("properties")
-        if isinstance(properties, dict) and name in properties:
-            return properties[name]
-        if beyond is None and isinstance(part.get("additionalProperties"), dict):
-            beyond = part["additionalProperties"]
-    return beyond
-
-
-def schema_of_items(schema: Any, root: Schema) -> Any:
-    """What a schema of lists says of their items; None if nothing."""
-    return next((part["items"] for part in _parts(schema, root) if "items" in part), None)
-
-
-def member_names(schema: Any, root: Schema) -> set[str]:
-    """The names of all members that a schema of objects describes."""
-    found = (part.get("properties") for part in _parts(schema, root))
-    return {name for each in found if isinstance(each, dict) for name in each}
+    members: Mapping[str, Any]
+    # Of members that are not named, and of items; None: nothing.
+    other_members: Any
+    items: Any
 
 
 def kinds_of(schema: Any, root: Schema) -> Kinds:
@@ -60,15 +42,43 @@ def kinds_of(schema: Any, root: Schema) -> Kinds:
     return SchemaKinds(root).of(schema)
 
 
+_NOTHING = _Within({}, None, None)
+
+
 class SchemaKinds:
-    """The types that schemas with one root allow: each part is looked at once, however many of them
-    refer to it.
+    """The types that schemas with one root allow, and the schemas within them: each part is looked
+    at once, however many of them refer to it, and however often it is asked for.
     """
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         # By the ids of the parts, which are kept beside, so that no other object gets the id.
         self._found: dict[int, tuple[Schema, Kinds]] = {}
+        self._within: dict[int, tuple[Schema, _Within]] = {}
+
+    def of_argument(self, name: str) -> Kinds:
+        """The types of a member of the root: a string, if that says nothing of it."""
+        return self.of(self.member(self._root, name)) or STRING
+
+    def members(self, schema: Any) -> Mapping[str, Any]:
+        """The members that a schema of objects describes by name."""
+        return self._what_is_in(schema).members
+
+    def member(self, schema: Any, name: str) -> Any:
+        """What a schema of objects says of the member of this name; None if nothing."""
+        within = self._what_is_in(schema)
+        return within.members.get(name, within.other_members)
+
+    def items(self, schema: Any) -> Any:
+        """What a schema of lists says of their items; None if nothing."""
+        return self._what_is_in(schema).items
+
+    def _what_is_in(self, schema: Any) -> _Within:
+        if not isinstance(schema, dict):
+            return _NOTHING
+        if id(schema) not in self._within:
+            self._within[id(schema)] = schema, _within(schema, self._root)
+        return self._within[id(schema)][1]
 
     def of(self, schema: Any) -> Kinds:
         """As `kinds_of`."""
@@ -102,6 +112,20 @@ class SchemaKinds:
                 if not self._found[at][1] <= kinds:
                     self._found[holder] = part, kinds | self._found[at][1]
                     handed.append(holder)
+
+
+def _within(schema: Schema, root: Schema) -> _Within:
+    """Of what several parts say the first counts."""
+    parts = list(_parts(schema, root))
+    named = [part["properties"] for part in parts if isinstance(part.get("properties"), dict)]
+    merged = {key: of for each in named[::-1] for key, of in each.items()} if named[1:] else None
+    others = (part.get("additionalProperties") for part in parts)
+    return _Within(
+        # Many schemas may refer to the same members, which then are not copied.
+        merged or (named[0] if named else {}),
+        next((each for each in others if isinstance(each, dict)), None),
+        next((part["items"] for part in parts if "items" in part), None),
+    )
 
 
 def _says_kinds(schema: Schema) -> bool:

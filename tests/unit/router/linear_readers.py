@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from support.budget import budget
+from support.families import FAMILIES
 from unit.router.router_doubles import INFO, byte_level_tokenizer, model_files
 
 from penstock_router.apis import embeddings, tokenize
@@ -28,10 +30,17 @@ from penstock_router.text.tokenizer import load_tokenizer
 
 # ---- How time is compared ----------------------------------------------------------------------
 
-MAX_RATIO = 2.5
+# So many times as long as the size says.
+_MAX_RATIO = 1.5
+# Below this time nothing is meant that grows with the square: of all sizes this is the largest.
+_SHORT_S = 0.004
+# So long, work is measured well enough.
+_MEASURED_S = 0.002
 # What a measurement is off by.
-_NOISE_S = 0.002
-_TRIES = 5
+_NOISE_S = 0.001
+_TRIES = 6
+# How far below the largest size the comparison begins.
+_SMALLEST = 16
 
 
 def thread_s(work: Callable[[], object]) -> float:
@@ -48,14 +57,24 @@ def thread_s(work: Callable[[], object]) -> float:
         gc.enable()
 
 
-def is_linear(work_of: Callable[[int], Callable[[], object]], size: int) -> bool:
-    """Tell whether twice the input takes at most 2.5 times as long: the least of several tries."""
-    small, large = work_of(size), work_of(2 * size)
-    least, most = float("inf"), float("inf")
+def is_linear(work_of: Callable[[int], Callable[[], object]], size: int, *, least: int = 2) -> bool:
+    """Tell whether work takes as long as its input is large, from a size that takes some 2 ms,
+    or from `least`, up to this one: each by the least of several tries.
+    """
+    size = budget(size, 4 * size)
+    large = work_of(size)
+    most_s = thread_s(large)
+    if most_s <= _SHORT_S:
+        return True
+    at = max(least, size // _SMALLEST)
+    small = work_of(at)
+    while (least_s := thread_s(small)) < _MEASURED_S and 4 * at <= size:
+        at *= 2
+        small = work_of(at)
     for _ in range(_TRIES):
-        least, most = min(least, thread_s(small)), min(most, thread_s(large))
-        if most <= MAX_RATIO * least + _NOISE_S:
+        if most_s <= _MAX_RATIO * size / at * least_s + _NOISE_S:
             return True
+        least_s, most_s = min(least_s, thread_s(small)), min(most_s, thread_s(large))
     return False
 
 
@@ -93,10 +112,8 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "penstock_router.text.formats.reading.json_mender:_SPACES": ("match",),
     "penstock_router.text.formats.reading.json_mender:_WORD": ("match",),
     "penstock_router.text.formats.reading.keyed_calls:_TEXT": ("match",),
-    "penstock_router.text.formats.reading.named_arguments:_REFERENCE": (
-        *("search", '"$', '"$dynamic', '"$ref'),
-    ),
     "penstock_router.text.formats.reading.named_arguments:_WHOLE": ("fullmatch", "^", "^a$"),
+    "penstock_router.text.formats.reading.offered_tools:_NAME": ("match",),
     "penstock_router.text.formats.reading.python_calls:_IDENTIFIER": ("match",),
     "penstock_router.text.formats.reading.python_literals:ARGUMENT_BEGUN": ("match", "a =="),
     "penstock_router.text.formats.reading.python_literals:CALL_BEGUN": ("match", "a."),
@@ -381,6 +398,49 @@ def answers(format_: CallFormat) -> list[tuple[str, str]]:
     return [(head, unit) for head in dict.fromkeys(heads) for unit in dict.fromkeys(units)]
 
 
+# Tools and an answer, by what they have many of.
+Answer = tuple[list[Tool], str]
+
+
+def many(format_: CallFormat) -> Mapping[str, Callable[[int], Answer]]:
+    """Answers of many calls, arguments and marks, to many tools, as the format's family writes
+    them.
+    """
+    family = next(each for each in FAMILIES if each.format == format_.name)
+
+    def arguments(size: int) -> str:
+        return family.write([("f0", {f"p{at}": "x" for at in range(size)})])
+
+    def marks(mark: str) -> Callable[[int], Answer]:
+        return lambda size: (
+            TOOLS["optional"](size),
+            family.write([("f0", {"p0": "VALUE"})]).replace("VALUE", f"{mark}z " * size),
+        )
+
+    return {
+        "arguments": lambda size: (TOOLS["optional"](size), arguments(size)),
+        "references": lambda size: (TOOLS["unions"](size), arguments(size)),
+        "calls": lambda size: (TOOLS["optional"](size), family.write([("f0", {"p0": "x"})]) * size),
+        "tools": lambda size: (
+            TOOLS["tools"](size),
+            "".join([family.write([(f"f{at}", {})]) for at in range(size)]),
+        ),
+        "names without arguments": lambda size: (
+            TOOLS["tools"](size),
+            "".join([f"{(*format_.begins(), '')[0]}z{at}</arg_key>" for at in range(size)]),
+        ),
+        **{f"{mark} within values": marks(mark) for mark in format_.marks},
+    }
+
+
+def marks_in_reasoning(format_: CallFormat) -> Mapping[str, Callable[[int], Answer]]:
+    """Reasoning in which calls begin again and again."""
+    return {
+        begin: lambda size, begin=begin: (TOOLS["tools"](size), f"{begin}x\n" * size)  # type: ignore[misc]
+        for begin in format_.begins()
+    }
+
+
 def _tool(at: int, size: int, *, needed: bool, schema: JsonObject, **more: Any) -> Tool:
     names = [f"p{number}" for number in range(size)]
     parameters: JsonObject = {"type": "object", "properties": dict.fromkeys(names, schema), **more}
@@ -396,6 +456,10 @@ def _nested(depth: int) -> JsonObject:
 
 _TEXT = {"type": "string"}
 _LISTED = {"$ref": "#/$defs/d0"}
+
+
+def _object(properties: JsonObject) -> JsonObject:
+    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def _definitions(size: int) -> JsonObject:
@@ -422,6 +486,15 @@ TOOLS: Mapping[str, Callable[[int], list[Tool]]] = {
     ],
     "unions": lambda size: [
         _tool(0, size, needed=False, schema={"$ref": "#/$defs/u"}, **{"$defs": _union(size)})
+    ],
+    "definitions of each": lambda size: [
+        Tool(
+            "f",
+            {
+                **_object({f"p{at}": {"$ref": f"#/$defs/d{at}"} for at in range(size)}),
+                "$defs": {f"d{at}": _object({"a": _TEXT}) for at in range(size)},
+            },
+        )
     ],
     "space in names": lambda size: [
         Tool("f", {"type": "object", "properties": {" " * size + "a": _TEXT}})

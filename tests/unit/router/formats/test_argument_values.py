@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock_router.argument_kinds import STRING, kinds_of_argument, outline
+from penstock_router.argument_kinds import STRING, SchemaKinds, outline
 from penstock_router.json_fields import JsonObject
 from penstock_router.text.formats.reading.argument_values import json_of
 
@@ -87,19 +87,19 @@ _SCHEMA: JsonObject = {
     ],
 )
 def test_a_schema_says_the_types_of_an_argument(name: str, kinds: set[str]) -> None:
-    assert kinds_of_argument(_SCHEMA, name) == kinds
-    assert kinds_of_argument(outline(_SCHEMA), name) == kinds
+    assert SchemaKinds(_SCHEMA).of_argument(name) == kinds
+    assert SchemaKinds(outline(_SCHEMA)).of_argument(name) == kinds
 
 
 def test_an_argument_that_no_schema_describes_is_a_string() -> None:
-    assert kinds_of_argument(None, "a") == STRING
-    assert kinds_of_argument({"properties": {"b": {"type": "integer"}}}, "a") == STRING
+    assert SchemaKinds({}).of_argument("a") == STRING
+    assert SchemaKinds({"properties": {"b": {"type": "integer"}}}).of_argument("a") == STRING
 
 
 def test_arguments_may_be_described_in_parts() -> None:
     whole = {"allOf": [{"$ref": "#/$defs/many"}, {"description": ""}], "$defs": _SCHEMA["$defs"]}
-    assert kinds_of_argument(whole, "k") == {"integer"}
-    assert kinds_of_argument(outline(whole), "k") == {"integer"}
+    assert SchemaKinds(whole).of_argument("k") == {"integer"}
+    assert SchemaKinds(outline(whole)).of_argument("k") == {"integer"}
 
 
 def test_references_that_repeat_without_end_are_followed_once() -> None:
@@ -108,5 +108,5 @@ def test_references_that_repeat_without_end_are_followed_once() -> None:
         "$defs": {"a": {"anyOf": [again] * 30, "properties": dict.fromkeys("abcdefgh", again)}},
         "properties": {"x": again},
     }
-    assert kinds_of_argument(schema, "x") == {"object"}
+    assert SchemaKinds(schema).of_argument("x") == {"object"}
     assert len(json.dumps(outline(schema))) < 200_000

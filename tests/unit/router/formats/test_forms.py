@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 from typing import Any
@@ -21,9 +22,11 @@ from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import PieceKind, content_of, join_pieces
 from penstock_router.text.answer_reader import make_reader
 from penstock_router.text.formats.base import CallRule
+from penstock_router.text.formats.reading.named_arguments import Part, with_commas
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.marks import NO_MARKS
 from penstock_router.text.model_conventions import Conventions
+from penstock_router.text.structural_tag_builder import literal
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.grammars import grammar_of
 
@@ -222,3 +225,17 @@ def test_a_strict_schema_that_python_arguments_cannot_be_held_to_is_refused(
     with pytest.raises(BadRequest, match=f"'f' cannot be strict with .*'{named}'") as refused:
         FORMATS["pythonic"].calls([tool], CallRule(required=False, parallel=True))
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 20])
+def test_optional_parts_stand_in_order_with_commas_between_them(size: int) -> None:
+    names = [chr(ord("a") + at) for at in range(size)]
+    form = compiled(with_commas([Part(False, f"{name}=", literal("1")) for name in names]))
+    for few in itertools.chain.from_iterable(itertools.permutations(names, n) for n in range(3)):
+        text = ", ".join([f"{name}=1" for name in few])
+        assert accepts(form, text) == (list(few) == sorted(few)), text
+        assert not few or not (accepts(form, f"{text}, ") or accepts(form, f", {text}"))
+    rng = seeded("parts")
+    for _ in range(budget(5, 200)):
+        some = sorted(rng.sample(names, rng.randint(1, size)))
+        assert accepts(form, ", ".join([f"{name}=1" for name in some])), some

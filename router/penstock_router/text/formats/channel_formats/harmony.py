@@ -18,7 +18,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock_router.argument_kinds import STRING, kinds_of_argument
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import CallRule, ToolParser
@@ -235,7 +234,7 @@ class _HarmonyReader(MessageReader, JsonCallParser):
             if not self._was_cut:
                 self._call(name, "{}")
             raise
-        key = None if header.kind == "json" else _only_text(self._tools.get(name))
+        key = None if header.kind == "json" else self._offered.arguments(name).only_text
         if first == "{" and (
             key is None or header.kind != "code" or (yield from self._begins_with(key))
         ):
@@ -299,14 +298,6 @@ def _is_reasoning(header: Header) -> bool:
 def _is_sure(header: Header) -> bool:
     """Tell whether it is a header, also without the mark at its end."""
     return header.is_marked and (header.channel in _CHANNELS or header.recipient != "")
-
-
-def _only_text(tool: Tool | None) -> str | None:
-    """The argument of a function that takes one string, or has one that it needs."""
-    parameters = (tool.parameters if tool is not None else None) or {}
-    names = list(parameters.get("required") or ()) or list(parameters.get("properties") or ())
-    is_text = len(names) == 1 and kinds_of_argument(parameters, names[0]) == STRING
-    return names[0] if is_text else None
 
 
 def _unquoted(value: str) -> str:

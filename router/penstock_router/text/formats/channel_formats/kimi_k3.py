@@ -162,7 +162,8 @@ def _value(tool: Tool, argument: Argument, kind: str, rule: CallRule) -> JsonObj
     if kind == "string":
         return text_format(tool, dataclasses.replace(argument, schema=schema))
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return json_format(written_as({"allOf": [schema, {"type": kind}]} | shared, rule))
+    alone = {key: value for key, value in schema.items() if key not in shared}
+    return json_format(written_as({"allOf": [alone, {"type": kind}]} | shared, rule))
 
 
 def _escaped(value: str) -> str:

@@ -17,6 +17,7 @@ from penstock_router.request import Tool
 from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.reading.named_arguments import (
     Argument,
+    Part,
     arguments_of,
     text_format,
     with_commas,
@@ -26,7 +27,7 @@ from penstock_router.text.formats.reading.python_literals import LiteralParser
 from penstock_router.text.formats.reading.reader import Misfit, Reading, one_of
 from penstock_router.text.marks import NO_MARKS, Marks, plain
 from penstock_router.text.stop_strings import beginning
-from penstock_router.text.structural_tag_builder import literal, sequence, tag
+from penstock_router.text.structural_tag_builder import tag
 
 _KEY = re.compile(r"[\w.$\-]*")
 _SEPARATORS = ":="
@@ -162,10 +163,7 @@ class BareKeyNotation(Notation):
         """The arguments of a call between their brackets, as the schema has them."""
         arguments = arguments_of(tool, required=True, is_name=lambda name: bool(self.key(name)))
         parts = [
-            (
-                each.is_needed,
-                sequence(literal(f"{each.name}:"), self.value(tool, each, rule)),
-            )
+            Part(each.is_needed, f"{each.name}:", self.value(tool, each, rule))
             for each in arguments
         ]
         return with_commas(parts, self.separator)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece, PieceKind
 from penstock_router.text.formats.base import CallFormat, ToolParser
+from penstock_router.text.formats.reading.offered_tools import OfferedTools
 from penstock_router.text.formats.reading.reader import one_of
 from penstock_router.text.marks import Marks
 from penstock_router.text.stop_strings import beginning
@@ -27,7 +28,7 @@ class CallsInReasoning:
     """Goes over the reasoning of one answer as it comes."""
 
     def __init__(self, tool_format: CallFormat, tools: Sequence[Tool], marks: Marks) -> None:
-        self._format, self._tools, self._marks = tool_format, tools, marks
+        self._format, self._tools, self._marks = tool_format, OfferedTools(tools), marks
         self._begins = tuple(map(marks.spelled, tool_format.begins()))
         self._required = {tool.name: _required(tool) for tool in tools}
         # Not looked through yet: white space, and what may begin a mark.
@@ -138,11 +139,11 @@ class CallsInReasoning:
     def _are_calls(self) -> bool:
         """Tell whether all calls that were read have what their functions require."""
         names = [piece.text for piece in self._pieces if piece.kind is PieceKind.CALL]
-        arguments = [""] * len(names)
+        arguments: list[list[str]] = [[] for _ in names]
         for piece in self._pieces:
             if piece.kind is PieceKind.ARGUMENTS:
-                arguments[piece.call] += piece.text
-        return bool(names) and all(map(self._is_whole, names, arguments))
+                arguments[piece.call].append(piece.text)
+        return bool(names) and all(map(self._is_whole, names, map("".join, arguments)))
 
     def _is_whole(self, name: str, arguments: str) -> bool:
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from penstock_router.argument_kinds import Kinds
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import ToolParser
+from penstock_router.text.formats.reading.offered_tools import AwaitedNames
 from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading, TextOver
 from penstock_router.text.formats.reading.tagged_calls import TaggedCallParser, TaggedFormat
 from penstock_router.text.marks import NO_MARKS, TOKEN, Marks
@@ -68,11 +69,10 @@ class KeyedCallParser(TaggedCallParser):
 
     def _split(self, text: str) -> tuple[str, str]:
         """A function's name and an argument's that stand without a tag between them."""
-        for name, tool in self._tools.items():
-            key = text.removeprefix(name).strip()
-            if text.startswith(name) and key in ((tool.parameters or {}).get("properties") or ()):
-                return name, key
-        raise Misfit
+        found = self._offered.split(text)
+        if found is None:
+            raise Misfit
+        return found
 
     def _argument(self) -> Reading[tuple[str, Kinds | None] | None]:
         first = yield from self._space()
@@ -97,6 +97,5 @@ class KeyedCallParser(TaggedCallParser):
                 raise
             raise Misfit from None
 
-    def _behind_argument(self) -> tuple[str, ...]:
-        without_tag = (f"{key}{self._tags.argument[1]}" for key in self._awaited)
-        return (*super()._behind_argument(), *without_tag)
+    def _names_behind_argument(self) -> AwaitedNames | None:
+        return self._awaited

@@ -10,13 +10,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from penstock_router.argument_kinds import STRING, Kinds, SchemaKinds
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.text.structural_tag_builder import ANY_TEXT, either, literal, regex, sequence
+from penstock_router.text.formats.reading.definitions import Definitions
+from penstock_router.text.structural_tag_builder import (
+    ANY_TEXT,
+    either,
+    literal,
+    regex,
+    sequence,
+    tag,
+)
 
 # Top-level keywords of a schema that can be enforced on arguments written one by one, or that
 # constrain nothing.
@@ -24,14 +30,12 @@ _EXPRESSIBLE = frozenset({"type", "properties", "required", "additionalPropertie
     *("$defs", "definitions", "$schema", "$id", "$comment"),
     *("title", "description", "default", "examples"),
 }
-_DEFINITIONS = ("$defs", "definitions")
-# The keywords by which a schema refers to another, in JSON.
-_REFERENCE = re.compile(rb'"\$(?:ref|dynamicRef|recursiveRef)"')
 # Keywords of a string's schema that constrain its text.
 _OF_TEXT = ("pattern", "format", "minLength", "maxLength")
 
-# So many parts may each be the first in a way of its own.
-_FEW_PARTS = 4
+# So many blocks of parts are written into each other, and so in each block: all parts would be
+# deeper than JSON is read.
+_MAX_BLOCKS = 8
 
 # A pattern of whole texts in what ECMA's and Rust's dialects have in common, without marks.
 _WHOLE = re.compile(r"\^[\w \-\[\]{},.+*?:#]+\$", re.ASCII)
@@ -43,10 +47,12 @@ class Argument:
 
     name: str
     is_needed: bool
-    # With the definitions that it may refer to.
+    # With the definitions that it reaches.
     schema: JsonObject
     # What is known of the schemas of all arguments of the tool.
     known: SchemaKinds = field(default_factory=lambda: SchemaKinds({}), compare=False)
+    # The definitions of the tool's schema, for parts of the argument's.
+    definitions: Definitions = field(default_factory=lambda: Definitions({}), compare=False)
 
     @property
     def kinds(self) -> Kinds:
@@ -70,19 +76,19 @@ def arguments_of(
         _check_expressible(tool.name, tool.parameters or {}, is_name)
     counts = required or tool.strict
     schema = (tool.parameters if counts else None) or {}
-    shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    definitions = Definitions(schema)
     needed, known = set(schema.get("required") or ()), SchemaKinds(schema)
     return [
-        Argument(name, name in needed, _alone(_schema_of(schema, name), shared), known)
+        Argument(
+            name,
+            name in needed,
+            definitions.given_to(_schema_of(schema, name)),
+            known,
+            definitions,
+        )
         for name in _object_of(tool.parameters or {}, "properties")
         if is_name(name)
     ]
-
-
-def _alone(schema: JsonObject, shared: JsonObject) -> JsonObject:
-    """An argument's schema as a whole one: with the definitions, if it may refer to any."""
-    refers = bool(shared) and _REFERENCE.search(msgspec.json.encode(schema)) is not None
-    return shared | schema if refers else schema
 
 
 def _schema_of(schema: JsonObject, name: str) -> JsonObject:
@@ -169,32 +175,54 @@ def one_after_another(parts: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
     )
 
 
-def with_commas(parts: Sequence[tuple[bool, JsonObject]], comma: str = ", ") -> JsonObject:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the parts with commas between them: a text and a value."""
+
+    is_needed: bool
+    text: str
+    value: JsonObject
+
+    @property
+    def alone(self) -> JsonObject:
+        """The part without commas."""
+        return tag(self.text, self.value, "")
+
+    def before_another(self, comma: str) -> JsonObject:
+        """The part, which may be missing, and a comma."""
+        return either([tag(self.text, self.value, comma), literal("")])
+
+    def behind_another(self, comma: str) -> JsonObject:
+        """A comma and the part, which may be missing unless it is needed."""
+        with_comma = tag(comma + self.text, self.value, "")
+        return with_comma if self.is_needed else either([with_comma, literal("")])
+
+
+def with_commas(parts: Sequence[Part], comma: str = ", ") -> JsonObject:
     """Match all needed parts and any of the others, in order, with commas between them."""
-    behind = [_behind_another(needed, part, comma) for needed, part in parts]
-    first_needed = next((at for at, (needed, _) in enumerate(parts) if needed), None)
+    first_needed = next((at for at, part in enumerate(parts) if part.is_needed), None)
     if first_needed is None:
-        plain = [part for _, part in parts]
-        return either([*_first_of(plain, behind), literal("")])
+        return either([_some_of(parts, comma), literal("")]) if parts else literal("")
     # What may come before the first needed part has its comma behind it.
-    before = [either([sequence(part, literal(comma)), literal("")]) for _, part in parts]
-    return sequence(*before[:first_needed], parts[first_needed][1], *behind[first_needed + 1 :])
+    before = [part.before_another(comma) for part in parts[:first_needed]]
+    behind = [part.behind_another(comma) for part in parts[first_needed + 1 :]]
+    return sequence(*before, parts[first_needed].alone, *behind)
 
 
-def _first_of(parts: Sequence[JsonObject], behind: Sequence[JsonObject]) -> list[JsonObject]:
-    """Match one or more parts, `behind` being what each is behind another: ways that begin in the
-    first half, and ways that begin in the second.
+def _some_of(parts: Sequence[Part], comma: str) -> JsonObject:
+    """Match one or more parts: some of a first block, or none, and then some of the others; or some
+    of the first block alone.
 
-    Halves of halves: with a way for each part that may be the first, each with all others behind
-    it, the whole would grow with the square of their number.
+    A part stands there once for the others and once in its block, and so in each block of blocks:
+    five times at most, for as many parts as a constraint's bytes allow. With a way for each part
+    that may be the first, the whole would grow with the square of their number.
     """
-    if len(parts) <= _FEW_PARTS:
-        return [sequence(part, *behind[at + 1 :]) for at, part in enumerate(parts)]
-    half = len(parts) // 2
-    first = either(_first_of(parts[:half], behind[:half]))
-    return [sequence(first, *behind[half:]), *_first_of(parts[half:], behind[half:])]
-
-
-def _behind_another(needed: bool, part: JsonObject, comma: str) -> JsonObject:
-    with_comma = sequence(literal(comma), part)
-    return with_comma if needed else either([with_comma, literal("")])
+    if len(parts) == 1:
+        return parts[0].alone
+    size = -(-len(parts) // _MAX_BLOCKS)
+    *blocks, last = [parts[at : at + size] for at in range(0, len(parts), size)]
+    found = _some_of(last, comma)
+    for block in reversed(blocks):
+        before = [part.before_another(comma) for part in block]
+        found = either([sequence(*before, found), _some_of(block, comma)])
+    return found

@@ -16,7 +16,7 @@ from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.reading.json_calls import written_as
-from penstock_router.text.formats.reading.named_arguments import Argument, with_commas
+from penstock_router.text.formats.reading.named_arguments import Argument, Part, with_commas
 from penstock_router.text.structural_tag_builder import (
     either,
     json_format,
@@ -120,12 +120,10 @@ class Notation(ABC):
             for name, each in schema["properties"].items()
         ]
         parts = [
-            (
+            Part(
                 each.is_needed,
-                sequence(
-                    literal(self.key(each.name) or ""),
-                    self.value(tool, each, rule, depth + 1),
-                ),
+                self.key(each.name) or "",
+                self.value(tool, each, rule, depth + 1),
             )
             for each in members
         ]

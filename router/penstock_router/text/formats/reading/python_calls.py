@@ -18,6 +18,7 @@ from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.reading.json_calls import JsonCallParser, written_as
 from penstock_router.text.formats.reading.named_arguments import (
     Argument,
+    Part,
     arguments_of,
     with_commas,
 )
@@ -30,7 +31,7 @@ from penstock_router.text.formats.reading.python_literals import (
 )
 from penstock_router.text.formats.reading.reader import SPACE, Misfit, Reading
 from penstock_router.text.marks import NO_MARKS, Marks
-from penstock_router.text.structural_tag_builder import json_format, literal, regex, sequence, tag
+from penstock_router.text.structural_tag_builder import json_format, regex, tag
 
 _IDENTIFIER = re.compile(r"\w*")
 # A string between single quotes.
@@ -57,12 +58,7 @@ def call_tags(
             f"{tool.name}(",
             with_commas(
                 [
-                    (
-                        each.is_needed,
-                        sequence(
-                            literal(f"{each.name}="), _value_format(tool, each, rule, notation)
-                        ),
-                    )
+                    Part(each.is_needed, f"{each.name}=", _value_format(tool, each, rule, notation))
                     for each in arguments_of(tool, required=rule.required, is_name=is_identifier)
                 ]
             ),

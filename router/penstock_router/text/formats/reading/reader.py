@@ -19,6 +19,7 @@ from typing import TypeAlias, TypeVar
 
 from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece, PieceKind
+from penstock_router.text.formats.reading.offered_tools import offered
 from penstock_router.text.marks import NO_MARKS, Marks, plain
 from penstock_router.text.stop_strings import beginning
 
@@ -44,7 +45,8 @@ class CallParser(ABC):
     """Base of all readers. A family's reader has `_read`, which is started again when it ends."""
 
     def __init__(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> None:
-        self._tools = {tool.name: tool for tool in tools}
+        self._offered = offered(tools)
+        self._tools = self._offered.by_name
         self._marks = marks
         # Whether a mark of the format's own stands before what is read: then any name is a call's.
         self._is_marked = True

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock_router.argument_kinds import STRING, Kinds, kinds_of_argument, member_names
+from penstock_router.argument_kinds import STRING, Kinds
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
@@ -27,6 +27,7 @@ from penstock_router.text.formats.reading.named_arguments import (
     python_words,
     text_format,
 )
+from penstock_router.text.formats.reading.offered_tools import AwaitedNames, KnownArguments
 from penstock_router.text.formats.reading.reader import (
     SPACE,
     CallParser,
@@ -64,7 +65,6 @@ _MAX_SPACE = 64
 # Longer than any word or number that is no string.
 _MAX_SCALAR = 48
 _LONG: Kinds = frozenset({"object", "array"})
-_QUOTES = ("", '"', "'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class TaggedCallParser(CallParser):
         # The end of the content so far, as long as that may matter.
         self._shown = ""
         # Of the call that is read: its tool's arguments that have not come yet.
-        self._awaited: set[str] = set()
+        self._awaited = AwaitedNames()
         # Whether an argument's name is read, or may be.
         self._names_argument = False
         # Whether the value that is read may be a string, in which tags may stand.
@@ -269,17 +269,15 @@ class TaggedCallParser(CallParser):
         """The arguments of a call, whose name is read, and its end."""
         if not self._is_callable(name):
             raise Misfit
-        tool = self._tools.get(name)
-        parameters = None if tool is None else tool.parameters
-        self._awaited = member_names(parameters, parameters or {})
+        known = self._offered.arguments(name)
+        self._awaited = AwaitedNames(known)
         calls, begun = self._calls, False
         try:
             while (argument := (yield from self._argument())) is not None:
                 key, kinds = argument
-                self._awaited.discard(key)
-                yield from self._show_argument(
-                    name, key, kinds or self._kinds(parameters, key), is_first=not begun
-                )
+                self._awaited.came(key)
+                kinds = kinds or self._kinds(known, key)
+                yield from self._show_argument(name, key, kinds, is_first=not begun)
                 begun = self._fits = True
         except TextOver:
             self._end_by_answer(name, begun=self._calls > calls)
@@ -300,9 +298,9 @@ class TaggedCallParser(CallParser):
         self._arguments(f"{'{' if is_first else ', '}{_ENCODE(key)}: ")
         yield from self._argument_value(kinds)
 
-    def _kinds(self, parameters: JsonObject | None, key: str) -> Kinds:
+    def _kinds(self, known: KnownArguments, key: str) -> Kinds:
         """The types that an argument may have of which the answer says nothing."""
-        return kinds_of_argument(parameters, key)
+        return known.kinds(key)
 
     def _end_by_answer(self, name: str, *, begun: bool) -> None:
         """The answer is over. If the model ended it behind a whole argument, or behind the name of
@@ -471,43 +469,49 @@ class TaggedCallParser(CallParser):
             return True
         begins = (*self._wraps, *self._function_begins)
         if end in self._argument_begins:
-            names = self._names_that_may_follow()
-            return bool(names) and (yield from self._follows(size, names, or_nothing=False))
+            return (yield from self._follows(size, (), self._awaited, or_nothing=False))
         if end in self._argument_ends:
-            wanted = self._behind_argument()
-        elif end in self._function_ends:
-            wanted = (*self._block_ends, *begins)
-        else:
-            wanted = begins
-        return (yield from self._follows(size, wanted))
+            wanted = (*self._argument_begins, *self._ends, *begins)
+            return (yield from self._follows(size, wanted, self._names_behind_argument()))
+        if end in self._function_ends:
+            begins = (*self._block_ends, *begins)
+        return (yield from self._follows(size, begins))
 
-    def _names_that_may_follow(self) -> list[str]:
-        """Names of the arguments that have not come, as they stand behind a begin mark."""
-        behind = self._tags.argument[1].lstrip('"')
-        return [f"{quote}{key}{quote}{behind}" for key in self._awaited for quote in _QUOTES]
-
-    def _behind_argument(self) -> tuple[str, ...]:
-        """The texts that may follow an argument's end."""
-        begins = (*self._wraps, *self._function_begins)
-        return (*self._argument_begins, *self._ends, *begins)
+    def _names_behind_argument(self) -> AwaitedNames | None:
+        """The names that may follow an argument's end without a tag before them."""
+        return None
 
     def _follows(
-        self, offset: int, wanted: Sequence[str], *, or_nothing: bool = True
+        self,
+        offset: int,
+        wanted: Sequence[str],
+        names: AwaitedNames | None = None,
+        *,
+        or_nothing: bool = True,
     ) -> Reading[bool]:
-        """Tell whether one of the texts, or perhaps the answer's end, stands behind white space."""
+        """Tell whether one of the texts or names, or perhaps the answer's end, stands behind white
+        space.
+        """
         spelled = [self._marks.spelled(text) for text in wanted]
         while True:
             start = self._at + offset
             there = self._text[start : start + _MAX_SPACE]
             at = start + len(there) - len(there.lstrip(SPACE))
-            if any(self._text.startswith(text, at) for text in spelled):
+            is_name = names is not None and self._is_name_at(at, names, quoted=not wanted)
+            if is_name or any(self._text.startswith(text, at) for text in spelled):
                 return True
             left = len(self._text) - at
-            if not any(len(text) > left and text.startswith(self._text[at:]) for text in spelled):
+            may_be = (len(text) > left and text.startswith(self._text[at:]) for text in spelled)
+            if is_name is False and not any(may_be):
                 return False
             if self._over:
                 return or_nothing
             yield from self._more()
+
+    def _is_name_at(self, at: int, names: AwaitedNames, *, quoted: bool) -> bool | None:
+        """Tell whether one of the names stands there, with what is written behind names."""
+        behind = self._marks.spelled(self._tags.argument[1].lstrip('"'))
+        return names.stand_at(self._text, at, behind, quoted=quoted)
 
 
 def _is_name(text: str) -> bool:

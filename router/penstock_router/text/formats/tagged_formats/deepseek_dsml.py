@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock_router.argument_kinds import ANY, NO_STRING, STRING, Kinds, member_names
+from penstock_router.argument_kinds import ANY, NO_STRING, STRING, Kinds
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 from penstock_router.text.formats.base import CallFormat, CallRule, ToolParser
@@ -15,6 +15,7 @@ from penstock_router.text.formats.reading.argument_values import json_of
 from penstock_router.text.formats.reading.json_calls import written_as
 from penstock_router.text.formats.reading.json_mender import mended_object
 from penstock_router.text.formats.reading.named_arguments import Argument, text_format
+from penstock_router.text.formats.reading.offered_tools import KnownArguments
 from penstock_router.text.formats.reading.reader import Reading, TextOver
 from penstock_router.text.formats.reading.tagged_calls import (
     TaggedCallParser,
@@ -110,10 +111,9 @@ class _DsmlParser(TaggedCallParser):
             return found.group(1), STRING if found.group(2) == "true" else NO_STRING
         return name, None
 
-    def _kinds(self, parameters: JsonObject | None, key: str) -> Kinds:
+    def _kinds(self, known: KnownArguments, key: str) -> Kinds:
         """The schema's, if it describes the argument; else it may be anything."""
-        known = key in member_names(parameters, parameters or {})
-        return super()._kinds(parameters, key) if known else ANY
+        return super()._kinds(known, key) if key in known.names else ANY
 
     def _show_argument(
         self, function: str, key: str, kinds: Kinds, *, is_first: bool
@@ -140,8 +140,4 @@ class _DsmlParser(TaggedCallParser):
 
     def _lacks(self, function: str, key: str) -> bool:
         """Tell whether a known function has no such argument."""
-        tool = self._tools.get(function)
-        if tool is None:
-            return False
-        parameters = tool.parameters or {}
-        return key not in member_names(parameters, parameters)
+        return function in self._tools and key not in self._offered.arguments(function).names

@@ -9,19 +9,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock_router.argument_kinds import (
     ANY,
     STRING,
     Kinds,
-    SchemaKinds,
-    kinds_of,
-    kinds_of_argument,
     referred,
-    schema_of_items,
-    schema_of_member,
 )
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
@@ -71,7 +66,7 @@ class MiniMaxM3Format(TaggedFormat):
         return _MiniMaxM3Parser((_READ,), tools, marks)
 
     def _value_format(self, tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
-        return _ElementFormats(tool, argument.schema, rule).value(argument)
+        return _ElementFormats(tool, argument, rule).value(argument)
 
     def _argument_end(self, argument: Argument) -> str:
         return f"{_CLOSES}{argument.name}>"
@@ -100,16 +95,14 @@ MINIMAX_M3 = MiniMaxM3Format(
 class _ElementFormats:
     """The formats of elements within each other, as one argument's schema describes them."""
 
-    def __init__(self, tool: Tool, root: JsonObject, rule: CallRule) -> None:
-        self._tool, self._root, self._rule = tool, root, rule
-        self._definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        self._known = SchemaKinds(root)
+    def __init__(self, tool: Tool, whole: Argument, rule: CallRule) -> None:
+        self._tool, self._whole, self._rule = tool, whole, rule
         # References may repeat a part any number of times.
         self._left = _MAX_ELEMENTS
 
     def value(self, argument: Argument, depth: int = 0) -> JsonObject:
         """The content between an element's tags."""
-        schema = referred(argument.schema, self._root)
+        schema = referred(argument.schema, self._whole.schema)
         if argument.may_be_text:
             return text_format(self._tool, argument)
         self._left -= 1
@@ -123,10 +116,11 @@ class _ElementFormats:
         if may_nest and schema.keys() <= _LIST_KEYS and isinstance(schema.get("items"), dict):
             items = one_or_more([self._element(_ITEM, schema["items"], depth)], "", parallel=True)
             return either([items, literal("")])
-        return json_format(written_as(self._definitions | argument.schema, self._rule))
+        return json_format(written_as(argument.schema, self._rule))
 
     def _element(self, name: str, schema: JsonObject, depth: int) -> JsonObject:
-        argument = Argument(name, True, self._definitions | schema, self._known)
+        alone = self._whole.definitions.given_to(schema)
+        argument = replace(self._whole, name=name, is_needed=True, schema=alone)
         return tag(f"{_OPENS}{name}>", self.value(argument, depth + 1), f"{_CLOSES}{name}>")
 
 
@@ -144,9 +138,8 @@ class _MiniMaxM3Parser(TaggedCallParser):
     def _one_call(self, name: str) -> Reading[None]:
         if not self._is_callable(name):
             raise Misfit
-        tool = self._tools.get(name)
-        self._root: JsonObject = (tool.parameters if tool is not None else None) or {}
-        arguments = _Element("", False, self._root)
+        self._known = self._offered.arguments(name)
+        arguments = _Element("", False, self._known.root)
         self._open, self._names = [arguments], Counter[str]()
         try:
             while (yield from self._tag(name)):
@@ -215,14 +208,11 @@ class _MiniMaxM3Parser(TaggedCallParser):
 
     def _described_as(self, parent: _Element, name: str) -> tuple[Any, Kinds]:
         """Find what the schema says of an element. Of one within another it may say nothing."""
+        schemas, of = self._known.schemas, parent.schema
+        schema = schemas.items(of) if parent.is_list else schemas.member(of, name)
         if len(self._open) == 1:
-            schema = schema_of_member(self._root, name, self._root)
-            return schema, kinds_of_argument(self._root, name)
-        if parent.is_list:
-            schema = schema_of_items(parent.schema, self._root)
-        else:
-            schema = schema_of_member(parent.schema, name, self._root)
-        return schema, kinds_of(schema, self._root) or _UNKNOWN
+            return schema, self._known.kinds(name)
+        return schema, schemas.of(schema) or _UNKNOWN
 
     def _nested(self, name: str, schema: Any, kinds: Kinds) -> Reading[None]:
         """An element in which there is no text: it has others within, or nothing."""

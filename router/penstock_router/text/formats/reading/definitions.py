@@ -1,0 +1,89 @@
+"""Definitions of a schema for parts of it that stand alone: each gets those that it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import unquote
+
+from penstock_router.json_fields import JsonObject
+
+_PLACES = ("$defs", "definitions")
+# References that may lead anywhere.
+_DYNAMIC = ("$dynamicRef", "$recursiveRef")
+# So many definitions are looked up for all parts together; parts beyond get all, in no time.
+_MAX_LOOKUPS = 2**14
+
+# A definition's place and name. None stands for all of them: a reference that is none of a
+# definition, as one to an anchor, may be of each.
+_Reached = tuple[str, str] | None
+
+
+class Definitions:
+    """The definitions of a schema."""
+
+    def __init__(self, schema: JsonObject) -> None:
+        self._all = {key: schema[key] for key in _PLACES if isinstance(schema.get(key), dict)}
+        # What a definition refers to by itself, and all that is reached from some of them.
+        self._direct: dict[_Reached, frozenset[_Reached]] = {}
+        self._reached: dict[frozenset[_Reached], JsonObject] = {}
+        self._left = _MAX_LOOKUPS
+
+    def given_to(self, part: JsonObject) -> JsonObject:
+        """The part, with the definitions that it reaches."""
+        if not self._all:
+            return part
+        begins = _references(part)
+        if begins not in self._reached:
+            self._reached[begins] = self._reached_from(begins)
+        return self._reached[begins] | part
+
+    def _reached_from(self, begins: frozenset[_Reached]) -> JsonObject:
+        seen, waiting = set(begins), list(begins)
+        while waiting and None not in seen:
+            self._left -= 1
+            if self._left < 0:
+                return self._all
+            new = self._referred_by(waiting.pop()) - seen
+            seen |= new
+            waiting += new
+        return self._all if None in seen else self._named(seen)
+
+    def _referred_by(self, definition: _Reached) -> frozenset[_Reached]:
+        if definition not in self._direct:
+            place, name = definition or ("", "")
+            self._direct[definition] = _references(self._all.get(place, {}).get(name))
+        return self._direct[definition]
+
+    def _named(self, names: Iterable[_Reached]) -> JsonObject:
+        found: JsonObject = {}
+        # In an order that is the same in every process.
+        for place, name in sorted(filter(None, names)):
+            if name in self._all.get(place, ()):
+                found.setdefault(place, {})[name] = self._all[place][name]
+        return found
+
+
+def _references(schema: Any) -> frozenset[_Reached]:
+    """The definitions that a schema refers to anywhere within."""
+    found: set[_Reached] = set()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
+            if isinstance(part.get("$ref"), str):
+                found.add(_place(part["$ref"]))
+            if any(key in part for key in _DYNAMIC):
+                found.add(None)
+    return frozenset(found)
+
+
+def _place(reference: str) -> _Reached:
+    """The definition that a reference is to, or leads into."""
+    start, *steps = unquote(reference).split("/", 3)
+    if start != "#" or len(steps) < 2 or steps[0] not in _PLACES:
+        return None
+    return steps[0], steps[1].replace("~1", "/").replace("~0", "~")
