@@ -210,7 +210,9 @@ async def outcome(bodies: UsedBodies, kind: str, data: bytes, earlier: bytes = b
         if body.refusal is not None:
             return body.kind.name, type(body.refusal), body.refusal.args, vars(body.refusal)
         model = await bodies.models.get(body.asked.model)
-        made = await body.work(model, earlier)
+        if earlier:
+            body.add_earlier(earlier)
+        made = await body.work(model)
         asked = body.asked.without_text()
         if isinstance(made, PreparedPrompts) and isinstance(body.kind, Api):
             job = await make_job(asked, model, made, drawn_seed=1)
@@ -244,7 +246,7 @@ async def test_a_text_process_makes_of_a_body_what_is_made_of_it_here(
         for kind, body in BODIES:
             data, earlier = msgspec.json.encode(body), b""
             if "previous_response_id" in body:
-                earlier = msgspec.json.encode([[ITEM]])
+                earlier = msgspec.json.encode([ITEM])
             monkeypatch.setattr(dispatch, "LONG_BYTES", 2**30)
             here = await outcome(bodies, kind, data, earlier)
             monkeypatch.setattr(dispatch, "LONG_BYTES", 0)
@@ -327,7 +329,7 @@ async def test_a_long_conversation_before_a_short_body_makes_it_a_long_one(
 ) -> None:
     fleet.shards[0].info = dataclasses.replace(INFO, max_model_len=10**6)
     part = {"type": "input_text", "text": "the fox " * 10_000}
-    earlier = msgspec.json.encode([[{**ITEM, "content": [part]}]])
+    earlier = msgspec.json.encode([{**ITEM, "content": [part]}])
     async with made_bodies(fleet) as bodies:
         there = await outcome(bodies, "responses", b'{"input": "and the dog"}', earlier)
         assert len(pids(bodies.pool)) == 1
@@ -893,7 +895,7 @@ async def test_a_body_that_finds_nothing_else_here_may_have_any_length(fleet: Fa
 
 
 async def test_short_bodies_whose_work_is_long_are_bounded_too(fleet: FakeFleet) -> None:
-    earlier = msgspec.json.encode([[{**ITEM, "id": "x" * 70_000}]])
+    earlier = msgspec.json.encode([{**ITEM, "id": "x" * 70_000}])
     async with made_bodies(fleet) as bodies:
         with ExitStack() as scope:
             for _ in range(MAX_BODIES // 2):
