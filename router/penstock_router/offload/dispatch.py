@@ -279,7 +279,7 @@ class Body:
         # A link to an image is short, its tokens may be thousands.
         if num_bytes <= SHORT_BYTES and not image_sizes:
             return made()
-        return await bodies.threads.run(made)
+        return await bodies.threads.run(made, self._incoming.client)
 
     @property
     def _earlier_bytes(self) -> int:

@@ -264,7 +264,7 @@ async def run_work(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -
     num_sequences, _ = call.asked.places
     is_wide = num_sequences > SEQUENCES_A_TURN or usage.completion_tokens > _INLINE_TOKENS
     if has_scores or call.body.is_long or is_wide:
-        return await call.request.app[ROUTER].threads.run(work)
+        return await call.request.app[ROUTER].threads.run(work, client_of(call.request))
     return work()
 
 
@@ -293,7 +293,8 @@ async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
         warn(call.request, made.warnings)
         if sum(map(len, asked.stop)) > _INLINE_STOP_CHARS:
             # The generation finds them compiled.
-            await router.threads.run(functools.partial(compile_stops, asked.stop))
+            compile_all = functools.partial(compile_stops, asked.stop)
+            await router.threads.run(compile_all, client_of(call.request))
         job = await make_job(asked, model, made, call.drawn_seed, call.body.images)
     _check_size(job, router.config.max_answer_bytes)
     for shard in router.fleet.shards:

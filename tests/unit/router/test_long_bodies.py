@@ -25,7 +25,14 @@ import msgspec
 import pytest
 from support.budget import seeded
 from tokenizers import Tokenizer
-from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
+from unit.router.router_doubles import (
+    INFO,
+    Answer,
+    FakeFleet,
+    MemoryRouter,
+    memory_router,
+    model_files,
+)
 
 from penstock_router import errors
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
@@ -1052,3 +1059,31 @@ async def test_what_names_images_is_not_kept_with_the_request(
         with pytest.raises(BadRequest, match="takes no images"):
             await body.work(await bodies.models.get(""))
         assert body._sources == ()
+
+
+async def test_one_clients_work_for_threads_is_done_between_that_of_others(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    made = dispatch.work
+
+    def noted(kind: Any, asked: Any, *more: Any) -> Any:
+        order.append("greedy" if "greedy" in repr(asked) else "other")
+        return made(kind, asked, *more)
+
+    monkeypatch.setattr(dispatch, "work", noted)
+    async with memory_router(fleet) as router:
+
+        def tokenize(word: str, address: str) -> asyncio.Task[Answer]:
+            body = msgspec.json.encode({"prompt": f"{word} " * 1000})
+            headers = {"Content-Type": "application/json"}
+            return asyncio.create_task(
+                router.request("POST", "/tokenize", body, headers, address=address)
+            )
+
+        tasks = [tokenize("greedy", "10.0.0.1") for _ in range(40)]
+        await asyncio.sleep(0)
+        tasks += [tokenize("other", "10.0.0.2") for _ in range(4)]
+        assert {answer.status for answer in await asyncio.gather(*tasks)} == {200}
+    assert len(order) == 44
+    assert max(place for place, whose in enumerate(order) if whose == "other") < 20
