@@ -1065,7 +1065,7 @@ async def test_one_clients_work_for_threads_is_done_between_that_of_others(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    made = dispatch.work
+    made = body_kinds.work
 
     def noted(kind: Any, asked: Any, *more: Any) -> Any:
         order.append("greedy" if "greedy" in repr(asked) else "other")
