@@ -105,7 +105,7 @@ def build_app(
     # router's own work.
     let_in = config.max_concurrent_requests + config.max_queued_requests
     max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
-    threads = Threads(executor, max_pending)
+    threads = Threads(executor, max_pending, config.tokenizer_threads)
     models = Models(fleet, threads, config, metrics.count_held)
     pool = TextPool(config.text_processes, config.log_level, config.log_format)
     memory = SharedBudget(MEMORY_BYTES, metrics.buffered_bytes)

@@ -69,13 +69,14 @@ class Incoming:
         self.pieces.append(piece)
         self.num_bytes += len(piece)
 
-    def enqueue(self, more_bytes: int = 0) -> None:
-        """Queue it for a text process, together with `more_bytes` of other data.
+    def hold(self, more_bytes: int) -> None:
+        """Count other data with it. Raises as `add` does."""
+        self._memory.grow(more_bytes, self._out_of_memory)
 
-        Raises `TooManyRequests` if the client has its share of the queue, or of memory, already.
+    def enqueue(self) -> None:
+        """Queue it for a text process. Raises `TooManyRequests` if the client has its share of the
+        queue already.
         """
-        if more_bytes:
-            self._memory.grow(more_bytes, self._out_of_memory)
         if not self._queue.amount:
             self._queue.grow(1, self._queue_full)
 
@@ -198,7 +199,8 @@ class Bodies:
         if num_bytes <= LONG_BYTES:
             return read_stored(response, messages, page)
         with self.incoming(client) as incoming:
-            incoming.enqueue(num_bytes)
+            incoming.hold(num_bytes)
+            incoming.enqueue()
             parts = [[response], [messages]]
             arrival = self._arrive(num_bytes)
             outcome = await self.pool.run(client, arrival, Show(page), parts)
@@ -223,23 +225,33 @@ class Body:
         self.refusal = reading.refusal
         self.digest = reading.digest
         self.is_long = incoming.is_long
+        # Stored items: those before the request's, then of each answer that these refer to.
+        self._earlier: list[bytes] = []
         # What its text work loaded.
         self.images = NO_IMAGES
         self._bodies = bodies
         self._arrival = arrival
         self._incoming = incoming
 
-    async def work(self, model: ServedModel, earlier: bytes = b"") -> PreparedPrompts | bytes:
-        """Run its kind's text work, once its images are loaded, which `images` then are; `earlier`
-        is the JSON of earlier messages of the conversation.
+    def add_earlier(self, items: bytes) -> None:
+        """Add stored items, as JSON, for the text work. They count with the body: raises
+        `TooManyRequests`.
+        """
+        self._incoming.hold(len(items))
+        self._earlier.append(items)
+        self.is_long = self.is_long or self._earlier_bytes > LONG_BYTES
+
+    async def work(self, model: ServedModel) -> PreparedPrompts | bytes:
+        """Run its kind's text work, once its images are loaded, which `images` then are.
 
         Raises what that work and `Images.load` raise, `TooManyRequests`, `Unavailable` and
         `TimeoutError`.
         """
         try:
             await self._load_images(model)
-            return await self._work(model, earlier, self.images.sizes)
+            return await self._work(model, self.images.sizes)
         finally:
+            self._earlier = []
             self._incoming.drop()
 
     async def _load_images(self, model: ServedModel) -> None:
@@ -254,23 +266,32 @@ class Body:
             bodies.images, sources, self._incoming.client, bodies.max_images
         )
 
-    async def _work(
-        self, model: ServedModel, earlier: bytes, image_sizes: ImageSizes
-    ) -> PreparedPrompts | bytes:
-        bodies, num_bytes = self._bodies, self._incoming.num_bytes + len(earlier)
+    async def _work(self, model: ServedModel, image_sizes: ImageSizes) -> PreparedPrompts | bytes:
+        bodies = self._bodies
+        num_bytes = self._incoming.num_bytes + self._earlier_bytes
         if model.text.trusts_templates and self.asked.brings_template:
-            return await self._run_program(model, earlier, image_sizes)
+            return await self._run_program(model, image_sizes)
         if num_bytes > LONG_BYTES:
-            self._incoming.enqueue(len(earlier))
-            return await self._work_there(bodies.pool, model, earlier, image_sizes)
+            self._incoming.enqueue()
+            return await self._work_there(bodies.pool, model, image_sizes)
+        earlier = b"".join(self._earlier_pieces())
         made = functools.partial(work, self.kind, self.asked, model.text, earlier, image_sizes)
         # A link to an image is short, its tokens may be thousands.
         if num_bytes <= SHORT_BYTES and not image_sizes:
             return made()
-        return await bodies.threads.run(made)
+        return await bodies.threads.run(made, self._incoming.client)
+
+    @property
+    def _earlier_bytes(self) -> int:
+        return sum(map(len, self._earlier))
+
+    def _earlier_pieces(self) -> list[bytes]:
+        """One JSON array of all stored items, in pieces; empty where there are none."""
+        pieces = [piece for items in self._earlier for piece in (b",", items)]
+        return [b"[", *pieces[1:], b"]"] if pieces else []
 
     async def _run_program(
-        self, model: ServedModel, earlier: bytes, image_sizes: ImageSizes
+        self, model: ServedModel, image_sizes: ImageSizes
     ) -> PreparedPrompts | bytes:
         """The text work of a request that brings its template, which may run for ever even on a
         short text: in a process that can be killed, and that nobody else waits for.
@@ -278,13 +299,12 @@ class Body:
         programs = self._bodies.programs
         with programs.scope(self._incoming.client):
             max_s = request_templates.MAX_PROGRAM_S
-            return await self._work_there(programs.pool, model, earlier, image_sizes, max_s)
+            return await self._work_there(programs.pool, model, image_sizes, max_s)
 
     async def _work_there(
         self,
         pool: TextPool,
         model: ServedModel,
-        earlier: bytes,
         image_sizes: ImageSizes,
         max_s: float = MAX_TASK_S,
     ) -> PreparedPrompts | bytes:
@@ -299,8 +319,9 @@ class Body:
             *model.text.conventions.asked,
         )
         task = Work(number, self.kind.name, facts, image_sizes=image_sizes, max_s=max_s)
-        parts = [self._incoming.pieces, [earlier]]
-        client, arrival = self._incoming.client, (arrived_s + SECONDS_A_BYTE * len(earlier), number)
+        parts = [self._incoming.pieces, self._earlier_pieces()]
+        arrived_s += SECONDS_A_BYTE * self._earlier_bytes
+        client, arrival = self._incoming.client, (arrived_s, number)
         outcome = await pool.run(client, arrival, task, parts, model.files)
         assert not isinstance(outcome, Reading)
         return outcome

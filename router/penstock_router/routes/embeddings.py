@@ -20,6 +20,7 @@ from penstock_router.routes.base import (
     ROUTER,
     Router,
     admit_request,
+    client_of,
     encoded_response,
     send,
 )
@@ -101,7 +102,7 @@ async def _compute(
         seconds = time.perf_counter() - request[RECORD].arrived_s
         return json_in_thread.encode(render(asked, name, vectors, num_tokens, seconds))
 
-    return encoded_response(await router.threads.run(encode))
+    return encoded_response(await router.threads.run(encode, client_of(request)))
 
 
 def _check_served(router: Router, model: ServedModel, asked: EmbedRequest) -> None:

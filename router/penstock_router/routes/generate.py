@@ -107,8 +107,6 @@ class Call(Generic[AnyRequest]):
     response_id: str
     # What the answer's seeds are made of if the request has none.
     drawn_seed: int
-    # The conversation before this request, as JSON.
-    earlier: bytes = b""
 
     @classmethod
     def read(cls, request: web.Request, body: Body) -> Call[AnyRequest]:
@@ -149,7 +147,7 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
     """Generate and answer; `before_end` is called with the whole answer before its end is sent."""
     with admit(call) as ticket:
         job = await prepare_job(call, ticket)
-        with hold_scores(call, job) as hold:
+        with hold_memory(call, job) as hold:
             await take_places(call, job, ticket)
             if call.asked.stream:
                 return await _stream(call, job, ticket, before_end, hold)
@@ -238,9 +236,9 @@ def _deltas(call: Call[Any], generation: Generation, hold: Hold) -> Deltas:
 
 
 @contextmanager
-def hold_scores(call: Call[Any], job: Job) -> Iterator[Hold]:
-    """Count the log-probabilities of an answer that is being made as memory of its client: those of
-    the prompts at once, others by what is yielded.
+def hold_memory(call: Call[Any], job: Job) -> Iterator[Hold]:
+    """Count what an answer takes while it is made as memory of its client: log-probabilities, those
+    of the prompts at once and others by what is yielded, and what of the request is kept for it.
 
     Raises `TooManyRequests` where a client's long answers take its share of memory already.
     """
@@ -255,17 +253,18 @@ def hold_scores(call: Call[Any], job: Job) -> Iterator[Hold]:
                 held.add(num_bytes)
 
         hold(_prompt_scores_bytes(job))
+        if (kept_bytes := job.prepared.kept_bytes) > LONG_BYTES:
+            held.grow(kept_bytes, functools.partial(too_much_unread, router.metrics, kept_bytes))
         yield hold
 
 
 async def run_work(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -> _Result:
     """The result of `work` on an answer: run here, or in a thread if it may take long."""
     has_scores = call.asked.logprobs is not None or call.asked.prompt_logprobs is not None
-    is_long = call.body.is_long or len(call.earlier) > LONG_BYTES
     num_sequences, _ = call.asked.places
     is_wide = num_sequences > SEQUENCES_A_TURN or usage.completion_tokens > _INLINE_TOKENS
-    if has_scores or is_long or is_wide:
-        return await call.request.app[ROUTER].threads.run(work)
+    if has_scores or call.body.is_long or is_wide:
+        return await call.request.app[ROUTER].threads.run(work, client_of(call.request))
     return work()
 
 
@@ -289,12 +288,13 @@ async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
     router, asked = call.request.app[ROUTER], call.asked
     async with ticket.limit.scope():
         model = await router.models.get(asked.model)
-        made = await call.body.work(model, call.earlier)
+        made = await call.body.work(model)
         assert isinstance(made, PreparedPrompts)
         warn(call.request, made.warnings)
         if sum(map(len, asked.stop)) > _INLINE_STOP_CHARS:
             # The generation finds them compiled.
-            await router.threads.run(functools.partial(compile_stops, asked.stop))
+            compile_all = functools.partial(compile_stops, asked.stop)
+            await router.threads.run(compile_all, client_of(call.request))
         job = await make_job(asked, model, made, call.drawn_seed, call.body.images)
     _check_size(job, router.config.max_answer_bytes)
     for shard in router.fleet.shards:

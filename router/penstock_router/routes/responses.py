@@ -29,7 +29,7 @@ from penstock_router.apis.responses.answers import (
     ResponseShape,
 )
 from penstock_router.apis.responses.request_type import ResponsesRequest
-from penstock_router.apis.responses.stored import Page, read_output
+from penstock_router.apis.responses.stored import Page
 from penstock_router.errors import BadRequest, NotFound, PreviousNotFound, Unavailable, log_error
 from penstock_router.generation.deltas import Hold, bound, for_each
 from penstock_router.generation.generation import Generation
@@ -41,12 +41,13 @@ from penstock_router.routes.base import (
     client_of,
     encoded_response,
     json_response,
+    too_much_unread,
 )
 from penstock_router.routes.generate import (
     Call,
     admit,
     answer,
-    hold_scores,
+    hold_memory,
     make_generation,
     make_shape,
     prepare_job,
@@ -91,27 +92,31 @@ async def respond(call: Call[ResponsesRequest]) -> web.StreamResponse:
     """Answer, continuing the previous response if one is named, and store the answer."""
     asked = call.asked
     if asked.previous_response_id is not None or asked.references:
-        call = dataclasses.replace(call, earlier=await _find_earlier(call.request, asked))
+        await _add_earlier(call)
     if asked.background:
         # Not cancelled when the client leaves: a response that is in the store must reach an end.
         return await asyncio.shield(_begin(call))
     return await answer(call, functools.partial(_keep, call) if asked.store else None)
 
 
-async def _find_earlier(request: web.Request, asked: ResponsesRequest) -> bytes:
-    """Find what the request refers to: the conversation before it, and answers of which it repeats
-    items. The result is JSON for `ResponsesRequest.after`.
+async def _add_earlier(call: Call[ResponsesRequest]) -> None:
+    """Give the body what it refers to, for `ResponsesRequest.after`: the conversation before it,
+    and answers of which it repeats items.
     """
-    before = b"[]"
+    request, asked, before = call.request, call.asked, b"[]"
     if asked.previous_response_id is not None:
         before = await _find_conversation(request, asked.previous_response_id)
+    call.body.add_earlier(before)
     stems = dict.fromkeys(map(_stem_of, asked.references))
     if len(stems) > _MAX_REFERRED:
         text = f"input: references to at most {_MAX_REFERRED} responses; given: {len(stems)}"
         raise BadRequest(text, param="input")
-    found = [await _find(request, f"resp_{stem}") for stem in stems if stem]
-    outputs = [read_output(stored.response) for stored in found if stored is not None]
-    return b"[%b]" % b",".join([before, *outputs])
+    responses = request.app[ROUTER].responses
+    for stem in filter(None, stems):
+        with _store_errors():
+            output = await responses.get_output(f"resp_{stem}", *_reader(request))
+        if output is not None:
+            call.body.add_earlier(output)
 
 
 def _stem_of(item_id: str) -> str:
@@ -165,7 +170,7 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
     async with AsyncExitStack() as scope:
         ticket = scope.enter_context(admit(call))
         job = await prepare_job(call, ticket)
-        hold = scope.enter_context(hold_scores(call, job))
+        hold = scope.enter_context(hold_memory(call, job))
         await take_places(call, job, ticket)
         made = make_generation(call, job, ticket.limit)
         generation = await scope.enter_async_context(made)
@@ -240,7 +245,7 @@ async def delete(request: web.Request) -> web.Response:
     """DELETE /v1/responses/{id}; a response in progress is cancelled."""
     response_id = request.match_info["id"]
     with _store_errors():
-        if not await request.app[ROUTER].responses.delete(response_id, _reader(request)):
+        if not await request.app[ROUTER].responses.delete(response_id, *_reader(request)):
             raise _not_found(response_id)
     deleted: DeletedAnswer = {"id": response_id, "object": "response", "deleted": True}
     return json_response(deleted)
@@ -296,16 +301,24 @@ async def _get(request: web.Request) -> StoredResponse:
 
 
 async def _find(request: web.Request, response_id: str) -> StoredResponse | None:
-    with _store_errors():
-        return await request.app[ROUTER].responses.get(response_id, _reader(request))
+    router = request.app[ROUTER]
+    with router.memory.hold(client_of(request)) as held, _store_errors():
+
+        def hold(num_bytes: int) -> None:
+            held.grow(num_bytes, functools.partial(too_much_unread, router.metrics, num_bytes))
+
+        # Whatever is done with it counts it anew.
+        return await router.responses.get(response_id, *_reader(request), hold)
 
 
-def _reader(request: web.Request) -> str | None:
-    """The name of the key whose responses it may see, besides those without one; None: all."""
-    key = request.get(KEY)
+def _reader(request: web.Request) -> tuple[str | None, str]:
+    """The name of the key whose responses it may see, besides those without one, or None for all;
+    and the client in whose turn they are read.
+    """
+    key, client = request.get(KEY), client_of(request)
     if key is None:
-        return ""
-    return None if key.is_admin else key.name
+        return "", client
+    return None if key.is_admin else key.name, client
 
 
 def _not_found(response_id: str) -> NotFound:

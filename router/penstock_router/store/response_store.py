@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
+from weakref import WeakValueDictionary
 
 from penstock_common.tasks import run_lasting
 
@@ -112,6 +113,12 @@ INSERT INTO responses (id, owner, key_name, status, stored_s, response, messages
     WHERE status != '{_DELETED}'
 """
 _GET = f"SELECT response, messages, status FROM responses WHERE {_IS_THERE}"
+_MEASURE = f"SELECT length(response) + length(messages) FROM responses WHERE {_IS_THERE}"
+# By SQLite, which lets the event loop go on meanwhile.
+_GET_OUTPUT = f"""
+SELECT CAST(json_extract(CAST(response AS TEXT), '$.output') AS BLOB) FROM responses
+    WHERE {_IS_THERE}
+"""
 _DELETE_RUNNING = f"""
 UPDATE responses
     SET status = '{_DELETED}', cancel = 1, stored_s = :now_s, response = x'', messages = x''
@@ -143,6 +150,9 @@ _USED_BYTES = """
 SELECT (page_count - freelist_count) * page_size
     FROM pragma_page_count, pragma_freelist_count, pragma_page_size
 """
+
+# Called with how many bytes will be read; may raise.
+Hold = Callable[[int], None]
 
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
@@ -333,6 +343,9 @@ class ResponseStore:
         self._connection: sqlite3.Connection
         self._thread = ThreadPoolExecutor(1, "response store")
         self._queued = 0
+        # By client, while it asks for something: of each one's wishes one at a time is in the
+        # thread's queue, so that those for long documents delay nobody else's much.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def __aenter__(self) -> ResponseStore:
         await self.open()
@@ -409,19 +422,41 @@ class ResponseStore:
             _trim(self._connection, self._max_bytes, key)
         _shorten_log(self._connection, self._wal)
 
-    async def get(self, response_id: str, reader: str | None = None) -> StoredResponse | None:
+    async def get(
+        self,
+        response_id: str,
+        reader: str | None = None,
+        client: str = "",
+        hold: Hold = lambda num_bytes: None,
+    ) -> StoredResponse | None:
         """The response; None if it is unknown, deleted, expired, evicted or of another key than the
-        reader's. The reader None may read all.
+        reader's. The reader None may read all. Raises what `hold` raises.
         """
-        rows = await self._call(self._select, _GET, _key(response_id), reader)
+        key = _key(response_id)
+        async with self._turn_of(client):
+            for (num_bytes,) in await self._call(self._select, _MEASURE, key, reader):
+                hold(num_bytes)
+            rows = await self._call(self._select, _GET, key, reader)
         return StoredResponse(*rows[0]) if rows else None
 
-    async def delete(self, response_id: str, reader: str | None = None) -> bool:
+    async def get_output(
+        self, response_id: str, reader: str | None = None, client: str = ""
+    ) -> bytes | None:
+        """The items of the response itself, as JSON; None where `get` has None."""
+        async with self._turn_of(client):
+            rows = await self._call(self._select, _GET_OUTPUT, _key(response_id), reader)
+        return rows[0][0] if rows else None
+
+    async def delete(self, response_id: str, reader: str | None = None, client: str = "") -> bool:
         """Delete a response; whether it was there for this reader. One that is being made will be
         cancelled, and its end not stored.
         """
         deletions = (_DELETE_RUNNING, _DELETE)
-        return await self._call(self._change, deletions, _key(response_id), reader) > 0
+        async with self._turn_of(client):
+            return await self._call(self._change, deletions, _key(response_id), reader) > 0
+
+    def _turn_of(self, client: str) -> asyncio.Lock:
+        return self._turns.setdefault(client, asyncio.Lock())
 
     async def request_cancel(self, response_id: str) -> bool:
         """Ask the worker that makes the response to stop; False if none is making it."""

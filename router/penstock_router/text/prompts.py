@@ -92,6 +92,11 @@ class PreparedPrompts:
     # The tools whose grammars the model is shown, and not held to.
     unenforced: tuple[str, ...] = ()
 
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept of the request's text, and of its conversation, until the answer ends."""
+        return len(self.conversation) + sum(map(len, self.repeated.values()))
+
 
 # In place of an image in a tool's result.
 _UNSEEN = text_part("(an image, which this model cannot see)")

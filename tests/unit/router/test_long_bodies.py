@@ -25,7 +25,14 @@ import msgspec
 import pytest
 from support.budget import seeded
 from tokenizers import Tokenizer
-from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
+from unit.router.router_doubles import (
+    INFO,
+    Answer,
+    FakeFleet,
+    MemoryRouter,
+    memory_router,
+    model_files,
+)
 
 from penstock_router import errors
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
@@ -210,7 +217,9 @@ async def outcome(bodies: UsedBodies, kind: str, data: bytes, earlier: bytes = b
         if body.refusal is not None:
             return body.kind.name, type(body.refusal), body.refusal.args, vars(body.refusal)
         model = await bodies.models.get(body.asked.model)
-        made = await body.work(model, earlier)
+        if earlier:
+            body.add_earlier(earlier)
+        made = await body.work(model)
         asked = body.asked.without_text()
         if isinstance(made, PreparedPrompts) and isinstance(body.kind, Api):
             job = await make_job(asked, model, made, drawn_seed=1)
@@ -244,7 +253,7 @@ async def test_a_text_process_makes_of_a_body_what_is_made_of_it_here(
         for kind, body in BODIES:
             data, earlier = msgspec.json.encode(body), b""
             if "previous_response_id" in body:
-                earlier = msgspec.json.encode([[ITEM]])
+                earlier = msgspec.json.encode([ITEM])
             monkeypatch.setattr(dispatch, "LONG_BYTES", 2**30)
             here = await outcome(bodies, kind, data, earlier)
             monkeypatch.setattr(dispatch, "LONG_BYTES", 0)
@@ -327,7 +336,7 @@ async def test_a_long_conversation_before_a_short_body_makes_it_a_long_one(
 ) -> None:
     fleet.shards[0].info = dataclasses.replace(INFO, max_model_len=10**6)
     part = {"type": "input_text", "text": "the fox " * 10_000}
-    earlier = msgspec.json.encode([[{**ITEM, "content": [part]}]])
+    earlier = msgspec.json.encode([{**ITEM, "content": [part]}])
     async with made_bodies(fleet) as bodies:
         there = await outcome(bodies, "responses", b'{"input": "and the dog"}', earlier)
         assert len(pids(bodies.pool)) == 1
@@ -893,7 +902,7 @@ async def test_a_body_that_finds_nothing_else_here_may_have_any_length(fleet: Fa
 
 
 async def test_short_bodies_whose_work_is_long_are_bounded_too(fleet: FakeFleet) -> None:
-    earlier = msgspec.json.encode([[{**ITEM, "id": "x" * 70_000}]])
+    earlier = msgspec.json.encode([{**ITEM, "id": "x" * 70_000}])
     async with made_bodies(fleet) as bodies:
         with ExitStack() as scope:
             for _ in range(MAX_BODIES // 2):
@@ -1050,3 +1059,31 @@ async def test_what_names_images_is_not_kept_with_the_request(
         with pytest.raises(BadRequest, match="takes no images"):
             await body.work(await bodies.models.get(""))
         assert body._sources == ()
+
+
+async def test_one_clients_work_for_threads_is_done_between_that_of_others(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    made = body_kinds.work
+
+    def noted(kind: Any, asked: Any, *more: Any) -> Any:
+        order.append("greedy" if "greedy" in repr(asked) else "other")
+        return made(kind, asked, *more)
+
+    monkeypatch.setattr(dispatch, "work", noted)
+    async with memory_router(fleet) as router:
+
+        def tokenize(word: str, address: str) -> asyncio.Task[Answer]:
+            body = msgspec.json.encode({"prompt": f"{word} " * 1000})
+            headers = {"Content-Type": "application/json"}
+            return asyncio.create_task(
+                router.request("POST", "/tokenize", body, headers, address=address)
+            )
+
+        tasks = [tokenize("greedy", "10.0.0.1") for _ in range(40)]
+        await asyncio.sleep(0)
+        tasks += [tokenize("other", "10.0.0.2") for _ in range(4)]
+        assert {answer.status for answer in await asyncio.gather(*tasks)} == {200}
+    assert len(order) == 44
+    assert max(place for place, whose in enumerate(order) if whose == "other") < 20

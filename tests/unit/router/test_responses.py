@@ -994,3 +994,85 @@ async def test_a_streams_log_probabilities_are_bounded_as_its_end_repeats_them(
         assert b"event: response.incomplete" in fine.body
         cut = await router.post("/v1/responses", {**body, "max_output_tokens": 31})
         assert b"event: response.failed" in cut.body
+
+
+# ---- what others' long responses cost ------------------------------------------------------------
+
+TOOL: Any = {"type": "function", "name": "f", "description": "x" * 1_000_000, "parameters": {}}
+LONG: Any = {"tools": [TOOL], "tool_choice": "none"}
+
+
+def _sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is read of the store from now on."""
+    sizes: list[int] = []
+    select = ResponseStore._select
+
+    def measured(store: ResponseStore, *arguments: Any) -> Any:
+        rows = select(store, *arguments)
+        sizes.extend(len(value) for row in rows for value in row if isinstance(value, bytes))
+        return rows
+
+    monkeypatch.setattr(ResponseStore, "_select", measured)
+    return sizes
+
+
+async def test_of_a_response_that_is_referred_to_nothing_but_its_items_is_read(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [said] = (await answered(router, **LONG))["output"]
+    sizes = _sizes_read(monkeypatch)
+    reference = {"type": "item_reference", "id": said["id"]}
+    await answered(router, [reference, {"role": "user", "content": "Go on."}])
+    assert sizes
+    assert max(sizes) < 10_000
+
+
+async def test_what_there_is_no_memory_for_is_not_read_from_the_store(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = await answered(router, **LONG)
+    memory = router.app[ROUTER].memory
+    memory.change("somebody", memory.total - 500_000)
+    sizes = _sizes_read(monkeypatch)
+    assert (await router.get(f"/v1/responses/{response['id']}")).status == 429
+    assert (await ask(router, previous_response_id=response["id"])).status == 429
+    assert not sizes
+    memory.change("somebody", 500_000 - memory.total)
+    assert await stored(router, response["id"]) == response
+
+
+async def test_what_is_kept_of_a_request_until_its_answer_ends_counts_as_its_clients_memory(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, held = router.app[ROUTER].memory, []
+    finish = ResponseShape.finish
+
+    def finish_and_note(shape: ResponseShape) -> None:
+        held.append(memory.held)
+        finish(shape)
+
+    monkeypatch.setattr(ResponseShape, "finish", finish_and_note)
+    long = {"role": "user", "content": "Hello world " * 40_000}
+    for given, fields in (("Hello", LONG), ([long], {"truncation": "auto"})):
+        for stream in (False, True):
+            held.clear()
+            assert (await ask(router, given, stream=stream, **fields)).status == 200
+            assert min(held) > 400_000
+            async with asyncio.timeout(20):
+                while memory.held:
+                    await asyncio.sleep(0)
+
+
+async def test_who_asks_for_many_stored_responses_keeps_nobody_elses_waiting(
+    router: MemoryRouter,
+) -> None:
+    path = f"/v1/responses/{(await answered(router))['id']}"
+    for method in ("GET", "DELETE"):
+        greedy = [
+            asyncio.create_task(router.request(method, f"{path}{number % 2}", address="10.0.0.1"))
+            for number in range(40)
+        ]
+        await asyncio.sleep(0)
+        assert (await router.request("GET", path, address="10.0.0.2")).status == 200
+        assert sum(task.done() for task in greedy) < 20
+        await asyncio.gather(*greedy)

@@ -41,15 +41,6 @@ def read_stored(response: bytes, messages: bytes, page: Page | None) -> bytes:
     return _encode(answer)
 
 
-class _Answer(msgspec.Struct):
-    output: msgspec.Raw
-
-
-def read_output(response: bytes) -> bytes:
-    """The items of the response itself, as JSON."""
-    return bytes(_decode(response, type=_Answer).output)
-
-
 def _list_items(items: list[Any], page: Page) -> ItemList:
     if page.order == "desc":
         items.reverse()
