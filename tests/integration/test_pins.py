@@ -164,7 +164,7 @@ def test_penstocks_own_line_downloads_neither_a_backend_nor_a_package(index: Pat
         '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
         '[project]\nname = "gate"\nversion = "1.0"\n'
         '[project.optional-dependencies]\nfed = ["sluice"]\n'
-        '[tool.hatch.build.targets.wheel]\nbypass-selection = true\n'
+        "[tool.hatch.build.targets.wheel]\nbypass-selection = true\n"
     )
     target = ("--target", str(index.parent / "target"))
     options = ("--no-index", "--no-build-isolation")
