@@ -53,7 +53,7 @@ quietly_into = $(call into,$(1)) --quiet $(if $(UV),,--no-compile)
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help serve check test soak lint type proto bench docs docs-serve constraints sbom licences clean
+.PHONY: help serve check test soak lint type proto bench docs docs-serve pins sbom licences clean
 
 help: ## List the targets
 	@echo "make TARGET [PYTHON=python3.12] [TORCH='torch==2.13.0']"; echo
@@ -92,9 +92,8 @@ docs: $(VENV)/.docs ## Build the documentation as a site, into site/
 docs-serve: $(VENV)/.docs ## Show it at http://127.0.0.1:8001, built anew when it changes
 	@$(MKDOCS) serve --dev-addr 127.0.0.1:8001
 
-constraints: $(VENV)/.dev ## Pin what the images install to what is tested here
-	@$(BIN)/python deploy/pins.py > deploy/constraints.txt.new
-	@mv deploy/constraints.txt.new deploy/constraints.txt
+pins: $(VENV)/.dev ## Pin what the images install to what is tested here, with hashes
+	@$(BIN)/python deploy/pins.py
 
 sbom: dist/sbom-router.cdx.json dist/sbom-shard.cdx.json ## List what the images hold (CycloneDX), into dist/
 
@@ -241,11 +240,12 @@ $(AGENTS)/.done: tests/clients/agents.txt
 	@touch $@
 
 # Environments as the images have them.
-build/images/%/.done: pyproject.toml deploy/constraints.txt | $(BIN)/python
+build/images/%/.done: pyproject.toml deploy/requirements/%.txt | $(BIN)/python
 	@echo "Installing what the $*'s image holds into build/images/$*."
 	@$(BIN)/python -m venv --clear build/images/$*
+	@$(call quietly_into,build/images/$*) --require-hashes -r deploy/requirements/$*.txt
 	@$(if $(filter shard,$*),$(call quietly_into,build/images/$*) '$(TORCH)')
-	@$(call quietly_into,build/images/$*) --constraint deploy/constraints.txt '.[$*,otlp]'
+	@$(call quietly_into,build/images/$*) '.[$*,otlp]'
 	@touch $@
 
 $(AUDIT)/.done: deploy/audit.txt | $(BIN)/python

@@ -1,58 +1,132 @@
-"""Prints what the images install, pinned to what is installed here: `make constraints`.
+"""Writes what the images install, each version with the hashes of all its files: `make pins`.
 
-The packages that penstock's extras ask for, and what those ask for in turn. torch and what only it
-needs on CUDA are left out: they are installed before, from an index and of a build of their own.
+One file for each environment, in deploy/requirements, with the versions that are installed here,
+as tests run with them. Hashes are told by the package index that pip is set up to use. torch and
+what only it needs on CUDA are left out: the index and the build of it are the operator's choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-EXTRAS = ("router", "shard", "otlp")
-LEFT_OUT = {"penstock", "torch", "triton"}
+FOLDER = Path(__file__).parent / "requirements"
+# Each file's packages, with all that those ask for.
+FILES = {
+    "router": ("penstock[router,otlp]",),
+    "shard": ("penstock[shard,otlp]", "torch"),
+    "build": ("hatchling",),
+    # flash-attn, compiled in the image's build, and what that takes beside torch and CUDA.
+    "flash": ("flash-attn", "einops"),
+    "flash-build": ("torch", "ninja", "packaging", "psutil", "setuptools", "wheel"),
+}
+LEFT_OUT = re.compile(r"penstock|torch|triton|(nvidia|cuda)-.+")
+# Of what the tests do without.
+_NOT_INSTALLED = {"einops": "0.8.2", "flash-attn": "2.8.3", "ninja": "1.13.2"}
+# The images' Python: some packages are asked for by some versions only.
+PYTHON = {"python_version": "3.12", "python_full_version": "3.12.0"}
 _HEADER = """\
-# What the images install, made by `make constraints` from the environment that the tests run in.
-# pyproject.toml has the ranges that penstock works with; this makes builds repeatable.
+# What deploy/Dockerfile installs, written by `make pins`; hashes are of all files of a release.
 """
 
 
-def pins() -> dict[str, str]:
-    """Name -> version of all packages that the extras come to."""
-    return {n: version for n, version in packages(EXTRAS).items() if n not in LEFT_OUT}
+class NotPinned(Exception):
+    """A package whose version or hashes cannot be told."""
 
 
-def packages(extras: Iterable[str]) -> dict[str, str]:
-    """Name -> version of penstock, all that these extras of it ask for, and what that asks for."""
+def pins(roots: Iterable[str]) -> dict[str, str]:
+    """Name -> version of what is pinned of these requirements."""
+    return {n: version for n, version in packages(roots).items() if not LEFT_OUT.fullmatch(n)}
+
+
+def packages(roots: Iterable[str]) -> dict[str, str]:
+    """Name -> version of these requirements, and of all that they ask for on the images' Python."""
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    todo = [("penstock", extra) for extra in extras]
+    todo = list(_named(map(Requirement, roots)))
     while todo:
         name, extra = todo.pop()
         if (name, extra) in seen:
             continue
         seen.add((name, extra))
-        try:
-            package = distribution(name)
-        except PackageNotFoundError:
-            # Asked for on other platforms only, such as CUDA's libraries.
-            continue
-        found[name] = package.version
-        if name != "torch":
-            todo += _asked_for(package.requires or [], extra)
+        found[name], requirements = _installed(name)
+        todo += _named(each for each in requirements if _is_asked_for(each, extra))
     return found
 
 
-def _asked_for(requirements: list[str], extra: str) -> Iterator[tuple[str, str]]:
-    for requirement in map(Requirement, requirements):
-        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            name = canonicalize_name(requirement.name)
-            yield name, ""
-            yield from ((name, of_its) for of_its in requirement.extras)
+def _installed(name: str) -> tuple[str, list[Requirement]]:
+    """Version and requirements of a package."""
+    try:
+        package = distribution(name)
+    except PackageNotFoundError:
+        if name not in _NOT_INSTALLED:
+            raise NotPinned(f"{name}: is not installed here, and no version is given") from None
+        return _NOT_INSTALLED[name], []
+    return package.version, [Requirement(each) for each in package.requires or []]
+
+
+def _is_asked_for(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra, **PYTHON})
+
+
+def _named(requirements: Iterable[Requirement]) -> Iterator[tuple[str, str]]:
+    """Name and extra, the empty one for the package itself."""
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        yield name, ""
+        yield from ((name, extra) for extra in requirement.extras)
+
+
+def hashes(versions: Mapping[str, str]) -> dict[str, list[str]]:
+    """Name -> sha256 of each file of that version in pip's index, for any platform."""
+    # Imports pip's own modules, which warn; only who writes needs them.
+    from piptools.locations import CACHE_DIR
+    from piptools.repositories import PyPIRepository
+
+    index = PyPIRepository([], cache_dir=CACHE_DIR)
+    found = {}
+    with index.allow_all_wheels():
+        for name, version in versions.items():
+            files = [
+                file.link
+                for file in index.find_all_candidates(name)
+                if str(file.version) == str(Version(version))
+            ]
+            if not files:
+                raise NotPinned(f"{name}=={version}: pip's index has no file of it")
+            for file in files:
+                if file.hash_name != "sha256":
+                    raise NotPinned(f"{file.filename}: pip's index tells no sha256 of it")
+            found[name] = sorted({str(file.hash) for file in files})
+    return found
+
+
+def text(versions: Mapping[str, str], known: Mapping[str, Iterable[str]]) -> str:
+    """A file of requirements, as `pip install --require-hashes -r` reads it."""
+    lines = [
+        " \\\n    ".join([f"{name}=={version}", *(f"--hash=sha256:{each}" for each in known[name])])
+        for name, version in sorted(versions.items())
+    ]
+    return _HEADER + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    files = {name: pins(roots) for name, roots in FILES.items()}
+    known = hashes({name: version for each in files.values() for name, version in each.items()})
+    # After all is known, so that an error leaves no file half new.
+    for name, versions in files.items():
+        (FOLDER / f"{name}.txt").write_text(text(versions, known))
 
 
 if __name__ == "__main__":
-    print(_HEADER + "\n".join(f"{name}=={version}" for name, version in sorted(pins().items())))
+    try:
+        main()
+    except NotPinned as error:
+        sys.exit(f"pins: {error}")

@@ -98,12 +98,73 @@ def test_install_lines_pin_and_leave_nothing_behind() -> None:
         if "apt-get" in text:
             assert text.startswith("apt-get update && apt-get install -y --no-install-recommends ")
             assert text.endswith(" && rm -rf /var/lib/apt/lists/*")
-        if re.search(r"""pip install .*['"]\.\[""", text):
-            assert "--constraint constraints.txt" in text
-        elif "pip install" in text:
-            # torch, of an index that the build chooses, or what has hashes.
-            assert '"$TORCH"' in text or "--require-hashes -r " in text
     assert any(keyword == "RUN" and "apt-get" in text for _, (keyword, text) in ALL_STEPS)
+
+
+def fetches_without_hashes(run: str) -> list[str]:
+    """Commands of a RUN by which pip may download what no file of hashes names."""
+    commands = re.findall(r"\bpip3? +(?:install|wheel|download)\b[^;&|]*", run)
+    return [command.strip() for command in commands if not _is_safe(command)]
+
+
+def _is_safe(command: str) -> bool:
+    if "--no-index" in command:
+        # Isolated, a build would download its backend all the same.
+        return "--no-build-isolation" in command
+    if "--require-hashes" in command:
+        return "-r " in command and ("wheel" not in command or "--no-build-isolation" in command)
+    # Of an index and a build that the operator chooses; what it asks for is installed before.
+    torch = r'pip install \$\{TORCH_INDEX_URL:\+--index-url "\$TORCH_INDEX_URL"\} "\$TORCH"'
+    return re.fullmatch(torch, command.strip()) is not None
+
+
+def test_pip_downloads_nothing_without_hashes_but_torch() -> None:
+    runs = [text for _, (keyword, text) in ALL_STEPS if keyword == "RUN" and "pip " in text]
+    assert len(runs) >= 10
+    assert [found for text in runs for found in fetches_without_hashes(text)] == []
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "pip install aiohttp",
+        "pip install --constraint constraints.txt '.[router,otlp]'",
+        "pip install --no-index '.[router,otlp]'",
+        "pip install --require-hashes -r router.txt && pip3 install aiohttp",
+        'pip install "$TORCH" aiohttp',
+        "pip wheel --require-hashes -r flash.txt",
+        "python -m pip download -r router.txt",
+    ],
+)
+def test_a_line_by_which_pip_downloads_without_hashes_is_found(run: str) -> None:
+    assert len(fetches_without_hashes(run)) == 1
+
+
+@each_image
+def test_packages_of_a_file_are_there_before_penstock_and_torch_after_what_it_asks_for(
+    target: str,
+) -> None:
+    ((stage, _, _),) = copies(target)
+    assert stage is not None
+    runs = of_kind(stage, "RUN")
+    last = max(number for number, run in enumerate(runs) if ".[" in run)
+    extras = set(re.findall(r"\b(router|shard)\b", runs[last].partition(".[")[2]))
+    files = {f"{extra}.txt" for extra in extras}
+    assert {name for run in runs[:last] for name in re.findall(r"-r (\w+\.txt)", run)} == {
+        "build.txt",
+        *files,
+    }
+    if "shard" in extras:
+        torch = next(number for number, run in enumerate(runs) if '"$TORCH"' in run)
+        assert any("-r shard.txt" in run for run in runs[:torch])
+
+
+def test_flash_attn_is_compiled_from_the_source_that_has_hashes() -> None:
+    """Left to itself its build takes a wheel from elsewhere, if there is one for the system."""
+    assert any("FLASH_ATTENTION_FORCE_BUILD=TRUE" in env for env in of_kind("flash-attn", "ENV"))
+    (version,) = re.findall(r"^ARG FLASH_ATTN=(\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    pins = (DOCKERFILE.parent / "requirements" / "flash.txt").read_text()
+    assert re.search(rf"^{re.escape(version)} ", pins, re.MULTILINE)
 
 
 def test_no_secret_stays_readable_in_an_image() -> None:
@@ -125,8 +186,9 @@ def test_an_image_takes_the_environment_from_its_build_and_nothing_else(target: 
     copied = {source for _, sources, _ in copies(stage) for source in sources}
     assert ("router" in copied, "shard" in copied) == (router, shard)
     installed = of_kind(stage, "RUN")
-    # The same torch for all, before the rest, and none for the router.
-    assert [('"$TORCH"' in run) for run in installed[1:2]] == [shard]
+    # The same torch for all, before penstock, and none for the router.
+    before = installed[: next(number for number, run in enumerate(installed) if ".[" in run)]
+    assert [run for run in before if '"$TORCH"' in run] == [of_kind("torch", "RUN")[-1]] * shard
     extras = [*["router"] * router, *["shard"] * shard, *["${FLASH_ATTN:+flash,}otlp"] * of_cuda]
     extras += ["otlp"] * (not of_cuda)
     # An empty FLASH_ATTN leaves it out.
