@@ -89,3 +89,25 @@ def test_odd_settings_of_images_are_refused_and_nobody_is_asked_about_code(
     with pytest.raises(ModelError):
         ImageProcessor(tmp_path, {})
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"size": {"shortest_edge": 20_000}},
+        {"size": {"height": 224, "width": 1_000_000}},
+        {"crop_size": {"height": 20_000, "width": 20_000}},
+        {"image_processor_type": "Qwen2VLImageProcessor", "size": {"longest_edge": 10**12}},
+    ],
+)
+def test_an_image_is_not_made_larger_than_any_model_sees(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "own"}')
+    told = {"image_processor_type": "CLIPImageProcessor", **settings}
+    told.setdefault("size", {"shortest_edge": 224})
+    if "longest_edge" in told["size"]:
+        told["size"]["shortest_edge"] = 3136
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(told))
+    with pytest.raises(ModelError, match="is not within 1 and"):
+        ImageProcessor(tmp_path, {})

@@ -339,11 +339,13 @@ class ReasoningSplitter:
 class _AnswerMarks:
     """Drops the marks around an answer, and white space inside of them and behind the last."""
 
-    __slots__ = ("_begin", "_end", "_held", "_is_begun", "_is_inside", "_skips_space")
+    __slots__ = ("_begin", "_end", "_held", "_is_begun", "_is_inside", "_skips_space", "_spaces")
 
     def __init__(self, begin: str, end: str) -> None:
         self._begin, self._end = begin, end
         self._held = ""
+        # White space behind such that is held. It may be long, and is looked at once.
+        self._spaces: list[str] = []
         # Whether any text was seen, and whether it stands between the marks.
         self._is_begun = self._is_inside = False
         # Right behind a mark.
@@ -351,7 +353,10 @@ class _AnswerMarks:
 
     def feed(self, text: str) -> str:
         """The pieces that are certain by now."""
-        text, self._held = self._held + text, ""
+        if text.isspace() and (self._spaces or self._held.isspace()):
+            self._spaces.append(text)
+            return ""
+        text = self.flush() + text
         if not self._is_begun:
             stripped = text.lstrip()
             if self._begin.startswith(stripped) and stripped != self._begin:
@@ -379,5 +384,6 @@ class _AnswerMarks:
 
     def flush(self) -> str:
         """The text is over: what was held back is ordinary text."""
-        held, self._held = self._held, ""
+        held = "".join((self._held, *self._spaces))
+        self._held, self._spaces = "", []
         return held

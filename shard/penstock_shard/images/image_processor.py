@@ -13,6 +13,11 @@ from transformers import AutoImageProcessor
 
 from penstock_shard.errors import ModelError, first_line, library_faults
 
+# Most of a side of what an encoder sees; and of its pixels, which are what edges count in families
+# that merge patches. Beyond every model, and a second's work.
+_MOST_SIDE = 4096
+_MOST_PIXELS = 2**26
+
 
 class ImageProcessor:
     """Resizes, cuts and normalizes one image at a time. May be called from any thread."""
@@ -30,6 +35,7 @@ class ImageProcessor:
             )
         except library_faults() as error:
             raise ModelError(f"{model_dir}: no image processor: {first_line(error)}") from error
+        _check_sizes(model_dir, self._processor.to_dict())
 
     def process(self, pixels: bytes, width: int, height: int) -> Mapping[str, Tensor]:
         """What the encoder gets of an image, RGB8 in rows. Numbers are float32 or int64."""
@@ -41,3 +47,18 @@ class ImageProcessor:
             **self._options,
         )
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in made.items()}
+
+
+def _check_sizes(model_dir: Path, settings: Mapping[str, Any]) -> None:
+    """Raises ModelError, naming field, value and bound, for sides that no model has."""
+    counts_pixels = settings.get("merge_size") is not None
+    for field in ("size", "crop_size"):
+        sizes = settings.get(field)
+        for name, value in sizes.items() if isinstance(sizes, Mapping) else ():
+            is_count = counts_pixels and name.endswith("_edge")
+            most = _MOST_PIXELS if is_count else _MOST_SIDE
+            if isinstance(value, int | float) and not 0 < value <= most:
+                raise ModelError(
+                    f"{model_dir}: image processor: {field}.{name} {value:g} is not within 1 "
+                    f"and {most}"
+                )

@@ -220,6 +220,24 @@ def test_reasoning_in_which_calls_begin_again_and_again_is_read_in_linear_time(n
         assert is_linear(work_of, 1_000), what
 
 
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("text", [" ", "\n", "x ", "<", "</"])
+def test_long_runs_in_reasoning_and_around_answers_are_read_in_linear_time(
+    style: str, text: str
+) -> None:
+    """Before the first mark, behind it, and between the marks of an answer."""
+    conventions = Conventions(None, STYLES[style])
+    marks = STYLES[style]
+    begun = "".join((marks.begin, "x", marks.end, marks.answer[0], "x"))
+    for before in ("", begun):
+
+        def work_of(size: int, before: str = before) -> Callable[[], object]:
+            whole = before + text * size + "y"
+            return lambda: fed(make_reader(conventions, (), NO_MARKS, begun=False), whole)
+
+        assert is_linear(work_of, 50_000), before
+
+
 # ---- Constraints -------------------------------------------------------------------------------
 
 
