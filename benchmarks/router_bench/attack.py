@@ -31,7 +31,7 @@ from benchmarks.router_bench.scenario import (
     router_flags,
     shard_flags,
 )
-from benchmarks.router_bench.servers import Load, MemoryWatch, Meter, Servers, rss_bytes, serving
+from benchmarks.router_bench.servers import Load, MemoryWatch, Meter, Servers, memory_bytes, serving
 
 CALM, ATTACKED = "alone", "attacked"
 _HONEST, _ATTACKER = "honest", "mallory"
@@ -129,7 +129,7 @@ class Site:
 def _memory(servers: Servers) -> dict[str, int]:
     """Bytes of the router, and of the router with its text processes."""
     processes = servers.processes()["router"]
-    return {"router": rss_bytes(processes[:1]), "all": rss_bytes(processes)}
+    return {"router": memory_bytes(processes[:1]), "all": memory_bytes(processes)}
 
 
 def window(site: Site, case: str, seed: int, args: argparse.Namespace) -> Row:

@@ -25,7 +25,7 @@ from benchmarks.router_bench.scenario import (
     router_flags,
     shard_flags,
 )
-from benchmarks.router_bench.servers import Load, Meter, Servers, Usage, rss_bytes, serving
+from benchmarks.router_bench.servers import Load, Meter, Servers, Usage, memory_bytes, serving
 from benchmarks.router_bench.stamping_shard import Stamps
 from penstock_cli.arguments import positive_int
 from penstock_client import ShardClient
@@ -93,7 +93,7 @@ def _window(servers: Servers, load: Load, seconds: float) -> tuple[Usage, Row]:
         "tokens_per_s": tokens / usage.wall_s,
         "period_ms": period_ms,
         "preemptions": preemptions,
-        "router_rss_mb": rss_bytes(servers.processes()["router"]) / 1e6,
+        "router_rss_mb": memory_bytes(servers.processes()["router"]) / 1e6,
         **usage.cores(),
     }
     return usage, row
@@ -275,7 +275,7 @@ def _streams(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     flags = _shard(args, args.streams), _router(args, args.streams)
     with serving(folder, *flags, pin=args.pin) as servers:
         for number in range(args.rounds):
-            idle_mb = rss_bytes(servers.processes()["router"]) / 1e6
+            idle_mb = memory_bytes(servers.processes()["router"]) / 1e6
             row = _streamed(servers, args.streams, args.seconds)
             each_kb = 1e3 * (row["router_rss_mb"] - idle_mb) / args.streams
             more = {"idle_rss_mb": idle_mb, "stream_kb": each_kb}

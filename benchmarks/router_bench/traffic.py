@@ -28,7 +28,7 @@ from benchmarks.router_bench.scenario import (
     router_flags,
     shard_flags,
 )
-from benchmarks.router_bench.servers import Load, Meter, Servers, rss_bytes, serving
+from benchmarks.router_bench.servers import Load, Meter, Servers, memory_bytes, serving
 from penstock_cli.arguments import positive_int
 
 _RESULT_TIMEOUT_S = 600.0
@@ -89,17 +89,17 @@ def _requests(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def _watch_memory(servers: Servers, load: Load) -> tuple[list[int], list[float], Row]:
-    """How many requests were answered when the router had which RSS, in MB, and the result."""
+    """How many requests were answered when the router had which memory, in MB, and the result."""
     processes = servers.processes()["router"]
-    counts, sizes_mb = [0], [rss_bytes(processes) / 1e6]
+    counts, sizes_mb = [0], [memory_bytes(processes) / 1e6]
     while isinstance(said := load.result(_RESULT_TIMEOUT_S), int):
         counts.append(said)
-        sizes_mb.append(rss_bytes(processes) / 1e6)
+        sizes_mb.append(memory_bytes(processes) / 1e6)
     return counts, sizes_mb, said
 
 
 def _flatness(counts: list[int], sizes_mb: list[float], total: int) -> Row:
-    """How far RSS strays, after the first tenth, from what it was then."""
+    """How far memory strays, after the first tenth, from what it was then."""
     settled = [size for count, size in zip(counts, sizes_mb, strict=True) if count >= total / 10]
     return {
         "counts": counts,
