@@ -186,6 +186,6 @@ def _check_uncut(text: str, begin: int, end: int) -> None:
     num_bytes = len(text[begin:end].encode("utf-8", "surrogatepass"))
     if num_bytes > MAX_UNCUT_BYTES:
         raise BadRequest(
-            f"a text has {num_bytes} bytes from its character {begin} on that can only be tokenized "
-            f"at once, without a word's end or the like; at most {MAX_UNCUT_BYTES}"
+            f"a text has {num_bytes} bytes from its character {begin} on without a place at which "
+            f"this model's tokenizer surely splits it; at most {MAX_UNCUT_BYTES} may be so"
         )

@@ -320,7 +320,7 @@ def test_a_text_has_the_same_tokens_in_parts_as_at_once(
     fast = MORE_TOKENIZERS[kind]
     tokenizer, rng = load_tokenizer(files_of(fast, "right")), seeded(f"parts {kind}")
     most_parts = 0
-    for _ in range(budget(25, 1_000)):
+    for _ in range(budget(25, 500)):
         text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(20, 150)))
         added = rng.random() < 0.5
         wanted = fast.encode(text, add_special_tokens=added).ids
@@ -393,18 +393,18 @@ DENSE = ["x, y; ", "日本。東京、", '{"a":1},', "aGVsbG8gd29ybGQ5", "<|eos|
 
 
 @pytest.mark.parametrize("piece", DENSE)
-@pytest.mark.parametrize("kind", ["byte level", "byte level, both ends", "threes", "composed"])
-def test_tokens_of_a_megabyte_are_never_in_memory_at_once(kind: str, piece: str) -> None:
+@pytest.mark.parametrize("kind", ["byte level, both ends", "threes"])
+def test_tokens_of_a_long_text_are_never_in_memory_at_once(kind: str, piece: str) -> None:
     fast = MORE_TOKENIZERS[kind]
     tokenizer, counting = counted(fast)
     tokenizer._max_token_bytes = None
-    text = piece * (1_000_000 // len(piece))
+    text = piece * (400_000 // len(piece))
     [found] = tokenizer.encode([text], add_special_tokens=True, max_tokens=10**7)
     assert found == fast.encode(text, add_special_tokens=True).ids
-    assert counting.most_chars < 3 * text_parts.PART_CHARS
+    assert counting.most_chars < 2 * text_parts.PART_CHARS
     # A prompt far too long is not counted to its end.
     counting.num_chars = 0
-    with pytest.raises(BadRequest, match="contains at least .* input tokens"):
+    with pytest.raises(BadRequest, match=r"contains at least \d+ input tokens"):
         tokenizer.encode([text], add_special_tokens=True, max_tokens=1000)
     assert counting.num_chars < 3 * text_parts.PART_CHARS
     # Of one to be cut no more is there at once either, though all of it may have to be tokenized.
@@ -414,7 +414,7 @@ def test_tokens_of_a_megabyte_are_never_in_memory_at_once(kind: str, piece: str)
             [text], add_special_tokens=False, max_tokens=10**7, truncation=truncation
         )
         assert kept == truncation.cut(fast.encode(text, add_special_tokens=False).ids)
-    assert counting.most_chars < 3 * text_parts.PART_CHARS
+    assert counting.most_chars < 2 * text_parts.PART_CHARS
 
 
 def test_a_prompt_a_little_too_long_is_counted_to_its_end() -> None:
@@ -433,7 +433,7 @@ def test_a_text_of_megabytes_that_cannot_be_cut_is_refused_before_it_is_tokenize
     tokenizer, counting = counted(MORE_TOKENIZERS[kind])
     tokenizer._max_token_bytes = None
     for text in ("x" * (text_parts.MAX_UNCUT_BYTES + 1), "本" * 400_000):
-        with pytest.raises(BadRequest, match="a text has .* bytes .* at most 1048576"):
+        with pytest.raises(BadRequest, match=r"a text has \d+ bytes .* at most 1048576"):
             tokenizer.encode(
                 [text], add_special_tokens=False, max_tokens=10**7, truncation=truncation
             )
