@@ -216,7 +216,7 @@ def _remarks(rows: list[Row], args: argparse.Namespace) -> list[str]:
     ratios = (f"{name} {ratio(attacked[key], alone[key]):.2f}" for name, key in names)
     return [
         f"attacked over alone: {', '.join(ratios)}",
-        f"the router's RSS grew by {attacked['grown_mb']:.0f} MB at most, by "
+        f"the router's memory grew by {attacked['grown_mb']:.0f} MB at most, by "
         f"{attacked['grown_mb_all']:.0f} MB with its text processes; everything was given back "
         f"after {attacked['gave_back_s']:.1f} s, and the honest response was "
         + ("still stored" if attacked["stored"] else "gone"),
