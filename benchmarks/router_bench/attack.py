@@ -31,7 +31,7 @@ from benchmarks.router_bench.scenario import (
     router_flags,
     shard_flags,
 )
-from benchmarks.router_bench.servers import Load, MemoryWatch, Meter, Servers, rss_bytes, serving
+from benchmarks.router_bench.servers import Load, MemoryWatch, Meter, Servers, memory_bytes, serving
 
 CALM, ATTACKED = "alone", "attacked"
 _HONEST, _ATTACKER = "honest", "mallory"
@@ -129,7 +129,7 @@ class Site:
 def _memory(servers: Servers) -> dict[str, int]:
     """Bytes of the router, and of the router with its text processes."""
     processes = servers.processes()["router"]
-    return {"router": rss_bytes(processes[:1]), "all": rss_bytes(processes)}
+    return {"router": memory_bytes(processes[:1]), "all": memory_bytes(processes)}
 
 
 def window(site: Site, case: str, seed: int, args: argparse.Namespace) -> Row:
@@ -216,7 +216,7 @@ def _remarks(rows: list[Row], args: argparse.Namespace) -> list[str]:
     ratios = (f"{name} {ratio(attacked[key], alone[key]):.2f}" for name, key in names)
     return [
         f"attacked over alone: {', '.join(ratios)}",
-        f"the router's RSS grew by {attacked['grown_mb']:.0f} MB at most, by "
+        f"the router's memory grew by {attacked['grown_mb']:.0f} MB at most, by "
         f"{attacked['grown_mb_all']:.0f} MB with its text processes; everything was given back "
         f"after {attacked['gave_back_s']:.1f} s, and the honest response was "
         + ("still stored" if attacked["stored"] else "gone"),

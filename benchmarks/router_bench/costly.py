@@ -23,7 +23,7 @@ from benchmarks.router_bench.figures import Row, of_case
 from benchmarks.router_bench.http_load import MODEL, chat, get, write_keys
 from benchmarks.router_bench.loads import Timed, Window
 from benchmarks.router_bench.scenario import LOAD_COLUMNS, Scenario, positive, ratio, router_flags
-from benchmarks.router_bench.servers import Load, MemoryWatch, Meter, Servers, rss_bytes, serving
+from benchmarks.router_bench.servers import Load, MemoryWatch, Meter, Servers, memory_bytes, serving
 from penstock_cli.arguments import positive_int
 
 _HONEST, _ATTACKER = "honest", "mallory"
@@ -129,8 +129,8 @@ def _memory(servers: Servers) -> dict[str, int]:
     """Bytes of all processes of the router, and of all of the shard."""
     processes = servers.processes()
     return {
-        "router": rss_bytes(processes["router"]),
-        "shard": rss_bytes([*processes["shard"], *processes["engine"]]),
+        "router": memory_bytes(processes["router"]),
+        "shard": memory_bytes([*processes["shard"], *processes["engine"]]),
     }
 
 
@@ -275,7 +275,7 @@ the requests of another key that cost much, of each kind in turn: unclosed links
 grammar of which each text has many readings; a tool with 2,000 optional properties; texts of 4 MB;
 slow constraints and large images of which the honest ask for some too. The attacker's own process
 runs at the lowest priority. 'errors' are honest requests and probes that failed, were refused or
-hung. Memory is that of all processes of a part; what they share is counted for each.""",
+hung. Memory is that of all processes of a part; of what they share each has its part.""",
     columns=(
         ("case", "case", ""),
         ("accepted", "accepted", ".0f"),

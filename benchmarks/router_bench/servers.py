@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ _ROOT = Path(__file__).parents[2]
 # Before a load that does not say that it is ready is given up.
 READY_TIMEOUT_S = 120.0
 _WATCH_PERIOD_S = 0.1
+_PROPORTIONAL = re.compile(r"^Pss: +(\d+) kB$", re.MULTILINE)
 
 
 class StampingShard(Shard):
@@ -261,14 +263,24 @@ def _cpu_s(process: psutil.Process) -> float:
     return 0.0
 
 
-def rss_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Resident memory of all of them; what they share is counted for each."""
+def memory_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Memory of all of them. Of what processes share each has its part, where Linux tells it."""
     total = 0
     for process in processes:
         # Those that work on texts and constraints may end while they are looked at.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            total += _proportional_bytes(process)
     return total
+
+
+def _proportional_bytes(process: psutil.Process) -> int:
+    """Proportional set size or, where there is none, what is resident."""
+    try:
+        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, PermissionError):
+        return int(process.memory_info().rss)
+    found = _PROPORTIONAL.search(text)
+    return int(found[1]) * 1024 if found else int(process.memory_info().rss)
 
 
 class MemoryWatch:

@@ -25,7 +25,7 @@ from benchmarks.router_bench.scenario import (
     router_flags,
     shard_flags,
 )
-from benchmarks.router_bench.servers import Load, Meter, Servers, Usage, rss_bytes, serving
+from benchmarks.router_bench.servers import Load, Meter, Servers, Usage, memory_bytes, serving
 from benchmarks.router_bench.stamping_shard import Stamps
 from penstock_cli.arguments import positive_int
 from penstock_client import ShardClient
@@ -93,7 +93,7 @@ def _window(servers: Servers, load: Load, seconds: float) -> tuple[Usage, Row]:
         "tokens_per_s": tokens / usage.wall_s,
         "period_ms": period_ms,
         "preemptions": preemptions,
-        "router_rss_mb": rss_bytes(servers.processes()["router"]) / 1e6,
+        "router_mb": memory_bytes(servers.processes()["router"]) / 1e6,
         **usage.cores(),
     }
     return usage, row
@@ -275,22 +275,22 @@ def _streams(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     flags = _shard(args, args.streams), _router(args, args.streams)
     with serving(folder, *flags, pin=args.pin) as servers:
         for number in range(args.rounds):
-            idle_mb = rss_bytes(servers.processes()["router"]) / 1e6
+            idle_mb = memory_bytes(servers.processes()["router"]) / 1e6
             row = _streamed(servers, args.streams, args.seconds)
-            each_kb = 1e3 * (row["router_rss_mb"] - idle_mb) / args.streams
-            more = {"idle_rss_mb": idle_mb, "stream_kb": each_kb}
+            each_kb = 1e3 * (row["router_mb"] - idle_mb) / args.streams
+            more = {"idle_mb": idle_mb, "stream_kb": each_kb}
             yield {"case": f"round {number + 1}", "round": number, **row, **more}
 
 
 def _streams_remarks(rows: list[Row], args: argparse.Namespace) -> list[str]:
-    lost, most_mb = sum(row["lost"] for row in rows), max(row["router_rss_mb"] for row in rows)
-    return [f"{lost} of {args.streams * len(rows)} streams lost; RSS at most {most_mb:.0f} MB"]
+    lost, most_mb = sum(row["lost"] for row in rows), max(row["router_mb"] for row in rows)
+    return [f"{lost} of {args.streams * len(rows)} streams lost; memory at most {most_mb:.0f} MB"]
 
 
 def _streams_draw(rows: list[Row], every: list[Row], axes: list[Any]) -> None:
     gaps = {row["case"]: row["gaps_ms"] for row in every}
     figures.distributions(axes[0], gaps, "between tokens, ms")
-    figures.bars(axes[1], rows, "router_rss_mb", "router RSS with all streams open, MB")
+    figures.bars(axes[1], rows, "router_mb", "router memory with all streams open, MB")
 
 
 STREAMS = Scenario(
@@ -301,8 +301,8 @@ is lost. Steps are long (--step-ms), as for so many streams they would be.""",
     columns=(
         ("case", "case", ""),
         ("lost", "lost", "d"),
-        ("idle_rss_mb", "RSS before MB", ".0f"),
-        ("router_rss_mb", "RSS MB", ".0f"),
+        ("idle_mb", "memory before MB", ".0f"),
+        ("router_mb", "memory MB", ".0f"),
         ("stream_kb", "kB a stream", ".1f"),
         ("router_us", "router us", ".1f"),
         ("gap_p99_ms", "gap p99 ms", ".0f"),

@@ -28,7 +28,7 @@ from benchmarks.router_bench.scenario import (
     router_flags,
     shard_flags,
 )
-from benchmarks.router_bench.servers import Load, Meter, Servers, rss_bytes, serving
+from benchmarks.router_bench.servers import Load, Meter, Servers, memory_bytes, serving
 from penstock_cli.arguments import positive_int
 
 _RESULT_TIMEOUT_S = 600.0
@@ -89,31 +89,31 @@ def _requests(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def _watch_memory(servers: Servers, load: Load) -> tuple[list[int], list[float], Row]:
-    """How many requests were answered when the router had which RSS, in MB, and the result."""
+    """How many requests were answered when the router had which memory, in MB, and the result."""
     processes = servers.processes()["router"]
-    counts, sizes_mb = [0], [rss_bytes(processes) / 1e6]
+    counts, sizes_mb = [0], [memory_bytes(processes) / 1e6]
     while isinstance(said := load.result(_RESULT_TIMEOUT_S), int):
         counts.append(said)
-        sizes_mb.append(rss_bytes(processes) / 1e6)
+        sizes_mb.append(memory_bytes(processes) / 1e6)
     return counts, sizes_mb, said
 
 
 def _flatness(counts: list[int], sizes_mb: list[float], total: int) -> Row:
-    """How far RSS strays, after the first tenth, from what it was then."""
+    """How far memory strays, after the first tenth, from what it was then."""
     settled = [size for count, size in zip(counts, sizes_mb, strict=True) if count >= total / 10]
     return {
         "counts": counts,
         "sizes_mb": sizes_mb,
-        "first_rss_mb": sizes_mb[0],
-        "tenth_rss_mb": settled[0],
-        "last_rss_mb": settled[-1],
+        "first_mb": sizes_mb[0],
+        "tenth_mb": settled[0],
+        "last_mb": settled[-1],
         "strays": max(abs(size / settled[0] - 1) for size in settled),
     }
 
 
 def _requests_remarks(rows: list[Row], args: argparse.Namespace) -> list[str]:
     strays = max(row["strays"] for row in rows)
-    lines = [f"after the first tenth RSS strays by {strays:.1%} at most"]
+    lines = [f"after the first tenth memory strays by {strays:.1%} at most"]
     return lines + [f"first failure: {row['first_failure'][0]}" for row in rows if row["failed"]]
 
 
@@ -122,7 +122,7 @@ def _requests_draw(rows: list[Row], every: list[Row], axes: list[Any]) -> None:
         axes[0].plot(row["counts"], row["sizes_mb"], label=row["case"])
     axes[0].set_ylim(0, 1.2 * max(max(row["sizes_mb"]) for row in every))
     axes[0].set_xlabel("requests answered")
-    axes[0].set_ylabel("router RSS, MB")
+    axes[0].set_ylabel("router memory, MB")
     figures.bars(axes[1], rows, "router_request_us", "router CPU us a request")
 
 
@@ -136,9 +136,9 @@ them. Memory is steady from 10,000 requests on or so: use --requests 100000 to j
         ("failed", "failed", "d"),
         ("requests_per_s", "requests/s", ".0f"),
         ("router_request_us", "router us", ".0f"),
-        ("first_rss_mb", "RSS MB: first", ".1f"),
-        ("tenth_rss_mb", "at a tenth", ".1f"),
-        ("last_rss_mb", "last", ".1f"),
+        ("first_mb", "memory MB: first", ".1f"),
+        ("tenth_mb", "at a tenth", ".1f"),
+        ("last_mb", "last", ".1f"),
         ("strays", "strays", ".1%"),
         *LOAD_COLUMNS,
     ),

@@ -83,8 +83,8 @@ class ContextExceeded(BadRequest):
     """The prompt, or it and the tokens that may follow, do not fit the model's context.
 
     Its words are OpenAI's; an API that has others makes them of the numbers. `prompt_tokens` is
-    None where a prompt was too long to be counted, of which `prompt_chars` tells, or is to be
-    cut to more than the context.
+    how far a prompt was counted, and None where it was too long for that, of which `prompt_chars`
+    tells, or is to be cut to more than the context.
     """
 
     def __init__(

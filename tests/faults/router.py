@@ -205,9 +205,15 @@ FAULTS = [
     ),
     Fault(
         "A text is cut where it is not split",
-        "TextEnds._may_cut",
-        becomes("self._is_split(left, right) and self._is_split(shorter, right)", "True"),
+        "TextParts._may_cut",
+        becomes("all(self._is_split(each, right) for each in lefts)", "True"),
         caught_by="test_what_is_left_does_not_depend_on_how_much_was_tokenized",
+    ),
+    Fault(
+        "What stands before a part counts among its tokens",
+        "TextPart.ids",
+        becomes("self.encoding.ids[self.num_before :]", "self.encoding.ids"),
+        caught_by="test_a_text_has_the_same_tokens_in_parts_as_at_once",
     ),
     Fault(
         "Images are charged to nobody once they were decoded",

@@ -25,6 +25,7 @@ from support.image_files import chunk, header, picture, png, saved
 from support.image_processes import image_processes
 from support.processes import is_alive, wait_until
 
+from penstock_router.child_process.child_end import NICENESS
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
 from penstock_router.images import decoder_pool, line
@@ -72,6 +73,29 @@ def numbered(number: int) -> bytes:
 def endless() -> bytes:
     """Takes half a minute to decode: far too long."""
     return files.jpeg_with_scans(*LARGE, 3000)
+
+
+def peak_bytes(pid: int) -> int:
+    """The most that was ever resident."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+async def test_image_processes_stand_behind_those_of_texts(images: Images) -> None:
+    await load(images, SMALL)
+    [process] = image_processes()
+    assert process.nice() > os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+async def test_pixels_of_an_image_in_the_usual_mode_are_there_once(images: Images) -> None:
+    await load(images, SMALL)
+    [process] = image_processes()
+    before_bytes = peak_bytes(process.pid)
+    width = height = 4000
+    await load(images, saved(PillowImage.new("RGB", (width, height), "teal"), "PNG"))
+    assert image_processes() == [process]
+    assert peak_bytes(process.pid) - before_bytes < 1.8 * width * height * 3
 
 
 def test_an_endless_image_is_no_large_one() -> None:
@@ -369,6 +393,7 @@ def test_a_process_ends_when_its_router_is_killed_also_in_the_middle_of_an_image
     program = """
 import asyncio, sys
 from concurrent.futures import ThreadPoolExecutor
+from penstock_router.child_process.child_end import NICENESS
 from penstock_router.config import RouterConfig
 from penstock_router.images.images import Images
 from penstock_router.observe.metrics import Metrics

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -18,6 +20,7 @@ from benchmarks.router_bench.costly_requests import ATTACKS, asked_too, picture
 from benchmarks.router_bench.figures import curve, medians, percentile
 from benchmarks.router_bench.http_load import Answer, Connection, ends_body
 from benchmarks.router_bench.loads import Window
+from benchmarks.router_bench.servers import memory_bytes
 from benchmarks.router_bench.stamping_shard import Stamps, stamp_tokens
 
 _EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
@@ -178,3 +181,25 @@ def test_pictures_of_different_comments_are_different_files_of_the_same_pixels()
     for each in (first, second):
         with Image.open(io.BytesIO(each)) as image:
             image.verify()
+
+
+_SHARED_BYTES = 64 * 2**20
+_FORKED = f"""
+import os
+data = bytes([1]) * {_SHARED_BYTES}
+child = os.fork()
+if child:
+    print(child, flush=True)
+os.read(0, 1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is shared")
+def test_what_processes_share_is_counted_once() -> None:
+    command = [sys.executable, "-c", _FORKED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        both = memory_bytes([psutil.Process(parent.pid), psutil.Process(child)])
+        parent.communicate(b"..")
+    assert _SHARED_BYTES < both < 1.8 * _SHARED_BYTES

@@ -15,14 +15,16 @@ from pathlib import Path
 from penstock_common.logs import set_up_logging
 
 # Where processors are scarce, the router's event loop goes first: many wait for it.
-_NICENESS = 5
+NICENESS = 5
 # The kernel's oom_score_adj, of 1000: when memory runs out, kill such a process first, which is
 # soon replaced.
 _OOM_SCORE = 500
 
 
 @contextlib.contextmanager
-def stream_to_router(fd: str, log_level: str, log_format: str) -> Iterator[BufferedRWPair]:
+def stream_to_router(
+    fd: str, log_level: str, log_format: str, *, niceness: int = NICENESS
+) -> Iterator[BufferedRWPair]:
     """Make this process one of the router's, whose socket is `fd`. Its scope ends quietly when the
     router closes the socket.
     """
@@ -31,7 +33,7 @@ def stream_to_router(fd: str, log_level: str, log_format: str) -> Iterator[Buffe
         # A terminal or a supervisor sends them to all processes; this one ends with the router.
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
+        os.nice(niceness)
         score = Path("/proc/self/oom_score_adj")
         score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
     with socket.socket(fileno=int(fd)) as router:

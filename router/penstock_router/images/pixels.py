@@ -133,4 +133,5 @@ def _to_rgb(image: Image) -> Image:
         white = PIL.Image.new("RGB", image.size, (255, 255, 255))
         white.paste(layer, mask=layer.getchannel("A"))
         return white
-    return image.convert("RGB")
+    # Pillow would copy what is in this mode already.
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -19,11 +19,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.text.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
 from penstock_router.text.marks import Marks
-from penstock_router.text.text_ends import TextEnds
+from penstock_router.text.text_parts import PART_CHARS, TextParts
 
-# More than contexts have. The library takes some 80 bytes a character, even of text that is
-# truncated later.
+# More than contexts have.
 MAX_TEXT_CHARS = 8_000_000
+
+# A prompt that is too long is counted up to so many times its bound.
+_MAX_COUNTED = 2
 
 # Unicode's composition can turn four characters into one.
 _COMPOSITION_FACTOR = 4
@@ -88,7 +90,7 @@ class Tokenizer:
         self.special_ids = special_ids(self._fast)
         self._marks: dict[tuple[str, ...], frozenset[int]] = {}
         self._marks_among: dict[tuple[str, ...], Marks] = {}
-        self._ends = TextEnds(self._fast, self._parts.model.type)
+        self._text_parts = TextParts(self._fast, self._parts.model.type)
         self.token_bytes = self.detokenizers.token_bytes
         if self._length_bounds_tokens:
             self._max_token_bytes = self._longest_token()
@@ -135,27 +137,39 @@ class Tokenizer:
                 )
         if truncation is not None:
             return [self._cut(text, add_special_tokens, truncation) for text in texts]
-        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        for encoding in encodings:
+        return [self._whole(text, add_special_tokens, max_tokens) for text in texts]
+
+    def _whole(self, text: str, add_special_tokens: bool, max_tokens: int) -> list[int]:
+        if len(text) <= PART_CHARS:
+            [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             # Before `ids`, which builds every integer under the interpreter lock.
             if len(encoding) > max_tokens:
                 raise prompt_too_long(len(encoding), max_tokens)
-        return [encoding.ids for encoding in encodings]
+            return encoding.ids
+        before, after = self.special_around if add_special_tokens else ([], [])
+        ids, num_tokens = [*before], len(before) + len(after)
+        for part in self._text_parts.of(text):
+            num_tokens += part.num_tokens
+            if num_tokens > _MAX_COUNTED * max_tokens:
+                raise prompt_too_long(num_tokens, max_tokens, at_least=True)
+            if num_tokens <= max_tokens:
+                ids += part.ids
+        if num_tokens > max_tokens:
+            raise prompt_too_long(num_tokens, max_tokens)
+        return ids + after
 
     def _cut(self, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
         """Special tokens are added to what is left of the text, as transformers does it. The
         library keeps its own truncation in the tokenizer, where all requests would see it.
         """
-        added = self._fast.num_special_tokens_to_add(False) if add_special_tokens else 0
-        room = max(0, truncation.max_tokens - added)
-        encoding = self._ends.encode(text, room, truncation.side)
-        if encoding is None:
-            [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=False)
-        if len(encoding) > room:
-            encoding.truncate(room, direction=truncation.side)
-        if added:
-            encoding = self._fast.post_process(encoding, None, True)
-        return truncation.cut(encoding.ids)
+        before, after = self.special_around if add_special_tokens else ([], [])
+        room = Truncation(max(0, truncation.max_tokens - len(before) - len(after)), truncation.side)
+        ids = self._text_parts.end_of(text, room.max_tokens, room.side)
+        if ids is None:
+            ids = []
+            for part in self._text_parts.of(text):
+                ids = room.cut(ids + part.ids)
+        return truncation.cut([*before, *room.cut(ids), *after])
 
     @cached_property
     def special_around(self) -> tuple[list[int], list[int]]:
@@ -239,11 +253,14 @@ def check_num_shown(num_tokens: int, at_most: int) -> None:
         raise BadRequest(f"the text has {num_tokens} tokens; at most {at_most} are shown")
 
 
-def prompt_too_long(num_tokens: int, max_tokens: int) -> ContextExceeded:
-    """The error, in the words that clients of OpenAI-compatible servers recognise."""
+def prompt_too_long(num_tokens: int, max_tokens: int, *, at_least: bool = False) -> ContextExceeded:
+    """The error, in the words that clients of OpenAI-compatible servers recognise; `at_least`: the
+    rest was not counted.
+    """
+    given = f"at least {num_tokens}" if at_least else num_tokens
     return ContextExceeded(
         f"This model's maximum context length is {max_tokens} tokens. However, your prompt "
-        f"contains {num_tokens} input tokens, which exceeds this limit even without any output "
+        f"contains {given} input tokens, which exceeds this limit even without any output "
         "tokens. Please reduce the length of the input prompt.",
         limit_tokens=max_tokens,
         prompt_tokens=num_tokens,

@@ -137,7 +137,8 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     ),
     "penstock_router.text.reasoning:_SUFFIX": ("search", "':a", '":'),
     "penstock_router.text.reasoning:_SUFFIXED": ("search", "</think", "</think:a"),
-    "penstock_router.text.text_ends:_BETWEEN_WORDS": ("search", "a ", " a"),
+    "penstock_router.text.text_parts:_BETWEEN_WORDS": ("split", "a", " ", "_ ", "  a"),
+    "penstock_router.text.text_parts:_PLACE": ("match", "a", " ", " a", "\n a"),
 }
 # Patterns that are made where they are used, and what bounds or shows their work.
 OTHER_PATTERNS: Mapping[str, str] = {

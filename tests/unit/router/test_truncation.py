@@ -24,7 +24,10 @@ from unit.router.router_doubles import (
     wordpiece_tokenizer,
 )
 
-from penstock_router.text import text_ends
+from penstock_router.errors import BadRequest
+from penstock_router.text import text_parts
+from penstock_router.text import tokenizer as tokenizing
+from penstock_router.text.tokenizer import Tokenizer as TextTokenizer
 from penstock_router.text.tokenizer import Truncation, load_tokenizer
 
 pytest.importorskip("transformers")
@@ -267,8 +270,8 @@ def sentencepiece_of_words() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(parts))
 
 
-# Whose tokens reach over spaces, or that treat the ends of a text as nothing else.
-WHOLE = ("sentencepiece", "a token that takes spaces", "stripped")
+# Whose tokens reach over spaces.
+WHOLE = ("sentencepiece", "a token that takes spaces")
 MORE_TOKENIZERS = {
     **TOKENIZERS,
     **{name: split_by(pattern) for name, pattern in PATTERNS.items()},
@@ -289,8 +292,8 @@ PIECES = [
 def test_what_is_left_does_not_depend_on_how_much_was_tokenized(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_ends, "_LEAST_CHARS", 4)
-    monkeypatch.setattr(text_ends, "_CHARS_A_TOKEN", 1)
+    monkeypatch.setattr(text_parts, "_LEAST_CHARS", 4)
+    monkeypatch.setattr(text_parts, "_CHARS_A_TOKEN", 1)
     fast = MORE_TOKENIZERS[kind]
     tokenizer, rng = load_tokenizer(files_of(fast, "right")), seeded(f"ends {kind}")
     wanted_parts = 0
@@ -299,12 +302,32 @@ def test_what_is_left_does_not_depend_on_how_much_was_tokenized(
         most, side = rng.randrange(0, 30), rng.choice(["left", "right"])
         truncation = Truncation(most, side)
         wanted = truncation.cut(fast.encode(text, add_special_tokens=False).ids)
-        wanted_parts += tokenizer._ends.encode(text, most, side) is not None
+        wanted_parts += tokenizer._text_parts.end_of(text, most, side) is not None
         found = tokenizer.encode(
             [text], add_special_tokens=False, max_tokens=10, truncation=truncation
         )
         assert found == [wanted], (text, truncation)
     assert (wanted_parts == 0) is (kind in WHOLE), wanted_parts
+
+
+@pytest.mark.parametrize("kind", MORE_TOKENIZERS)
+def test_a_text_has_the_same_tokens_in_parts_as_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (text_parts, tokenizing):
+        monkeypatch.setattr(module, "PART_CHARS", 24)
+    monkeypatch.setattr(text_parts, "_BEFORE_CHARS", 16)
+    fast = MORE_TOKENIZERS[kind]
+    tokenizer, rng = load_tokenizer(files_of(fast, "right")), seeded(f"parts {kind}")
+    most_parts = 0
+    for _ in range(budget(25, 500)):
+        text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(20, 150)))
+        added = rng.random() < 0.5
+        wanted = fast.encode(text, add_special_tokens=added).ids
+        most_parts = max(most_parts, sum(1 for _ in tokenizer._text_parts.of(text)))
+        found = tokenizer.encode([text], add_special_tokens=added, max_tokens=10_000)
+        assert found == [wanted], text
+    assert (most_parts == 1) is (kind in WHOLE), most_parts
 
 
 def test_a_pattern_that_counts_words_is_not_taken_for_one_that_does_not() -> None:
@@ -327,22 +350,24 @@ class Counting:
     def __init__(self, fast: Any) -> None:
         self._fast = fast
         self.num_chars = 0
+        self.most_chars = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fast, name)
 
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
         self.num_chars += sum(map(len, texts))
+        self.most_chars = max(self.most_chars, sum(map(len, texts)))
         return self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
-@pytest.mark.parametrize("kind", sorted(set(MORE_TOKENIZERS) - {*WHOLE, "two words"}))
+@pytest.mark.parametrize("kind", sorted(set(MORE_TOKENIZERS) - {*WHOLE, "stripped", "two words"}))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_of_a_megabyte_of_which_a_hundred_tokens_are_kept_little_is_tokenized(
     kind: str, side: str
 ) -> None:
     tokenizer = load_tokenizer(files_of(MORE_TOKENIZERS[kind], side))
-    counting = tokenizer._fast = tokenizer._ends._fast = Counting(tokenizer._fast)  # type: ignore[assignment]
+    counting = tokenizer._fast = tokenizer._text_parts._fast = Counting(tokenizer._fast)  # type: ignore[assignment]
     text = "the quick brown fox jumps over the lazy dog, and so on. " * 20_000
     truncation = Truncation(100, side)
     [kept] = tokenizer.encode(
@@ -354,3 +379,62 @@ def test_of_a_megabyte_of_which_a_hundred_tokens_are_kept_little_is_tokenized(
     counting.num_chars = 0
     tokenizer.encode(["x" * 9000], add_special_tokens=True, max_tokens=9, truncation=truncation)
     assert counting.num_chars == 9000
+
+
+def counted(fast: Tokenizer) -> tuple[TextTokenizer, Counting]:
+    tokenizer = load_tokenizer(files_of(fast, "left"))
+    counting: Any = Counting(tokenizer._fast)
+    tokenizer._fast = tokenizer._text_parts._fast = counting
+    return tokenizer, counting
+
+
+# Of which each character is a token, or nearly; without a space between words, or a space at all.
+DENSE = ["x, y; ", "日本。東京、", '{"a":1},', "aGVsbG8gd29ybGQ5", "<|eos|>x;"]
+
+
+@pytest.mark.parametrize("piece", DENSE)
+@pytest.mark.parametrize("kind", ["byte level, both ends", "threes"])
+def test_tokens_of_a_long_text_are_never_in_memory_at_once(kind: str, piece: str) -> None:
+    fast = MORE_TOKENIZERS[kind]
+    tokenizer, counting = counted(fast)
+    tokenizer._max_token_bytes = None
+    text = piece * (400_000 // len(piece))
+    [found] = tokenizer.encode([text], add_special_tokens=True, max_tokens=10**7)
+    assert found == fast.encode(text, add_special_tokens=True).ids
+    assert counting.most_chars < 2 * text_parts.PART_CHARS
+    # A prompt far too long is not counted to its end.
+    counting.num_chars = 0
+    with pytest.raises(BadRequest, match=r"contains at least \d+ input tokens"):
+        tokenizer.encode([text], add_special_tokens=True, max_tokens=1000)
+    assert counting.num_chars < 3 * text_parts.PART_CHARS
+    # Of one to be cut no more is there at once either, though all of it may have to be tokenized.
+    for side in ("left", "right"):
+        truncation = Truncation(len(found) // 2, side)
+        [kept] = tokenizer.encode(
+            [text], add_special_tokens=False, max_tokens=10**7, truncation=truncation
+        )
+        assert kept == truncation.cut(fast.encode(text, add_special_tokens=False).ids)
+    assert counting.most_chars < 2 * text_parts.PART_CHARS
+
+
+def test_a_prompt_a_little_too_long_is_counted_to_its_end() -> None:
+    tokenizer, _ = counted(byte_level_tokenizer())
+    text = "x, y; " * 30_000
+    given = len(byte_level_tokenizer().encode(text, add_special_tokens=False).ids)
+    with pytest.raises(BadRequest, match=f"contains {given} input tokens"):
+        tokenizer.encode([text], add_special_tokens=False, max_tokens=given - 1)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "metaspace", "sentencepiece"])
+@pytest.mark.parametrize("truncation", [None, Truncation(10, "left")])
+def test_a_text_of_megabytes_that_cannot_be_cut_is_refused_before_it_is_tokenized(
+    kind: str, truncation: Truncation | None
+) -> None:
+    tokenizer, counting = counted(MORE_TOKENIZERS[kind])
+    tokenizer._max_token_bytes = None
+    for text in ("x" * (text_parts.MAX_UNCUT_BYTES + 1), "本" * 400_000):
+        with pytest.raises(BadRequest, match=r"a text has \d+ bytes .* at most 1048576"):
+            tokenizer.encode(
+                [text], add_special_tokens=False, max_tokens=10**7, truncation=truncation
+            )
+    assert counting.num_chars == 0
