@@ -28,7 +28,8 @@ _MOST_STATES = 250_000
 # Positions of a grammar that a text so far may stand for. How many there are follows from the
 # constraint's own length, but for grammars of callers: where such a one is ambiguous, they grow
 # with the text, and work with their square. With its bound a token takes three milliseconds at
-# most, and an ambiguous grammar ends after some hundred tokens. A schema in use needs 3,840.
+# most, and an ambiguous grammar ends after some hundred tokens. A schema in use needs 3,840; its
+# wide unions are split, as work would grow with the cube (`json_schema/narrow.py`).
 # Counted, not measured in time, so that all shards end the same outputs at the same token.
 _MOST_POSITIONS = 4_000
 _MOST_POSITIONS_OF_GRAMMARS = 500

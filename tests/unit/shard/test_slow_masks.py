@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -16,6 +17,7 @@ from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import Constraint, Request
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output import matcher_state, pace
+from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.matcher_state import ConstraintState
 from penstock_shard.structured_output.pace import SLOW_S, Pace
 from penstock_shard.structured_output.refusal import ConstraintRefused
@@ -97,6 +99,43 @@ def test_a_structural_tag_around_an_ambiguous_grammar_ends_as_soon() -> None:
         matcher.consume_tokens(ids_of(compiler, "a"))
         count += 1
     assert 50 < count < 400
+
+
+def _alike(count: int) -> Constraint:
+    """Objects of many kinds, which begin alike and hold each other."""
+    link = {"$ref": "#/$defs/e"}
+    kinds: list[dict[str, Any]] = [
+        {
+            "type": "object",
+            "properties": {"a": link, f"b{n}": {"type": "integer"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+        for n in range(count)
+    ]
+    union = {"anyOf": [*kinds, {"type": "integer"}]}
+    return Constraint("json_schema", json.dumps({"$defs": {"e": union}, **link}))
+
+
+def _consuming_s(compiler: Compiler, constraint: Constraint, text: str) -> float:
+    """The processor time of the slowest token, the fastest of several tries."""
+    worst = []
+    for _ in range(3):
+        matcher, slowest_s = compiler.compile(constraint), 0.0
+        for token_id in ids_of(compiler, text):
+            matcher.compute_bitmask()
+            before_s = time.thread_time()
+            assert matcher.consume_token(token_id)
+            slowest_s = max(slowest_s, time.thread_time() - before_s)
+        worst.append(slowest_s)
+    return min(worst)
+
+
+def test_a_token_before_a_wide_union_costs_its_width_and_not_that_cubed() -> None:
+    compiler, text = new_compiler(), '{"a":{"a":1}}'
+    narrow_s = _consuming_s(compiler, _alike(50), text)
+    # The cube would be 216 times as much; it was over a hundred times.
+    assert _consuming_s(compiler, _alike(300), text) < 40 * max(narrow_s, 1e-4)
 
 
 def test_a_choice_may_have_thousands_of_options() -> None:

@@ -37,6 +37,7 @@ from penstock_shard.structured_output.json_schema.keywords.property_counts impor
 from penstock_shard.structured_output.json_schema.keywords.unevaluated import UNEVALUATED, closed
 from penstock_shard.structured_output.json_schema.keywords.unique import unique
 from penstock_shard.structured_output.json_schema.modern import modern, without_nulls
+from penstock_shard.structured_output.json_schema.narrow import narrowed
 from penstock_shard.structured_output.json_schema.recursion import apart_from_recursion
 from penstock_shard.structured_output.json_schema.references import REFERENCES, Document
 from penstock_shard.structured_output.json_schema.values import type_of
@@ -70,7 +71,7 @@ def prepared(root: Schema, *, is_watched: bool = False) -> dict[str, Any]:
         if not more:
             break
         impossible += more
-    found, definitions = apart_from_recursion(found, definitions)
+    found, definitions = narrowed(*apart_from_recursion(found, definitions))
     if found is True:
         found = {}
     return {**found, "$defs": definitions} if definitions else found

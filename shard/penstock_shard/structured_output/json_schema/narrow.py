@@ -1,0 +1,65 @@
+"""Wide unions as trees of narrow ones.
+
+llguidance looks at each alternative of a union once for each position of the text that the union
+may follow, and compares it with each position found so far. So where a thousand alternatives go on
+with the same union of a thousand, a token takes seconds. A union by reference is looked at once,
+and its own alternatives once.
+"""
+
+from __future__ import annotations
+
+from penstock_common.json_schema.keywords import with_subschemas
+from penstock_shard.structured_output.json_schema.combine import Schema, any_of
+
+_WIDEST = 8
+_Definitions = dict[str, Schema]
+
+
+def narrowed(root: Schema, definitions: _Definitions) -> tuple[Schema, _Definitions]:
+    """The same schema and definitions, no union wider than `_WIDEST` but within `allOf`."""
+    narrowing = _Narrowing()
+    root = narrowing.narrow(root)
+    narrow = {name: narrowing.narrow(of) for name, of in definitions.items()}
+    return root, {**narrow, **narrowing.added}
+
+
+class _Narrowing:
+    """Definitions that are added while unions are split."""
+
+    def __init__(self) -> None:
+        self.added: _Definitions = {}
+
+    def narrow(self, schema: Schema) -> Schema:
+        """Split the unions in a schema."""
+        if not isinstance(schema, dict):
+            return schema
+        if "allOf" in schema:
+            # llguidance drops impossible combinations, but for what is behind a reference.
+            return schema
+        cases = _alternatives(schema)
+        if len(cases) > _WIDEST:
+            return self._tree([with_subschemas(case, self.narrow) for case in cases])
+        return with_subschemas(schema, self.narrow)
+
+    def _tree(self, cases: list[Schema]) -> Schema:
+        while len(cases) > _WIDEST:
+            starts = range(0, len(cases), _WIDEST)
+            cases = [self._named(cases[start : start + _WIDEST]) for start in starts]
+        return any_of(cases)
+
+    def _named(self, cases: list[Schema]) -> Schema:
+        name = f"w{len(self.added)}"
+        self.added[name] = any_of(cases)
+        return {"$ref": f"#/$defs/{name}"}
+
+
+def _alternatives(schema: Schema) -> list[Schema]:
+    """The alternatives of a schema, those within its alternatives too."""
+    if not isinstance(schema, dict):
+        return [schema]
+    if schema.keys() == {"anyOf"}:
+        return [each for part in schema["anyOf"] for each in _alternatives(part)]
+    if any(isinstance(value, dict | list) for value in schema.get("enum", ())):
+        rest = {key: of for key, of in schema.items() if key != "enum"}
+        return [{**rest, "const": value} for value in schema["enum"]]
+    return [schema]
