@@ -197,7 +197,7 @@ async def _nothing_held(router: Any, fleet: Fleet) -> None:
     images, puts = router.images, fleet._continuations._images
     async with asyncio.timeout(20):
         while (
-            images._running
+            images._line._jobs
             or images._decoders._work
             or puts._waiting
             or puts._targets

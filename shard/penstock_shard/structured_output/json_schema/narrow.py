@@ -11,12 +11,15 @@ from __future__ import annotations
 from penstock_common.json_schema.keywords import with_subschemas
 from penstock_shard.structured_output.json_schema.combine import Schema, any_of
 
+# Narrower ones cost little, and llguidance sees which of their alternatives are impossible, as it
+# does not behind a reference.
+_WIDE = 64
 _WIDEST = 8
 _Definitions = dict[str, Schema]
 
 
 def narrowed(root: Schema, definitions: _Definitions) -> tuple[Schema, _Definitions]:
-    """The same schema and definitions, no union wider than `_WIDEST` but within `allOf`."""
+    """The same schema and definitions, no union wider than `_WIDE` but within `allOf`."""
     narrowing = _Narrowing()
     root = narrowing.narrow(root)
     narrow = {name: narrowing.narrow(of) for name, of in definitions.items()}
@@ -31,14 +34,15 @@ class _Narrowing:
 
     def narrow(self, schema: Schema) -> Schema:
         """Split the unions in a schema."""
-        if not isinstance(schema, dict):
-            return schema
-        if "allOf" in schema:
-            # llguidance drops impossible combinations, but for what is behind a reference.
-            return schema
         cases = _alternatives(schema)
-        if len(cases) > _WIDEST:
-            return self._tree([with_subschemas(case, self.narrow) for case in cases])
+        if len(cases) > _WIDE:
+            return self._tree(list(map(self._within, cases)))
+        return self._within(schema)
+
+    def _within(self, schema: Schema) -> Schema:
+        # Of allOf, llguidance drops impossible combinations, but for what is behind a reference.
+        if not isinstance(schema, dict) or "allOf" in schema:
+            return schema
         return with_subschemas(schema, self.narrow)
 
     def _tree(self, cases: list[Schema]) -> Schema:
