@@ -25,16 +25,14 @@ from penstock_shard.structured_output.refusal import ConstraintRefused, reason_o
 # made to be expensive.
 _BYTES_PER_STATE = 2048
 _MOST_STATES = 250_000
-# Positions of a grammar that a text so far may stand for. How many there are follows from the
-# constraint's own length, but for grammars of callers: where such a one is ambiguous, they grow
-# with the text, and work with their square. With its bound a token takes three milliseconds at
-# most, and an ambiguous grammar ends after some hundred tokens. A schema in use needs 3,840; its
-# wide unions are split, as work would grow with the cube (`json_schema/narrow.py`).
-# Counted, not measured in time, so that all shards end the same outputs at the same token.
-_MOST_POSITIONS = 4_000
-_MOST_POSITIONS_OF_GRAMMARS = 500
-# And behind all beginnings of tokens that may follow, together: schemas in use need 2,000.
-_MOST_POSITIONS_A_MASK = 5_000
+# Positions of a grammar that a text so far may stand for, and those behind all beginnings of tokens
+# that may follow, together. How many there are follows from a constraint's own length, but for
+# grammars of callers: where such a one is ambiguous, they grow with the text. Work grows with their
+# square at least; within these bounds the most that was seen of a token is some ten milliseconds.
+# Of 400 schemas in use one needs over a thousand, and none over two thousand a mask. Counted, not
+# measured in time, so that all shards end the same outputs at the same token.
+_MOST_POSITIONS, _MOST_POSITIONS_A_MASK = 1_000, 5_000
+_MOST_POSITIONS_OF_GRAMMARS, _MOST_POSITIONS_A_MASK_OF_GRAMMARS = 500, 2_500
 # Fuel is llguidance's unit of work; it states that 50,000 units take a millisecond.
 _FUEL_PER_S = 2_000_000
 # Bounds of the cached templates: their number (one of a 5 kB schema takes about 1 MB), their text,
@@ -205,9 +203,12 @@ def _allowed(matcher: LLMatcher) -> list[int]:
 
 
 def _parser_limits(limits: ConstraintLimits, *, is_callers: bool) -> LLParserLimits:
+    positions, a_mask = _MOST_POSITIONS, _MOST_POSITIONS_A_MASK
+    if is_callers:
+        positions, a_mask = _MOST_POSITIONS_OF_GRAMMARS, _MOST_POSITIONS_A_MASK_OF_GRAMMARS
     return LLParserLimits(
-        max_items_in_row=_MOST_POSITIONS_OF_GRAMMARS if is_callers else _MOST_POSITIONS,
-        step_max_items=_MOST_POSITIONS_A_MASK,
+        max_items_in_row=positions,
+        step_max_items=a_mask,
         initial_lexer_fuel=int(_FUEL_PER_S * limits.timeout_s),
         max_lexer_states=_most_states(limits),
         verbose_errors=False,
