@@ -49,7 +49,11 @@ class Threads:
             # When the work is done, even if its caller was cancelled.
             kept = scope.pop_all()
             done.add_done_callback(lambda _: kept.close())
-        return await asyncio.shield(done)
+        try:
+            return await asyncio.shield(done)
+        finally:
+            # An error refers to this frame, and its future to the error.
+            del done
 
     def _forget_one(self) -> None:
         self._num_pending -= 1

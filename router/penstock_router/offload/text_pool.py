@@ -156,6 +156,9 @@ class TextPool:
             # Its client has left.
             asyncio.get_running_loop().call_later(_GRACE_S, turn.cancel)
             raise
+        finally:
+            # An error refers to this frame, and its task to the error.
+            del turn
 
     async def _run(
         self,

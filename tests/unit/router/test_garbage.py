@@ -9,6 +9,7 @@ from collections import Counter
 from unit.router.router_doubles import MemoryRouter
 
 from penstock_client.errors import ShardFailed
+from penstock_router.offload.dispatch import LONG_BYTES, SHORT_BYTES
 
 
 def _garbage() -> Counter[str]:
@@ -35,8 +36,16 @@ async def _all_kinds_of_requests(router: MemoryRouter) -> None:
         await router.chat(max_tokens=5, stream=stream, stop=["e"])
         await router.post("/v1/responses", {"input": "Hello", "stream": stream})
     await router.post("/tokenize", {"prompt": "Hello"})
-    # One that is refused before, and one that fails in the middle.
+    # Some that are refused: at once, for their text here, in a thread and in a text process, and for
+    # an image.
     await router.complete(max_tokens=-1)
+    unknown = {"allowed_token_ids": [1_000_000]}
+    for length in (0, 2 * SHORT_BYTES, 2 * LONG_BYTES):
+        await router.complete(max_tokens=1, user="x" * length, **unknown)
+        await router.post("/tokenize", {"messages": [], "add_generation_prompt": 1, "x": "x" * length})
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+    await router.chat(messages=[{"role": "user", "content": [image]}])
+    # And one that fails in the middle.
     router.fleet.script = lambda request: [5, 6, ShardFailed("broken")]
     await router.complete(max_tokens=5)
     await router.complete(max_tokens=5, stream=True)
