@@ -60,6 +60,9 @@ class DecoderPool:
         except asyncio.CancelledError:
             await asyncio.wait([work])
             raise
+        finally:
+            # An error refers to this frame, and its task to the error.
+            del work
 
     async def _decode(self, encoded: Pieces) -> Pixels:
         process = await self._take()

@@ -73,6 +73,9 @@ class Line:
                     raise
                 # It is that client which may not; this one has a turn of its own.
                 self._end(name, job)
+            finally:
+                # An error refers to this frame, and its job's task to the error.
+                del job
 
     async def close(self) -> None:
         """Cancel all jobs."""
@@ -95,6 +98,8 @@ class Line:
             return await job.work(place.client)
         finally:
             self._turns.give_back(place)
+            # An error refers to this frame, and the job's task to the error.
+            del job
 
     def _end(self, name: Hashable, job: _Job[Any]) -> None:
         # Another of the name may have come since.
@@ -119,6 +124,7 @@ class Line:
             if not job.clients:
                 job.task.cancel()
                 self._end(name, job)
+            del job
 
     @contextmanager
     def _waits(self, job: _Job[Any], client: str) -> Iterator[_Waiter]:

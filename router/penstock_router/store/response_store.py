@@ -520,6 +520,9 @@ class ResponseStore:
             return await asyncio.shield(future)
         except (sqlite3.Error, OSError) as error:
             raise StoreUnavailable(f"response store {self._path}: {error}") from error
+        finally:
+            # An error refers to this frame, and its future to the error.
+            del future
 
     def _done(self, future: asyncio.Future[_T]) -> None:
         self._queued -= 1
