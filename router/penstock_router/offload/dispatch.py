@@ -1,9 +1,10 @@
 """Choice of where a body is read and its text worked on: here, in a thread, or in a text process.
 
-The length of the body alone decides, before it is parsed: building objects of megabytes of JSON,
-or a list of 300,000 ids, holds the interpreter lock, and with it the event loop, whatever thread
-does it. A long body is parsed in a text process; this process gets only its ids, in one block of
-memory, and texts that the answer shows. A long stored response is read there too.
+What is seen of the body decides, before it is parsed: its length, and how many strings it has.
+Building objects of megabytes of JSON or a list of 300,000 ids, rendering a thousand messages and
+writing a constraint of a hundred arguments hold the interpreter lock, and with it the event loop,
+whatever thread does it. A long body is parsed in a text process; this process gets only its ids, in
+one block of memory, and texts that the answer shows. A long stored response is read there too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from penstock_router.admission.shared_budget import Holding, SharedBudget
@@ -28,9 +29,10 @@ from penstock_router.offload.body_kinds import Reading, read, work
 from penstock_router.offload.request_templates import Programs
 from penstock_router.offload.text_messages import MAX_TASK_S, ModelFacts, Read, Show, Work
 from penstock_router.offload.text_pool import SECONDS_A_BYTE, Arrival, TextPool
-from penstock_router.request import ImageSizes
+from penstock_router.request import ChatRequest, ImageSizes
 from penstock_router.served_models import ServedModel
-from penstock_router.text.prompts import PreparedPrompts, takes_no_images
+from penstock_router.text.answer_constraint import tools_held_to
+from penstock_router.text.prompts import PreparedPrompts, TextModel, takes_no_images
 from penstock_router.thread_pool import Threads
 
 # Up to this length a body's text is worked on here, in less than half a millisecond: a character is
@@ -40,11 +42,15 @@ SHORT_BYTES = 2 * 1024
 # 0.2 ms where it is ids, and in 1.4 ms where it is made of nothing but brackets; a thread tokenizes
 # it in 10 ms, without the interpreter lock. A round trip to a text process costs 0.5 ms.
 LONG_BYTES = 64 * 1024
+# A body of more strings, keys among them, is long as well: Python takes 2 to 5 us for each.
+MANY_STRINGS = 512
+# So is one of more strings whose tools are enforced: that takes up to 25 us for each.
+MANY_ENFORCED_STRINGS = 64
 # How many connections with long bodies are read from in one turn of the event loop: some 256 kB
 # each, which take a fifth of a millisecond.
 _CONNECTIONS_A_TURN = 4
 # How many bodies may wait for text processes or be worked on there: enough for a burst.
-MAX_BODIES = 64
+MAX_BODIES = 256
 
 
 class Incoming:
@@ -61,6 +67,7 @@ class Incoming:
 
     @property
     def is_long(self) -> bool:
+        """Tell whether it has more bytes already than are parsed here."""
         return self.num_bytes > LONG_BYTES
 
     def add(self, piece: bytes) -> None:
@@ -180,14 +187,14 @@ class Bodies:
         too many long bodies here, `Unavailable` and `TimeoutError` as `TextPool.run` does.
         """
         arrival = self._arrive(incoming.num_bytes)
-        if not incoming.is_long:
+        if not (incoming.is_long or num_strings(incoming.pieces) > MANY_STRINGS):
             reading = read(kind, b"".join(incoming.pieces), with_digest=with_digest)
-            return Body(self, arrival, incoming, reading)
+            return Body(self, arrival, incoming, reading, is_long=False)
         incoming.enqueue()
         task = Read(arrival[1], kind.name, with_digest)
         outcome = await self.pool.run(incoming.client, arrival, task, [incoming.pieces])
         assert isinstance(outcome, Reading)
-        return Body(self, arrival, incoming, outcome)
+        return Body(self, arrival, incoming, outcome, is_long=True)
 
     async def show(
         self, client: str, response: bytes, messages: bytes, page: Page | None = None
@@ -208,12 +215,26 @@ class Bodies:
         return outcome
 
 
+def num_strings(pieces: Iterable[bytes]) -> int:
+    """How many strings some JSON has, keys among them, and at least half as many where backslashes
+    are to hide some.
+    """
+    return sum(piece.count(b'"') - piece.count(b'\\"') for piece in pieces) // 2
+
+
 class Body:
     """A parsed body, whose text can be worked on once."""
 
     def __init__(
-        self, bodies: Bodies, arrival: Arrival, incoming: Incoming, reading: Reading
+        self,
+        bodies: Bodies,
+        arrival: Arrival,
+        incoming: Incoming,
+        reading: Reading,
+        *,
+        is_long: bool,
     ) -> None:
+        """`is_long`: a text process has read it, and works on its text."""
         self.kind = reading.kind
         # What names its images: not in the request, which lives as long as its answer, as they may
         # be megabytes of base64.
@@ -224,7 +245,7 @@ class Body:
             self.asked = dataclasses.replace(reading.asked, images=())
         self.refusal = reading.refusal
         self.digest = reading.digest
-        self.is_long = incoming.is_long
+        self.is_long = is_long
         # Stored items: those before the request's, then of each answer that these refer to.
         self._earlier: list[bytes] = []
         # What its text work loaded.
@@ -239,7 +260,8 @@ class Body:
         """
         self._incoming.hold(len(items))
         self._earlier.append(items)
-        self.is_long = self.is_long or self._earlier_bytes > LONG_BYTES
+        is_long = self._incoming.num_bytes + self._earlier_bytes > LONG_BYTES
+        self.is_long = self.is_long or is_long or num_strings(self._earlier) > MANY_STRINGS
 
     async def work(self, model: ServedModel) -> PreparedPrompts | bytes:
         """Run its kind's text work, once its images are loaded, which `images` then are.
@@ -271,7 +293,7 @@ class Body:
         num_bytes = self._incoming.num_bytes + self._earlier_bytes
         if model.text.trusts_templates and self.asked.brings_template:
             return await self._run_program(model, image_sizes)
-        if num_bytes > LONG_BYTES:
+        if self.is_long or self._is_enforced(model.text):
             self._incoming.enqueue()
             return await self._work_there(bodies.pool, model, image_sizes)
         earlier = b"".join(self._earlier_pieces())
@@ -280,6 +302,15 @@ class Body:
         if num_bytes <= SHORT_BYTES and not image_sizes:
             return made()
         return await bodies.threads.run(made, self._incoming.client)
+
+    def _is_enforced(self, model: TextModel) -> bool:
+        """Tell whether tools of many strings constrain the answer."""
+        asked = self.asked
+        return (
+            isinstance(asked, ChatRequest)
+            and bool(tools_held_to(asked, model.conventions.tool_format))
+            and num_strings(self._incoming.pieces) > MANY_ENFORCED_STRINGS
+        )
 
     @property
     def _earlier_bytes(self) -> int:

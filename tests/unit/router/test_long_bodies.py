@@ -881,7 +881,7 @@ async def test_one_clients_bodies_leave_memory_and_places_to_others(fleet: FakeF
             assert await outcome(bodies, "tokenize", body)
         assert taken(bodies) == (0, 0)
         with ExitStack() as scope:
-            with pytest.raises(TooManyRequests, match="32 long bodies of yours are in the queue"):
+            with pytest.raises(TooManyRequests, match="128 long bodies of yours are in the queue"):
                 take_all(bodies, scope, Incoming.enqueue)
             assert await outcome(bodies, "tokenize", body)
         assert taken(bodies) == (0, 0)

@@ -26,7 +26,7 @@ from penstock_router.text.formats.reading.named_arguments import Part, with_comm
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.marks import NO_MARKS
 from penstock_router.text.model_conventions import Conventions
-from penstock_router.text.structural_tag_builder import literal
+from penstock_router.text.structural_tag_builder import encoded, literal
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.grammars import grammar_of
 
@@ -59,7 +59,8 @@ def grammar(name: str, *, required: bool, parallel: bool) -> str:
 
 
 def compiled(form: JsonObject) -> str:
-    tag = json.dumps({"type": "structural_tag", "format": form})
+    tag = encoded(form, 2**20)
+    assert tag is not None
     return grammar_of(Constraint("structural_tag", tag), {})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock_router.json_fields import JsonObject
@@ -132,18 +133,18 @@ class BareKeyParser(LiteralParser):
         self._arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
+@dataclass(frozen=True)
 class BareKeyNotation(Notation):
-    """Objects with bare keys, without white space."""
+    """Objects with bare keys, without white space, and a mark around strings."""
+
+    quote: str
 
     separator = ","
-
-    def __init__(self, quote: str) -> None:
-        self._quote = quote
 
     def written(self, value: Any) -> str:
         """A value in the notation."""
         if isinstance(value, str):
-            return f"{self._quote}{value}{self._quote}"
+            return f"{self.quote}{value}{self.quote}"
         if isinstance(value, list):
             return f"[{','.join(map(self.written, value))}]"
         if isinstance(value, Mapping):
@@ -153,7 +154,7 @@ class BareKeyNotation(Notation):
 
     def text(self, tool: Tool, argument: Argument) -> JsonObject:
         """A string between marks."""
-        return tag(self._quote, text_format(tool, argument), self._quote)
+        return tag(self.quote, text_format(tool, argument), self.quote)
 
     def key(self, name: str) -> str | None:
         """The bare name and a colon, if it can be bare."""

@@ -7,9 +7,12 @@ readers accept everywhere.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from penstock_router.argument_kinds import ANY, NO_STRING, STRING
 from penstock_router.json_fields import JsonObject
@@ -35,6 +38,7 @@ _NOTES = frozenset({"title", "description", "default", "examples"})
 _OF_LISTS = _NOTES | {"type", "items"}
 _OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}
 _WORDS = (("boolean", True, False), ("null", None))
+_ANY_TOOL = Tool("")
 
 
 class Notation(ABC):
@@ -54,8 +58,8 @@ class Notation(ABC):
         """A member's name and what stands behind it; None: such objects are written as JSON."""
         return None
 
-    def value(self, tool: Tool, argument: Argument, rule: CallRule, depth: int = 0) -> JsonObject:
-        """Values that an argument may have."""
+    def value(self, tool: Tool, argument: Argument, rule: CallRule, depth: int = 0) -> Any:
+        """Values that an argument may have: a format, or its JSON."""
         schema = argument.schema
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values:
@@ -69,9 +73,16 @@ class Notation(ABC):
         if isinstance(ways, list) and ways and schema.keys() <= {"anyOf", *_NOTES}:
             others = [dataclasses.replace(argument, schema=way) for way in ways]
             return either([self.value(tool, other, rule, depth + 1) for other in others])
+        if schema.keys() <= {"type", *_NOTES} and tool.text_format is None:
+            return _of_any(self, kinds or ANY, rule, depth)
         if "type" in schema or not schema.keys() - _NOTES:
             return either(self._of_kinds(tool, argument, kinds or ANY, rule, depth))
         return json_format(written_as(schema, rule))
+
+    def of_any(self, kinds: frozenset[str], rule: CallRule, depth: int) -> JsonObject:
+        """Any values of these types."""
+        argument = Argument("", is_needed=False, schema={"type": sorted(kinds)})
+        return either(self._of_kinds(_ANY_TOOL, argument, kinds, rule, depth))
 
     def _of_kinds(
         self, tool: Tool, argument: Argument, kinds: frozenset[str], rule: CallRule, depth: int
@@ -129,3 +140,9 @@ class Notation(ABC):
         ]
         listed = with_commas(parts, self.separator)
         return sequence(literal("{"), listed, literal("}"))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_any(notation: Notation, kinds: frozenset[str], rule: CallRule, depth: int) -> msgspec.Raw:
+    """`Notation.of_any`, as JSON, which may be longer than the schema by a factor of hundreds."""
+    return msgspec.Raw(msgspec.json.encode(notation.of_any(kinds, rule, depth)))
