@@ -21,6 +21,7 @@ from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.reasoning import ReasoningStyle
 from penstock_router.text.structural_tag_builder import (
     ANY_TEXT,
+    TooLong,
     either,
     encoded,
     json_format,
@@ -58,6 +59,19 @@ def answer_constraint(
     """
     if not isinstance(request, ChatRequest):
         return request.constraint
+    try:
+        return _constraint_of_chat(request, tool_format, style, begun, separators)
+    except TooLong:
+        raise _too_long(request, tool_format) from None
+
+
+def _constraint_of_chat(
+    request: ChatRequest,
+    tool_format: CallFormat | None,
+    style: ReasoningStyle | None,
+    begun: bool,
+    separators: tuple[str, str] | None,
+) -> Constraint | None:
     answer = _with_calls(request, tool_format, separators)
     has_channels = isinstance(tool_format, ChannelFormat)
     if answer is None:
@@ -68,10 +82,7 @@ def answer_constraint(
         answer = tool_format.reasoned(answer, begun=begun)
     elif style is not None:
         answer = sequence(*_reasoning(style, begun), answer)
-    value = encoded(answer, MAX_BUILT_CONSTRAINT_BYTES)
-    if value is None:
-        raise _too_long(request, tool_format)
-    return Constraint(ConstraintKind.STRUCTURAL_TAG, value)
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, encoded(answer))
 
 
 def _too_long(request: ChatRequest, tool_format: CallFormat | None) -> BadRequest:

@@ -10,21 +10,42 @@ from typing import Any
 
 import msgspec
 
+from penstock_common.request_bounds import MAX_BUILT_CONSTRAINT_BYTES
 from penstock_router.json_fields import JsonObject
 
 ANY_TEXT: JsonObject = {"type": "any_text"}
 
 
-def encoded(form: JsonObject, max_bytes: int) -> str | None:
-    """The structural tag of a format, as JSON; None if that has more than `max_bytes`.
+class TooLong(Exception):
+    """A format of more bytes than a constraint may have that is made of several things."""
+
+
+def encoded(form: JsonObject) -> str:
+    """The structural tag of a format, as JSON. Raises `TooLong`.
 
     A format shares what stands in it at many places, as definitions that all arguments may refer
     to, and its JSON repeats them: so it is counted before it is written.
     """
-    if _is_longer(form, max_bytes):
-        return None
+    if _is_longer(form, MAX_BUILT_CONSTRAINT_BYTES):
+        raise TooLong
     written = msgspec.json.encode({"type": "structural_tag", "format": form})
-    return written.decode() if len(written) <= max_bytes else None
+    if len(written) > MAX_BUILT_CONSTRAINT_BYTES:
+        raise TooLong
+    return written.decode()
+
+
+def packed(forms: Iterable[Any]) -> list[msgspec.Raw]:
+    """Formats as JSON, for what repeats them: their lengths are known, and need not be counted.
+    Raises `TooLong` as soon as they are, together.
+    """
+    found, left_bytes = [], MAX_BUILT_CONSTRAINT_BYTES
+    for form in forms:
+        written = msgspec.json.encode(form)
+        left_bytes -= len(written)
+        if left_bytes < 0:
+            raise TooLong
+        found.append(msgspec.Raw(written))
+    return found
 
 
 def _is_longer(value: Any, max_bytes: int) -> bool:

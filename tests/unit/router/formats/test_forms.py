@@ -59,9 +59,7 @@ def grammar(name: str, *, required: bool, parallel: bool) -> str:
 
 
 def compiled(form: JsonObject) -> str:
-    tag = encoded(form, 2**20)
-    assert tag is not None
-    return grammar_of(Constraint("structural_tag", tag), {})
+    return grammar_of(Constraint("structural_tag", encoded(form)), {})
 
 
 def matcher_of(text: str) -> LLMatcher:

@@ -5,10 +5,12 @@ A schema of the whole object cannot be enforced on them; one of each argument ca
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock_router.argument_kinds import STRING, Kinds, SchemaKinds
 from penstock_router.errors import BadRequest
@@ -19,6 +21,7 @@ from penstock_router.text.structural_tag_builder import (
     ANY_TEXT,
     either,
     literal,
+    packed,
     regex,
     sequence,
     tag,
@@ -170,9 +173,8 @@ def _bounded(schema: JsonObject) -> JsonObject | None:
 
 def one_after_another(parts: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
     """Match all needed parts and any of the others, in order."""
-    return sequence(
-        literal(""), *(part if needed else either([part, literal("")]) for needed, part in parts)
-    )
+    ways = (part if needed else either([part, literal("")]) for needed, part in parts)
+    return sequence(literal(""), *packed(ways))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ class Part:
 
     is_needed: bool
     text: str
-    value: JsonObject
+    value: Any
 
     @property
     def alone(self) -> JsonObject:
@@ -200,29 +202,33 @@ class Part:
 
 def with_commas(parts: Sequence[Part], comma: str = ", ") -> JsonObject:
     """Match all needed parts and any of the others, in order, with commas between them."""
+    values = packed(part.value for part in parts)
+    parts = [dataclasses.replace(part, value=value) for part, value in zip(parts, values, strict=True)]
     first_needed = next((at for at, part in enumerate(parts) if part.is_needed), None)
     if first_needed is None:
-        return either([_some_of(parts, comma), literal("")]) if parts else literal("")
+        alone = packed(part.alone for part in parts)
+        before = packed(part.before_another(comma) for part in parts)
+        return either([_some_of(alone, before), literal("")]) if parts else literal("")
     # What may come before the first needed part has its comma behind it.
-    before = [part.before_another(comma) for part in parts[:first_needed]]
+    leading = [part.before_another(comma) for part in parts[:first_needed]]
     behind = [part.behind_another(comma) for part in parts[first_needed + 1 :]]
-    return sequence(*before, parts[first_needed].alone, *behind)
+    return sequence(*leading, parts[first_needed].alone, *behind)
 
 
-def _some_of(parts: Sequence[Part], comma: str) -> JsonObject:
-    """Match one or more parts: some of a first block, or none, and then some of the others; or some
-    of the first block alone.
+def _some_of(alone: Sequence[Any], before: Sequence[Any]) -> Any:
+    """Match one or more parts, each given alone and before another: some of a first block, or none,
+    and then some of the others; or some of the first block alone.
 
     A part stands there once for the others and once in its block, and so in each block of blocks:
     five times at most, for as many parts as a constraint's bytes allow. With a way for each part
     that may be the first, the whole would grow with the square of their number.
     """
-    if len(parts) == 1:
-        return parts[0].alone
-    size = -(-len(parts) // _MAX_BLOCKS)
-    *blocks, last = [parts[at : at + size] for at in range(0, len(parts), size)]
-    found = _some_of(last, comma)
+    if len(alone) == 1:
+        return alone[0]
+    size = -(-len(alone) // _MAX_BLOCKS)
+    *blocks, last = [slice(at, at + size) for at in range(0, len(alone), size)]
+    found = _some_of(alone[last], before[last])
     for block in reversed(blocks):
-        before = [part.before_another(comma) for part in block]
-        found = either([sequence(*before, found), _some_of(block, comma)])
+        within = _some_of(alone[block], before[block])
+        found = either([sequence(*before[block], found), within])
     return found
