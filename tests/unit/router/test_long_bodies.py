@@ -263,6 +263,40 @@ async def test_a_text_process_makes_of_a_body_what_is_made_of_it_here(
         assert len(pids(bodies.pool)) == 1
 
 
+def _asking_for_calls(num_arguments: int, mode: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {f"a{at}": {} for at in range(num_arguments)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return {"messages": [USER], "tools": [tool], "tool_choice": mode}
+
+
+# Backslashes and quotes within strings are none of what is counted.
+QUOTING = {"role": "user", "content": '\\ "' * 2000}
+
+
+@pytest.mark.parametrize(
+    ("body", "is_there"),
+    [
+        ({"messages": [USER, ANSWER] * 50}, False),
+        ({"messages": [USER, ANSWER] * 500}, True),
+        ({"messages": [{**USER, "content": "\\"}] * 500}, True),
+        ({"messages": [QUOTING]}, False),
+        (_asking_for_calls(30, "required"), False),
+        (_asking_for_calls(100, "required"), True),
+        (_asking_for_calls(100, "auto"), False),
+        (_asking_for_calls(1000, "auto"), True),
+    ],
+)
+async def test_what_python_takes_long_for_is_done_in_a_text_process(
+    body: dict[str, Any], is_there: bool, fleet: FakeFleet
+) -> None:
+    fleet.shards[0].info = dataclasses.replace(INFO, max_model_len=10**6)
+    data = msgspec.json.encode(body)
+    assert len(data) < dispatch.LONG_BYTES
+    async with made_bodies(fleet, tool_call_parser="hermes") as bodies:
+        assert (await outcome(bodies, "chats", data))[0] == "chats"
+        assert bool(pids(bodies.pool)) == is_there
+
+
 SHOWN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": ["the fox", [5, 6, 7]], "n": 2, "echo": True, "logprobs": 2,
                          "return_token_ids": True}),

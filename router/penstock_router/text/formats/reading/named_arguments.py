@@ -203,7 +203,8 @@ class Part:
 def with_commas(parts: Sequence[Part], comma: str = ", ") -> JsonObject:
     """Match all needed parts and any of the others, in order, with commas between them."""
     values = packed(part.value for part in parts)
-    parts = [dataclasses.replace(part, value=value) for part, value in zip(parts, values, strict=True)]
+    packed_parts = zip(parts, values, strict=True)
+    parts = [dataclasses.replace(part, value=value) for part, value in packed_parts]
     first_needed = next((at for at, part in enumerate(parts) if part.is_needed), None)
     if first_needed is None:
         alone = packed(part.alone for part in parts)

@@ -68,9 +68,7 @@ def call_tags(
     ]
 
 
-def _value_format(
-    tool: Tool, argument: Argument, rule: CallRule, notation: Notation | None
-) -> Any:
+def _value_format(tool: Tool, argument: Argument, rule: CallRule, notation: Notation | None) -> Any:
     if notation is None:
         return json_format(written_as(argument.schema, rule))
     return notation.value(tool, argument, rule)
