@@ -41,7 +41,7 @@ SHORT_BYTES = 2 * 1024
 # Longer bodies go to a text process. JSON of this length is parsed in 15 us where it is text, in
 # 0.2 ms where it is ids, and in 1.4 ms where it is made of nothing but brackets; a thread tokenizes
 # it in 10 ms, without the interpreter lock. A round trip to a text process costs 0.5 ms.
-LONG_BYTES = 64 * 1024
+LONG_BYTES = 16 * 1024
 # A body of more strings, keys among them, is long as well: Python takes 2 to 5 us for each.
 MANY_STRINGS = 512
 # So is one of more strings whose tools are enforced: that takes up to 25 us for each.

@@ -181,7 +181,9 @@ def _unfollowed(matcher: LLMatcher) -> OutputRefused | OutputExhausts:
 
 def _consume(matcher: LLMatcher, distinct: Distinct | None, token_ids: list[int]) -> bool:
     if distinct is None:
-        return bool(matcher.consume_tokens(token_ids))
+        # One by one: each holds the interpreter lock, which a step needs, for some milliseconds
+        # where a grammar is ambiguous.
+        return all(matcher.consume_token(each) for each in token_ids)
     return distinct.consume(token_ids, matcher)
 
 
