@@ -39,9 +39,8 @@ def add_prompt_logprobs(output: Output, sequence: Sequence, logprobs: Logprobs) 
 
 def error_of(sequence: Sequence, result: RowResult) -> Error:
     """The error of a row that failed. What the request itself causes would fail at any shard."""
-    if sequence.constraint is not None and sequence.constraint.matcher.is_error():
-        # The request's own text broke the matcher, or others with the same constraint did: retrying
-        # it tells which.
+    if sequence.constraint is not None and sequence.constraint.may_be_others_failure:
+        # Retrying tells whose it is.
         return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
     kind = "" if sequence.request.constraint is None else sequence.request.constraint.kind
     code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from penstock_shard.ipc.request import Request
 from penstock_shard.structured_output.distinct.distinct import Distinct
 from penstock_shard.structured_output.pace import SLOW_S, Pace
-from penstock_shard.structured_output.refusal import reason_of
+from penstock_shard.structured_output.refusal import is_of_parser, reason_of
 
 # Most that an ordinary mask takes.
 _ORDINARY_S = 0.0001
@@ -48,6 +48,8 @@ class ConstraintState:
         self.mask: Mask | None = None
         self._request = request
         self._position = len(request.output) // 4
+        # The last tokens up to there that the matcher has yet to consume.
+        self._waiting: list[int] = []
         # Nothing may follow, though the text is not complete.
         self._is_at_end = False
         self._stop_ids = _ids(request.stop_token_ids)
@@ -65,6 +67,13 @@ class ConstraintState:
         kind = self._request.constraint.kind if self._request.constraint else "constraint"
         return f"{kind}: {why}"
 
+    @property
+    def may_be_others_failure(self) -> bool:
+        """Tell whether the matcher failed, and perhaps for what other sequences of this constraint
+        did, whose lexer it shares.
+        """
+        return self.matcher.is_error() and not is_of_parser(self.matcher.get_error())
+
     def is_ready_after(self, num_tokens: int) -> bool:
         """Whether no step waits for what follows so many tokens of output: the mask is there, or
         will never be.
@@ -78,15 +87,30 @@ class ConstraintState:
             return
         if position < self._position:
             self._go_back()
-        self._consume(output[self._position :])
+        self._waiting += output[self._position :]
+        self.catch_up()
         self._position = position
         self.mask = None
 
     def append(self, token_id: int) -> None:
-        """Consume the token that was drawn."""
-        self._consume((token_id,))
+        """Take the token that was drawn: consume it now or, if that may take milliseconds as its
+        mask does, where the next mask is filled.
+        """
+        self._waiting.append(token_id)
+        if not self.pace.is_slow:
+            self.catch_up()
         self._position += 1
         self.mask = None
+
+    def catch_up(self) -> None:
+        """Consume all tokens up to the position."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        if self._distinct is None:
+            self.matcher.consume_tokens(waiting)
+        else:
+            self._distinct.consume(waiting, self.matcher)
 
     def _go_back(self) -> None:
         """Go to the beginning."""
@@ -95,12 +119,7 @@ class ConstraintState:
         else:
             self.matcher = self._distinct.reset()
         self._position = 0
-
-    def _consume(self, token_ids: abc.Sequence[int]) -> None:
-        if self._distinct is None:
-            self.matcher.consume_tokens(list(token_ids))
-        else:
-            self._distinct.consume(token_ids, self.matcher)
+        self._waiting.clear()
 
     def skip(self) -> None:
         """Advance by a position without a token; the mask there is meaningless."""
@@ -149,6 +168,7 @@ def fill_mask(state: ConstraintState, vocab_size: int) -> None:
 
 
 def _fill_measured(state: ConstraintState, bitmasks: NDArray[np.int32], row: int) -> None:
+    state.catch_up()
     before_s = time.thread_time()
     fill_next_token_bitmask(state.matcher, bitmasks, row)
     state.restrict(bitmasks[row])
@@ -186,6 +206,8 @@ class MaskFiller:
                 _fill_measured(state, bitmasks, row)
         elif states:
             # One call that releases the interpreter lock, which a step needs between its kernels.
+            for state in states:
+                state.catch_up()
             places = [(state.matcher, row) for row, state in enumerate(states)]
             fill_next_token_bitmask_par(self._executor, places, bitmasks)
             for state, row in zip(states, bitmasks, strict=True):

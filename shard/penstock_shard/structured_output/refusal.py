@@ -23,10 +23,11 @@ def shown(value: object, longest: int = 60) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
+_OF_PARSER = "parser error|Parser Error"
 # How what llguidance says begins -> the same for callers, without names of its own.
 _TOLD = (
     ("NoExtensionBias", "no text is allowed"),
-    ("parser error|Parser Error", "too much of it fits what is written so far"),
+    (_OF_PARSER, "too much of it fits what is written so far"),
     ("lexer error|initial lexer|LexerTooComplex", "its regular expressions take too much work"),
     ("panic|grammar too|too many", "it is too large to be compiled"),
     ("schema too large|Schema intersection", "its parts together come to too much"),
@@ -49,10 +50,21 @@ _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 def reason_of(error: str) -> str:
     """The reason in an error of llguidance, as one line for callers."""
-    lines = [_PLACE.sub("", line.strip()) for line in error.strip().splitlines()]
+    lines = _lines(error)
     first = next(filter(None, lines), "")
     for begin, told in _TOLD:
         if re.match(begin, first):
             return told
     line = next((line for line in lines if line.startswith("error:")), first)
     return "it cannot be compiled" if not line or _INTERNAL.search(line) else line
+
+
+def is_of_parser(error: str) -> bool:
+    """Tell whether an error of llguidance is that of one sequence's parser, which it shares with no
+    other sequence, unlike its lexer.
+    """
+    return re.match(_OF_PARSER, next(filter(None, _lines(error)), "")) is not None
+
+
+def _lines(error: str) -> list[str]:
+    return [_PLACE.sub("", line.strip()) for line in error.strip().splitlines()]

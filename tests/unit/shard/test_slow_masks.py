@@ -52,6 +52,8 @@ def test_an_ambiguous_grammar_ends_before_a_token_costs_much() -> None:
     [outputs] = ConstrainedEngine().run(_ambiguous(1)).values()
     assert 20 < len(tokens(outputs)) < 400
     assert outputs[-1].error is not None
+    # Nobody else is the cause: it is not tried again.
+    assert outputs[-1].error.code is Code.OUT_OF_RANGE
     assert "too much of it fits what is written so far" in outputs[-1].error.message
 
 
