@@ -132,7 +132,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     )
     text_processes: int = processes(
         1,
-        "processes of each worker that tokenize bodies over 64 kB, started with the first one",
+        "processes of each worker that tokenize bodies over 16 kB, started with the first one",
     )
     console: bool = flag(
         True, "do not serve the console at /, nor its live data", name="--no-console"

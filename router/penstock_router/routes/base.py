@@ -39,7 +39,7 @@ from penstock_router.json_fields import Field, JsonObject, Table, decode_object,
 from penstock_router.observe.exposition import Exposition
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import Records, RequestRecord
-from penstock_router.offload.dispatch import LONG_BYTES, Bodies, Body, Incoming
+from penstock_router.offload.dispatch import Bodies, Body, Incoming
 from penstock_router.request import MAX_REQUEST_ID_CHARS
 from penstock_router.routes.warnings import warn
 from penstock_router.served_models import Models
@@ -90,12 +90,18 @@ TIMEOUT_HEADER = "x-penstock-timeout-s"
 HEADERS = table(
     [Field(TIMEOUT_HEADER, TIMEOUT.kind, "Like the field timeout; the shorter one counts.")]
 )
+# An answer of more bytes counts as memory that its client holds.
+LONG_ANSWER_BYTES = 64 * 1024
+# How long bodies of routes may be that take a few fields.
+_MAX_PLAIN_BYTES = 64 * 1024
 # How long a body may fall behind the slowest transfer, or pause: what has arrived takes memory
 # meanwhile. However much of it came in time, it cannot fall behind by more than this later.
 _MAX_PAUSE_S = 60.0
 _MIN_BYTES_A_SECOND = 8192
 # Inflating so much takes a fraction of a millisecond, even if it is nothing but empty gzip members.
 _SHORT_PACKED_BYTES = 4096
+# How much is inflated at a time here.
+_INFLATED_HERE_BYTES = 64 * 1024
 # How much a thread inflates at a time, in a few milliseconds.
 _INFLATED_BYTES = 1024 * 1024
 # Of this process: a shard tells clients apart on each call for itself.
@@ -284,7 +290,7 @@ async def read_object(request: web.Request, *, any_type: bool = False) -> JsonOb
     """
     _check_type(request, any_type=any_type)
     with request.app[ROUTER].bodies.incoming(client_of(request)) as incoming:
-        await _receive(request, incoming, LONG_BYTES)
+        await _receive(request, incoming, _MAX_PLAIN_BYTES)
         return decode_object(b"".join(incoming.pieces))
 
 
@@ -366,7 +372,7 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 async def _inflate(bodies: Bodies, inflater: Inflater, is_short: bool, incoming: Incoming) -> bytes:
     """`Inflater.inflate`: in a thread if that may take longer than a thread's start."""
     if is_short and not incoming.is_long:
-        return inflater.inflate(LONG_BYTES)
+        return inflater.inflate(_INFLATED_HERE_BYTES)
     return await bodies.inflate(functools.partial(inflater.inflate, _INFLATED_BYTES))
 
 
@@ -406,7 +412,7 @@ async def send(request: web.Request, response: web.StreamResponse) -> None:
         return
     router, num_bytes = request.app[ROUTER], _num_bytes(response)
     with router.memory.hold(client_of(request)) as held:
-        if num_bytes > LONG_BYTES:
+        if num_bytes > LONG_ANSWER_BYTES:
             held.grow(num_bytes, functools.partial(too_much_unread, router.metrics, num_bytes))
             _divide(response)
         if not request.content.is_eof():

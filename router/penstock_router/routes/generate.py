@@ -30,10 +30,11 @@ from penstock_router.generation.job import SEQUENCES_A_TURN, Job, make_job
 from penstock_router.json_fields import STRING, Field, one_of, string, table
 from penstock_router.observe import endpoint_load
 from penstock_router.observe.request_record import Usage
-from penstock_router.offload.dispatch import LONG_BYTES, Body
+from penstock_router.offload.dispatch import Body
 from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes import base
 from penstock_router.routes.base import (
+    LONG_ANSWER_BYTES,
     RECORD,
     REQUEST_ID,
     ROUTER,
@@ -247,13 +248,13 @@ def hold_memory(call: Call[Any], job: Job) -> Iterator[Hold]:
 
         def hold(num_bytes: int) -> None:
             num_bytes *= _OBJECT_BYTES
-            if held.amount + num_bytes > LONG_BYTES:
+            if held.amount + num_bytes > LONG_ANSWER_BYTES:
                 held.grow(num_bytes, functools.partial(too_much_unread, router.metrics, num_bytes))
             else:
                 held.add(num_bytes)
 
         hold(_prompt_scores_bytes(job))
-        if (kept_bytes := job.prepared.kept_bytes) > LONG_BYTES:
+        if (kept_bytes := job.prepared.kept_bytes) > LONG_ANSWER_BYTES:
             held.grow(kept_bytes, functools.partial(too_much_unread, router.metrics, kept_bytes))
         yield hold
 

@@ -277,7 +277,7 @@ QUOTING = {"role": "user", "content": '\\ "' * 2000}
     ("body", "is_there"),
     [
         ({"messages": [USER, ANSWER] * 50}, False),
-        ({"messages": [USER, ANSWER] * 500}, True),
+        ({"messages": [ANSWER] * 300}, True),
         ({"messages": [{**USER, "content": "\\"}] * 500}, True),
         ({"messages": [QUOTING]}, False),
         (_asking_for_calls(30, "required"), False),

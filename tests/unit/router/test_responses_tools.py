@@ -24,6 +24,7 @@ from penstock_router.errors import BadRequest
 from penstock_router.request import ToolChoice
 from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.registry import FORMATS
+from penstock_router.text.structural_tag_builder import encoded
 
 EVENT = TypeAdapter[Any](ResponseStreamEvent)
 
@@ -212,7 +213,7 @@ def test_a_grammar_is_enforced_where_strings_stand_in_calls_as_they_are(name: st
         return
     assert unenforced == ()
     for required in (True, False):
-        made = json.dumps(call_format.calls(tools, CallRule(required)))
+        made = encoded(call_format.calls(tools, CallRule(required)))
         assert json.dumps(PATCH["format"]["definition"]) in made
     # Tools without a grammar are held to nothing.
     assert not tools[2].strict

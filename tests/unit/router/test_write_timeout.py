@@ -29,8 +29,7 @@ from unit.router.router_doubles import (
 
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import SlowClient
-from penstock_router.offload.dispatch import LONG_BYTES
-from penstock_router.routes.base import ROUTER
+from penstock_router.routes.base import LONG_ANSWER_BYTES, ROUTER
 from penstock_router.server.connections import Runner
 from penstock_router.server.write_timeout import WriteTimeout
 
@@ -138,7 +137,7 @@ async def test_waiting_for_a_client_who_left_ends() -> None:
 async def _whole(request: web.Request) -> web.Response:
     body = bytes(int(request.query["bytes"]))
     # In pieces, as `send` has them written.
-    return web.Response(body=io.BytesIO(body) if len(body) > LONG_BYTES else body)
+    return web.Response(body=io.BytesIO(body) if len(body) > LONG_ANSWER_BYTES else body)
 
 
 @asynccontextmanager
@@ -374,7 +373,7 @@ async def test_files_metrics_and_stored_responses_count_too(byte_level: Tokenize
         connection = router.connect()
         connection.stop_reading()
         connection.send("GET", "/openapi.json", b"", {})
-        await _until(lambda: memory.held > LONG_BYTES)
+        await _until(lambda: memory.held > LONG_ANSWER_BYTES)
         connection.go_on_reading()
         await _until(lambda: not memory.held)
         connection.close()
