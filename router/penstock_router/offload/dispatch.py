@@ -187,7 +187,7 @@ class Bodies:
         too many long bodies here, `Unavailable` and `TimeoutError` as `TextPool.run` does.
         """
         arrival = self._arrive(incoming.num_bytes)
-        if not (incoming.is_long or num_strings(incoming.pieces) > MANY_STRINGS):
+        if not (incoming.is_long or count_strings(incoming.pieces) > MANY_STRINGS):
             reading = read(kind, b"".join(incoming.pieces), with_digest=with_digest)
             return Body(self, arrival, incoming, reading, is_long=False)
         incoming.enqueue()
@@ -215,9 +215,9 @@ class Bodies:
         return outcome
 
 
-def num_strings(pieces: Iterable[bytes]) -> int:
-    """How many strings some JSON has, keys among them, and at least half as many where backslashes
-    are to hide some.
+def count_strings(pieces: Iterable[bytes]) -> int:
+    """Count the strings of some JSON, keys among them; where backslashes hide some, at least half of
+    them.
     """
     return sum(piece.count(b'"') - piece.count(b'\\"') for piece in pieces) // 2
 
@@ -261,7 +261,7 @@ class Body:
         self._incoming.hold(len(items))
         self._earlier.append(items)
         is_long = self._incoming.num_bytes + self._earlier_bytes > LONG_BYTES
-        self.is_long = self.is_long or is_long or num_strings(self._earlier) > MANY_STRINGS
+        self.is_long = self.is_long or is_long or count_strings(self._earlier) > MANY_STRINGS
 
     async def work(self, model: ServedModel) -> PreparedPrompts | bytes:
         """Run its kind's text work, once its images are loaded, which `images` then are.
@@ -309,7 +309,7 @@ class Body:
         return (
             isinstance(asked, ChatRequest)
             and bool(tools_held_to(asked, model.conventions.tool_format))
-            and num_strings(self._incoming.pieces) > MANY_ENFORCED_STRINGS
+            and count_strings(self._incoming.pieces) > MANY_ENFORCED_STRINGS
         )
 
     @property
