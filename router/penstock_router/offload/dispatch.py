@@ -216,8 +216,8 @@ class Bodies:
 
 
 def count_strings(pieces: Iterable[bytes]) -> int:
-    """Count the strings of some JSON, keys among them; where backslashes hide some, at least half of
-    them.
+    """Count the strings of some JSON, keys among them; where backslashes hide some, at least half
+    of them.
     """
     return sum(piece.count(b'"') - piece.count(b'\\"') for piece in pieces) // 2
 
