@@ -89,7 +89,7 @@ def _names(text: str) -> list[str]:
 def _measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     model = folder / "model"
     write_seeing_model(model, "qwen3_vl", _DECODER)
-    shard = ["--served-model-name", MODEL, "--kv-memory", "1G", *args.shard_flags]
+    shard = ["--served-model-name", MODEL, "--kv-memory", "256M", *args.shard_flags]
     router = router_flags(
         args,
         *("--api-keys-file", write_keys(folder / "keys.toml", _HONEST, _ATTACKER)),

@@ -43,6 +43,8 @@ def kinds_of(schema: Any, root: Schema) -> Kinds:
 
 
 _NOTHING = _Within({}, None, None)
+# Keywords of schemas that refer to no others.
+_PLAIN = frozenset({"type", "title", "description", "default", "enum", "const"})
 
 
 class SchemaKinds:
@@ -84,6 +86,8 @@ class SchemaKinds:
         """As `kinds_of`."""
         if not isinstance(schema, dict):
             return frozenset()
+        if schema.keys() <= _PLAIN:
+            return _own_kinds(schema)
         if id(schema) not in self._found:
             self._find(schema)
         return self._found[id(schema)][1]

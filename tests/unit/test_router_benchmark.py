@@ -147,7 +147,7 @@ def test_each_goal_that_is_missed_is_named_with_its_value_and_bound() -> None:
         live_p99_ms=20.0, router_grown_mb=201.0, shard_grown_mb=3000.0, errors=2.0, long_p99_ms=None
     )
     assert shortfalls(_figures(), attacked) == [
-        "short: first token of long bodies p99 inf ms, at most 135",
+        "short: first token of long bodies p99 inf ms, at most 250",
         "short: /live p99 20 ms, below 20",
         "short: the router grew by 201 MB, at most 200",
         "short: the shard grew by 3000 MB, at most 200",
