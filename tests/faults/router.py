@@ -133,7 +133,7 @@ FAULTS = [
     ),
     Fault(
         "A form of the answer forbids the reasoning before it",
-        "answer_constraint",
+        "_constraint_of_chat",
         becomes("style is None", "style is not None"),
         caught_by="test_reasoning_comes_before_what_is_constrained_or_not_at_all",
     ),

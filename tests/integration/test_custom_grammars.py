@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import llguidance.hf
@@ -15,6 +16,7 @@ from penstock_router.apis.responses.requests import parse_response
 from penstock_router.apis.responses.tools.functions import hold_to_grammars
 from penstock_router.text.formats.base import CallRule
 from penstock_router.text.formats.registry import FORMATS
+from penstock_router.text.structural_tag_builder import encoded
 from penstock_shard.structured_output.structural_lark import written
 from penstock_shard.structured_output.structural_tag import read
 
@@ -55,7 +57,7 @@ def test_a_call_holds_the_text_of_its_grammar_and_no_other(family: Family, requi
     call_format = FORMATS[family.format]
     tools, _ = hold_to_grammars(asked.tools, asked.served, call_format)
     answer = call_format.calls(tools, CallRule(required))
-    grammar, _ = written(read({"type": "structural_tag", "format": answer}), {})
+    grammar, _ = written(read(json.loads(encoded(answer))), {})
     assert accepts(grammar, family.write([("patch", {"input": GOOD})]))
     assert not accepts(grammar, family.write([("patch", {"input": BAD})]))
 
@@ -66,6 +68,6 @@ def test_a_regular_expression_is_held_to_too() -> None:
     [family] = [family for family in PLAIN if family.format == "qwen_xml"]
     tools, _ = hold_to_grammars(asked.tools, asked.served, FORMATS["qwen_xml"])
     answer = FORMATS["qwen_xml"].calls(tools, CallRule(True))
-    grammar, _ = written(read({"type": "structural_tag", "format": answer}), {})
+    grammar, _ = written(read(json.loads(encoded(answer))), {})
     assert accepts(grammar, family.write([("patch", {"input": "123"})]))
     assert not accepts(grammar, family.write([("patch", {"input": "12a"})]))

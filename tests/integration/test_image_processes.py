@@ -308,7 +308,9 @@ async def test_clients_take_turns_and_none_takes_all_places_in_the_line(
         ended.append(client)
 
     greedy = [asyncio.create_task(run("greedy", i)) for i in range(100)]
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(30):
+        while sum(task.done() for task in greedy) < 100 - 20 - 1:
+            await asyncio.sleep(0.01)
     other = [asyncio.create_task(run("other", 1000 + i)) for i in range(3)]
     await asyncio.sleep(0.1)
     process.resume()

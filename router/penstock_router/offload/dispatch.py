@@ -1,6 +1,6 @@
 """Choice of where a body is read and its text worked on: here, in a thread, or in a text process.
 
-What is seen of the body decides, before it is parsed: its length, and how many strings it has.
+What is seen of the body decides, before it is parsed: its length, and how many values it has.
 Building objects of megabytes of JSON or a list of 300,000 ids, rendering a thousand messages and
 writing a constraint of a hundred arguments hold the interpreter lock, and with it the event loop,
 whatever thread does it. A long body is parsed in a text process; this process gets only its ids, in
@@ -42,15 +42,16 @@ SHORT_BYTES = 2 * 1024
 # tokenizes it in 2.5 ms, without the interpreter lock, but as urgently as the loop does its work. A
 # round trip to a text process, which stands back behind the loop, costs 0.5 ms.
 LONG_BYTES = 16 * 1024
-# A body of more strings, keys among them, is long as well: Python takes 2 to 5 us for each.
-MANY_STRINGS = 512
-# So is one of more strings whose tools are enforced: that takes up to 25 us for each.
-MANY_ENFORCED_STRINGS = 64
+# A body of more values is long as well: Python takes up to 10 us for each.
+MANY_VALUES = 256
+# So is one of more values whose tools are enforced, in a constraint where each may be there often.
+MANY_ENFORCED_VALUES = 64
 # How many connections with long bodies are read from in one turn of the event loop: some 256 kB
 # each, which take a fifth of a millisecond.
 _CONNECTIONS_A_TURN = 4
-# How many bodies may wait for text processes or be worked on there: enough for a burst.
-MAX_BODIES = 256
+# How many bodies may wait for text processes or be worked on there: as many as requests may be let
+# in. What they take of memory has a bound of its own.
+MAX_BODIES = 2048
 
 
 class Incoming:
@@ -187,7 +188,7 @@ class Bodies:
         too many long bodies here, `Unavailable` and `TimeoutError` as `TextPool.run` does.
         """
         arrival = self._arrive(incoming.num_bytes)
-        if not (incoming.is_long or count_strings(incoming.pieces) > MANY_STRINGS):
+        if not (incoming.is_long or count_values(incoming.pieces) > MANY_VALUES):
             reading = read(kind, b"".join(incoming.pieces), with_digest=with_digest)
             return Body(self, arrival, incoming, reading, is_long=False)
         incoming.enqueue()
@@ -215,11 +216,9 @@ class Bodies:
         return outcome
 
 
-def count_strings(pieces: Iterable[bytes]) -> int:
-    """Count the strings of some JSON, keys among them; where backslashes hide some, at least half
-    of them.
-    """
-    return sum(piece.count(b'"') - piece.count(b'\\"') for piece in pieces) // 2
+def count_values(pieces: Iterable[bytes]) -> int:
+    """Count the values in objects and lists of some JSON, and commas and brackets in its texts."""
+    return sum(piece.count(mark) for piece in pieces for mark in (b",", b"[", b"{"))
 
 
 class Body:
@@ -261,7 +260,7 @@ class Body:
         self._incoming.hold(len(items))
         self._earlier.append(items)
         is_long = self._incoming.num_bytes + self._earlier_bytes > LONG_BYTES
-        self.is_long = self.is_long or is_long or count_strings(self._earlier) > MANY_STRINGS
+        self.is_long = self.is_long or is_long or count_values(self._earlier) > MANY_VALUES
 
     async def work(self, model: ServedModel) -> PreparedPrompts | bytes:
         """Run its kind's text work, once its images are loaded, which `images` then are.
@@ -304,12 +303,12 @@ class Body:
         return await bodies.threads.run(made, self._incoming.client)
 
     def _is_enforced(self, model: TextModel) -> bool:
-        """Tell whether tools of many strings constrain the answer."""
+        """Tell whether tools of many values constrain the answer."""
         asked = self.asked
         return (
             isinstance(asked, ChatRequest)
             and bool(tools_held_to(asked, model.conventions.tool_format))
-            and count_strings(self._incoming.pieces) > MANY_ENFORCED_STRINGS
+            and count_values(self._incoming.pieces) > MANY_ENFORCED_VALUES
         )
 
     @property

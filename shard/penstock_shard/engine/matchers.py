@@ -180,11 +180,11 @@ def _unfollowed(matcher: LLMatcher) -> OutputRefused | OutputExhausts:
 
 
 def _consume(matcher: LLMatcher, distinct: Distinct | None, token_ids: list[int]) -> bool:
+    # One by one: each holds the interpreter lock, which a step needs, for some milliseconds where a
+    # grammar is ambiguous.
     if distinct is None:
-        # One by one: each holds the interpreter lock, which a step needs, for some milliseconds
-        # where a grammar is ambiguous.
         return all(matcher.consume_token(each) for each in token_ids)
-    return distinct.consume(token_ids, matcher)
+    return all(distinct.consume([each], matcher) for each in token_ids)
 
 
 def _compute_mask(matcher: LLMatcher) -> None:

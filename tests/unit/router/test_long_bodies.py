@@ -263,27 +263,26 @@ async def test_a_text_process_makes_of_a_body_what_is_made_of_it_here(
         assert len(pids(bodies.pool)) == 1
 
 
-def _asking_for_calls(num_arguments: int, mode: str) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {f"a{at}": {} for at in range(num_arguments)}}
+def _asking_for_calls(arguments: list[dict[str, Any]], mode: str) -> dict[str, Any]:
+    properties = {f"a{at}": schema for at, schema in enumerate(arguments)}
+    parameters = {"type": "object", "properties": properties}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     return {"messages": [USER], "tools": [tool], "tool_choice": mode}
-
-
-# Backslashes and quotes within strings are none of what is counted.
-QUOTING = {"role": "user", "content": '\\ "' * 2000}
 
 
 @pytest.mark.parametrize(
     ("body", "is_there"),
     [
-        ({"messages": [USER, ANSWER] * 50}, False),
-        ({"messages": [ANSWER] * 300}, True),
-        ({"messages": [{**USER, "content": "\\"}] * 500}, True),
-        ({"messages": [QUOTING]}, False),
-        (_asking_for_calls(30, "required"), False),
-        (_asking_for_calls(100, "required"), True),
-        (_asking_for_calls(100, "auto"), False),
-        (_asking_for_calls(1000, "auto"), True),
+        ({"messages": [USER, ANSWER] * 30}, False),
+        ({"messages": [USER, ANSWER] * 50}, True),
+        ({"messages": [{**USER, "content": "the quick brown fox " * 700}]}, False),
+        ({"messages": [USER], "logit_bias": {str(at): 1 for at in range(300)}}, True),
+        (_asking_for_calls([{}] * 20, "required"), False),
+        (_asking_for_calls([{}] * 70, "required"), True),
+        (_asking_for_calls([{}] * 70, "auto"), False),
+        (_asking_for_calls([{}] * 300, "auto"), True),
+        (_asking_for_calls([{"enum": [1] * 100}], "required"), True),
+        (_asking_for_calls([{"anyOf": [{}] * 100}], "required"), True),
     ],
 )
 async def test_what_python_takes_long_for_is_done_in_a_text_process(
@@ -915,7 +914,7 @@ async def test_one_clients_bodies_leave_memory_and_places_to_others(fleet: FakeF
             assert await outcome(bodies, "tokenize", body)
         assert taken(bodies) == (0, 0)
         with ExitStack() as scope:
-            with pytest.raises(TooManyRequests, match="128 long bodies of yours are in the queue"):
+            with pytest.raises(TooManyRequests, match="1024 long bodies of yours are in the queue"):
                 take_all(bodies, scope, Incoming.enqueue)
             assert await outcome(bodies, "tokenize", body)
         assert taken(bodies) == (0, 0)
