@@ -40,6 +40,7 @@ from simulation.fleet_traces import chat, mixed
 from simulation.policies import SimulatedFleet, Summary
 
 from penstock_client.load_balancing.policies import POLICIES, make_policy
+from penstock_common.version import how_to_install
 
 _TRACES = {"chat": (chat, 0.6), "mixed": (mixed, 1.5)}
 _HEADINGS = (
@@ -95,7 +96,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.rate is not None and args.rate <= 0:
         parser.error(f"--rate {args.rate:g}: must be more than 0")
     if args.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot: needs matplotlib; pip install 'penstock[bench]'")
+        parser.error(f"--plot: needs matplotlib; {how_to_install('bench')}")
     return args
 
 

@@ -34,6 +34,8 @@ from typing import Any
 
 import psutil
 
+from penstock_common.version import how_to_install
+
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 QUIET_S = 3.0
@@ -239,7 +241,7 @@ def parse_args() -> argparse.Namespace:
     add("--plot", type=Path, metavar="FILE", help="tokens/s as PNG")
     args = parser.parse_args()
     if args.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot: needs matplotlib; pip install 'penstock[bench]'")
+        parser.error(f"--plot: needs matplotlib; {how_to_install('bench')}")
     return args
 
 

@@ -32,6 +32,7 @@ from benchmarks.router_bench import attack, costly, figures, steady, tokenizing,
 from benchmarks.router_bench.figures import Row
 from benchmarks.router_bench.scenario import Scenario, positive
 from penstock_cli.arguments import positive_int
+from penstock_common.version import how_to_install
 
 # Each with the step time of its fake runner, if it has one, the seconds of a window and the rounds
 # that suit it.
@@ -95,7 +96,7 @@ def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
         command.set_defaults(scenario=scenario, name=name)
     args = parser.parse_args(arguments)
     if args.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot: needs matplotlib; pip install 'penstock[bench]'")
+        parser.error(f"--plot: needs matplotlib; {how_to_install('bench')}")
     return args
 
 

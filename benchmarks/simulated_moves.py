@@ -47,6 +47,7 @@ from simulation.device_loads import (
 )
 
 from benchmarks.tables import row, table
+from penstock_common.version import how_to_install
 
 _LENGTHS = (1000, 2000, 4000, 8000, 16_000, 32_000)
 _NONE = Setting(blocks="none")
@@ -112,7 +113,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if part not in _PARTS:
             parser.error(f"{part!r} is none of {', '.join(_PARTS)}")
     if args.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot: needs matplotlib; pip install 'penstock[bench]'")
+        parser.error(f"--plot: needs matplotlib; {how_to_install('bench')}")
     return args
 
 

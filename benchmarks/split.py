@@ -64,6 +64,7 @@ from benchmarks.split_bench import chart, load
 from benchmarks.split_bench.steps import parts_of, read_moments
 from benchmarks.split_bench.ways import ONE, PAIR, TOKENS_ONLY, WAYS, Meter, Stack, serving
 from penstock_cli.arguments import positive_int
+from penstock_common.version import how_to_install
 
 SATURATION, FIXED_RATE = "saturation", "fixed rate"
 # Numbers of streams that suit each model.
@@ -145,7 +146,7 @@ def parse_args(arguments: Sequence[str]) -> argparse.Namespace:
     _add_measuring(parser)
     args = parser.parse_args(arguments)
     if args.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot: needs matplotlib; pip install 'penstock[bench]'")
+        parser.error(f"--plot: needs matplotlib; {how_to_install('bench')}")
     return args
 
 

@@ -20,14 +20,14 @@ from packaging.version import Version
 FOLDER = Path(__file__).parent / "requirements"
 # Each file's packages, with all that those ask for.
 FILES = {
-    "router": ("penstock[router,otlp]",),
-    "shard": ("penstock[shard,otlp]", "torch"),
+    "router": ("penstock-llm[router,otlp]",),
+    "shard": ("penstock-llm[shard,otlp]", "torch"),
     "build": ("hatchling",),
     # flash-attn, compiled in the image's build, and what that takes beside torch and CUDA.
     "flash": ("flash-attn", "einops"),
     "flash-build": ("torch", "ninja", "packaging", "psutil", "setuptools", "wheel"),
 }
-LEFT_OUT = re.compile(r"penstock|torch|triton|(nvidia|cuda)-.+")
+LEFT_OUT = re.compile(r"penstock-llm|torch|triton|(nvidia|cuda)-.+")
 # Of what the tests do without.
 _NOT_INSTALLED = {"einops": "0.8.2", "flash-attn": "2.8.3", "ninja": "1.13.2"}
 # The images' Python: some packages are asked for by some versions only.

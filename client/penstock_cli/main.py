@@ -68,9 +68,9 @@ def run(argv: Sequence[str]) -> int:
         print(_USAGE, end="")
         return 0 if argv else 2
     if argv[0] in ("-V", "--version"):
-        from importlib.metadata import version
+        from penstock_common.version import VERSION
 
-        print(f"penstock {version('penstock')}")
+        print(f"penstock {VERSION}")
         return 0
     command, arguments = argv[0], argv[1:]
     if command in _PROCESSES:
@@ -94,10 +94,10 @@ def _run_tool(module: str, arguments: Sequence[str]) -> int:
     try:
         tool = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        print(
-            f"penstock: {error.name} is not installed; pip install 'penstock[client]'",
-            file=sys.stderr,
-        )
+        from penstock_common.version import how_to_install
+
+        missing = f"{error.name} is not installed; {how_to_install('client')}"
+        print(f"penstock: {missing}", file=sys.stderr)
         return 2
     try:
         status: int = tool.main(arguments)

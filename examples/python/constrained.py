@@ -1,6 +1,6 @@
 """python constrained.py HOST:PORT 'some text' PATTERN: an answer of a shard that matches a pattern.
 
-Needs `pip install 'penstock[client]' tokenizers`. A pattern that cannot be served is refused before
+Needs `pip install '.[client]' tokenizers`. A pattern that cannot be served is refused before
 anything is computed, with the reason.
 """
 

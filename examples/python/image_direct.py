@@ -1,6 +1,6 @@
 """python image_direct.py HOST:PORT FILE 'a question': asks a shard about a picture.
 
-Needs `pip install 'penstock[client,router]'`: no router runs, but its code says which tokens stand
+Needs `pip install '.[client,router]'`: no router runs, but its code says which tokens stand
 for an image.
 """
 

@@ -1,6 +1,6 @@
 """python stream.py HOST:PORT 'some text': streams a completion from a shard, without a router.
 
-Needs `pip install 'penstock[client]' tokenizers`. Leaving the loop early, or Ctrl-C, aborts it.
+Needs `pip install '.[client]' tokenizers`. Leaving the loop early, or Ctrl-C, aborts it.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def test_what_the_routers_image_installs_asks_for_no_torch() -> None:
     assert of_shards <= PINS.packages(PINS.FILES["shard"]).keys()
     assert not of_shards & PINS.packages(PINS.FILES["router"]).keys()
     # torch comes with these, of its own index.
-    for name in ("torch", "triton", "nvidia-cudnn-cu13", "cuda-bindings", "penstock"):
+    for name in ("torch", "triton", "nvidia-cudnn-cu13", "cuda-bindings", "penstock-llm"):
         assert PINS.LEFT_OUT.fullmatch(name)
 
 
@@ -142,7 +142,7 @@ def test_the_bill_of_materials_names_what_the_routers_image_installs() -> None:
     content = json.loads(bill.read_text())
     assert content["bomFormat"] == "CycloneDX"
     found = {canonicalize_name(part["name"]): part["version"] for part in content["components"]}
-    assert {"aiohttp", "grpcio", "tokenizers", "penstock"} <= found.keys()
+    assert {"aiohttp", "grpcio", "tokenizers", "penstock-llm"} <= found.keys()
     assert "torch" not in found
     versions = pinned("router")
     assert {n: v for n, v in found.items() if n in versions and versions[n] != v} == {}

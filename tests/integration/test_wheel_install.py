@@ -90,7 +90,7 @@ def test_what_is_installed_from_the_wheel_serves_outside_of_a_clone(
 @pytest.mark.soak
 def test_pip_installs_all_that_the_wheel_needs(wheel: Path, tmp_path: Path) -> None:
     python = _make_environment(tmp_path / "venv")
-    wanted = f"penstock[router,fake] @ {wheel.as_uri()}"
+    wanted = f"penstock-llm[router,fake] @ {wheel.as_uri()}"
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", wanted], check=True)
     assert _serve_and_ask([str(python.with_name("penstock"))], tmp_path)
 
@@ -98,5 +98,5 @@ def test_pip_installs_all_that_the_wheel_needs(wheel: Path, tmp_path: Path) -> N
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("uvx") is None, reason="uv is not installed")
 def test_uvx_runs_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    wanted = f"penstock[router,fake] @ {wheel.as_uri()}"
+    wanted = f"penstock-llm[router,fake] @ {wheel.as_uri()}"
     assert _serve_and_ask(["uvx", "--from", wanted, "penstock"], tmp_path)

@@ -319,7 +319,11 @@ def test_integers_on_a_cpu_are_of_the_kernels_alone(named: str, model_dir: Direc
         ({"quantization": "fp8"}, (8, 6), "--quantization fp8: needs a GPU of compute capability"),
         ({"quantization": "fp8", "dtype": "float16"}, (9, 0), "bfloat16 with it, not --dtype"),
         ({"quantization": "fp8", "exact": True}, (9, 0), "its products are not exact"),
-        ({"quantization": "int4"}, (8, 0), "--quantization int4: needs torchao; install penstock"),
+        (
+            {"quantization": "int4"},
+            (8, 0),
+            "--quantization int4: needs torchao; install penstock with the extra",
+        ),
         (
             {"quantization": "int4"},
             (7, 5),

@@ -31,6 +31,7 @@ from penstock_cli.bench.report import Objective, plot, summarize, table
 from penstock_cli.router_errors import one_line
 from penstock_common.flags import choice, number
 from penstock_common.logs import escape
+from penstock_common.version import how_to_install
 
 _DEFAULT_STREAMS = 16
 _DEFAULT_REQUESTS = 64
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.rate and math.inf in args.rate and args.duration:
         parser.error("argument --rate: inf sends all at once and needs --requests, not --duration")
     if args.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("argument --plot: needs matplotlib; pip install 'penstock[bench]'")
+        parser.error(f"argument --plot: needs matplotlib; {how_to_install('bench')}")
     # Prompts go on where the load before ended: none is found in the server's prefix cache.
     rng = random.Random(args.seed)
     summaries = []

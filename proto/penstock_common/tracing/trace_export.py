@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock_common.tracing.spans import SpanSink
+from penstock_common.version import how_to_install
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _TRACES_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -49,7 +50,7 @@ def read_tracing(endpoint: str | None, environment: Mapping[str, str]) -> Tracin
             value = environment[variable][:100]
             raise ValueError(f"{variable}: {value!r} is not spoken; http/protobuf is (port 4318)")
     if not _is_installed("opentelemetry.exporter.otlp.proto.http"):
-        raise ValueError(f"{source}: needs the extra otlp: pip install 'penstock[otlp]'")
+        raise ValueError(f"{source}: {how_to_install('otlp')}")
     return TracingConfig(url, _share(environment.get(_SHARE_VARIABLE, "")))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock_common.version import how_to_install
 from penstock_shard.attention.base import AttentionBatch, LayerSpec, NotHere, Unusable
 from penstock_shard.attention.gpu_library import AttentionParams, LibraryBackend, Pair, serves
 from penstock_shard.device.dtypes import dtype_name
@@ -121,7 +122,7 @@ class FlashAttention3(_FlashAttention):
 
 def make_flash_attention_2(device: torch.device, dtype: torch.dtype) -> FlashAttention2:
     """Raises Unusable where the library is not installed, too old, or does not serve `dtype`."""
-    library = _import("flash_attn", "install penstock[flash]")
+    library = _import("flash_attn", how_to_install("flash"))
     version = str(getattr(library, "__version__", "0"))
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if numbers < _OLDEST:

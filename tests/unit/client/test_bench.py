@@ -419,7 +419,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_sent(monkeypatc
     with pytest.raises(SystemExit) as ended:
         _bench(double, "--plot", "run.png")
     assert ended.value.code == 2
-    assert "pip install 'penstock[bench]'" in _complaint(capsys)
+    assert "install penstock with the extra bench" in _complaint(capsys)
     assert double.bodies == []
 
 

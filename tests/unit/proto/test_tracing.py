@@ -141,5 +141,7 @@ def test_what_makes_no_sense_is_refused_by_its_name(
 
 def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
-    with pytest.raises(ValueError, match=r"--otlp-endpoint: needs the extra otlp: pip install"):
+    with pytest.raises(
+        ValueError, match=r"--otlp-endpoint: install penstock with the extra otlp: pip install"
+    ):
         read_tracing("http://a:4318", {})

@@ -12,6 +12,7 @@ from typing import Literal, cast
 import torch
 from transformers import PreTrainedConfig
 
+from penstock_common.version import how_to_install
 from penstock_shard.attention.backend_order import make_backend
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.checkpoint.quantization_config import scheme_of
@@ -170,7 +171,7 @@ def choose_weights(
     if not multiplies_int4(device):
         raise ModelError(f"{flag}: needs a GPU of compute capability 8.0 or later")
     if not has_torchao():
-        raise ModelError(f"{flag}: needs torchao; install penstock[int4]")
+        raise ModelError(f"{flag}: needs torchao; {how_to_install('int4')}")
     return "int4"
 
 
