@@ -61,7 +61,20 @@ def at_revision(revision: str, folder: Path) -> Checkout:
         pytest.skip(f"the history of this repository is not here: {revision} is not known")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
-    return Checkout(revision, folder)
+    found = Checkout(revision, folder)
+    _tell_version(found)
+    return found
+
+
+def _tell_version(checkout: Checkout) -> None:
+    """Write its name and version as an installation does: it may have another name now."""
+    project = tomllib.loads((checkout.root / "pyproject.toml").read_text())["project"]
+    name, version = project["name"].replace("-", "_"), project["version"]
+    first, *_ = checkout.python_path.split(os.pathsep)
+    installed = Path(first) / f"{name}-{version}.dist-info"
+    installed.mkdir()
+    fields = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n"
+    (installed / "METADATA").write_text(fields)
 
 
 def _archive(revision: str) -> subprocess.CompletedProcess[bytes]:

@@ -1301,7 +1301,8 @@ async def test_the_echo_of_many_ids_is_decoded_off_the_loop(
         for count in (10, 5000):
             body = (await router.complete([5] * count, echo=True, max_tokens=1)).json()
             assert body["choices"][0]["text"].startswith(byte_level.decode([5] * count))
-    assert threads == [True, False]
+    # The other's in a text process.
+    assert threads == [True]
 
 
 async def test_a_large_prompt_is_tokenized_off_the_loop(byte_level: Tokenizer) -> None:
