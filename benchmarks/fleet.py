@@ -1,4 +1,4 @@
-"""How policies share requests among shards, on simulated devices and a simulated clock.
+"""Measures how policies share requests among shards, on simulated devices and a simulated clock.
 
     python benchmarks/fleet.py chat
     python benchmarks/fleet.py mixed --rate 2 --policies round-robin least-load

@@ -157,7 +157,7 @@ CONTENDERS = (
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What one run of this script holds fixed."""
+    """Settings that one run of this script holds fixed."""
 
     peers: Path
     models: Path
@@ -174,7 +174,7 @@ class Bench:
         return CASES[self.case_name]
 
     def values(self) -> dict[str, Any]:
-        """What a contender's command line may name."""
+        """Values that a contender's command line may name."""
         slots = max(self.case.streams)
         per_request = self.case.prompt_tokens + self.case.output_tokens
         return {
@@ -285,7 +285,7 @@ def run_rounds(
 
 
 def warm_up(server: RunningServer) -> None:
-    """As many at once as will ever be, so that nothing is allocated or compiled later."""
+    """Send as many at once as will ever be, so that nothing is allocated or compiled later."""
     streams = max(server.bench.case.streams)
     server.load(streams, requests=streams, seed=time.time_ns() // 1_000_000)
 
@@ -303,7 +303,7 @@ class RunningServer:
     ready_s: float
 
     def load(self, streams: int, *, requests: int, seed: int) -> dict[str, Any]:
-        """What `penstock bench` measured. Raises ServerError when a request failed."""
+        """Return what `penstock bench` measured. Raises ServerError when a request failed."""
         case = self.bench.case
         values = self.bench.values()
         command = [
@@ -417,7 +417,7 @@ def wait_until_quiet(server: RunningServer) -> None:
 
 
 def measured(server: RunningServer, streams: int) -> dict[str, Any]:
-    """One load, and what it cost. `other_cpu_s` is what neither server nor load used."""
+    """Figures of a load, and what it cost. `other_cpu_s` is what neither server nor load used."""
     requests = server.bench.case.requests(streams)
     # New prompts each time: a prefix cache must find nothing.
     seed = time.time_ns() // 1_000_000
@@ -452,7 +452,7 @@ def busy() -> float:
 
 
 def children_cpu_s() -> float:
-    """Of children that have ended: each load is one, and a server only after its last run."""
+    """Sum the times of ended children: each load is one, and a server after its last run."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

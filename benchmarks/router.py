@@ -1,4 +1,4 @@
-"""What the router costs and what it stands, against shards with the fake runner on this machine.
+"""Costs and limits of the router, against shards with the fake runner on this machine.
 
     python benchmarks/router.py tokens
     python benchmarks/router.py latency --seconds 30 --rounds 5 --json latency.json

@@ -1,4 +1,4 @@
-"""What it costs to move streams between GPUs, on simulated devices and links and a virtual clock.
+"""Costs of moving streams between GPUs, on simulated devices and links and a virtual clock.
 
     python benchmarks/simulated_moves.py
     python benchmarks/simulated_moves.py pauses --plot docs/images
@@ -204,7 +204,7 @@ def roles(plots: Path | None) -> None:
 
 
 def shared(plots: Path | None) -> None:
-    """How often what is shared was computed; milliseconds to first tokens. Draws nothing."""
+    """Tell how often shared prefixes were computed, and milliseconds to first tokens; no plot."""
     table("policy", "shards that got any", "times computed", "first token p50", "p99", "max")
     for name, setting in _SHARED.items():
         fared = shared_prompt(setting, Shared())

@@ -1,4 +1,4 @@
-"""What it brings that router and engine are two processes: the same code in one, and as the pair.
+"""Gain of two processes for router and engine: the same code in one, and as the pair.
 
     python benchmarks/split.py
     python benchmarks/split.py --models fake --streams 256 --step-ms 5 --plot split.png

@@ -1,4 +1,4 @@
-"""Which of JSON's types a schema allows, for formats of calls that write strings without quotes.
+"""JSON's types that a schema allows, for formats of calls that write strings without quotes.
 
 There `3` may be a number or a string: only the tool's schema says which.
 """
@@ -29,7 +29,7 @@ _MAX_PARTS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class _Within:
-    """What a schema says of what is in objects and lists."""
+    """Schemas of what is in objects and lists."""
 
     members: Mapping[str, Any]
     # Of members that are not named, and of items; None: nothing.
@@ -67,12 +67,12 @@ class SchemaKinds:
         return self._what_is_in(schema).members
 
     def member(self, schema: Any, name: str) -> Any:
-        """What a schema of objects says of the member of this name; None if nothing."""
+        """Find the schema of the member of this name in one of objects; None if it has none."""
         within = self._what_is_in(schema)
         return within.members.get(name, within.other_members)
 
     def items(self, schema: Any) -> Any:
-        """What a schema of lists says of their items; None if nothing."""
+        """Find the schema of items in a schema of lists; None if it has none."""
         return self._what_is_in(schema).items
 
     def _what_is_in(self, schema: Any) -> _Within:
@@ -119,7 +119,7 @@ class SchemaKinds:
 
 
 def _within(schema: Schema, root: Schema) -> _Within:
-    """Of what several parts say the first counts."""
+    """Merge what several parts of a schema say: the first that says something counts."""
     parts = list(_parts(schema, root))
     named = [part["properties"] for part in parts if isinstance(part.get("properties"), dict)]
     merged = {key: of for each in named[::-1] for key, of in each.items()} if named[1:] else None

@@ -59,7 +59,7 @@ class Threads:
         self._num_pending -= 1
 
     async def run_for_all(self, work: Callable[[], _Result]) -> _Result:
-        """The same for what several may wait for: never refused, as that would be to all of them
-        for what one has sent.
+        """Run what several may wait for: it is never refused, as that would be to all of them for
+        what one has sent.
         """
         return await asyncio.wrap_future(self._executor.submit(work))

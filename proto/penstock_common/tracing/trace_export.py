@@ -1,4 +1,4 @@
-"""Whether traces are exported, and where to: --otlp-endpoint, OpenTelemetry's variables, a sink.
+"""Settings of where traces are exported to: --otlp-endpoint, OpenTelemetry's variables, a sink.
 
 `otlp.py` is loaded only where there is an endpoint.
 """

@@ -37,7 +37,7 @@ class Pixels:
 
 
 class DecoderPool:
-    """As many of them as images are decoded at once."""
+    """Image processes, as many as images are decoded at once."""
 
     def __init__(self, config: RouterConfig) -> None:
         limits = config.max_image_pixels, config.max_image_bytes

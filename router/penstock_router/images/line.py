@@ -59,8 +59,8 @@ class Line:
     async def do(
         self, name: Hashable, work: Callable[[str], Awaitable[_Result]], client: str
     ) -> _Result:
-        """What `work(client)` returns or raises, called in the turn of one of those that wait for
-        the job of this name. It is cancelled when nobody waits any more.
+        """Return or raise what `work(client)` does, called in the turn of one of those that wait
+        for the job of this name. It is cancelled when nobody waits any more.
 
         Raises `TooManyRequests` where too many wait, or after waiting too long.
         """
@@ -128,7 +128,7 @@ class Line:
 
     @contextmanager
     def _waits(self, job: _Job[Any], client: str) -> Iterator[_Waiter]:
-        """In which one more of this client's waits for the job."""
+        """Count one more of this client's as waiting for the job, within the scope."""
         waiter = job.clients.setdefault(client, _Waiter(self._waiting.hold(client)))
         waiter.num_waiting += 1
         try:

@@ -316,7 +316,7 @@ class Body:
         return sum(map(len, self._earlier))
 
     def _earlier_pieces(self) -> list[bytes]:
-        """One JSON array of all stored items, in pieces; empty where there are none."""
+        """Join all stored items to a JSON array, in pieces; empty where there are none."""
         pieces = [piece for items in self._earlier for piece in (b",", items)]
         return [b"[", *pieces[1:], b"]"] if pieces else []
 

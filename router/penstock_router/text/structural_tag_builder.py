@@ -89,7 +89,7 @@ def sequence(*elements: Any) -> JsonObject:
 
 
 def either(elements: Iterable[Any]) -> JsonObject:
-    """One of the elements, of which there must be at least one."""
+    """Match one of the elements, of which there must be at least one."""
     ways: list[JsonObject] = list(elements)
     return ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
 

@@ -1,4 +1,4 @@
-"""What is told of a sequence after a step: its tokens, why it has finished, its error."""
+"""Outputs of a sequence after a step: its tokens, why it has finished, its error."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class ConstraintState:
         return self.matcher.is_error() and not is_of_parser(self.matcher.get_error())
 
     def is_ready_after(self, num_tokens: int) -> bool:
-        """Whether no step waits for what follows so many tokens of output: the mask is there, or
-        will never be.
+        """Tell whether no step waits for what follows so many tokens of output: the mask is there,
+        or will never be.
         """
         return bool(self.error) or (self._position == num_tokens and self.mask is not None)
 
@@ -252,7 +252,7 @@ def failure_of(matcher: LLMatcher) -> str:
 
 
 def is_mismatch(matcher: LLMatcher) -> bool:
-    """Whether a matcher cannot go on because a token was none of those that it allowed; otherwise
-    a limit of its work was met.
+    """Tell whether a matcher cannot go on because a token was none of those that it allowed;
+    otherwise a limit of its work was met.
     """
     return "doesn't satisfy the grammar" in matcher.get_error()

@@ -110,7 +110,7 @@ def _check_exact_backend(config: ShardConfig, device: torch.device) -> None:
 
 
 def _interprets(config: ShardConfig) -> bool:
-    """Whether --attention-backend is triton and its interpreter is on: for tests."""
+    """Tell whether --attention-backend is triton and its interpreter is on: for tests."""
     if config.attention_backend != "triton" or not is_installed():
         return False
     import triton
@@ -145,8 +145,8 @@ def _device_ops(
 def choose_weights(
     config: ShardConfig, hf_config: PreTrainedConfig, device: torch.device
 ) -> WeightKind | None:
-    """What weights are quantized to, by --quantization or because the checkpoint is fp8; None where
-    --dtype alone decides.
+    """Choose what weights are quantized to, by --quantization or because the checkpoint is fp8;
+    None where --dtype alone decides.
 
     Raises ModelError for a quantization that the device or the other flags do not allow.
     """

@@ -179,7 +179,7 @@ def one_after_another(parts: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the parts with commas between them: a text and a value."""
+    """Part of a list with commas: a text and a value."""
 
     is_needed: bool
     text: str
