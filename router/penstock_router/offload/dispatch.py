@@ -153,7 +153,7 @@ class Bodies:
         async with self._turns:
             await asyncio.sleep(0)
 
-    async def inflate(self, inflate: Callable[[], bytes]) -> bytes:
+    async def inflate(self, inflate: Callable[[], list[bytes]]) -> list[bytes]:
         """Inflate more of a long body in a thread: of one body at a time, and for half of that time
         at most, as a kilobyte may keep a core busy for as long as a megabyte that is not packed.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import io
+import itertools
 import re
 import secrets
 import time
@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp import HttpVersion11, Payload, StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
 
 from penstock_router.admission.admission import Admission, Ticket
 from penstock_router.admission.api_keys import Key, Keys
 from penstock_router.admission.rate_limits import Charge
 from penstock_router.admission.shared_budget import SharedBudget
 from penstock_router.apis.base import ERRORS, EVENTS, TIMEOUT, AnyKind, ErrorForm, Framing
+from penstock_router.apis.json_in_thread import cut
 from penstock_router.config import RouterConfig
 from penstock_router.errors import (
     BadRequest,
@@ -102,8 +104,10 @@ _MIN_BYTES_A_SECOND = 8192
 _SHORT_PACKED_BYTES = 4096
 # How much is inflated at a time here.
 _INFLATED_HERE_BYTES = 64 * 1024
-# How much a thread inflates at a time, in a few milliseconds.
-_INFLATED_BYTES = 1024 * 1024
+# How much a thread inflates at a time, in a few milliseconds. It holds the interpreter lock while
+# the memory of a piece is made ready.
+_PIECES_A_TURN = 8
+_PIECE_BYTES = 128 * 1024
 # Of this process: a shard tells clients apart on each call for itself.
 _CALLER_KEY = secrets.token_bytes(16)
 # The same text for a key that is missing, unknown, revoked or expired.
@@ -312,7 +316,8 @@ async def _receive(request: web.Request, incoming: Incoming, max_bytes: int) -> 
                 inflater.feed(piece)
                 is_short = len(piece) <= _SHORT_PACKED_BYTES
                 while data := await _inflate(router.bodies, inflater, is_short, incoming):
-                    _add(incoming, data, max_bytes)
+                    for each in data:
+                        _add(incoming, each, max_bytes)
             if incoming.is_long:
                 await router.bodies.take_turn()
     except web.RequestPayloadError:
@@ -369,11 +374,21 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {max_bytes} bytes")
 
 
-async def _inflate(bodies: Bodies, inflater: Inflater, is_short: bool, incoming: Incoming) -> bytes:
-    """`Inflater.inflate`: in a thread if that may take longer than a thread's start."""
+async def _inflate(
+    bodies: Bodies, inflater: Inflater, is_short: bool, incoming: Incoming
+) -> list[bytes]:
+    """The next bytes that are inflated, in pieces: in a thread if that may take longer than a
+    thread's start.
+    """
     if is_short and not incoming.is_long:
-        return inflater.inflate(_INFLATED_HERE_BYTES)
-    return await bodies.inflate(functools.partial(inflater.inflate, _INFLATED_BYTES))
+        return _inflate_pieces(inflater, 1, _INFLATED_HERE_BYTES)
+    inflate = functools.partial(_inflate_pieces, inflater, _PIECES_A_TURN, _PIECE_BYTES)
+    return await bodies.inflate(inflate)
+
+
+def _inflate_pieces(inflater: Inflater, num_pieces: int, piece_bytes: int) -> list[bytes]:
+    pieces = iter(functools.partial(inflater.inflate, piece_bytes), b"")
+    return list(itertools.islice(pieces, num_pieces))
 
 
 async def _next_piece(content: StreamReader, until_s: float) -> bytes:
@@ -424,9 +439,28 @@ async def send(request: web.Request, response: web.StreamResponse) -> None:
 
 
 def _divide(response: web.StreamResponse) -> None:
-    """Have a long body written in pieces: over TLS, what is written at once counts as sent."""
     if isinstance(response, web.Response) and isinstance(response.body, bytes):
-        response.body = io.BytesIO(response.body)
+        response.body = _Divided(response.body)
+
+
+class _Divided(Payload):
+    """A long body, written in pieces: over TLS, what is written at once counts as sent. aiohttp's
+    own for `BytesIO` copies the whole body at first.
+    """
+
+    _value: bytes
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__(body)
+        self._size = len(body)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self._value.decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for piece in cut(memoryview(self._value)):
+            await asyncio.sleep(0)
+            await writer.write(piece)
 
 
 def _num_bytes(response: web.StreamResponse) -> int:

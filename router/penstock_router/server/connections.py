@@ -42,7 +42,7 @@ _SHORT_HEAD_BYTES = 16 * 1024
 # The pause after the system has refused a connection, for want of files for example.
 _ACCEPT_AGAIN_S = 0.1
 # How many connections are accepted before anything else gets a turn.
-_ACCEPTS_A_TURN = 64
+_ACCEPTS_A_TURN = 16
 # How many TLS handshakes of one client may be under way.
 _HANDSHAKES_A_CLIENT = 16
 # How long a client may go on sending a body that nobody reads until it reads the answer instead.
@@ -189,6 +189,8 @@ class ConnectionFactory:
         self.memory = memory
         self.error_response = error_response
         self._handshakes: set[asyncio.Task[None]] = set()
+        # Held by the handshake that begins in this turn of the event loop.
+        self._beginning = asyncio.Lock()
         # By client, for as long as one of its handshakes is under way.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
@@ -226,7 +228,9 @@ class ConnectionFactory:
     async def _shake_hands(
         self, connection: Connection, accepted: socket.socket, context: ssl.SSLContext
     ) -> None:
-        """Handshakes take a millisecond each: those of one client wait for each other."""
+        """Handshakes take a millisecond each: those of one client wait for each other, and one
+        begins in a turn of the event loop.
+        """
         turns = self._turns.setdefault(connection.client, asyncio.Semaphore(_HANDSHAKES_A_CLIENT))
         try:
             async with asyncio.timeout(self.header_timeout_s):
@@ -236,6 +240,8 @@ class ConnectionFactory:
             accepted.close()
             return
         try:
+            async with self._beginning:
+                await asyncio.sleep(0)
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection,
                 accepted,

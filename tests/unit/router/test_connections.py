@@ -369,6 +369,47 @@ def test_handshakes_of_one_client_wait_for_each_other_and_delay_no_others(
         runner.run(hold_turns())
 
 
+@LOOPS
+def test_many_handshakes_at_once_begin_one_in_a_turn_of_the_loop(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    pair = Authority(tmp_path, "own").issue("127.0.0.1")
+    here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    here.load_cert_chain(pair.cert, pair.key)
+    turn = 0
+    begun_in: list[int] = []
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def fail(_: object, accepted: socket.socket, **__: object) -> None:
+        begun_in.append(turn)
+        accepted.close()
+        raise ConnectionError
+
+    async def connect_at_once() -> None:
+        async with _served(timeout_s=30, tls=here) as port, AsyncExitStack() as open_ones:
+            monkeypatch.setattr(asyncio.get_running_loop(), "connect_accepted_socket", fail)
+            counting = asyncio.create_task(count_turns())
+            for _ in range(_HANDSHAKES_A_CLIENT):
+                # The system accepts them, before the server gets a turn.
+                client = open_ones.enter_context(socket.socket())
+                client.connect(("127.0.0.1", port))
+            async with asyncio.timeout(10):
+                while len(begun_in) < _HANDSHAKES_A_CLIENT:
+                    await asyncio.sleep(0)
+            counting.cancel()
+        assert len(set(begun_in)) == _HANDSHAKES_A_CLIENT
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(connect_at_once())
+
+
 # ---- What comes behind a request ---------------------------------------------------------------
 
 SLOW = REQUEST.replace(b"quick", b"slow")

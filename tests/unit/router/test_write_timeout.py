@@ -8,6 +8,7 @@ import io
 import json
 import socket
 import ssl
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from unit.router.router_doubles import (
 
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import SlowClient
-from penstock_router.routes.base import LONG_ANSWER_BYTES, ROUTER
+from penstock_router.routes.base import LONG_ANSWER_BYTES, ROUTER, _divide, encoded_response
 from penstock_router.server.connections import Runner
 from penstock_router.server.write_timeout import WriteTimeout
 
@@ -364,6 +365,16 @@ async def test_unread_answers_count_as_memory_of_their_client_and_what_does_not_
         await _until(lambda: not memory.held)
         for connection in connections:
             connection.close()
+
+
+def test_a_long_answer_is_not_copied_before_it_is_sent() -> None:
+    response = encoded_response(b"[" + b" " * 10_000_000 + b"]")
+    tracemalloc.start()
+    _divide(response)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert response.headers["Content-Type"] == "application/json"
+    assert peak_bytes < 1_000_000
 
 
 async def test_files_metrics_and_stored_responses_count_too(byte_level: Tokenizer) -> None:
