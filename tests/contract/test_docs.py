@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from contract import images_page, models_page
@@ -47,6 +52,45 @@ def test_files_that_pages_name_are_there():
         for page, path in sorted(named)
         if not any(f"/{t}".endswith(f"/{path}") for t in tracked)
     ] == []
+
+
+def test_commands_that_pages_show_have_the_flags_that_they_are_shown_with():
+    pages = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md"))
+    shown = [each for page in pages for each in _shown_flags(page.read_text("utf-8"))]
+    assert len(shown) > 30
+    there = {command: _flags_of(command) for command in {command for command, _ in shown}}
+    assert [(command, flag) for command, flag in shown if flag not in there[command]] == []
+
+
+def _shown_flags(text: str) -> Iterator[tuple[str, str]]:
+    """Commands of penstock in a page's code, each with each of its flags. What stands behind `--`
+    belongs to another command.
+    """
+    for block in re.findall(r"```.*?```|`[^`\n]+`|^    .*$", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").strip("`").splitlines():
+            command = re.match(r"(?:\$ )?(?:\w+=\S+ )*penstock ([a-z]+)\b([^#|;&]*)", line.strip())
+            words = command[2].split() if command else []
+            flags = itertools.takewhile(lambda word: word != "--", words)
+            for flag in flags:
+                name = re.match(r"--[a-z][a-z-]*", flag)
+                if command and name:
+                    yield command[1], name[0]
+
+
+@functools.cache
+def _flags_of(command: str) -> frozenset[str]:
+    """The flags of a command, of those of its own, and of the shards that it starts."""
+    text = _help_of(command)
+    parts = re.findall(r"^    ([a-z]+) ", text.partition("\n  COMMAND\n")[2], re.MULTILINE)
+    texts = [text, *(_help_of(command, part) for part in parts)]
+    if command == "serve":
+        texts.append(_help_of("shard"))
+    return frozenset(re.findall(r"--[a-z][a-z0-9-]*", "".join(texts)))
+
+
+def _help_of(*command: str) -> str:
+    words = [sys.executable, "-m", "penstock_cli.main", *command, "--help"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 def test_the_page_of_models_shows_what_becomes_of_each_family():
