@@ -12,6 +12,8 @@ from pathlib import Path
 
 from contract import images_page, models_page
 
+from penstock_common.shared_flags import SHARD_PORT
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -101,3 +103,21 @@ def test_the_page_of_models_shows_what_becomes_of_each_family():
 def test_the_page_of_images_shows_how_many_tokens_one_takes():
     page = images_page.PAGE.read_text()
     assert page == images_page.with_table(page), "in tests/: python -m contract.images_page"
+
+
+def test_ports_of_shards_are_those_of_the_command_and_of_the_images():
+    image = (ROOT / "deploy" / "Dockerfile").read_text("utf-8")
+    (in_image,) = set(re.findall(r'"penstock", "shard", .*"--port", "(\d+)"', image))
+    assert in_image in re.findall(r"^EXPOSE (\d+)$", image, re.MULTILINE)
+    deployed = [*ROOT.glob("deploy/*.yaml"), *ROOT.glob("deploy/helm/**/*.*")]
+    pages = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md"))
+    for files, allowed in ((deployed, {in_image}), (pages, {in_image, str(SHARD_PORT)})):
+        named = {
+            (file.name, port)
+            for file in files
+            if file.suffix in (".md", ".yaml", ".tpl", ".txt")
+            for port in re.findall(
+                r"(?:[\w.]:|containerPort: |\bport:? )(\d0051)\b", file.read_text()
+            )
+        }
+        assert {port for _, port in named} == allowed, sorted(named)
