@@ -22,7 +22,7 @@ from penstock_router.admission.admission import Ticket, TimeLimit
 from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.errors import BadRequest
-from penstock_router.generation.choice import LOGPROB_BYTES, Delta
+from penstock_router.generation.choice import LOGPROB_BYTES
 from penstock_router.generation.client_progress import BEGINNING, ResumePoint
 from penstock_router.generation.deltas import Deltas, Hold, bound, bundle, collect
 from penstock_router.generation.generation import Generation
@@ -192,11 +192,10 @@ async def _make_whole(
         usage = generation.usage
         async with ticket.limit.scope():
             deltas = await collect(generation, job, max_bytes, hold)
-            # What it is made of is freed where it was made.
-            make = functools.partial(_encode_whole, shape, deltas)
-            data = await run_work(call, usage, make)
+            body = [await run_work(call, usage, functools.partial(shape.whole, deltas))]
             if before_end is not None:
                 await before_end(shape)
+            data = await run_work(call, usage, functools.partial(_encode_and_free, body))
     response = encoded_response(data)
     response.headers.update(shape.headers())
     if usage.approximate:
@@ -260,8 +259,9 @@ def hold_memory(call: Call[Any], job: Job) -> Iterator[Hold]:
         yield hold
 
 
-def _encode_whole(shape: Shape, deltas: list[Delta]) -> bytes:
-    return json_in_thread.encode(shape.whole(deltas))
+def _encode_and_free(body: list[object]) -> bytes:
+    """Encode the body alone in the list, and free it here: it may be thousands of objects."""
+    return json_in_thread.encode(body.pop())
 
 
 async def run_work(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -> _Result:
