@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.images import ROOT, image
+from integration.manifests import read_compose
 from support.adapters import make_adapter
 from support.processes import Router, Shard, free_port, running, wait_until
 
 from penstock_client import SyncShardClient
+from penstock_shard.device.cache_directory import state_directory
 
 FLAGS = ("--served-model-name", "base", "--step-ms", "3", "--enable-lora", "--max-loras", "3")
 ADMIN = {"Authorization": "Bearer root"}
@@ -63,9 +66,7 @@ class Site:
 
     def text(self, model: str) -> str:
         """Of a stream, as soon as the router knows the shard's new engine and the adapter."""
-        wait_until(
-            lambda: self.stream(model)[0] == 200, timeout_s=30, what=f"streams of {model}"
-        )
+        wait_until(lambda: self.stream(model)[0] == 200, timeout_s=30, what=f"streams of {model}")
         return "".join(self.stream(model)[1])
 
     @property
@@ -168,7 +169,7 @@ def test_a_shard_of_another_model_or_port_does_not_take_the_list(
     beside = Shard(tmp_path / "beside", *FLAGS)
     with running(beside), SyncShardClient(beside.address) as client:
         assert client.info().adapters == {}
-    builtin = Path(__file__).parents[2] / "shard" / "penstock_shard" / "builtin_model"
+    builtin = ROOT / "shard" / "penstock_shard" / "builtin_model"
     other = shutil.copytree(builtin, tmp_path / "other")
     site.restart(model=str(other))
     assert site.adapters == []
@@ -190,6 +191,25 @@ def test_a_damaged_list_is_a_line_in_the_log_of_a_shard_that_serves(
     site.change("load", "sql", adapters / "one")
     site.restart()
     assert site.adapters == ["sql"]
+
+
+CACHE = "/var/cache/penstock"
+
+
+@pytest.mark.parametrize("target", ["shard-cpu", "shard-cuda"])
+def test_in_the_images_of_shards_lists_are_on_the_volume_of_the_cache(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PENSTOCK_STATE", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in image(target).env.items():
+        monkeypatch.setenv(name, value)
+    assert state_directory().is_relative_to(CACHE)
+    profile = "cpu" if target == "shard-cpu" else "gpu"
+    services = read_compose(ROOT / "deploy" / "compose.yaml", {}, profile)
+    del services["router"]
+    for service in services.values():
+        assert CACHE in [volume.split(":")[1] for volume in service["volumes"]]
 
 
 def test_a_shard_that_ends_by_sigterm_has_its_adapters_again_too(

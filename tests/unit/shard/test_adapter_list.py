@@ -31,9 +31,13 @@ def _list(**flags: object) -> AdapterList:
     return found
 
 
+async def _saved(kept: AdapterList, *adapters: KeptAdapter) -> None:
+    await kept.save(list(adapters))
+
+
 async def _save(*adapters: KeptAdapter, **flags: object) -> Path:
     kept = _list(**flags)
-    await kept.save(list(adapters))
+    await _saved(kept, *adapters)
     return kept.path
 
 
@@ -55,10 +59,10 @@ async def test_a_list_without_adapters_is_no_file() -> None:
     assert _list().read() == []
 
 
-async def test_a_shard_that_keeps_nothing_makes_no_directory(state: Path) -> None:
+def test_a_shard_that_keeps_nothing_makes_no_directory(state: Path) -> None:
     kept = _list()
     kept.read()
-    await kept.save([])
+    asyncio.run(_saved(kept))
     assert not state.exists()
 
 
@@ -195,18 +199,18 @@ async def test_no_link_is_followed_to_where_a_list_is_written(
     assert (precious.read_text(), len(caplog.records)) == ("precious", 1)
 
 
-async def test_a_list_that_cannot_be_written_is_a_line_and_the_next_one_is_tried(
+def test_a_list_that_cannot_be_written_is_a_line_and_the_next_one_is_tried(
     state: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state.write_text("a file")
     kept = _list()
     assert kept.read() == []
-    await kept.save([SQL])
+    asyncio.run(_saved(kept, SQL))
     (record,) = caplog.records
     assert "the next start will not know which adapters are loaded" in record.getMessage()
     assert str(state) in record.getMessage()
     state.unlink()
-    await kept.save([SQL])
+    asyncio.run(_saved(kept, SQL))
     assert _list().read() == [SQL]
 
 

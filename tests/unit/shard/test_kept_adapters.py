@@ -63,6 +63,10 @@ def names_in(path: Path) -> list[str]:
     return [each.name for each in AdapterList(path, "").read()]
 
 
+def is_there(path: Path) -> bool:
+    return path.exists()
+
+
 async def save(path: Path, *kept: KeptAdapter) -> None:
     await AdapterList(path, "this one").save(list(kept))
 
@@ -80,7 +84,7 @@ async def test_what_was_loaded_while_a_server_ran_is_loaded_by_the_next_one(path
     await second.adapters.unload("one")
     assert names_in(path) == ["two"]
     await second.adapters.unload("two")
-    assert not path.exists()
+    assert not is_there(path)
 
 
 async def test_what_cannot_be_loaded_is_not_kept(path: Path) -> None:
@@ -88,7 +92,7 @@ async def test_what_cannot_be_loaded_is_not_kept(path: Path) -> None:
     server.start_engine()
     with pytest.raises(Refusal, match="it is bad"):
         await server.adapters.load("bad", "/bad")
-    assert not path.exists()
+    assert not is_there(path)
 
 
 async def test_what_an_engine_left_out_is_off_the_list(path: Path) -> None:
@@ -184,7 +188,7 @@ async def test_no_adapter_of_the_list_keeps_a_shard_from_starting(
     (record,) = caplog.records
     assert record.getMessage() == "adapter fatal is left out: 2 engines failed to start with it"
     await server.adapters._saved()
-    assert not path.exists()
+    assert not is_there(path)
 
 
 async def test_engines_after_the_first_have_what_was_loaded_however_often_they_fail(
