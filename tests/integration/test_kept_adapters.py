@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from integration.manifests import read_compose
 from support.adapters import make_adapter
 from support.processes import Router, Shard, free_port, running, wait_until
 
-from penstock_client import SyncShardClient
+from penstock_client import GenerationRequest, SamplingParams, SyncShardClient
 from penstock_shard.device.cache_directory import state_directory
 
 FLAGS = ("--served-model-name", "base", "--step-ms", "3", "--enable-lora", "--max-loras", "3")
@@ -118,6 +119,32 @@ def test_streams_of_an_adapter_are_the_same_after_the_shard_was_killed(
     site.restart()
     assert site.text("chat") == before["chat"]
     assert site.adapters == ["chat"]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+def test_a_models_tokens_with_an_adapter_are_the_same_after_the_shard_was_killed(
+    tmp_path: Path,
+) -> None:
+    queries = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in (0, 1)}
+    path = make_adapter(tmp_path / "sql", queries)
+    memory = ("--kv-memory", "32M", "--max-model-len", "512", "--threads", "1")
+    flags = ("--runner", "model", "--device", "cpu", *memory, "--enable-lora")
+
+    def tokens(client: SyncShardClient, adapter: str) -> list[int]:
+        sampling = SamplingParams(seed=1)
+        request = GenerationRequest([5, 6, 7], sampling, max_tokens=16, adapter=adapter)
+        return [i for output in client.generate(request) for i in output.token_ids]
+
+    first = Shard(tmp_path / "first", *flags)
+    with running(first), SyncShardClient(first.address) as client:
+        client.load_adapter("sql", str(path))
+        before = [tokens(client, name) for name in ("", "sql")]
+        os.kill(first.process.pid, signal.SIGKILL)
+    assert before[0] != before[1]
+    port = int(first.address.partition(":")[2])
+    second = Shard(tmp_path / "second", *flags, port=port)
+    with running(second), SyncShardClient(second.address) as client:
+        assert [tokens(client, name) for name in ("", "sql")] == before
 
 
 def test_an_adapter_whose_files_are_gone_or_others_is_left_out_with_a_line(
