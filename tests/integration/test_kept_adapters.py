@@ -111,6 +111,7 @@ def test_streams_of_an_adapter_are_the_same_after_the_shard_was_killed(
     site.restart()
     assert {name: site.text(name) for name in before} == before
     assert site.stream("brief")[0] == 404
+    assert "adapter sql was loaded before this start, and is again" in site.shard.log
     with SyncShardClient(site.shard.address) as client:
         # Failover and the prefix cache know them by their hashes.
         assert client.info().adapters == known

@@ -189,6 +189,7 @@ class ServerAdapters:
             if why:
                 logger.warning("adapter %s is left out: %s", short(each.name), why)
             else:
+                logger.info("adapter %s was loaded before this start, and is again", each.name)
                 wanted.append(WantedAdapter(each.name, each.source, each.content_hash))
         return wanted
 
