@@ -24,6 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Kernels are compiled once for a checkout; what loads make is kept for one run."""
     cache = config.rootpath / "build" / "test-cache"
     os.environ.setdefault("PENSTOCK_CACHE", str(cache))
+    # No test finds what a shard of whoever runs it remembers, or what one of another run did.
+    state = config.rootpath / "build" / "test-state"
+    os.environ.setdefault("PENSTOCK_STATE", str(state))
     # What imports numpy would start a thread for each core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Two threads of torch that wait for each other would do so at the processor's cost; engines
@@ -31,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not hasattr(config, "workerinput"):
         shutil.rmtree(cache / "loads", ignore_errors=True)
+        shutil.rmtree(state, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

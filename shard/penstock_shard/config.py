@@ -360,6 +360,12 @@ class ShardConfig(ObservingConfig):
     enable_lora: bool = flag(
         False, "let adapters be loaded while the shard runs (default: only with --lora)"
     )
+    keep_loras: bool = flag(
+        True,
+        "load those again that were loaded while the shard ran, when it is started at this port "
+        "for this model the next time",
+        negatable=True,
+    )
     max_loras: int = _count(
         8, "most adapters at once, which a GPU has memory set aside for", at_most=256
     )

@@ -227,8 +227,8 @@ class SimulatedEngine:
         runner = self._make_runner()
         engine = self.engine = self._make_engine(runner)
         adapters = EngineAdapters(_Adapters(), 4, self._news.set, InlineExecutor())
-        for name, source in start.adapters or start.config.loras:
-            adapters.load(name, source)
+        for wanted in start.adapters:
+            adapters.load(wanted.name, wanted.source, wanted.content_hash)
         clock = self._clock_of(runner)
         loop = EngineLoop(engine, adapters, self._send, checks=True, clock=clock)
         self.beats.run(self._beat(Heartbeat(loop, clock)))

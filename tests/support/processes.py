@@ -206,6 +206,10 @@ class Shard(Service):
         arguments = ["--port", str(port), *runner, *flags]
         super().__init__(self.module, arguments, port, log_file, python_path)
 
+    def environment(self, log_file: Path) -> dict[str, str]:
+        # Shards whose logs are in one folder are of one machine.
+        return {"PENSTOCK_STATE": str(log_file.parent / "state")}
+
     def healthy(self) -> bool:
         from penstock_cli.health import shard_problem
 

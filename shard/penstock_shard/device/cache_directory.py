@@ -1,8 +1,10 @@
-"""Where compiled kernels and kept loads are: directories that nobody else can write to or replace.
-And what names in them are made of.
+"""Where compiled kernels, kept loads and what a shard remembers are: directories that nobody else
+can write to or replace. And what names in them are made of.
 
 Environment: PENSTOCK_CACHE (default $XDG_CACHE_HOME/penstock or ~/.cache/penstock), and
 PENSTOCK_LOAD_CACHE for kept loads (default `loads` in that), as kernels may come with an image.
+PENSTOCK_STATE (default $XDG_STATE_HOME/penstock or ~/.local/state/penstock) for what a shard's next
+start finds again: nothing makes that anew, as it does what is in caches.
 PENSTOCK_TRUSTED_DIRECTORIES (separated as in PATH) names directories above a cache that others may
 write to, but who are trusted: as a volume of a container is, where there are no other users.
 """
@@ -47,6 +49,20 @@ def load_directory() -> Path:
     """Where loads are kept; it may not be there yet."""
     chosen = os.environ.get("PENSTOCK_LOAD_CACHE")
     return Path(chosen) if chosen else cache_directory() / "loads"
+
+
+def state_directory() -> Path:
+    """What a shard remembers from one start to the next; it may not be there yet. Raises OSError
+    for a user without a home directory, as there are in containers.
+    """
+    if chosen := os.environ.get("PENSTOCK_STATE"):
+        return Path(chosen)
+    if base := os.environ.get("XDG_STATE_HOME"):
+        return Path(base) / "penstock"
+    try:
+        return Path.home() / ".local" / "state" / "penstock"
+    except RuntimeError:
+        raise OSError("this user has no home directory; set PENSTOCK_STATE") from None
 
 
 @functools.cache

@@ -62,10 +62,14 @@ class EngineAdapters:
         """Where the runner has the loaded adapter of this name; 0 for the name ""."""
         return self._placed[name].index if name else 0
 
-    def load(self, name: str, source: str) -> None:
-        """Load an adapter before there are requests. Raises ModelError."""
+    def load(self, name: str, source: str, content_hash: str = "") -> None:
+        """Load an adapter before there are requests. Raises ModelError, also for one that has
+        another hash than this.
+        """
         assert self._store is not None
         read = self._store.read(source)
+        if content_hash not in ("", read.content_hash):
+            raise ModelError(f"{source}: its files were changed since it was loaded; load it again")
         refused = self._refused(name, read)
         if refused is not None:
             raise ModelError(refused.message)

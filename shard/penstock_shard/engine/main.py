@@ -185,16 +185,14 @@ def _disk(
 
 
 def _load_adapters(link: EngineEnd, start: Start, adapters: EngineAdapters) -> None:
-    """Load the configured adapters, or after a restart those of the engine before. Raises
-    ModelError.
-    """
-    for name, source in start.config.loras if start.adapters is None else start.adapters:
+    """Raises ModelError for one that is required and cannot be loaded."""
+    for wanted in start.adapters:
         try:
-            adapters.load(name, source)
+            adapters.load(wanted.name, wanted.source, wanted.content_hash)
         except ModelError as error:
-            if start.adapters is None:
-                raise ModelError(f"{name}: {error}") from error
-            link.send(Progress(f"adapter {name} is left out: {error}"))
+            if wanted.required:
+                raise ModelError(f"{wanted.name}: {error}") from error
+            link.send(Progress(f"adapter {wanted.name} is left out: {error}"))
     for adapter in adapters.loaded:
         link.send(Progress(f"adapter {adapter.name}: rank {adapter.rank}"))
 

@@ -43,13 +43,22 @@ NO_HOST_MEMORY = "-"
 IMPORT_FIRST = "--import-first"
 
 
-class Start(msgspec.Struct, array_like=True, tag="start"):
-    """The first message: what to load. After a restart `adapters` (names and sources) replace those
-    of the configuration; the engine then leaves out what it can no longer load.
+class WantedAdapter(msgspec.Struct, array_like=True):
+    """An adapter to load before there are requests, of this content if a hash is given. Without one
+    that is `required` an engine does not start; others it leaves out where it cannot load them.
     """
 
+    name: str
+    source: str
+    content_hash: str = ""
+    required: bool = False
+
+
+class Start(msgspec.Struct, array_like=True, tag="start"):
+    """The first message: what to load. Of adapters those of `adapters` and no others."""
+
     config: ShardConfig
-    adapters: list[tuple[str, str]] | None = None
+    adapters: list[WantedAdapter] = []
 
 
 class AdapterChange(msgspec.Struct, array_like=True):

@@ -30,6 +30,7 @@ from penstock_shard.device.host_memory import free_host_bytes
 from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.kv_transfer.shared_memory import make_shared_memory, map_shared_memory
 from penstock_shard.server import proto_codec
+from penstock_shard.server.adapter_list import open_adapter_list
 from penstock_shard.server.auth import KeyCheck
 from penstock_shard.server.engine_process import Standby, start_engine
 from penstock_shard.server.kv.peers import KvPeers
@@ -72,7 +73,10 @@ async def serve(config: ShardConfig) -> int:
     start = functools.partial(start_engine, memory)
     standby = _standby(config, start)
     engine = EngineSupervisor(
-        config, start if standby is None else standby.take, transfers=transfers
+        config,
+        start if standby is None else standby.take,
+        transfers=transfers,
+        kept_adapters=open_adapter_list(config),
     )
     if (port := config.metrics_port) is not None:
         try:

@@ -26,6 +26,7 @@ from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
+from penstock_shard.server.adapter_list import AdapterList
 from penstock_shard.server.early_aborts import EarlyAborts
 from penstock_shard.server.engine_process import manner_of_end, start_engine
 from penstock_shard.server.images import EngineImages
@@ -88,8 +89,11 @@ class EngineSupervisor:
         clock: Clock = time.monotonic,
         checker: ConstraintChecker | None = None,
         transfers: BlockTransfers | None = None,
+        kept_adapters: AdapterList | None = None,
     ) -> None:
-        """Without `transfers` no KV blocks go to other shards, or come from them."""
+        """Without `transfers` no KV blocks go to other shards, or come from them; without
+        `kept_adapters` the next process does not know which were loaded.
+        """
         self._config = config
         self._start_process = start_process
         self._clock = clock
@@ -105,7 +109,7 @@ class EngineSupervisor:
         self._transfers = transfers
         # What routers follow.
         self.pieces = HeldPieces()
-        self.adapters = ServerAdapters(config, self._tell, self._adapters_changed)
+        self.adapters = ServerAdapters(config, self._tell, self._adapters_changed, kept_adapters)
         self.images = EngineImages(config.image_cache_bytes, self._tell)
         self._flush_scheduled = False
         # A set in the order in which they came.
@@ -486,7 +490,7 @@ class EngineSupervisor:
         """Start a process. Raises OSError if the system refuses."""
         self._process = process = await self._start_process()
         config = dataclasses.replace(self._config, api_key=None, kv_peer_key=None)
-        start = messages.Start(config, self.adapters.to_start_with)
+        start = messages.Start(config, self.adapters.begin_engine())
         process.writer.write(encode_frame(start))
         self._beat_at_s = self._clock()
         return process

@@ -20,6 +20,7 @@ NEEDED_BY_ALL = {
         "SSL_CERT_FILE",
         "PENSTOCK_CACHE",
         "PENSTOCK_LOAD_CACHE",
+        "PENSTOCK_STATE",
         "PENSTOCK_TRUSTED_DIRECTORIES",
         "CC",
     ),

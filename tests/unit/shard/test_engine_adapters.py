@@ -58,6 +58,14 @@ def places() -> Places:
     return Places()
 
 
+def test_one_that_is_loaded_again_must_have_the_same_content(places: Places) -> None:
+    places.adapters.load("one", "a", "a")
+    with pytest.raises(ModelError, match="b: its files were changed since it was loaded"):
+        places.adapters.load("two", "b", "a")
+    places.adapters.load("three", "b")
+    assert [adapter.name for adapter in places.adapters.loaded] == ["one", "three"]
+
+
 def test_an_adapter_is_placed_when_it_was_read(places: Places) -> None:
     answer = places.change("one", "a")
     assert answer.adapter is not None

@@ -69,7 +69,7 @@ async def test_an_engine_that_dies_ends_what_it_was_asked_for() -> None:
     for task in (loading, unloading):
         with pytest.raises(Refusal, match="engine died"):
             await task
-    assert adapters.to_start_with == []
+    assert adapters.begin_engine() == []
     adapters.on_engine_ready((_adapter("one"),))
     assert adapters.names == ["one"]
 
