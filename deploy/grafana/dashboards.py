@@ -17,8 +17,8 @@ FOLDER = Path(__file__).parent / "dashboards"
 _WIDTH, _HEIGHT = 8, 8
 # Whichever Prometheus is chosen at the top of a dashboard.
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-# What every series is chosen by: labels that the chart's monitors set. Elsewhere none has them, and All
-# takes that too.
+# What every series is chosen by: labels that the chart's monitors set. Elsewhere none has them, and
+# All takes that too.
 _SCOPE = ("namespace", "release")
 
 

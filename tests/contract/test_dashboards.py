@@ -1,4 +1,4 @@
-"""Dashboards can be imported as they are: what differs from one Grafana to the next is a variable."""
+"""Dashboards can be imported as they are: what differs among Grafanas is a variable."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_variables_offer_what_those_before_them_leave(path: Path) -> None:
     )
     assert CHOSEN in own["query"]["query"]
     for variable in (namespace, release, own):
-        # Where no series has the label, as on one machine, there is nothing to offer, and all match.
+        # Where no series has the label, as on one machine, nothing is offered, and all match.
         assert (variable["includeAll"], variable["allValue"]) == (True, ".*")
 
 
