@@ -23,7 +23,7 @@ are the default only where clients come back to theirs. */}}
 - {{ . | quote }}
 {{- end }}
 {{- range include "penstock.models" . | fromJsonArray }}
-{{- if and (eq .autoscaling.kind "keda") (lt (int .autoscaling.minReplicas) 1) }}
+{{- if .toZero }}
 {{- range .servedNames | default (list (.model | default "penstock-toy")) }}
 - --expect-model
 - {{ . | quote }}
