@@ -108,7 +108,7 @@ def test_a_model_that_scales_to_zero_is_not_down_when_it_has_no_shard(tmp_path: 
     # Of two models the one that may have no shard, by all of its names.
     assert down["expr"] == (
         f"max by (model) (penstock_router_x{{{own},"
-        r'model!~"|qwen|Qwen/Qwen3-0\.6B"}) == 0'
+        r'model!~"|qwen|Qwen/Qwen3-0\\.6B"}) == 0'
     )
 
 

@@ -1,7 +1,7 @@
-"""Several routers as the chart runs them: who finds a stored response, and who goes on with a stream.
+"""Several routers as the chart runs them: who has a stored response, who goes on with a stream.
 
-Two pods of the router and two shards, as local processes, behind a service that does what kube-proxy
-does with the service of the chart.
+Two pods of the router and two shards, as local processes, behind a stand-in for what kube-proxy
+makes of the chart's service.
 """
 
 from __future__ import annotations

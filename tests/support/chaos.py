@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import Enum
 
-
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
