@@ -14,7 +14,7 @@ import pytest
 import yaml
 from integration.charts import CASES, of_kind, rendered
 from integration.manifests import CHART, Resource, render
-from integration.test_metrics import case, program
+from integration.test_metrics import program
 from support.promql import selectors
 
 DEPLOY = CHART.parents[1]
@@ -71,19 +71,24 @@ def test_an_alert_fires_for_the_release_that_is_in_trouble_and_for_no_other(
         files.append(f"{release}.yml")
         (tmp_path / files[-1]).write_text(yaml.safe_dump(dict(alerts_of(release))))
 
-    def serving(release: str) -> str:
-        return f'penstock_router_shards_serving{{namespace="default",release="{release}"}}'
-
-    def firing(alert: str, release: str) -> dict[str, Any]:
-        query = f'count by (release) (ALERTS{{alertname="{alert}",alertstate="firing"}})'
-        return {query: [{"labels": f'{{release="{release}"}}', "value": 1}]}
-
-    series = {serving("broken"): "0x60", serving("well"): "2x60"}
-    wanted = firing("PenstockNoShardServes", "broken") | firing("PenstockRouterGone", "gone")
+    serving = 'penstock_router_shards_serving{namespace="default",release="%s"}'
+    series = [
+        {"series": serving % "broken", "values": "0x60"},
+        {"series": serving % "well", "values": "2x60"},
+    ]
+    expected = {"PenstockNoShardServes": "broken", "PenstockRouterGone": "gone"}
+    fire = [
+        {
+            "expr": f'count by (release) (ALERTS{{alertname="{alert}",alertstate="firing"}})',
+            "eval_time": "50m",
+            "exp_samples": [{"labels": f'{{release="{release}"}}', "value": 1}],
+        }
+        for alert, release in expected.items()
+    ]
     tests = {
         "rule_files": files,
         "evaluation_interval": "1m",
-        "tests": [case(series, wanted)],
+        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": fire}],
     }
     (tmp_path / "cases.yml").write_text(yaml.safe_dump(tests))
     command = [program("promtool"), "test", "rules", str(tmp_path / "cases.yml")]
