@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import helm_python
 import pytest
