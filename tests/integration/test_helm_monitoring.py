@@ -122,6 +122,33 @@ def test_alerts_without_monitors_are_refused_as_nothing_would_have_their_labels(
     assert "monitoring.rules.enabled needs monitoring.enabled" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "said"),
+    [
+        ("rules", "alerts.yml", "files/alerts.yml has no alerts"),
+        ("dashboards", "dashboards", "files/dashboards is empty"),
+    ],
+)
+def test_a_chart_whose_links_were_lost_says_so(
+    tmp_path: Path, part: str, name: str, said: str
+) -> None:
+    chart = tmp_path / "penstock"
+    shutil.copytree(CHART, chart, symlinks=True)
+    link = chart / "files" / name
+    target = str(link.readlink())
+    link.unlink()
+    # As Git leaves them on systems without links.
+    link.write_text(target)
+    values = {"monitoring": {"enabled": True, part: {"enabled": True}}}
+    (chart / "files" / ("dashboards" if part == "rules" else "alerts.yml")).unlink()
+    with (
+        helm_python.Chart.load(chart) as loaded,
+        pytest.raises(helm_python.HelmRenderError) as refusal,
+    ):
+        loaded.render(values, name="demo")
+    assert said in str(refusal.value)
+
+
 # ---- dashboards --------------------------------------------------------------------------------
 
 
