@@ -6,6 +6,7 @@ A panel is its title, its unit and its queries; everything else Grafana needs is
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,11 @@ from typing import Any
 FOLDER = Path(__file__).parent / "dashboards"
 # Of 24 columns.
 _WIDTH, _HEIGHT = 8, 8
-_DATASOURCE = {"type": "prometheus", "uid": "prometheus"}
+# Whichever Prometheus is chosen at the top of a dashboard.
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+# What every series is chosen by: labels that the chart's monitors set. Elsewhere none has them, and
+# All takes that too.
+_SCOPE = ("namespace", "release")
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,9 +404,27 @@ def grafana(dashboard: Dashboard) -> dict[str, Any]:
         "editable": False,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": [_variable(*each) for each in dashboard.variables]},
+        "templating": {"list": _variables(dashboard)},
         "panels": _placed(dashboard.rows),
     }
+
+
+def _variables(dashboard: Dashboard) -> list[dict[str, Any]]:
+    """The data source, what every series is chosen by, and the dashboard's own."""
+    source = {"name": "datasource", "label": "data source", "type": "datasource"}
+    scope = [
+        _variable(name, f"label_values({scoped(R + 'shards', _SCOPE[:index])}, {name})")
+        for index, name in enumerate(_SCOPE)
+    ]
+    own = [_variable(name, scoped(query)) for name, query in dashboard.variables]
+    return [{**source, "query": "prometheus", "current": {}}, *scope, *own]
+
+
+def scoped(query: str, by: Sequence[str] = _SCOPE) -> str:
+    """The query about what was chosen: each of its series gets these labels."""
+    chosen = ",".join(f'{name}=~"${name}"' for name in by)
+    labelled = re.sub(rf"\b(?:{R}|{S})\w+", rf"\g<0>{{{chosen}}}", query)
+    return labelled.replace("}{", ",").replace("{}", "")
 
 
 def _variable(name: str, query: str) -> dict[str, Any]:
@@ -450,7 +473,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
         "targets": [
-            {"refId": chr(ord("A") + index), "expr": expr, "legendFormat": legend}
+            {"refId": chr(ord("A") + index), "expr": scoped(expr), "legendFormat": legend}
             for index, (expr, legend) in enumerate(panel.queries)
         ],
     }

@@ -21,6 +21,13 @@ TO_ZERO = {"kind": "keda", "minReplicas": 0}
 ROUTE = {"enabled": True, "parentRefs": [{"name": "public", "namespace": "gateways"}]}
 SHARD_TLS = {"existingSecret": "shard-tls"}
 
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
+NOBODY = {
+    "runAsUser": 65534,
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+}
+
 # What an operator may want, by name; each is linted, rendered and checked in every way below.
 CASES: dict[str, Values] = {
     "nothing": {},
@@ -53,6 +60,39 @@ CASES: dict[str, Values] = {
         "router": {"shardWaitSeconds": 900},
     },
     "routers scaled": {"router": {"autoscaling": {"enabled": True}, "workers": 4}},
+    "clients come back to their router": {"router": {"sessionAffinity": {"enabled": True}}},
+    "clients come back, through an ingress": {
+        "router": {"sessionAffinity": {"enabled": True, "timeoutSeconds": 600}, "replicas": 3},
+        "resumeKey": {"existingSecret": "penstock"},
+        "ingress": {"enabled": True, "hosts": ["a.example.com"]},
+    },
+    "an account": {
+        "serviceAccount": {"create": True, "annotations": {"cloud.example/role": "models"}},
+        "models": [QWEN, BIG],
+    },
+    "an account that exists": {"serviceAccount": {"name": "1"}},
+    "labels of everything": {
+        "commonLabels": {"team": "search", "stage": "on"},
+        "router": {"podLabels": {"stage": "1"}},
+        "monitoring": {
+            "enabled": True,
+            "rules": {"enabled": True},
+            "dashboards": {"enabled": True},
+        },
+        "models": [QWEN, BIG],
+    },
+    "images by digest": {
+        "router": {"image": {"digest": DIGEST, "tag": "not this one"}},
+        "models": [{**QWEN, "image": {"repository": "r.example/shard-cuda", "digest": DIGEST}}],
+    },
+    "less security": {
+        "shard": {"podSecurityContext": {"runAsNonRoot": None, "supplementalGroups": [44]}},
+        "models": [{"name": "a", "securityContext": {"readOnlyRootFilesystem": False}}],
+        "router": {
+            "podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
+            "securityContext": {"capabilities": {"add": ["NET_BIND_SERVICE"]}},
+        },
+    },
     "one key": {"apiKey": {"existingSecret": "penstock"}},
     "a file of keys alone": {"apiKeysFile": {"existingSecret": "penstock-keys"}},
     "a file of keys, tls both ways": {
@@ -98,6 +138,15 @@ CASES: dict[str, Values] = {
         "httpRoute": {**ROUTE, "hostnames": ["*.example.com"], "timeout": "1h30m"}
     },
     "monitoring": {"monitoring": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "alerts and dashboards": {
+        "monitoring": {
+            "enabled": True,
+            "labels": {"prometheus": "main"},
+            "rules": {"enabled": True},
+            "dashboards": {"enabled": True, "annotations": {"grafana_folder": "penstock"}},
+        }
+    },
+    "dashboards alone": {"monitoring": {"dashboards": {"enabled": True, "labels": {"d": "1"}}}},
     "monitoring over https": {
         "monitoring": {"enabled": True},
         "router": {"tls": {"existingSecret": "router-tls"}},
@@ -143,7 +192,14 @@ CASES: dict[str, Values] = {
             "extraEnv": [{"name": "A", "value": "b"}],
             "extraVolumes": [{"name": "files", "configMap": {"name": "files"}}],
             "extraVolumeMounts": [{"name": "files", "mountPath": "/files"}],
+            "initContainers": [{"name": "first", "image": "busybox:1.36"}],
+            "extraContainers": [
+                {"name": "beside", "image": "busybox:1.36", "securityContext": NOBODY}
+            ],
+            "annotations": {"d/e": "f"},
             "podAnnotations": {"a/b": "c"},
+            "podLabels": {"team": "search"},
+            "priorityClassName": "high",
             "nodeSelector": {"disk": "fast"},
             "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
             "affinity": {"podAntiAffinity": {}},
@@ -183,8 +239,9 @@ def selected(resources: Sequence[Resource], selector: Mapping[str, str]) -> list
 
 
 def container_of(template: Resource) -> Resource:
-    (container,) = template["spec"]["containers"]
-    found: Resource = container
+    """The one that runs an image of ours."""
+    containers: list[Resource] = template["spec"]["containers"]
+    (found,) = (each for each in containers if each["name"] in ("router", "shard"))
     return found
 
 

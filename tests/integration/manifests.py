@@ -180,6 +180,8 @@ def chart_workloads(
         spec = resource["spec"]
         for index in range(spec["replicas"]):
             host, service = resource["metadata"]["name"], ""
+            if resource["kind"] == "Deployment" and index:
+                host = f"{host}-{index}"
             if resource["kind"] == "StatefulSet":
                 service = spec["serviceName"]
                 host = f"{host}-{index}.{service}"

@@ -33,7 +33,10 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 SCRAPE_S = 0.25
 _START_S = 60.0
 # Of a query: as Grafana would put in, and as long as the load lasts.
-_VARIABLES = {"$__rate_interval": "3s", "$__range": "1m", "$model": ".*", "$instance": ".*"}
+_VARIABLES = {
+    **{"$__rate_interval": "3s", "$__range": "1m"},
+    **{f"${name}": ".*" for name in ("namespace", "release", "model", "instance")},
+}
 
 
 def program(name: str) -> str:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import Enum
 
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 
 class Trouble(Enum):
     """What a proxy does to the connections through it."""
@@ -72,7 +74,7 @@ class Proxy:
             writer.transport.abort()
             return
         try:
-            behind_reader, behind_writer = await asyncio.open_connection(*self._target)
+            behind_reader, behind_writer = await self._connect(writer)
         except OSError:
             writer.transport.abort()
             return
@@ -86,6 +88,10 @@ class Proxy:
             self._writers -= both
             for each in both:
                 each.transport.abort()
+
+    async def _connect(self, client: asyncio.StreamWriter) -> Streams:
+        """To where this client's connection goes."""
+        return await asyncio.open_connection(*self._target)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):

@@ -64,15 +64,23 @@ class Answer:
 
 
 async def read(
-    url: str, path: str, body: Mapping[str, Any], answer: Answer, *, most: int | None = None
+    url: str,
+    path: str,
+    body: Mapping[str, Any],
+    answer: Answer,
+    *,
+    most: int | None = None,
+    client: str = "127.0.0.1",
 ) -> int:
-    """Read on from where the answer is, some events or all; the answer's status."""
+    """Read on from where the answer is, some events or all; the answer's status. `client` is the
+    address to ask from.
+    """
     headers = {"x-penstock-resumable": "1"}
     if answer.last_id:
         headers["Last-Event-ID"] = answer.last_id
     events = 0
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=(client, 0))) as session,
         session.post(url + path, json=body, headers=headers) as response,
     ):
         if response.status != 200:

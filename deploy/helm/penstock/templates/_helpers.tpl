@@ -35,6 +35,77 @@ model: {{ . | quote }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with include "penstock.ownLabels" (dict "where" "commonLabels" "labels" .root.Values.commonLabels) }}
+{{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels that the values name, of which none may be one that the chart sets itself. Called with "labels"
+and "where", the name of the value. */}}
+{{- define "penstock.ownLabels" -}}
+{{- range $name, $_ := .labels -}}
+{{- if or (eq $name "model") (has $name (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart")) -}}
+{{- fail (printf "%s: the label %s is set by the chart; choose another name" $.where $name) -}}
+{{- end -}}
+{{- end -}}
+{{- with .labels }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
+{{/* What the values say of a pod's metadata. Called with "root", "settings" (of the router or a model),
+"selector" (the labels that select the pod) and "where", the name of the settings. */}}
+{{- define "penstock.podMetadata" -}}
+{{- $labels := mergeOverwrite (deepCopy (.root.Values.commonLabels | default dict)) (.settings.podLabels | default dict) -}}
+labels:
+  {{- .selector | nindent 2 }}
+  {{- with include "penstock.ownLabels" (dict "where" (printf "%s.podLabels" .where) "labels" $labels) }}
+  {{- . | nindent 2 }}
+  {{- end }}
+{{- with .settings.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* What routers' and shards' pods have in common, before their containers. Called with "root" and
+"settings". */}}
+{{- define "penstock.podSettings" -}}
+automountServiceAccountToken: false
+{{- with .root.Values.serviceAccount.name | default (ternary (include "penstock.fullname" .root) "" .root.Values.serviceAccount.create) }}
+serviceAccountName: {{ . | quote }}
+{{- end }}
+{{- with .settings.priorityClassName }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.podSecurityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.initContainers }}
+initContainers:
+  {{- include "penstock.moreContainers" (dict "containers" . "settings" $.settings) | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Containers of the values; one that says nothing of its security may do as little as the chart's. */}}
+{{- define "penstock.moreContainers" -}}
+{{- $containers := list -}}
+{{- range .containers -}}
+{{- $containers = append $containers (ternary . (set (deepCopy .) "securityContext" $.settings.securityContext) (hasKey . "securityContext")) -}}
+{{- end -}}
+{{- toYaml $containers -}}
+{{- end -}}
+
+{{/* Called with "image" of the values and the "tag" of images without one. */}}
+{{- define "penstock.image" -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" .image.repository .image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .image.repository (.image.tag | default .tag) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* An entry of a container's env whose value is in a secret. Called with
@@ -59,6 +130,38 @@ secret has one, where clients have no key either, or where shards ask for the ro
 {{- end -}}
 {{- end -}}
 
+{{/* The name of the secret that the chart makes for the routers' resume key; empty where it makes none. */}}
+{{- define "penstock.ownResumeKey" -}}
+{{- if and (not .Values.resumeKey.existingSecret) (gt (int (include "penstock.mostRouters" .)) 1) -}}
+{{- include "penstock.fullname" . }}-resume-key
+{{- end -}}
+{{- end -}}
+
+{{/* Where resumeKey is, as JSON: named in the values, or made by the chart. */}}
+{{- define "penstock.resumeKey" -}}
+{{- $own := include "penstock.ownResumeKey" . -}}
+{{- if $own -}}
+{{- dict "existingSecret" $own "key" "resume-key" | toJson -}}
+{{- else -}}
+{{- toJson .Values.resumeKey -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A secret with a key that is made at the installation and kept by upgrades. Called with "root", "name"
+and "key". */}}
+{{- define "penstock.madeSecret" -}}
+{{- $kept := lookup "v1" "Secret" .root.Release.Namespace .name -}}
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {{ .name | quote }}
+  labels:
+    {{- include "penstock.labels" (dict "root" .root) | nindent 4 }}
+type: Opaque
+data:
+  {{ .key }}: {{ dig "data" .key "" $kept | default (randAlphaNum 48 | b64enc) | quote }}
+{{- end -}}
+
 {{/* Where shardApiKey is, as JSON: named in the values, or made by the chart. */}}
 {{- define "penstock.shardKey" -}}
 {{- $own := include "penstock.ownShardKey" . -}}
@@ -67,24 +170,6 @@ secret has one, where clients have no key either, or where shards ask for the ro
 {{- else -}}
 {{- toJson .Values.shardApiKey -}}
 {{- end -}}
-{{- end -}}
-
-{{/* The user of the images. */}}
-{{- define "penstock.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
-{{- end -}}
-
-{{- define "penstock.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
 {{- end -}}
 
 {{/* Where pods may run. Called with (dict "settings" .Values.router "selector" LABELS). */}}

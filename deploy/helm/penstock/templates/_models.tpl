@@ -2,7 +2,8 @@
 
     fullname    of its StatefulSet or LeaderWorkerSet and of its service
     totalGpus   of one shard, over all its pods
-    autoscales  something else than the chart says how many shards there are */}}
+    autoscales  something else than the chart says how many shards there are
+    toZero      there may be none of them, on purpose */}}
 {{- define "penstock.models" -}}
 {{- $models := list -}}
 {{- $names := list "router" -}}
@@ -18,6 +19,7 @@
 {{- $_ := set $model "fullname" (printf "%s-%s" (include "penstock.fullname" $) .name) -}}
 {{- $_ := set $model "totalGpus" (mul $model.gpus $model.nodes) -}}
 {{- $_ := set $model "autoscales" (ne $model.autoscaling.kind "none") -}}
+{{- $_ := set $model "toZero" (and (eq $model.autoscaling.kind "keda") (lt (int $model.autoscaling.minReplicas) 1)) -}}
 {{- include "penstock.checkModel" (dict "root" $ "model" $model) -}}
 {{- $models = append $models $model -}}
 {{- end -}}
@@ -49,7 +51,7 @@
 {{- if and (eq .kind "hpa") (lt (int .minReplicas) 1) -}}
 {{- fail (printf "%s autoscaling.minReplicas 0 needs autoscaling.kind keda" $where) -}}
 {{- end -}}
-{{- if and (eq .kind "keda") (lt (int .minReplicas) 1) (not $.root.Values.router.shardWaitSeconds) -}}
+{{- if and $model.toZero (not $.root.Values.router.shardWaitSeconds) -}}
 {{- fail (printf "%s autoscaling.minReplicas 0 needs router.shardWaitSeconds: how long a request waits for a shard to start" $where) -}}
 {{- end -}}
 {{- end -}}

@@ -1,3 +1,15 @@
+{{/* How many routers there are without an autoscaler. Each keeps responses of its own, so that several
+are the default only where clients come back to theirs. */}}
+{{- define "penstock.routers" -}}
+{{- .Values.router.replicas | default (ternary 2 1 .Values.router.sessionAffinity.enabled) -}}
+{{- end -}}
+
+{{- define "penstock.mostRouters" -}}
+{{- with .Values.router.autoscaling -}}
+{{- ternary .maxReplicas (include "penstock.routers" $ | int) .enabled -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "penstock.routerArgs" -}}
 {{- $router := .Values.router -}}
 - --shards
@@ -11,7 +23,7 @@
 - {{ . | quote }}
 {{- end }}
 {{- range include "penstock.models" . | fromJsonArray }}
-{{- if and (eq .autoscaling.kind "keda") (lt (int .autoscaling.minReplicas) 1) }}
+{{- if .toZero }}
 {{- range .servedNames | default (list (.model | default "penstock-toy")) }}
 - --expect-model
 - {{ . | quote }}
@@ -52,7 +64,7 @@
 {{- define "penstock.routerEnv" -}}
 {{- include "penstock.secretEnv" (dict "name" "PENSTOCK_API_KEY" "secret" .Values.apiKey) }}
 {{- include "penstock.secretEnv" (dict "name" "PENSTOCK_SHARD_API_KEY" "secret" (include "penstock.shardKey" . | fromJson)) }}
-{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_RESUME_KEY" "secret" .Values.resumeKey) }}
+{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_RESUME_KEY" "secret" (include "penstock.resumeKey" . | fromJson)) }}
 {{- with .Values.router.extraEnv }}
 {{ toYaml . }}
 {{- end }}

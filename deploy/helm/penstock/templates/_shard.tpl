@@ -7,32 +7,23 @@ component shard-worker: they have no port and no probes. */}}
 {{- $answers := eq .component "shard" -}}
 {{- $selector := include "penstock.selector" (dict "root" .root "component" .component "model" $model.name) -}}
 metadata:
-  labels:
-    {{- $selector | nindent 4 }}
-  {{- with $model.podAnnotations }}
-  annotations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "penstock.podMetadata" (dict "root" .root "settings" $model "selector" $selector "where" (printf "models, %s: shard" $model.name)) | nindent 2 }}
 spec:
-  automountServiceAccountToken: false
+  {{- include "penstock.podSettings" (dict "root" .root "settings" $model) | nindent 2 }}
   # SIGTERM begins the drain: the router is told over the call that is open anyway, and sends nothing
   # more. There is nothing to wait for before it.
   terminationGracePeriodSeconds: {{ add $model.drainTimeoutSeconds 15 }}
   {{- with $model.runtimeClassName }}
   runtimeClassName: {{ . | quote }}
   {{- end }}
-  {{- with $values.imagePullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  securityContext:
-    {{- include "penstock.podSecurity" . | nindent 4 }}
   containers:
     - name: shard
-      image: "{{ $model.image.repository }}:{{ include "penstock.shardTag" . }}"
+      image: {{ include "penstock.image" (dict "image" $model.image "tag" (include "penstock.shardTag" .)) | quote }}
       imagePullPolicy: {{ $model.image.pullPolicy }}
+      {{- with $model.securityContext }}
       securityContext:
-        {{- include "penstock.containerSecurity" . | nindent 8 }}
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       args:
         {{- include "penstock.shardArgs" . | nindent 8 }}
       {{- with include "penstock.shardEnv" . | trim }}
@@ -83,6 +74,9 @@ spec:
         {{- with $model.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+    {{- with $model.extraContainers }}
+    {{- include "penstock.moreContainers" (dict "containers" . "settings" $model) | nindent 4 }}
+    {{- end }}
   volumes:
     - name: tmp
       emptyDir: {}
@@ -119,7 +113,7 @@ spec:
 {{- end -}}
 
 {{- define "penstock.shardTag" -}}
-{{- .model.image.tag | default (printf "%s-%s" .root.Chart.AppVersion (ternary "cuda" "cpu" (gt (int .model.gpus) 0))) -}}
+{{- printf "%s-%s" .root.Chart.AppVersion (ternary "cuda" "cpu" (gt (int .model.gpus) 0)) -}}
 {{- end -}}
 
 {{- define "penstock.shardArgs" -}}
