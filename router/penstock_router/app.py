@@ -121,7 +121,9 @@ def build_app(
         memory=memory,
         admission=Admission(config, metrics),
         metrics=metrics,
-        exposition=Exposition(metrics, FleetCollector(fleet), names=config.metrics_names),
+        exposition=Exposition(
+            metrics, FleetCollector(fleet, models.shards_serving), names=config.metrics_names
+        ),
         cursors=CursorCodec(config.resume_key),
         live_streams=LiveStreams(config.resume_grace_s, memory),
         responses=responses,
@@ -337,7 +339,7 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
     form = request[ERROR_FORM]
     answer = form.name_request(form.body(error), request[REQUEST_ID])
     response = json_response(answer, status=form.status(error))
-    request[RECORD].record_error(error.type, error.param)
+    request[RECORD].record_error(error.type, error.param, error.model)
     response.headers.update(error.headers())
     return response
 

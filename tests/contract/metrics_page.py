@@ -62,7 +62,7 @@ class _Fleet:
 def router_families() -> list[Family]:
     metrics = Metrics()
     RequestMetrics(metrics.registry)
-    fleet = FleetCollector(_Fleet())  # type: ignore[arg-type]
+    fleet = FleetCollector(_Fleet(), dict)  # type: ignore[arg-type]
     return [*_of_registry(metrics.registry), *_of_samples(fleet.collect())]
 
 

@@ -183,7 +183,7 @@ class Metrics:
         self.requests_held = self._gauge(
             "requests_held",
             "Requests that wait for a shard of their model because none serves (--shard-wait-s). "
-            "The label is empty for a model that was never served.",
+            "The label is empty for a model that was neither served nor expected.",
             "model",
         )
         self.refused = self._counter(

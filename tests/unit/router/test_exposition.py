@@ -56,7 +56,7 @@ async def test_a_shard_that_is_gone_has_a_state_and_no_numbers() -> None:
     )
     gone = FakeShard(address="gone:1", ready=False, info=None, connected=False)
     fleet = FakeFleet({}, shards=[here, gone])
-    text = (await Exposition(Metrics(), FleetCollector(fleet)).text()).decode()
+    text = (await Exposition(Metrics(), FleetCollector(fleet, dict)).text()).decode()
     labels = f'model="{INFO.model}",shard="here:1"'
     assert f"penstock_router_shard_running{{{labels}}} 3.0" in text
     assert f"penstock_router_shard_kv_used_ratio{{{labels}}} 0.25" in text
