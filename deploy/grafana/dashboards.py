@@ -75,7 +75,7 @@ CONTINUED = f'{R}fleet_events_total{{event="continued"}}'
 OVERVIEW = Dashboard(
     "penstock-overview",
     "penstock: what clients see",
-    (("model", f"label_values({R}shard_running, model)"),),
+    (("model", f"label_values({R}model_shards_serving, model)"),),
     (
         Row(
             "Requests",
@@ -102,6 +102,13 @@ OVERVIEW = Dashboard(
                         ),
                     ),
                     "Requests that were refused, or whose clients left, do not count as failed.",
+                ),
+                Panel(
+                    "Failed requests by model",
+                    "reqps",
+                    ((f"sum by (model) ({rate(FAILED)})", "{{model}}"),),
+                    "error or timeout. Without a name: the model was not known, or not asked for.",
+                    stacked=True,
                 ),
                 Panel(
                     "Refused because of overload",
@@ -203,6 +210,12 @@ OVERVIEW = Dashboard(
                         (f"max({R}shards_serving)", "serving"),
                         (f"max({R}shards)", "known"),
                     ),
+                ),
+                Panel(
+                    "Shards serving each model",
+                    "short",
+                    ((f"max by (model) ({R}model_shards_serving)", "{{model}}"),),
+                    "A model that is down, or was scaled to zero, is at 0.",
                 ),
                 Panel(
                     "The event loop's lag",

@@ -100,6 +100,7 @@ def build_app(
         max_bytes=config.response_store_bytes,
         ttl_s=config.response_ttl_s,
         owner=uuid.uuid4().hex,
+        on_failure=metrics.store_failures.inc,
     )
     # Room for every admitted request, for work that abandoned requests left running, and for the
     # router's own work.

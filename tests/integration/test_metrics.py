@@ -331,15 +331,24 @@ def total(url: str, name: str) -> float:
 # ---- alerts ------------------------------------------------------------------------------------
 
 # An hour of samples a minute apart: for each alert one with its reason, and one where all is well.
-BUSY = 'penstock_router_requests_total{outcome="stop"}'
+BUSY = 'penstock_router_requests_total{outcome="stop",model="m"}'
+FAILING = 'penstock_router_requests_total{outcome="error",model="m"}'
+SERVING = 'penstock_router_model_shards_serving{model="m"}'
+SHARD = 'penstock_router_shard_state{shard="s",model="m",state="serving"}'
+FOUND_DIFFERENT = 'penstock_router_fleet_events_total{event="verified",reason="different"}'
 TROUBLE: dict[str, dict[str, str]] = {
-    "PenstockNoShardServes": {"penstock_router_shards_serving": "0x60"},
-    "PenstockRouterGone": {"up": "0x60"},
-    "PenstockShardNotServing": {'penstock_router_shard_state{shard="s",state="gone"}': "1x60"},
-    "PenstockErrors": {
-        BUSY: "0+90x60",
-        'penstock_router_requests_total{outcome="error"}': "0+10x60",
+    "PenstockModelDown": {'penstock_router_model_shards_serving{model="other"}': "0x60"},
+    # No model is known: of those there is no series.
+    "PenstockNoShardServes": {
+        "penstock_router_shards_serving": "0x60",
+        SERVING: "_x60",
+        SHARD: "_x60",
     },
+    "PenstockRouterGone": {"penstock_router_shards_serving": "_x60"},
+    "PenstockErrors": {FAILING: "0+10x60"},
+    "PenstockStoreFails": {"penstock_router_store_failures_total": "0+20x60"},
+    "PenstockAuditGaps": {"penstock_router_audit_dropped_total": "0x40 1+1x20"},
+    "PenstockWrongTokens": {FOUND_DIFFERENT: "0x45 1x15"},
     "PenstockFirstTokenLate": {
         'penstock_router_first_token_seconds_bucket{le="8"}': "0+10x60",
         'penstock_router_first_token_seconds_bucket{le="60"}': "0+12x60",
@@ -353,15 +362,24 @@ TROUBLE: dict[str, dict[str, str]] = {
         "penstock_router_sequences_queued": "0x60",
         "penstock_router_shard_waiting": "0+5x60",
     },
-    "PenstockEngineDied": {"penstock_shard_engine_restarts_total": "0+1x60"},
     "PenstockRouterLate": {"penstock_router_loop_lag_worst_seconds": "0.7x60"},
+    "PenstockShardNotServing": {
+        'penstock_router_shard_state{shard="t",model="",state="gone"}': "1x60"
+    },
+    "PenstockEngineDied": {"penstock_shard_engine_restarts_total": "0+1x60"},
+    "PenstockKvBlocksRefused": {"penstock_shard_kv_refused_blocks_total": "0x45 1x15"},
+    "PenstockKvDiskFails": {
+        "penstock_shard_kv_disk_dropped_blocks_total": "0+5x60",
+        "penstock_shard_kv_disk_saved_blocks_total": "70x60",
+    },
 }
 WELL = {
     "penstock_router_shards_serving": "2x60",
-    'penstock_router_shard_state{shard="s",state="serving"}': "1x60",
+    SERVING: "2x60",
+    SHARD: "1x60",
     BUSY: "0+90x60",
-    'penstock_router_requests_total{outcome="refused"}': "0+50x60",
-    'penstock_router_requests_total{outcome="error"}': "0+1x60",
+    'penstock_router_requests_total{outcome="refused",model="m"}': "0+50x60",
+    FAILING: "0+1x60",
     'penstock_router_first_token_seconds_bucket{le="8"}': "0+12x60",
     'penstock_router_first_token_seconds_bucket{le="+Inf"}': "0+12x60",
     'penstock_router_shard_kv_used_ratio{shard="a",model="m"}': "0.5x60",
@@ -371,43 +389,74 @@ WELL = {
     "penstock_router_shard_waiting": "300-2x60",
     "penstock_shard_engine_restarts_total": "0x30 1x30",
     "penstock_router_loop_lag_worst_seconds": "0.02x60",
+    # Once, and it went on.
+    "penstock_router_store_failures_total": "0x30 1x30",
+    "penstock_router_audit_dropped_total": "0x60",
+    FOUND_DIFFERENT: "0x60",
+    "penstock_shard_kv_refused_blocks_total": "0x60",
+    # A disk that does not take all that comes, but most of it.
+    "penstock_shard_kv_disk_dropped_blocks_total": "0+5x60",
+    "penstock_shard_kv_disk_saved_blocks_total": "0+70x60",
 }
 
 
-def test_each_alert_fires_when_it_should_and_none_when_all_is_well(tmp_path: Path) -> None:
-    shutil.copy(DEPLOY / "prometheus" / "alerts.yml", tmp_path)
-    rules = yaml.safe_load((tmp_path / "alerts.yml").read_text())["groups"][0]["rules"]
-    assert [rule["alert"] for rule in rules] == list(TROUBLE)
-    cases = [fires({**WELL, **series}, name) for name, series in TROUBLE.items() if name != GONE]
-    cases += [fires({"up": "0x60"}, GONE), case(WELL, {_firing(name): [] for name in TROUBLE})]
-    (tmp_path / "cases.yml").write_text(
+def test_each_alert_fires_for_its_reason_and_only_for_it(tmp_path: Path) -> None:
+    assert {rule["alert"] for rule in alert_rules()} == set(TROUBLE)
+    cases = [case({**WELL, **series}, {name: 1}) for name, series in TROUBLE.items()]
+    check_rules(tmp_path, [*cases, case(WELL, {})])
+
+
+def test_what_a_model_that_is_down_brings_about_fires_nothing_else(tmp_path: Path) -> None:
+    """Requests for it fail, and the other model goes on. Then all are down, each with its name."""
+    down = {
+        'penstock_router_model_shards_serving{model="other"}': "0x60",
+        'penstock_router_requests_total{outcome="error",model="other"}': "0+80x60",
+    }
+    all_down = {"penstock_router_shards_serving": "0x60", SERVING: "0x60", FAILING: "0+90x60"}
+    cases = [
+        case({**WELL, **down}, {"PenstockModelDown": 1}),
+        case({**WELL, **down, **all_down}, {"PenstockModelDown": 2}),
+    ]
+    check_rules(tmp_path, cases)
+
+
+def test_an_alert_of_a_model_names_it_also_if_most_requests_are_for_others(tmp_path: Path) -> None:
+    """One in a hundred of all fails, and half of those for this model."""
+    few = {
+        'penstock_router_requests_total{outcome="stop",model="few"}': "0+1x60",
+        'penstock_router_requests_total{outcome="error",model="few"}': "0+1x60",
+        'penstock_router_model_shards_serving{model="few"}': "1x60",
+    }
+    check_rules(tmp_path, [case({**WELL, **few}, {"PenstockErrors": 1}, 'model="few"')])
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert isinstance(rules, list)
+    return rules
+
+
+def check_rules(folder: Path, cases: list[dict[str, Any]]) -> None:
+    shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
+    (folder / "cases.yml").write_text(
         yaml.safe_dump({"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": cases})
     )
-    command = [program("promtool"), "test", "rules", str(tmp_path / "cases.yml")]
+    command = [program("promtool"), "test", "rules", str(folder / "cases.yml")]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert checked.returncode == 0, (checked.stdout + checked.stderr)[-3000:]
 
 
-GONE = "PenstockRouterGone"
-
-
-def fires(series: dict[str, str], alert: str) -> dict[str, Any]:
-    return case(series, {_firing(alert): [{"labels": "{}", "value": 1}]})
-
-
-def _firing(alert: str) -> str:
-    """Counted, as what an alert says is for people."""
-    return f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
-
-
-def case(series: dict[str, str], expected: dict[str, list[Any]]) -> dict[str, Any]:
-    """What queries give after most of the hour."""
+def case(series: dict[str, str], firing: dict[str, int], labels: str = "") -> dict[str, Any]:
+    """What fires after most of the hour: each alert with how many there are of it, which is
+    counted, as what an alert says is for people.
+    """
     inputs = [{"series": name, "values": values} for name, values in series.items()]
-    tests = [
-        {"expr": query, "eval_time": "50m", "exp_samples": samples}
-        for query, samples in expected.items()
+    query = f'count by (alertname) (ALERTS{{alertstate="firing",{labels}}})'
+    samples = [
+        {"labels": f'{{alertname="{name}"}}', "value": count} for name, count in firing.items()
     ]
-    return {"interval": "1m", "input_series": inputs, "promql_expr_test": tests}
+    test = {"expr": query, "eval_time": "50m", "exp_samples": samples}
+    return {"interval": "1m", "input_series": inputs, "promql_expr_test": [test]}
 
 
 # ---- a port that is taken ----------------------------------------------------------------------

@@ -95,6 +95,7 @@ class Metrics:
         self._add_streams()
         self._add_admission()
         self._add_images()
+        self._add_records()
         self._add_loop_lag()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -158,6 +159,16 @@ class Metrics:
             "(why the previous shard failed), moved (drain, role, rebalance), approximate, "
             "refused, given_up, verified (the result).",
             *("event", "reason"),
+        )
+
+    def _add_records(self) -> None:
+        self.store_failures = self._counter(
+            "store_failures",
+            "Calls of the response store that failed: its disk is full or damaged, or it is so "
+            "slow that too many wait.",
+        )
+        self.audit_dropped = self._counter(
+            "audit_dropped", "Records that the audit log could not write (--audit-log)."
         )
 
     def _add_loop_lag(self) -> None:
