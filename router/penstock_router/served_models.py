@@ -313,12 +313,11 @@ class Models:
         try:
             loaded = await self._text_of(info)
         except (TokenizerUnusable, TemplateUnusable) as error:
-            text = f"the model {info.model} cannot be served: {error}"
-            raise Unavailable(text, model=info.model) from None
+            reason = f"the model {info.model} cannot be served: {error}"
+            raise Unavailable(reason, model=info.model) from None
         except RequestRefused:
             # Its last shard has left meanwhile, so the fleet does not know the model any more.
-            text = f"no shard serves {info.model} at present"
-            raise Unavailable(text, model=info.model) from None
+            raise unavailable_model(info.model, info.model) from None
         text = TextModel(
             name=info.model,
             max_model_len=info.max_model_len,

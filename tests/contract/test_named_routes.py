@@ -1,5 +1,5 @@
-"""Routes and metrics that pages, alerts and dashboards name are there: in the table of routes that a
-router resolves requests by, and among the families that routers and shards count.
+"""Routes and metrics that pages, alerts and dashboards name are there: in the table that a router
+resolves requests by, and among the families that routers and shards count.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -41,8 +40,8 @@ _METRIC = re.compile(r"\b(penstock_(?:router|shard)_[a-z]\w*)(…|\.\.\.)?(?:\{(
 _LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 
 
-def names_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
+# By the page's name.
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text("utf-8") for page in PAGES}
 
 
 # ---- routes ------------------------------------------------------------------------------------
@@ -85,15 +84,14 @@ async def missing(app: web.Application, text: str) -> list[tuple[str, str]]:
     return [each for each in named if not await is_there(app, *each)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names_of)
-async def test_every_route_that_a_page_names_is_served(app: web.Application, page: Path) -> None:
-    found = await missing(app, page.read_text("utf-8"))
-    assert set(found) == ELSEWHERE.get(names_of(page), set())
+@pytest.mark.parametrize("page", TEXTS)
+async def test_every_route_that_a_page_names_is_served(app: web.Application, page: str) -> None:
+    assert set(await missing(app, TEXTS[page])) == ELSEWHERE.get(page, set())
 
 
 async def test_pages_name_routes(app: web.Application) -> None:
     """Else nothing is looked at."""
-    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    text = "\n".join(TEXTS.values())
     firsts = {path.split("/")[1] for path in paths_of(app)} - {""}
     named = {path for _, path in named_routes(text, firsts)}
     assert {"/admin/shards", "/v1/chat/completions", "/metrics", "/health"} <= named
@@ -144,12 +142,12 @@ def faults(text: str) -> Iterator[str]:
 
 
 # Queries of alerts and dashboards, with what Prometheus adds, are looked at by test_metrics.py.
-PROSE = [page for page in PAGES if page.suffix in (".md", ".txt")]
+PROSE = [page for page in TEXTS if page.endswith((".md", ".txt"))]
 
 
-@pytest.mark.parametrize("page", PROSE, ids=names_of)
-def test_every_metric_that_a_page_names_is_counted_with_these_labels(page: Path) -> None:
-    assert list(faults(page.read_text("utf-8"))) == []
+@pytest.mark.parametrize("page", PROSE)
+def test_every_metric_that_a_page_names_is_counted_with_these_labels(page: str) -> None:
+    assert list(faults(TEXTS[page])) == []
 
 
 @pytest.mark.parametrize(
