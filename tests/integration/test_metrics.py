@@ -26,7 +26,9 @@ from typing import Any
 
 import pytest
 import yaml
+from contract.metrics_page import router_families, shard_families
 from integration.manifests import read_compose
+from prometheus_client.parser import text_string_to_metric_families
 from support.processes import Router, Shard, free_port, running, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -63,7 +65,10 @@ def compose_arguments(folders: dict[str, Path]) -> list[str]:
 class Prometheus:
     """One that scrapes what it is told to, as deploy/prometheus says, only more often."""
 
-    def __init__(self, folder: Path, targets: dict[str, list[str]]) -> None:
+    def __init__(
+        self, folder: Path, targets: dict[str, list[str]], rules: str | None = None
+    ) -> None:
+        """`rules` are alerts in place of those of deploy/prometheus."""
         folder.mkdir()
         config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
         every = f"{SCRAPE_S * 1000:g}ms"
@@ -71,7 +76,8 @@ class Prometheus:
         for job in config["scrape_configs"]:
             job["static_configs"] = [{"targets": targets[job["job_name"]]}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
+        rules = rules or (DEPLOY / "prometheus" / "alerts.yml").read_text()
+        (folder / "alerts.yml").write_text(rules)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         with (folder / "log").open("wb") as log:
@@ -105,6 +111,18 @@ class Prometheus:
         found = self.get("query_range", query=query, start=start_s, end=end_s, step=0.5)
         values = (float(value) for line in found["result"] for _, value in line["values"])
         return [value for value in values if not math.isnan(value)]
+
+    def firing(self) -> set[tuple[str, str]]:
+        """Each alert that fires now, with the model, shard or router that it names."""
+        alerts = [each for each in self.get("alerts")["alerts"] if each["state"] == "firing"]
+        names = ("model", "shard", "instance")
+        return {
+            (
+                each["labels"]["alertname"],
+                next((each["labels"][name] for name in names if name in each["labels"]), ""),
+            )
+            for each in alerts
+        }
 
     def close(self) -> None:
         self.process.terminate()
@@ -146,7 +164,8 @@ def watched(
     ports, shards = list(metered), list(metered.values())
     limits = ("--max-concurrent-requests", "12", "--max-queued-requests", "2")
     addresses = [shard.address for shard in shards]
-    router = Router(folder / "router", addresses, "--metrics-names", "vllm,tgi", *limits)
+    shown = ("--metrics-names", "vllm,tgi", "--metrics-by-key")
+    router = Router(folder / "router", addresses, *shown, *limits)
     with running(router):
         targets = {
             "penstock-router": [router.address],
@@ -279,6 +298,23 @@ def test_every_query_of_the_dashboards_returns_data_under_load(watched: Watched)
 )
 def test_what_happened_under_load_is_counted(watched: Watched, query: str) -> None:
     assert max(watched.prometheus.values(query, watched.start_s, watched.end_s), default=0) > 0
+
+
+def test_what_is_exposed_is_what_pages_dashboards_and_alerts_are_checked_against(
+    watched: Watched,
+) -> None:
+    """The families that `contract.metrics_page` knows, each with the labels that it has there."""
+    urls = [watched.router.url, f"http://127.0.0.1:{watched.metrics_ports[0]}"]
+    for url, families in zip(urls, (router_families(), shard_families()), strict=True):
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            exposed = [*text_string_to_metric_families(answer.read().decode())]
+        ours = [family for family in exposed if family.name.startswith("penstock_")]
+        known = {family.name: family for family in families}
+        names = {each.name + "_total" * (each.type == "counter") for each in ours}
+        assert names == set(known)
+        for sample in (sample for family in ours for sample in family.samples):
+            owner = next(each for each in known.values() if sample.name in each.series)
+            assert set(sample.labels) - {"le"} == set(owner.labels), sample.name
 
 
 def test_every_alert_is_understood_and_none_is_broken(watched: Watched) -> None:
@@ -457,6 +493,100 @@ def case(series: dict[str, str], firing: dict[str, int], labels: str = "") -> di
     ]
     test = {"expr": query, "eval_time": "50m", "exp_samples": samples}
     return {"interval": "1m", "input_series": inputs, "promql_expr_test": [test]}
+
+
+class Broken:
+    """Two models, a shard each, with a router."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ports = {model: free_port() for model in ("one", "two")}
+        self.metrics_ports = {model: free_port() for model in self.ports}
+        self.shards = {model: self.start(model) for model in self.ports}
+        addresses = [shard.address for shard in self.shards.values()]
+        self.router = Router(folder / "router", addresses, "--failover-timeout-s", "1")
+
+    def start(self, model: str) -> Shard:
+        flags = ("--step-ms", "2", "--served-model-name", model)
+        metrics = ("--metrics-port", str(self.metrics_ports[model]))
+        return Shard(self.folder / f"shard-{model}", *flags, *metrics, port=self.ports[model])
+
+    def ask_all(self) -> None:
+        for model in self.ports:
+            complete(self.router, model=model, max_tokens=4)
+        time.sleep(0.05)
+
+    def lose(self, *models: str) -> None:
+        for model in models:
+            self.shards[model].close()
+
+    def bring_back(self, *models: str) -> None:
+        for model in models:
+            self.shards[model] = self.start(model)
+        for model in models:
+            self.shards[model].wait_healthy()
+
+
+def hurried(rules: str) -> str:
+    """Alerts with half a second for each minute."""
+    times = re.compile(r"(?<=[\[ ])(\d+)m(?=[\]:\n])")
+    return times.sub(lambda found: f"{500 * int(found[1])}ms", rules).replace(":30s]", ":250ms]")
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Iterator[tuple[Broken, Prometheus]]:
+    program("prometheus")
+    fleet = Broken(tmp_path)
+    with running(fleet.router, *fleet.shards.values()):
+        targets = {
+            "penstock-router": [fleet.router.address],
+            "penstock-shard": [f"127.0.0.1:{port}" for port in fleet.metrics_ports.values()],
+        }
+        rules = hurried((DEPLOY / "prometheus" / "alerts.yml").read_text())
+        prometheus = Prometheus(tmp_path / "prometheus", targets, rules)
+        try:
+            wait_until(prometheus.scrapes_all, timeout_s=_START_S, what="all targets are up")
+            yield fleet, prometheus
+        finally:
+            prometheus.close()
+            fleet.lose(*fleet.shards)
+
+
+@pytest.mark.timeout(180)
+def test_a_real_prometheus_names_what_is_down_and_nothing_else_and_takes_it_back(
+    broken: tuple[Broken, Prometheus],
+) -> None:
+    fleet, prometheus = broken
+
+    def wait_for(what: str, *firing: tuple[str, str]) -> None:
+        wait_until(lambda: prometheus.firing() == set(firing), timeout_s=30, what=what)
+
+    def stays(*firing: tuple[str, str]) -> None:
+        """Also when the times of nearly all alerts have passed."""
+        until_s = time.monotonic() + 4
+        while time.monotonic() < until_s:
+            assert prometheus.firing() == set(firing)
+            time.sleep(SCRAPE_S)
+
+    with repeated(fleet.ask_all):
+        wait_for("the router is scraped")
+        stays()
+        fleet.lose("two")
+        wait_for("two is down", ("PenstockModelDown", "two"))
+        # Its requests fail meanwhile, which is no second alert; and one is served.
+        stays(("PenstockModelDown", "two"))
+        gone = ("PenstockShardNotServing", fleet.shards["two"].address)
+        wait_for("and its shard for long", ("PenstockModelDown", "two"), gone)
+        fleet.bring_back("two")
+        wait_for("two is back")
+        # Failures of before are no errors of a model that is served.
+        stays()
+        fleet.lose("one", "two")
+        wait_for("all are down", ("PenstockModelDown", "one"), ("PenstockModelDown", "two"))
+        fleet.bring_back("one", "two")
+        wait_for("all are back")
+    fleet.router.close()
+    wait_for("the router is gone", ("PenstockRouterGone", ""))
 
 
 # ---- a port that is taken ----------------------------------------------------------------------
