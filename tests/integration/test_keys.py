@@ -171,7 +171,7 @@ def test_any_worker_tells_what_a_key_used_at_all_of_them_and_one_that_ended_coun
     worker = psutil.Process(router.process.pid).children()[-1]
     worker.kill()
     wait_until(
-        lambda: "listening on" in router.log.rpartition("ended with status")[2],
+        lambda: "listening on" in router.log.partition("ended with status")[2],
         timeout_s=30,
         what="the worker was started again",
     )

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -504,7 +505,18 @@ class Broken:
         self.metrics_ports = {model: free_port() for model in self.ports}
         self.shards = {model: self.start(model) for model in self.ports}
         addresses = [shard.address for shard in self.shards.values()]
-        self.router = Router(folder / "router", addresses, "--failover-timeout-s", "1")
+        keeping = ("--response-store", str(folder / "store"), "--audit-log", str(folder / "audit"))
+        patience = ("--failover-timeout-s", "1")
+        self.router = Router(folder / "router", addresses, *patience, *keeping)
+
+    @contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """No file of the router can become longer."""
+        pid, limit = self.router.process.pid, resource.RLIMIT_FSIZE
+        before = resource.prlimit(pid, limit)
+        resource.prlimit(pid, limit, (0, before[1]))
+        yield
+        resource.prlimit(pid, limit, before)
 
     def start(self, model: str) -> Shard:
         flags = ("--step-ms", "2", "--served-model-name", model)
@@ -514,6 +526,7 @@ class Broken:
     def ask_all(self) -> None:
         for model in self.ports:
             complete(self.router, model=model, max_tokens=4)
+        self.router.ask("/v1/responses", {"model": "one", "input": "x", "max_output_tokens": 4})
         time.sleep(0.05)
 
     def lose(self, *models: str) -> None:
@@ -553,7 +566,8 @@ def broken(tmp_path: Path) -> Iterator[tuple[Broken, Prometheus]]:
 
 
 @pytest.mark.timeout(180)
-def test_a_real_prometheus_names_what_is_down_and_nothing_else_and_takes_it_back(
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+def test_a_real_prometheus_names_each_fault_and_nothing_else_and_takes_it_back(
     broken: tuple[Broken, Prometheus],
 ) -> None:
     fleet, prometheus = broken
@@ -585,6 +599,11 @@ def test_a_real_prometheus_names_what_is_down_and_nothing_else_and_takes_it_back
         wait_for("all are down", ("PenstockModelDown", "one"), ("PenstockModelDown", "two"))
         fleet.bring_back("one", "two")
         wait_for("all are back")
+        with fleet.full_disk():
+            here = fleet.router.address
+            full = ("PenstockStoreFails", here), ("PenstockAuditGaps", here)
+            wait_for("a disk is full", *full)
+        wait_for("it has room again")
     fleet.router.close()
     wait_for("the router is gone", ("PenstockRouterGone", ""))
 

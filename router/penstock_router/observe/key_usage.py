@@ -9,6 +9,7 @@ last ones stay, so that one can see what a key did that was revoked.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -25,6 +26,7 @@ from penstock_router.observe.request_record import RequestRecord
 OTHER_KEYS = "--other-keys"
 MAX_KEYS = 10_000
 MAX_REMOVED_KEYS = 1000
+_KEYS_A_LINE = 200
 
 
 class UsageRow(msgspec.Struct):
@@ -43,11 +45,6 @@ class UsageRow(msgspec.Struct):
         self.completion_tokens += other.completion_tokens
 
 
-class _ShownRow(UsageRow, kw_only=True):
-    key: str
-    model: str
-
-
 class _Table(msgspec.Struct):
     # Unix time.
     since: int
@@ -61,10 +58,11 @@ class _Table(msgspec.Struct):
         return self.rows.setdefault(key, {}).setdefault(model, UsageRow())
 
     def all_rows(self) -> Iterator[tuple[str, str, UsageRow]]:
-        """Copies: the event loop may add rows while a thread goes through them."""
-        for key, by_model in list(self.rows.items()):
-            for model, row in list(by_model.items()):
-                yield key, model, row
+        """By key and model. The event loop may add rows while a thread goes through them."""
+        for key in sorted(self.rows):
+            by_model = self.rows.get(key, {})
+            for model in sorted(by_model):
+                yield key, model, by_model[model]
 
 
 class KeyUsage:
@@ -79,9 +77,8 @@ class KeyUsage:
             if shared is not None
         ]
         self._own_file = self._files[config.worker] if self._files else None
-        self._table = _Table(int(time.time()))
-        if self._own_file is not None:
-            self._table = next(_read([self._own_file]), self._table)
+        own = [] if self._own_file is None else [self._own_file]
+        self._table = _sum(own) or _Table(int(time.time()))
         self._is_written = False
         # Keys with rows that are valid no more, in the order in which they went.
         self._removed: dict[str, None] = {}
@@ -117,7 +114,7 @@ class KeyUsage:
             await asyncio.sleep(WRITE_EVERY_S)
             if not self._is_written:
                 self._is_written = True
-                await asyncio.to_thread(_write, path, msgspec.json.encode(self._table))
+                await asyncio.to_thread(_write, path, self._table)
 
     async def as_json(self) -> bytes:
         """Encode the answer of GET /admin/usage."""
@@ -129,14 +126,7 @@ class KeyUsage:
 
     def _total(self) -> _Table:
         """Sum over all workers; reads their files."""
-        if not self._files:
-            return self._table
-        tables = list(_read(self._files))
-        total = _Table(min((table.since for table in tables), default=self._table.since))
-        for table in tables:
-            for key, model, row in table.all_rows():
-                total.row(key, model).add(row)
-        return total
+        return _sum(self._files) or self._table
 
 
 def families_of(rows: Iterable[tuple[str, str, UsageRow]]) -> Iterator[Metric]:
@@ -161,23 +151,41 @@ def families_of(rows: Iterable[tuple[str, str, UsageRow]]) -> Iterator[Metric]:
     yield requests
 
 
+# In a thread. Nothing is encoded or decoded that takes the interpreter for longer than the event
+# loop may wait: rows one by one, or some keys at once.
+
+
 def _as_json(table: _Table) -> bytes:
-    rows = [
-        _ShownRow(key=key, model=model, **msgspec.structs.asdict(row))
-        for key, model, row in sorted(table.all_rows(), key=lambda each: each[:2])
-    ]
-    return msgspec.json.encode({"since": table.since, "usage": rows})
+    shown = (
+        {"key": key, "model": model, **msgspec.structs.asdict(row)}
+        for key, model, row in table.all_rows()
+    )
+    return b'{"since":%d,"usage":[%s]}' % (table.since, b",".join(map(msgspec.json.encode, shown)))
 
 
-def _read(paths: Iterable[Path]) -> Iterator[_Table]:
-    """The tables in these files; not of workers that have written none yet."""
-    for path in paths:
-        if path.exists():
-            yield msgspec.json.decode(path.read_bytes(), type=_Table)
+def _sum(paths: Iterable[Path]) -> _Table | None:
+    """The sum over these files, since the earliest; None without any."""
+    total: _Table | None = None
+    for table in itertools.chain.from_iterable(map(_read, paths)):
+        total = total or _Table(table.since)
+        total.since = min(total.since, table.since)
+        for key, model, row in table.all_rows():
+            total.row(key, model).add(row)
+    return total
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Replace the file at once: others read it."""
+def _write(path: Path, table: _Table) -> None:
+    """Replace the file at once, as others read it: a line for some keys each."""
+    keys = list(table.rows)
+    some = (keys[start : start + _KEYS_A_LINE] for start in range(0, len(keys), _KEYS_A_LINE))
+    parts = (_Table(table.since, {key: table.rows.get(key, {}) for key in each}) for each in some)
     new = path.with_suffix(".new")
-    new.write_bytes(data)
+    new.write_bytes(b"".join(msgspec.json.encode(part) + b"\n" for part in parts))
     os.replace(new, path)
+
+
+def _read(path: Path) -> Iterator[_Table]:
+    """The lines of a file; none of a worker that has written none yet."""
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            yield msgspec.json.decode(line, type=_Table)

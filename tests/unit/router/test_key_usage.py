@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,16 @@ async def test_tokens_and_requests_are_told_by_key_and_model(fleet: FakeFleet, f
         }
         assert (rows["bob"]["requests"], rows["bob"]["completion_tokens"]) == (1, 7)
         assert set(rows) == {"alice", "bob"}
+
+
+async def test_the_page_of_metrics_shows_an_answer_as_it_is(fleet: FakeFleet) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text("utf-8")
+    example = json.loads(page[page.index('{"since"') :].partition("\n```")[0])
+    async with memory_router(fleet, admin_key="operator") as router:
+        await router.complete(max_tokens=1)
+        answer = (await router.get("/admin/usage", Authorization="Bearer operator")).json()
+    assert list(answer) == list(example)
+    assert [list(row) for row in answer["usage"]] == [list(row) for row in example["usage"]]
 
 
 async def test_a_request_that_is_refused_has_used_nothing(fleet: FakeFleet, file: Path) -> None:
