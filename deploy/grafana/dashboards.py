@@ -168,6 +168,18 @@ OVERVIEW = Dashboard(
                     ),
                 ),
                 Panel(
+                    "Tokens by key",
+                    "short",
+                    (
+                        (
+                            f"topk(10, sum by (key) ({rate(R + 'key_tokens_total' + MODEL)}))",
+                            "{{key}}",
+                        ),
+                    ),
+                    "Per second, of the ten that use most; where routers have --metrics-by-key.",
+                    stacked=True,
+                ),
+                Panel(
                     "Wasted tokens",
                     "short",
                     ((f"sum by (cause) ({rate(R + 'wasted_tokens_total')})", "{{cause}}"),),

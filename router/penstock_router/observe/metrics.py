@@ -160,6 +160,8 @@ class Metrics:
             "refused, given_up, verified (the result).",
             *("event", "reason"),
         )
+        # There from the start, so that the first one is an increase.
+        self.fleet_events.labels("verified", "different")
 
     def _add_records(self) -> None:
         self.store_failures = self._counter(
