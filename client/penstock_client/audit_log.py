@@ -144,11 +144,13 @@ class AuditLog:
         max_bytes: int = 256 * 1024 * 1024,
         keep: int = 8,
         key: bytes | None = None,
+        on_drop: Callable[[int], None] | None = None,
     ) -> None:
         """Go on with the log at `path`, or begin one, for its owner only (mode 0600).
 
         `keep` older files, `path.1` the latest of them, of about `max_bytes` each stay. An existing
         file that others may read is refused rather than tightened: what it holds may be known.
+        `on_drop` is called in any thread with how many records were not written.
 
         Raises:
             OSError: one line; the file cannot be opened, is a link, another user's, open to
@@ -161,6 +163,7 @@ class AuditLog:
             _check_key(key)
         self._prompts = prompts
         self._key = key or b""
+        self._on_drop = on_drop
         self._prompt_key = key or secrets.token_bytes(_MAX_KEY_BYTES)
         self._file = _RotatingFile(Path(path), max_bytes, keep)
         self._sequence, self._chain = self._file.mark
@@ -209,6 +212,8 @@ class AuditLog:
 
     def _drop(self, count: int, why: str) -> None:
         """Count, and say so once a minute at most."""
+        if self._on_drop is not None:
+            self._on_drop(count)
         with self._changed:
             self._dropped_total += count
             tell = time.monotonic() - self._told_at_s >= _SAME_TROUBLE_S

@@ -80,7 +80,7 @@ CONTINUED = f'{R}fleet_events_total{{event="continued"}}'
 OVERVIEW = Dashboard(
     "penstock-overview",
     "penstock: what clients see",
-    (("model", f"label_values({R}shard_running, model)"),),
+    (("model", f"label_values({R}model_shards_serving, model)"),),
     (
         Row(
             "Requests",
@@ -107,6 +107,13 @@ OVERVIEW = Dashboard(
                         ),
                     ),
                     "Requests that were refused, or whose clients left, do not count as failed.",
+                ),
+                Panel(
+                    "Failed requests by model",
+                    "reqps",
+                    ((f"sum by (model) ({rate(FAILED)})", "{{model}}"),),
+                    "error or timeout. Without a name: the model was not known, or not asked for.",
+                    stacked=True,
                 ),
                 Panel(
                     "Refused because of overload",
@@ -166,6 +173,18 @@ OVERVIEW = Dashboard(
                     ),
                 ),
                 Panel(
+                    "Tokens by key",
+                    "short",
+                    (
+                        (
+                            f"topk(10, sum by (key) ({rate(R + 'key_tokens_total' + MODEL)}))",
+                            "{{key}}",
+                        ),
+                    ),
+                    "Per second, of the ten that use most; where routers have --metrics-by-key.",
+                    stacked=True,
+                ),
+                Panel(
                     "Wasted tokens",
                     "short",
                     ((f"sum by (cause) ({rate(R + 'wasted_tokens_total')})", "{{cause}}"),),
@@ -208,6 +227,12 @@ OVERVIEW = Dashboard(
                         (f"max({R}shards_serving)", "serving"),
                         (f"max({R}shards)", "known"),
                     ),
+                ),
+                Panel(
+                    "Shards serving each model",
+                    "short",
+                    ((f"max by (model) ({R}model_shards_serving)", "{{model}}"),),
+                    "A model that is down, or was scaled to zero, is at 0.",
                 ),
                 Panel(
                     "The event loop's lag",

@@ -40,6 +40,7 @@ from penstock_router.json_fields import shorten
 from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.exposition import Exposition
 from penstock_router.observe.fleet_metrics import FleetCollector
+from penstock_router.observe.key_usage import KeyUsage
 from penstock_router.observe.loop_lag import watch_loop
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_log_line import log_request
@@ -100,6 +101,7 @@ def build_app(
         max_bytes=config.response_store_bytes,
         ttl_s=config.response_ttl_s,
         owner=uuid.uuid4().hex,
+        on_failure=metrics.store_failures.inc,
     )
     # Room for every admitted request, for work that abandoned requests left running, and for the
     # router's own work.
@@ -111,6 +113,7 @@ def build_app(
     memory = SharedBudget(MEMORY_BYTES, metrics.buffered_bytes)
     programs = Programs(TextPool(1, config.log_level, config.log_format), metrics)
     images = Images(config, threads, metrics)
+    usage = KeyUsage(config)
     app[ROUTER] = Router(
         config=config,
         fleet=fleet,
@@ -121,12 +124,18 @@ def build_app(
         memory=memory,
         admission=Admission(config, metrics),
         metrics=metrics,
-        exposition=Exposition(metrics, FleetCollector(fleet), names=config.metrics_names),
+        exposition=Exposition(
+            metrics,
+            FleetCollector(fleet, models.shards_serving),
+            names=config.metrics_names,
+            usage=usage if config.metrics_by_key else None,
+        ),
         cursors=CursorCodec(config.resume_key),
         live_streams=LiveStreams(config.resume_grace_s, memory),
         responses=responses,
         background=Background(responses),
-        keys=Keys(config),
+        keys=Keys(config, usage.keep_keys),
+        usage=usage,
     )
     app[warnings.LOG] = warnings.WarningLog()
     _tell_of_requests(app, spans)
@@ -145,6 +154,7 @@ def build_app(
     )
     app.cleanup_ctx.append(_meanwhile(app[admin.CHANGES].follow, "following /admin"))
     app.cleanup_ctx.append(_meanwhile(app[ROUTER].keys.follow, "following the file of keys"))
+    app.cleanup_ctx.append(_meanwhile(usage.write_regularly, "writing the usage of keys"))
     app.cleanup_ctx.append(_close_parts)
     app.cleanup_ctx.append(_meanwhile(models.keep_loading, "loading models"))
     app.cleanup_ctx.append(_store_responses)
@@ -168,7 +178,11 @@ def _tell_of_requests(app: web.Application, spans: SpanSink | None) -> None:
     request_metrics = RequestMetrics(router.metrics.registry)
     app[_PROBES] = Records()
     app[_PROBES].on_end.append(request_metrics.on_request_end)
-    router.records.on_end += [request_metrics.on_request_end, app[_TRACES].on_request_end]
+    router.records.on_end += [
+        request_metrics.on_request_end,
+        router.usage.on_request_end,
+        app[_TRACES].on_request_end,
+    ]
     if router.config.log_requests:
         router.records.on_end.append(log_request)
 
@@ -337,7 +351,7 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
     form = request[ERROR_FORM]
     answer = form.name_request(form.body(error), request[REQUEST_ID])
     response = json_response(answer, status=form.status(error))
-    request[RECORD].record_error(error.type, error.param)
+    request[RECORD].record_error(error.type, error.param, error.model)
     response.headers.update(error.headers())
     return response
 

@@ -141,6 +141,11 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     log_requests: bool = flag(
         True, "a line for each request, without its texts", group=OBSERVING, negatable=True
     )
+    metrics_by_key: bool = flag(
+        False,
+        "show tokens and requests of each API key by its name in /metrics, which anybody may read "
+        "who reaches the router; /admin/usage has them without this",
+    )
 
     api_key: str | None = key(
         "PENSTOCK_API_KEY",

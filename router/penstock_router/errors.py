@@ -48,6 +48,9 @@ class ApiError(Exception):
     code: str | None = None
     # Whole seconds; None: to try again is of no use.
     retry_after_s: int | None = None
+    # The model that could not be served, by the name that its shards give it; "" where it is
+    # another matter, or a name that only the client knows.
+    model: str = ""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -192,10 +195,14 @@ class Unavailable(ApiError):
     type = "ServiceUnavailableError"
     retry_after_s = _RETRY_AFTER_S
 
+    def __init__(self, message: str, *, model: str = "") -> None:
+        super().__init__(message)
+        self.model = model
 
-def unavailable_model(name: str) -> Unavailable:
-    """The error for a model, or an adapter, whose shards are away."""
-    return Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
+
+def unavailable_model(name: str, model: str) -> Unavailable:
+    """The error for a name of a model, or of its adapter, whose shards are away."""
+    return Unavailable(f"no shard serves {name[:200]} at present; try again shortly", model=model)
 
 
 class TimedOut(ApiError):

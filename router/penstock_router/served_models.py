@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock_client.errors import PenstockError, RequestRefused
@@ -127,7 +127,7 @@ class Models:
         on_held: Callable[[str, int], None] = lambda model, change: None,
     ) -> None:
         """`on_held` is called with a model and 1 when a request begins to wait for a shard of it,
-        -1 when it stops; the name of a model that was never served is "".
+        -1 when it stops; the name of a model that was neither served nor expected is "".
         """
         self._fleet = fleet
         self._threads = threads
@@ -141,8 +141,9 @@ class Models:
         # By model and tokenizer hash.
         self._texts: dict[_Key, _Loading] = {}
         self._failed_at: dict[_Key, float] = {}
-        # Every name and alias expected or ever served: such a model is away, not unknown.
-        self._names: set[str] = set(config.expected_models)
+        # Every name and alias expected or ever served, and the model that it means: one that is
+        # away, not unknown.
+        self._names: dict[str, str] = {name: name for name in config.expected_models}
         # Why a model does not load, by its name.
         self._troubles: dict[str, str] = {}
         self.started_at = int(time.time())
@@ -173,9 +174,8 @@ class Models:
     def infos(self) -> list[ShardInfo]:
         """List an info for each model that a ready shard serves."""
         infos: dict[str, ShardInfo] = {}
-        for shard in self._fleet.shards:
-            if shard.ready and shard.info is not None:
-                infos.setdefault(shard.info.model, shard.info)
+        for info in self._ready_infos():
+            infos.setdefault(info.model, info)
         return list(infos.values())
 
     def names(self) -> dict[str, tuple[ShardInfo, str]]:
@@ -244,10 +244,12 @@ class Models:
         served = self._served(name, infos)
         if served is not None:
             return served
+        away = self._away(name)
         if not infos:
-            raise Unavailable(f"{self.none_serves()}; try again shortly")
-        if name in self._names or self._is_away(name):
-            raise unavailable_model(name)
+            model = away or self._only_model(name)
+            raise Unavailable(f"{self.none_serves()}; try again shortly", model=model)
+        if away:
+            raise unavailable_model(name, away)
         if name in _ANY_MODEL:
             if len(infos) > 1:
                 text = "model: needed, as several are served; see /v1/models"
@@ -273,14 +275,35 @@ class Models:
 
     def _note_names(self) -> None:
         """Remember the names of all models, whose shards may leave the fleet."""
-        for shard in self._fleet.shards:
-            if shard.info is not None:
-                self._names.update((shard.info.model, *shard.info.model_aliases))
+        infos = [shard.info for shard in self._fleet.shards if shard.info is not None]
+        for info in infos:
+            self._names |= dict.fromkeys(info.model_aliases, info.model)
+        # A name of its own means more than another model's alias.
+        self._names |= {info.model: info.model for info in infos}
 
-    def _is_away(self, adapter: str) -> bool:
-        """Tell whether a shard that is away may have the adapter when it returns."""
+    def _away(self, name: str) -> str:
+        """The model of this name, or with an adapter of this name that a shard which is away may
+        have when it returns; "" for none that is known.
+        """
+        if name in self._names or not name:
+            return self._names.get(name, "")
         infos = [shard.last_info for shard in self._fleet.shards if not shard.leaving]
-        return bool(adapter) and any(info.has_adapter(adapter) for info in infos if info)
+        return next((info.model for info in infos if info and info.has_adapter(name)), "")
+
+    def _only_model(self, name: str) -> str:
+        """The model that a request means which names none, where no other is known; or ""."""
+        models = {*self._names.values()} if name in _ANY_MODEL else set()
+        return models.pop() if len(models) == 1 else ""
+
+    def shards_serving(self) -> Mapping[str, int]:
+        """Count the ready shards of each model that was expected or ever served."""
+        self._note_names()
+        counts = Counter(info.model for info in self._ready_infos())
+        return {model: counts[model] for model in self._names.values()}
+
+    def _ready_infos(self) -> Iterator[ShardInfo]:
+        shards = self._fleet.shards
+        return (shard.info for shard in shards if shard.ready and shard.info is not None)
 
     async def get(self, name: str) -> ServedModel:
         """The model a request names, loaded. Waits for a shard that serves it for up to
@@ -290,10 +313,11 @@ class Models:
         try:
             loaded = await self._text_of(info)
         except (TokenizerUnusable, TemplateUnusable) as error:
-            raise Unavailable(f"the model {info.model} cannot be served: {error}") from None
+            reason = f"the model {info.model} cannot be served: {error}"
+            raise Unavailable(reason, model=info.model) from None
         except RequestRefused:
             # Its last shard has left meanwhile, so the fleet does not know the model any more.
-            raise Unavailable(f"no shard serves {info.model} at present") from None
+            raise unavailable_model(info.model, info.model) from None
         text = TextModel(
             name=info.model,
             max_model_len=info.max_model_len,
@@ -310,11 +334,11 @@ class Models:
     async def _resolved_in_time(self, name: str) -> tuple[ShardInfo, str]:
         try:
             return self._resolve(name)
-        except Unavailable:
+        except Unavailable as error:
             if self._shard_wait_s is None:
                 raise
-        known = name if name in self._names else ""
-        self._on_held(known, 1)
+            model = error.model
+        self._on_held(model, 1)
         try:
             async with asyncio.timeout(self._shard_wait_s):
                 while True:
@@ -324,7 +348,7 @@ class Models:
         except TimeoutError:
             return self._resolve(name)
         finally:
-            self._on_held(known, -1)
+            self._on_held(model, -1)
 
     async def _text_of(self, info: ShardInfo) -> _Text:
         key = (info.model, info.tokenizer_hash)

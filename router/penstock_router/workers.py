@@ -185,7 +185,7 @@ async def serve(
 
     metrics = Metrics()
     try:
-        audit = _open_audit_log(config)
+        audit = _open_audit_log(config, metrics)
     except OSError as error:
         return _refuse(f"--audit-log: {error}")
     spans = None if config.tracing is None else open_sink(config.tracing, _SERVICE)
@@ -268,10 +268,13 @@ def _fleet(config: RouterConfig, metrics: Metrics, audit: AuditLog | None) -> Fl
     )
 
 
-def _open_audit_log(config: RouterConfig) -> AuditLog | None:
+def _open_audit_log(config: RouterConfig, metrics: Metrics | None = None) -> AuditLog | None:
     if config.audit_log is None:
         return None
-    return AuditLog(config.audit_log, prompts=config.audit_prompts, key=config.audit_key)
+    on_drop = None if metrics is None else metrics.audit_dropped.inc
+    return AuditLog(
+        config.audit_log, prompts=config.audit_prompts, key=config.audit_key, on_drop=on_drop
+    )
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

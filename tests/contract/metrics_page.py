@@ -19,6 +19,7 @@ from penstock_common.metric_aliases import SETS
 from penstock_router.fleet import ShardState
 from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.fleet_metrics import FleetCollector
+from penstock_router.observe.key_usage import families_of
 from penstock_router.observe.metrics import Metrics
 from penstock_shard.config import ShardConfig
 from penstock_shard.server.observe.metrics_collector import engine_state
@@ -62,8 +63,9 @@ class _Fleet:
 def router_families() -> list[Family]:
     metrics = Metrics()
     RequestMetrics(metrics.registry)
-    fleet = FleetCollector(_Fleet())  # type: ignore[arg-type]
-    return [*_of_registry(metrics.registry), *_of_samples(fleet.collect())]
+    fleet = FleetCollector(_Fleet(), dict)  # type: ignore[arg-type]
+    counted = _of_registry(metrics.registry)
+    return [*counted, *_of_samples(fleet.collect()), *_of_samples(families_of([]))]
 
 
 def shard_families() -> list[Family]:

@@ -76,6 +76,37 @@ def test_what_scalers_of_the_chart_look_at_is_counted() -> None:
     assert named <= set(series())
 
 
+def labelled() -> Iterator[tuple[str, str, set[str]]]:
+    """Where each query stands that is shown with labels, the query, and those labels."""
+    for path in DASHBOARDS:
+        for panel in dashboard(path)["panels"]:
+            for target in panel.get("targets", ()):
+                labels = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", target["legendFormat"]))
+                yield f"{path.stem}: {panel['title']}", target["expr"], labels
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
+    for rule in rules["groups"][0]["rules"]:
+        said = " ".join(rule["annotations"].values())
+        yield rule["alert"], rule["expr"], set(re.findall(r"\$labels\.(\w+)", said))
+
+
+def shown(query: str) -> set[str]:
+    """Labels that the result may have: those it is grouped by, or else all of its series."""
+    of_series = set[str]().union(*(series().get(name, set()) for name, _ in selectors(query)))
+    return groupings(query) or of_series
+
+
+@pytest.mark.parametrize(("place", "query", "labels"), list(labelled()))
+def test_a_legend_and_what_an_alert_says_name_labels_of_the_result(
+    place: str, query: str, labels: set[str]
+) -> None:
+    assert labels <= shown(query)
+
+
+def test_a_label_that_a_result_has_not_is_found() -> None:
+    assert "shard" not in shown("sum by (model) (penstock_router_shard_running)")
+    assert "model" not in shown("penstock_shard_running")
+
+
 @pytest.mark.parametrize(
     "query",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -145,6 +146,40 @@ def test_a_change_of_the_file_counts_for_all_workers_within_two_seconds(system: 
 
 
 # The last one of the system: it ends its router.
+def test_any_worker_tells_what_a_key_used_at_all_of_them_and_one_that_ended_counts_on(
+    system: System,
+) -> None:
+    router, alice, root = system.router, system.keys["alice"], system.keys["root"]
+
+    def used() -> list[dict[str, int]]:
+        """What several connections are told, of which each worker gets some."""
+        answers = [json.loads(_ask(router, "/admin/usage", root)[1]) for _ in range(12)]
+        rows = [[row for row in each["usage"] if row["key"] == "alice"] for each in answers]
+        return [row for each in rows for row in each]
+
+    body = {"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
+    before = max((row["requests"] for row in used()), default=0)
+
+    def has_all(count: int) -> bool:
+        rows = used()
+        wanted = {(before + count, 5 * (before + count))}
+        return {(row["requests"], row["completion_tokens"]) for row in rows} == wanted
+
+    for _ in range(20):
+        assert _ask(router, "/v1/completions", alice, body)[0] == 200
+    wait_until(lambda: has_all(20), timeout_s=10, what="all workers tell of all requests")
+    worker = psutil.Process(router.process.pid).children()[-1]
+    worker.kill()
+    wait_until(
+        lambda: "listening on" in router.log.partition("ended with status")[2],
+        timeout_s=30,
+        what="the worker was started again",
+    )
+    for _ in range(20):
+        assert _ask(router, "/v1/completions", alice, body)[0] == 200
+    wait_until(lambda: has_all(40), timeout_s=10, what="what was used before counts too")
+
+
 def test_no_key_is_written_to_a_log_a_metric_a_page_or_a_list_of_processes(system: System) -> None:
     shard, router, made = system.shard, system.router, system.keys.values()
     said = _everything_that_can_be_asked(router, [*made, *SECRETS.values(), WRONG])

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -26,7 +27,9 @@ from typing import Any
 
 import pytest
 import yaml
+from contract.metrics_page import router_families, shard_families
 from integration.manifests import read_compose
+from prometheus_client.parser import text_string_to_metric_families
 from support.processes import Router, Shard, free_port, running, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -66,7 +69,10 @@ def compose_arguments(folders: dict[str, Path]) -> list[str]:
 class Prometheus:
     """One that scrapes what it is told to, as deploy/prometheus says, only more often."""
 
-    def __init__(self, folder: Path, targets: dict[str, list[str]]) -> None:
+    def __init__(
+        self, folder: Path, targets: dict[str, list[str]], rules: str | None = None
+    ) -> None:
+        """`rules` are alerts in place of those of deploy/prometheus."""
         folder.mkdir()
         config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
         every = f"{SCRAPE_S * 1000:g}ms"
@@ -74,7 +80,8 @@ class Prometheus:
         for job in config["scrape_configs"]:
             job["static_configs"] = [{"targets": targets[job["job_name"]]}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
+        rules = rules or (DEPLOY / "prometheus" / "alerts.yml").read_text()
+        (folder / "alerts.yml").write_text(rules)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         with (folder / "log").open("wb") as log:
@@ -108,6 +115,18 @@ class Prometheus:
         found = self.get("query_range", query=query, start=start_s, end=end_s, step=0.5)
         values = (float(value) for line in found["result"] for _, value in line["values"])
         return [value for value in values if not math.isnan(value)]
+
+    def firing(self) -> set[tuple[str, str]]:
+        """Each alert that fires now, with the model, shard or router that it names."""
+        alerts = [each for each in self.get("alerts")["alerts"] if each["state"] == "firing"]
+        names = ("model", "shard", "instance")
+        return {
+            (
+                each["labels"]["alertname"],
+                next((each["labels"][name] for name in names if name in each["labels"]), ""),
+            )
+            for each in alerts
+        }
 
     def close(self) -> None:
         self.process.terminate()
@@ -149,7 +168,8 @@ def watched(
     ports, shards = list(metered), list(metered.values())
     limits = ("--max-concurrent-requests", "12", "--max-queued-requests", "2")
     addresses = [shard.address for shard in shards]
-    router = Router(folder / "router", addresses, "--metrics-names", "vllm,tgi", *limits)
+    shown = ("--metrics-names", "vllm,tgi", "--metrics-by-key")
+    router = Router(folder / "router", addresses, *shown, *limits)
     with running(router):
         targets = {
             "penstock-router": [router.address],
@@ -284,6 +304,23 @@ def test_what_happened_under_load_is_counted(watched: Watched, query: str) -> No
     assert max(watched.prometheus.values(query, watched.start_s, watched.end_s), default=0) > 0
 
 
+def test_what_is_exposed_is_what_pages_dashboards_and_alerts_are_checked_against(
+    watched: Watched,
+) -> None:
+    """The families that `contract.metrics_page` knows, each with the labels that it has there."""
+    urls = [watched.router.url, f"http://127.0.0.1:{watched.metrics_ports[0]}"]
+    for url, families in zip(urls, (router_families(), shard_families()), strict=True):
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            exposed = [*text_string_to_metric_families(answer.read().decode())]
+        ours = [family for family in exposed if family.name.startswith("penstock_")]
+        known = {family.name: family for family in families}
+        names = {each.name + "_total" * (each.type == "counter") for each in ours}
+        assert names == set(known)
+        for sample in (sample for family in ours for sample in family.samples):
+            owner = next(each for each in known.values() if sample.name in each.series)
+            assert set(sample.labels) - {"le"} == set(owner.labels), sample.name
+
+
 def test_every_alert_is_understood_and_none_is_broken(watched: Watched) -> None:
     (group,) = watched.prometheus.get("rules")["groups"]
     assert len(group["rules"]) >= 6
@@ -334,15 +371,24 @@ def total(url: str, name: str) -> float:
 # ---- alerts ------------------------------------------------------------------------------------
 
 # An hour of samples a minute apart: for each alert one with its reason, and one where all is well.
-BUSY = 'penstock_router_requests_total{outcome="stop"}'
+BUSY = 'penstock_router_requests_total{outcome="stop",model="m"}'
+FAILING = 'penstock_router_requests_total{outcome="error",model="m"}'
+SERVING = 'penstock_router_model_shards_serving{model="m"}'
+SHARD = 'penstock_router_shard_state{shard="s",model="m",state="serving"}'
+FOUND_DIFFERENT = 'penstock_router_fleet_events_total{event="verified",reason="different"}'
 TROUBLE: dict[str, dict[str, str]] = {
-    "PenstockNoShardServes": {"penstock_router_shards_serving": "0x60"},
-    "PenstockRouterGone": {"up": "0x60"},
-    "PenstockShardNotServing": {'penstock_router_shard_state{shard="s",state="gone"}': "1x60"},
-    "PenstockErrors": {
-        BUSY: "0+90x60",
-        'penstock_router_requests_total{outcome="error"}': "0+10x60",
+    "PenstockModelDown": {'penstock_router_model_shards_serving{model="other"}': "0x60"},
+    # No model is known: of those there is no series.
+    "PenstockNoShardServes": {
+        "penstock_router_shards_serving": "0x60",
+        SERVING: "_x60",
+        SHARD: "_x60",
     },
+    "PenstockRouterGone": {"penstock_router_shards_serving": "_x60"},
+    "PenstockErrors": {FAILING: "0+10x60"},
+    "PenstockStoreFails": {"penstock_router_store_failures_total": "0+20x60"},
+    "PenstockAuditGaps": {"penstock_router_audit_dropped_total": "0x40 1+1x20"},
+    "PenstockWrongTokens": {FOUND_DIFFERENT: "0x45 1x15"},
     "PenstockFirstTokenLate": {
         'penstock_router_first_token_seconds_bucket{le="8"}': "0+10x60",
         'penstock_router_first_token_seconds_bucket{le="60"}': "0+12x60",
@@ -356,15 +402,24 @@ TROUBLE: dict[str, dict[str, str]] = {
         "penstock_router_sequences_queued": "0x60",
         "penstock_router_shard_waiting": "0+5x60",
     },
-    "PenstockEngineDied": {"penstock_shard_engine_restarts_total": "0+1x60"},
     "PenstockRouterLate": {"penstock_router_loop_lag_worst_seconds": "0.7x60"},
+    "PenstockShardNotServing": {
+        'penstock_router_shard_state{shard="t",model="",state="gone"}': "1x60"
+    },
+    "PenstockEngineDied": {"penstock_shard_engine_restarts_total": "0+1x60"},
+    "PenstockKvBlocksRefused": {"penstock_shard_kv_refused_blocks_total": "0x45 1x15"},
+    "PenstockKvDiskFails": {
+        "penstock_shard_kv_disk_dropped_blocks_total": "0+5x60",
+        "penstock_shard_kv_disk_saved_blocks_total": "70x60",
+    },
 }
 WELL = {
     "penstock_router_shards_serving": "2x60",
-    'penstock_router_shard_state{shard="s",state="serving"}': "1x60",
+    SERVING: "2x60",
+    SHARD: "1x60",
     BUSY: "0+90x60",
-    'penstock_router_requests_total{outcome="refused"}': "0+50x60",
-    'penstock_router_requests_total{outcome="error"}': "0+1x60",
+    'penstock_router_requests_total{outcome="refused",model="m"}': "0+50x60",
+    FAILING: "0+1x60",
     'penstock_router_first_token_seconds_bucket{le="8"}': "0+12x60",
     'penstock_router_first_token_seconds_bucket{le="+Inf"}': "0+12x60",
     'penstock_router_shard_kv_used_ratio{shard="a",model="m"}': "0.5x60",
@@ -374,43 +429,186 @@ WELL = {
     "penstock_router_shard_waiting": "300-2x60",
     "penstock_shard_engine_restarts_total": "0x30 1x30",
     "penstock_router_loop_lag_worst_seconds": "0.02x60",
+    # Once, and it went on.
+    "penstock_router_store_failures_total": "0x30 1x30",
+    "penstock_router_audit_dropped_total": "0x60",
+    FOUND_DIFFERENT: "0x60",
+    "penstock_shard_kv_refused_blocks_total": "0x60",
+    # A disk that does not take all that comes, but most of it.
+    "penstock_shard_kv_disk_dropped_blocks_total": "0+5x60",
+    "penstock_shard_kv_disk_saved_blocks_total": "0+70x60",
 }
 
 
-def test_each_alert_fires_when_it_should_and_none_when_all_is_well(tmp_path: Path) -> None:
-    shutil.copy(DEPLOY / "prometheus" / "alerts.yml", tmp_path)
-    rules = yaml.safe_load((tmp_path / "alerts.yml").read_text())["groups"][0]["rules"]
-    assert [rule["alert"] for rule in rules] == list(TROUBLE)
-    cases = [fires({**WELL, **series}, name) for name, series in TROUBLE.items() if name != GONE]
-    cases += [fires({"up": "0x60"}, GONE), case(WELL, {_firing(name): [] for name in TROUBLE})]
-    (tmp_path / "cases.yml").write_text(
+def test_each_alert_fires_for_its_reason_and_only_for_it(tmp_path: Path) -> None:
+    assert {rule["alert"] for rule in alert_rules()} == set(TROUBLE)
+    cases = [case({**WELL, **series}, {name: 1}) for name, series in TROUBLE.items()]
+    check_rules(tmp_path, [*cases, case(WELL, {})])
+
+
+def test_what_a_model_that_is_down_brings_about_fires_nothing_else(tmp_path: Path) -> None:
+    """Requests for it fail, and the other model goes on. Then all are down, each with its name."""
+    down = {
+        'penstock_router_model_shards_serving{model="other"}': "0x60",
+        'penstock_router_requests_total{outcome="error",model="other"}': "0+80x60",
+    }
+    all_down = {"penstock_router_shards_serving": "0x60", SERVING: "0x60", FAILING: "0+90x60"}
+    cases = [
+        case({**WELL, **down}, {"PenstockModelDown": 1}),
+        case({**WELL, **down, **all_down}, {"PenstockModelDown": 2}),
+    ]
+    check_rules(tmp_path, cases)
+
+
+def test_an_alert_of_a_model_names_it_also_if_most_requests_are_for_others(tmp_path: Path) -> None:
+    """One in a hundred of all fails, and half of those for this model."""
+    few = {
+        'penstock_router_requests_total{outcome="stop",model="few"}': "0+1x60",
+        'penstock_router_requests_total{outcome="error",model="few"}': "0+1x60",
+        'penstock_router_model_shards_serving{model="few"}': "1x60",
+    }
+    check_rules(tmp_path, [case({**WELL, **few}, {"PenstockErrors": 1}, 'model="few"')])
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert isinstance(rules, list)
+    return rules
+
+
+def check_rules(folder: Path, cases: list[dict[str, Any]]) -> None:
+    shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
+    (folder / "cases.yml").write_text(
         yaml.safe_dump({"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": cases})
     )
-    command = [program("promtool"), "test", "rules", str(tmp_path / "cases.yml")]
+    command = [program("promtool"), "test", "rules", str(folder / "cases.yml")]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert checked.returncode == 0, (checked.stdout + checked.stderr)[-3000:]
 
 
-GONE = "PenstockRouterGone"
-
-
-def fires(series: dict[str, str], alert: str) -> dict[str, Any]:
-    return case(series, {_firing(alert): [{"labels": "{}", "value": 1}]})
-
-
-def _firing(alert: str) -> str:
-    """Counted, as what an alert says is for people."""
-    return f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
-
-
-def case(series: dict[str, str], expected: dict[str, list[Any]]) -> dict[str, Any]:
-    """What queries give after most of the hour."""
+def case(series: dict[str, str], firing: dict[str, int], labels: str = "") -> dict[str, Any]:
+    """What fires after most of the hour: each alert with how many there are of it, which is
+    counted, as what an alert says is for people.
+    """
     inputs = [{"series": name, "values": values} for name, values in series.items()]
-    tests = [
-        {"expr": query, "eval_time": "50m", "exp_samples": samples}
-        for query, samples in expected.items()
+    query = f'count by (alertname) (ALERTS{{alertstate="firing",{labels}}})'
+    samples = [
+        {"labels": f'{{alertname="{name}"}}', "value": count} for name, count in firing.items()
     ]
-    return {"interval": "1m", "input_series": inputs, "promql_expr_test": tests}
+    test = {"expr": query, "eval_time": "50m", "exp_samples": samples}
+    return {"interval": "1m", "input_series": inputs, "promql_expr_test": [test]}
+
+
+class Broken:
+    """Two models, a shard each, with a router."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ports = {model: free_port() for model in ("one", "two")}
+        self.metrics_ports = {model: free_port() for model in self.ports}
+        self.shards = {model: self.start(model) for model in self.ports}
+        addresses = [shard.address for shard in self.shards.values()]
+        keeping = ("--response-store", str(folder / "store"), "--audit-log", str(folder / "audit"))
+        patience = ("--failover-timeout-s", "1")
+        self.router = Router(folder / "router", addresses, *patience, *keeping)
+
+    @contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """No file of the router can become longer."""
+        pid, limit = self.router.process.pid, resource.RLIMIT_FSIZE
+        before = resource.prlimit(pid, limit)
+        resource.prlimit(pid, limit, (0, before[1]))
+        yield
+        resource.prlimit(pid, limit, before)
+
+    def start(self, model: str) -> Shard:
+        flags = ("--step-ms", "2", "--served-model-name", model)
+        metrics = ("--metrics-port", str(self.metrics_ports[model]))
+        return Shard(self.folder / f"shard-{model}", *flags, *metrics, port=self.ports[model])
+
+    def ask_all(self) -> None:
+        for model in self.ports:
+            complete(self.router, model=model, max_tokens=4)
+        self.router.ask("/v1/responses", {"model": "one", "input": "x", "max_output_tokens": 4})
+        time.sleep(0.05)
+
+    def lose(self, *models: str) -> None:
+        for model in models:
+            self.shards[model].close()
+
+    def bring_back(self, *models: str) -> None:
+        for model in models:
+            self.shards[model] = self.start(model)
+        for model in models:
+            self.shards[model].wait_healthy()
+
+
+def hurried(rules: str) -> str:
+    """Alerts with half a second for each minute."""
+    times = re.compile(r"(?<=[\[ ])(\d+)m(?=[\]:\n])")
+    return times.sub(lambda found: f"{500 * int(found[1])}ms", rules).replace(":30s]", ":250ms]")
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Iterator[tuple[Broken, Prometheus]]:
+    program("prometheus")
+    fleet = Broken(tmp_path)
+    with running(fleet.router, *fleet.shards.values()):
+        targets = {
+            "penstock-router": [fleet.router.address],
+            "penstock-shard": [f"127.0.0.1:{port}" for port in fleet.metrics_ports.values()],
+        }
+        rules = hurried((DEPLOY / "prometheus" / "alerts.yml").read_text())
+        prometheus = Prometheus(tmp_path / "prometheus", targets, rules)
+        try:
+            wait_until(prometheus.scrapes_all, timeout_s=_START_S, what="all targets are up")
+            yield fleet, prometheus
+        finally:
+            prometheus.close()
+            fleet.lose(*fleet.shards)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+def test_a_real_prometheus_names_each_fault_and_nothing_else_and_takes_it_back(
+    broken: tuple[Broken, Prometheus],
+) -> None:
+    fleet, prometheus = broken
+
+    def wait_for(what: str, *firing: tuple[str, str]) -> None:
+        wait_until(lambda: prometheus.firing() == set(firing), timeout_s=30, what=what)
+
+    def stays(*firing: tuple[str, str]) -> None:
+        """Also when the times of nearly all alerts have passed."""
+        until_s = time.monotonic() + 4
+        while time.monotonic() < until_s:
+            assert prometheus.firing() == set(firing)
+            time.sleep(SCRAPE_S)
+
+    with repeated(fleet.ask_all):
+        wait_for("the router is scraped")
+        stays()
+        fleet.lose("two")
+        wait_for("two is down", ("PenstockModelDown", "two"))
+        # Its requests fail meanwhile, which is no second alert; and one is served.
+        stays(("PenstockModelDown", "two"))
+        gone = ("PenstockShardNotServing", fleet.shards["two"].address)
+        wait_for("and its shard for long", ("PenstockModelDown", "two"), gone)
+        fleet.bring_back("two")
+        wait_for("two is back")
+        # Failures of before are no errors of a model that is served.
+        stays()
+        fleet.lose("one", "two")
+        wait_for("all are down", ("PenstockModelDown", "one"), ("PenstockModelDown", "two"))
+        fleet.bring_back("one", "two")
+        wait_for("all are back")
+        with fleet.full_disk():
+            here = fleet.router.address
+            full = ("PenstockStoreFails", here), ("PenstockAuditGaps", here)
+            wait_for("a disk is full", *full)
+        wait_for("it has room again")
+    fleet.router.close()
+    wait_for("the router is gone", ("PenstockRouterGone", ""))
 
 
 # ---- a port that is taken ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from penstock_common import key_file_format
@@ -52,8 +52,14 @@ class Key:
 class Keys:
     """The keys of one worker."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        on_change: Callable[[Collection[str]], None] = lambda names: None,
+    ) -> None:
+        """`on_change` is called with the names of all keys when others are valid."""
         self._config = config
+        self._on_change = on_change
         self._path = config.api_keys_file
         self._of_flags = _keys_of_flags(config)
         self._by_digest = self._of_flags
@@ -118,6 +124,7 @@ class Keys:
         if self._by_digest is not self._of_flags:
             logger.info("--api-keys-file %s: read again, keys: %d", self._path, len(of_file))
         self._by_digest = {key.digest: key for key in of_file} | self._of_flags
+        self._on_change({key.name for key in self._by_digest.values()})
 
     def _key(self, entry: KeyEntry, rates: Rates) -> Key:
         rates.change(self._part(entry.requests_per_minute), self._part(entry.tokens_per_minute))

@@ -314,7 +314,7 @@ class Generation(Deltas):
             return UnknownModel(self.job.model.adapter)
         if error.field == "model":
             # Its last shard has left since the model was looked up.
-            return unavailable_model(self._model)
+            return unavailable_model(self._model, self._model)
         if error.field not in _CONSTRAINTS:
             return error
         field = self.job.options.constraint_field or "tools"

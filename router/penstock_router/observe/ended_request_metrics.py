@@ -45,7 +45,8 @@ class RequestMetrics:
             "HTTP requests that have ended, by outcome: stop, length; disconnect, slow_reader, "
             "timeout, shutdown, abandoned; refused, error; ok for routes that generate nothing, "
             "probe for those that need no key. The model is empty for requests that ended before "
-            "it was known.",
+            "it was known; of a 503 because no shard serves it, it is the one that was asked for, "
+            "if it is expected or was ever served.",
             *("route", "status", "outcome", "model"),
         )
         self._request_seconds = self._histogram(

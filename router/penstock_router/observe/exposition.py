@@ -18,6 +18,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from penstock_common.metric_aliases import translate
+from penstock_router.observe.key_usage import KeyUsage
 from penstock_router.observe.metrics import WRITE_EVERY_S, Metrics
 
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
@@ -31,9 +32,18 @@ _TURN_S = 0.0003
 class Exposition:
     """The metrics of several collectors, under our names and those of other servers."""
 
-    def __init__(self, metrics: Metrics, *others: Collector, names: Sequence[str] = ()) -> None:
-        """`metrics` are this process's own; `others` are of no process in particular."""
+    def __init__(
+        self,
+        metrics: Metrics,
+        *others: Collector,
+        names: Sequence[str] = (),
+        usage: KeyUsage | None = None,
+    ) -> None:
+        """`metrics` are this process's own; `others` are of no process in particular. `usage` is
+        what is shown of API keys.
+        """
         self._metrics = metrics
+        self._usage = usage
         self._others = others
         self._names = names
         self._several_workers = MULTIPROCESS_DIR in os.environ
@@ -47,6 +57,8 @@ class Exposition:
         own: Iterable[Metric] = self._metrics.registry.collect()
         if self._several_workers:
             own = await self._all_workers()
+        if self._usage is not None:
+            own = itertools.chain(own, await self._usage.families())
         pieces, turn_ends_s = [], time.perf_counter() + _TURN_S
         for piece in self._pieces(own):
             pieces.append(piece)

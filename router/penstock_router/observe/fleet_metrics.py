@@ -4,7 +4,7 @@ counters, so that several workers do not count a shard several times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -49,14 +49,27 @@ _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
 class FleetCollector(Collector):
     """Reads the fleet's state at each scrape."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, shards_serving: Callable[[], Mapping[str, int]]) -> None:
+        """`shards_serving` says how many shards serve each model that is known, those that are away
+        among them.
+        """
         self._fleet = fleet
+        self._shards_serving = shards_serving
 
     def collect(self) -> Iterator[Metric]:
         shards = self._fleet.shards
         serving = sum(shard.ready for shard in shards)
         yield _gauge("shards_serving", "Shards that accept requests.", serving)
         yield _gauge("shards", "Shards known to the router.", len(shards))
+        models = GaugeMetricFamily(
+            "penstock_router_model_shards_serving",
+            "Shards that accept requests for a model: 0 for one that is expected (--expect-model), "
+            "or that the router has seen, while none does.",
+            labels=("model",),
+        )
+        for model, count in self._shards_serving().items():
+            models.add_metric([model], count)
+        yield models
         states = GaugeMetricFamily(
             "penstock_router_shard_state",
             "1 for the state that a shard is in: serving, loading, draining or gone.",

@@ -95,6 +95,7 @@ class Metrics:
         self._add_streams()
         self._add_admission()
         self._add_images()
+        self._add_records()
         self._add_loop_lag()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -159,6 +160,18 @@ class Metrics:
             "refused, given_up, verified (the result).",
             *("event", "reason"),
         )
+        # There from the start, so that the first one is an increase.
+        self.fleet_events.labels("verified", "different")
+
+    def _add_records(self) -> None:
+        self.store_failures = self._counter(
+            "store_failures",
+            "Calls of the response store that failed: its disk is full or damaged, or it is so "
+            "slow that too many wait.",
+        )
+        self.audit_dropped = self._counter(
+            "audit_dropped", "Records that the audit log could not write (--audit-log)."
+        )
 
     def _add_loop_lag(self) -> None:
         self.loop_lag_seconds = self._histogram(
@@ -183,7 +196,7 @@ class Metrics:
         self.requests_held = self._gauge(
             "requests_held",
             "Requests that wait for a shard of their model because none serves (--shard-wait-s). "
-            "The label is empty for a model that was never served.",
+            "The label is empty for a model that was neither served nor expected.",
             "model",
         )
         self.refused = self._counter(

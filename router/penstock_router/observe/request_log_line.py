@@ -81,6 +81,8 @@ def _words(record: RequestRecord, fields: Fields) -> str:
     parts = [f"{fields['method']} {record.route} {record.status} {record.outcome}"]
     if record.error and record.outcome in ("refused", "error"):
         parts.append(f"({fields['error']})")
+        if record.model:
+            parts.append(f"model {fields['model']}")
     if record.usage is not None:
         parts.append(f"{fields['prompt_tokens']}+{fields['output_tokens']} tokens")
     parts.append(f"{fields['total_ms']:.0f} ms")

@@ -105,9 +105,12 @@ class RequestRecord:
         if len(self.sequences) < _NUM_SEQUENCES:
             self.sequences.append(attempts)
 
-    def record_error(self, error: str, field: str | None) -> None:
-        """Set the error that the client got; the outcome follows from the status."""
+    def record_error(self, error: str, field: str | None, model: str) -> None:
+        """Set the error that the client got, and the model that was asked for, where it is known
+        and nothing was made ready for it; the outcome follows from the status.
+        """
         self.error = self.error or (f"{error}: {field}" if field else error)
+        self.model = self.model or model
 
     def record_outcome(self, outcome: str, error: str = "") -> None:
         """Set how it ended; only the first call counts."""

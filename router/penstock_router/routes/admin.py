@@ -1,4 +1,5 @@
-"""/admin: the fleet as an operator sees it, and changes to it. Closed without --admin-key.
+"""/admin: the fleet as an operator sees it, changes to it, and what keys have used. Closed without
+--admin-key.
 
 A change applies to all workers of the router: it is a line in a file that each of them follows. It
 does not outlive the router; lasting shards belong in --shards. A shard that is added must be in the
@@ -21,7 +22,13 @@ from penstock_client.fleet.allowed_networks import Ip, locate
 from penstock_client.fleet.discovery import check_address
 from penstock_router.errors import BadRequest, NotFound, Unavailable
 from penstock_router.fleet import Fleet, ShardState, describe_shard
-from penstock_router.routes.base import ROUTER, check_admin, json_response, read_object
+from penstock_router.routes.base import (
+    ROUTER,
+    check_admin,
+    encoded_response,
+    json_response,
+    read_object,
+)
 
 _POLL_S = 0.25
 
@@ -96,6 +103,7 @@ def add_routes(app: web.Application) -> None:
             web.post("/admin/shards", add_shard),
             web.delete("/admin/shards/{address}", remove_shard),
             web.post("/admin/shards/{address}/drain", drain_shard),
+            web.get("/admin/usage", show_usage),
         ]
     )
 
@@ -142,6 +150,12 @@ async def drain_shard(request: web.Request) -> web.Response:
     except TimeoutError:
         raise Unavailable(f"{shard.address} does not drain: it does not answer") from None
     return json_response({"address": shard.address, "status": "draining"}, status=202)
+
+
+async def show_usage(request: web.Request) -> web.Response:
+    """GET /admin/usage: tokens and requests by key and model, of all workers."""
+    check_admin(request)
+    return encoded_response(await request.app[ROUTER].usage.as_json())
 
 
 def _member(request: web.Request) -> ShardState:

@@ -39,6 +39,7 @@ from penstock_router.generation.resumable_streams import LiveStreams
 from penstock_router.images.images import Images
 from penstock_router.json_fields import Field, JsonObject, Table, decode_object, shorten, table
 from penstock_router.observe.exposition import Exposition
+from penstock_router.observe.key_usage import KeyUsage
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import Records, RequestRecord
 from penstock_router.offload.dispatch import Bodies, Body, Incoming
@@ -76,6 +77,7 @@ class Router:
     responses: ResponseStore
     background: Background
     keys: Keys
+    usage: KeyUsage
     records: Records = field(default_factory=Records)
 
 

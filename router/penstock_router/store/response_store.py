@@ -326,8 +326,10 @@ class ResponseStore:
         owner: str,
         silent_s: float = _SILENT_S,
         clock: Callable[[], float] = time.time,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`owner` names this worker; `clock` tells seconds that all workers agree on.
+        """`owner` names this worker; `clock` tells seconds that all workers agree on. `on_failure`
+        is called for each `StoreUnavailable`.
 
         Raises `ValueError` for less than `MIN_BYTES`.
         """
@@ -339,6 +341,7 @@ class ResponseStore:
         self._ttl_s, self._silent_s = ttl_s, silent_s
         self._owner = owner
         self._clock = clock
+        self._on_failure = on_failure
         # Belongs to the thread.
         self._connection: sqlite3.Connection
         self._thread = ThreadPoolExecutor(1, "response store")
@@ -511,7 +514,7 @@ class ResponseStore:
     async def _call(self, work: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
         """Run `work` in the thread, after earlier calls."""
         if self._queued >= _MAX_QUEUED:
-            raise StoreUnavailable(f"response store {self._path}: {self._queued} calls wait for it")
+            raise self._unavailable(f"{self._queued} calls wait for it")
         self._queued += 1
         future = asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         future.add_done_callback(self._done)
@@ -519,10 +522,14 @@ class ResponseStore:
             # Not cancelled with its caller, so that the count stays that of the thread's queue.
             return await asyncio.shield(future)
         except (sqlite3.Error, OSError) as error:
-            raise StoreUnavailable(f"response store {self._path}: {error}") from error
+            raise self._unavailable(str(error)) from error
         finally:
             # An error refers to this frame, and its future to the error.
             del future
+
+    def _unavailable(self, why: str) -> StoreUnavailable:
+        self._on_failure()
+        return StoreUnavailable(f"response store {self._path}: {why}")
 
     def _done(self, future: asyncio.Future[_T]) -> None:
         self._queued -= 1

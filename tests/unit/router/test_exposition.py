@@ -50,13 +50,22 @@ async def test_a_thousand_series_are_written_in_many_turns_of_the_event_loop(
     assert turns >= 1000 / exposition._SAMPLES_A_PIECE
 
 
+async def test_what_alerts_take_an_increase_of_is_there_before_the_first() -> None:
+    lines = (await Exposition(Metrics()).text()).decode().splitlines()
+    counted = {
+        *("store_failures_total", "audit_dropped_total"),
+        'fleet_events_total{event="verified",reason="different"}',
+    }
+    assert {f"penstock_router_{name} 0.0" for name in counted} <= set(lines)
+
+
 async def test_a_shard_that_is_gone_has_a_state_and_no_numbers() -> None:
     here = FakeShard(
         address="here:1", load=LoadReport(running=3, num_blocks=8, referenced_blocks=2)
     )
     gone = FakeShard(address="gone:1", ready=False, info=None, connected=False)
     fleet = FakeFleet({}, shards=[here, gone])
-    text = (await Exposition(Metrics(), FleetCollector(fleet)).text()).decode()
+    text = (await Exposition(Metrics(), FleetCollector(fleet, dict)).text()).decode()
     labels = f'model="{INFO.model}",shard="here:1"'
     assert f"penstock_router_shard_running{{{labels}}} 3.0" in text
     assert f"penstock_router_shard_kv_used_ratio{{{labels}}} 0.25" in text

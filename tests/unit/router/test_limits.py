@@ -502,7 +502,7 @@ async def test_a_request_is_held_until_a_shard_serves_its_model(fleet: FakeFleet
     async with memory_router(fleet, shard_wait_s=20.0) as router:
         assert (await router.get("/ready")).status == 200
         asking = asyncio.create_task(router.complete(max_tokens=2))
-        held = 'penstock_router_requests_held{model=""} 1.0'
+        held = 'penstock_router_requests_held{model="fake-model"} 1.0'
         while held not in (await router.get("/metrics")).body.decode():
             await asyncio.sleep(0.01)
         assert (

@@ -101,6 +101,17 @@ def test_people_read_it_in_words(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
+def test_the_words_of_a_request_that_failed_name_the_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = {"outcome": "error", "error": "ServiceUnavailableError", "status": 503}
+    record = record_of(usage=None, first_token_s=None, **error)
+    assert text_of(record, caplog) == (
+        "INFO POST /v1/chat/completions 503 error (ServiceUnavailableError) model toy 1112 ms "
+        "request mine"
+    )
+
+
 def on(shard: str, ended_because: str = "") -> AttemptRecord:
     return AttemptRecord(shard, "only", 100.0, 100.1, 100.5, ended_because, "0" * 16)
 

@@ -603,7 +603,8 @@ async def test_a_store_that_is_locked_for_too_long_says_so(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_store, "_BUSY_TIMEOUT_S", 0.05)
-    async with make_store(path) as store:
+    failures: list[None] = []
+    async with make_store(path, on_failure=lambda: failures.append(None)) as store:
         with locked(path):
             with pytest.raises(StoreUnavailable, match=r"responses.sqlite: database is locked$"):
                 await put(store, "resp_1")
@@ -611,6 +612,7 @@ async def test_a_store_that_is_locked_for_too_long_says_so(
             assert await store.get("resp_1") is None
         await put(store, "resp_1")
         assert await kept(store, "resp_1") == ["resp_1"]
+    assert len(failures) == 1
 
 
 async def test_a_file_that_went_away_is_the_store_s_trouble_and_no_defect(

@@ -18,8 +18,18 @@ from typing import Any
 import pytest
 from support.budget import in_soak
 
+from penstock_client.audit_log import AuditRecord
+from penstock_client.types import GenerationRequest
 from penstock_router.config import RouterConfig
-from penstock_router.workers import EXIT_USAGE, FirstWorker, _config_of, _until_ready, run
+from penstock_router.observe.metrics import Metrics
+from penstock_router.workers import (
+    EXIT_USAGE,
+    FirstWorker,
+    _config_of,
+    _open_audit_log,
+    _until_ready,
+    run,
+)
 
 # The module is imported again in each worker, as `__mp_main__`.
 SCRIPT = """
@@ -179,6 +189,17 @@ def test_an_audit_log_that_a_worker_could_not_write_is_one_line_and_the_end(
         f"penstock router: --audit-log: audit log {path}: the file there is no audit log"
     )
     assert parent.notes() == ["parent"]
+
+
+def test_records_that_an_audit_log_drops_are_counted(tmp_path: Path) -> None:
+    metrics = Metrics()
+    config = RouterConfig(shards="a:1", audit_log=str(tmp_path / "audit"))
+    audit = _open_audit_log(config, metrics)
+    assert audit is not None
+    audit.close()
+    # It is closed, and takes no more.
+    audit.record(AuditRecord("r", GenerationRequest([1])))
+    assert metrics.registry.get_sample_value("penstock_router_audit_dropped_total") == 1
 
 
 def test_a_worker_that_never_gets_to_serve_is_given_up_with_a_line(tmp_path: Path) -> None:
