@@ -92,17 +92,14 @@ def _run_tool(module: str, arguments: Sequence[str]) -> int:
 
     quiet_grpc()
     try:
-        tool = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        from penstock_common.version import how_to_install
-
-        missing = f"{error.name} is not installed; {how_to_install('client')}"
-        print(f"penstock: {missing}", file=sys.stderr)
-        return 2
-    try:
-        status: int = tool.main(arguments)
+        status: int = importlib.import_module(module).main(arguments)
     except KeyboardInterrupt:
         return 130
+    except ImportError as error:
+        from penstock_common.version import why_not_imported
+
+        print(f"penstock: {why_not_imported(error, 'client')}", file=sys.stderr)
+        return 2
     return status
 
 

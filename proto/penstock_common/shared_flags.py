@@ -23,6 +23,10 @@ METRIC_NAMES = ("vllm", "tgi")
 SHARD_PORT = 20051
 
 
+# Exit status when what was asked for cannot work: restarting with it would not help.
+USAGE_STATUS = 2
+
+
 def quiet_grpc() -> None:
     """To be called before gRPC is imported: by itself it writes a line for each handshake that
     fails.

@@ -390,6 +390,16 @@ class ShardConfig(ObservingConfig):
         return self.model or "penstock-toy"
 
     @property
+    def extra(self) -> str:
+        """The extra of penstock that brings what this shard needs."""
+        return "fake" if self.runner == "fake" else "shard"
+
+    @property
+    def log_name(self) -> str:
+        """The name of this shard in its own log; empty where its port is not known yet."""
+        return f"{self.host}:{self.port}" if self.port else ""
+
+    @property
     def serves_adapters(self) -> bool:
         """Tell whether requests may use adapters."""
         return self.enable_lora or bool(self.loras)

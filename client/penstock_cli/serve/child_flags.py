@@ -12,14 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock_common.child_environment import child_environment
+from penstock_common.shared_flags import USAGE_STATUS
 
-USAGE_STATUS = 2
 # The exit status of the check where the process would run; after --help it is 0.
 _WOULD_RUN_STATUS = 3
-_READ_FLAGS = (
-    "import sys; from {module}.cli import parse_config; "
-    f"parse_config(sys.argv[1:]); sys.exit({_WOULD_RUN_STATUS})"
-)
+_READ_FLAGS = f"""
+import sys
+try:
+    from penstock_{{process}}.cli import parse_config
+except ImportError as error:
+    from penstock_common.version import why_not_imported
+    sys.exit(why_not_imported(error, "{{process}}"))
+parse_config(sys.argv[1:])
+sys.exit({_WOULD_RUN_STATUS})
+"""
 _UNKNOWN = "unrecognized arguments: "
 _ROUTER, _SHARD = "router", "shard"
 # Without these it complains of them before it does of an unknown flag.
@@ -61,7 +67,6 @@ def check(router: Typed, shard: Typed) -> bool:
         if reading.status == USAGE_STATUS:
             raise Unusable(_told(reading, process, other))
         if reading.status not in (0, _WOULD_RUN_STATUS):
-            # Something that it imports is missing, mostly.
             lines = reading.said.strip().splitlines() or [f"status {reading.status}"]
             raise Unusable(f"the {process} cannot start: {lines[-1]}")
         would_run = would_run and reading.status == _WOULD_RUN_STATUS
@@ -70,7 +75,7 @@ def check(router: Typed, shard: Typed) -> bool:
 
 def _read(process: str, flags: Sequence[str], typed: Typed) -> _Reading:
     read = subprocess.run(
-        [sys.executable, "-c", _READ_FLAGS.format(module=f"penstock_{process}"), *flags],
+        [sys.executable, "-c", _READ_FLAGS.format(process=process), *flags],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -24,14 +24,20 @@ from dataclasses import dataclass, field
 
 from penstock_cli.arguments import open_directly
 from penstock_cli.gpus import visible_gpus
-from penstock_cli.serve.child_flags import USAGE_STATUS, Typed, Unusable, check
+from penstock_cli.serve.child_flags import Typed, Unusable, check
 from penstock_cli.serve.with_parent import with_parent
 from penstock_client.fleet.discovery import authority
 from penstock_common.child_environment import HUB, TRACES, child_environment
 from penstock_common.flags import OneLineParser, flag, parser_of, usable_key, words_of
 from penstock_common.listening import listen
 from penstock_common.port_holder import holder_of, why_not
-from penstock_common.shared_flags import SERVING, SHARD_PORT, ListeningConfig, seconds
+from penstock_common.shared_flags import (
+    SERVING,
+    SHARD_PORT,
+    USAGE_STATUS,
+    ListeningConfig,
+    seconds,
+)
 
 _POLL_S = 0.2
 # How long a router may take to stop beyond the time that requests may take to finish.

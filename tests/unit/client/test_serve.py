@@ -109,11 +109,11 @@ def test_nothing_is_started_where_a_flag_is_refused_and_it_is_said_of_what_was_t
 def test_what_is_not_installed_is_one_line_and_no_success(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(child_flags, "_READ_FLAGS", "import of_{module}_there_is_none")
+    monkeypatch.setattr(child_flags, "_READ_FLAGS", "import of_{process}_there_is_none")
     assert serve.main(["m"]) == 2
     assert capfd.readouterr().err == (
         "penstock serve: the shard cannot start: "
-        "ModuleNotFoundError: No module named 'of_penstock_shard_there_is_none'\n"
+        "ModuleNotFoundError: No module named 'of_shard_there_is_none'\n"
     )
 
 
