@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from penstock_common.flags import as_size
 from penstock_common.malloc import return_free_memory
 from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
 from penstock_shard.config import ShardConfig
@@ -105,7 +106,7 @@ def _arena(info: RunnerInfo, descriptor: str) -> Arena | None:
     if descriptor == NO_HOST_MEMORY:
         return None
     memory = map_shared_memory(int(descriptor))
-    flag = f"--kv-host-bytes {len(memory)}"
+    flag = f"--kv-host-bytes {as_size(len(memory))}"
     if not namespace_of(info):
         raise ModelError(
             f"{flag}: blocks are only copied where equal prefixes have equal bytes; use --exact"
@@ -142,7 +143,7 @@ def _disk(
             with_salted=config.kv_disk_salted,
         )
     except ValueError as error:
-        raise ModelError(f"--kv-disk-bytes {config.kv_disk_bytes}: {error}") from None
+        raise ModelError(f"--kv-disk-bytes {as_size(config.kv_disk_bytes)}: {error}") from None
     except OSError as error:
         raise ModelError(f"--kv-disk {config.kv_disk}: {error}") from None
     return DiskTier(segments, on_done, with_salted=config.kv_disk_salted)

@@ -76,7 +76,7 @@ class ServerAdapters:
     async def load(self, name: str, source: str) -> Adapter:
         """Have the engine load it. Raises `Refusal`."""
         self._check_served()
-        reason = name_refusal(name, {self._config.model_name, *self._config.served_model_names})
+        reason = name_refusal(name, self._config.served_model_names)
         if reason:
             self._refuse("name", name, reason)
         if not 1 <= len(source) <= MAX_ADAPTER_SOURCE_CHARACTERS or not source.isprintable():

@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock_common.flags import as_size
 from penstock_common.listening import is_for_this_machine
 from penstock_common.logs import end_log
 from penstock_common.port_holder import holder_of, why_not
@@ -63,7 +64,7 @@ async def serve(config: ShardConfig) -> int:
         memory = _host_memory(config)
         transfers = _transfers(config, memory)
     except OSError as error:
-        _complain(f"--kv-host-bytes {config.kv_host_bytes}: {error.strerror}")
+        _complain(f"--kv-host-bytes {as_size(config.kv_host_bytes)}: {error.strerror}")
         return USAGE_STATUS
     except TlsFilesUnusable as error:
         _complain(f"--kv-peer-ca-file: {error}")
