@@ -76,7 +76,12 @@ def run(argv: Sequence[str]) -> int:
     if command in _PROCESSES:
         _become(_PROCESSES[command], arguments)
     if command not in _TOOLS:
-        print(f"penstock: no command {command!r}; `penstock --help` lists them", file=sys.stderr)
+        from difflib import get_close_matches
+
+        close = get_close_matches(command, [*_PROCESSES, *_TOOLS], n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        said = f"penstock: no command {command!r}{meant} (`penstock --help` lists them)"
+        print(said, file=sys.stderr)
         return 2
     return _run_tool(_TOOLS[command], arguments)
 

@@ -140,7 +140,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
         def is_ready() -> bool:
             assert process.poll() is None, log_file.read_text()[-2000:]
-            return "Try:" in log_file.read_text()
+            return "penstock is ready" in log_file.read_text()
 
         wait_until(is_ready, timeout_s=TIMEOUT_S, what="penstock serve is ready")
         yield Served(process, port, shard_port, log_file)
