@@ -55,9 +55,7 @@ def indexes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.shutdown()
 
 
-def _make(
-    *words: str, path: str = "", check: bool = True, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def _make(*words: str, path: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run make with no GPU in sight, and no settings of pip but these."""
     others = {name: value for name, value in _environment().items() if "PIP_" not in name}
     own = {"PATH": f"{path}:{os.environ['PATH']}", "PIP_CONFIG_FILE": os.devnull, **variables}
@@ -68,7 +66,7 @@ def _make(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=check,
+        check=False,
         timeout=100,
     )
 
@@ -124,7 +122,7 @@ def test_the_build_for_processors_comes_from_the_extra_index(
 def test_without_the_index_it_is_said_what_is_missing(tmp_path: Path, indexes: str) -> None:
     venv = tmp_path / "venv"
     words = (f"{venv}/.torch", f"VENV={venv}", f"PYTHON={sys.executable}", "UV=", "CPU=1")
-    made = _make(*words, check=False, PIP_INDEX_URL=f"{indexes}/main")
+    made = _make(*words, PIP_INDEX_URL=f"{indexes}/main")
     assert made.returncode != 0
     assert (
         "torch==2.13.0+cpu was not found, or not installed: set PIP_EXTRA_INDEX_URL" in made.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import ssl
 import sys
@@ -431,7 +432,7 @@ async def test_the_first_that_is_to_be_tried_is_a_chat_with_each_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(greeting.shutil, "which", lambda _: "/usr/bin/penstock")
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/penstock")
     await _greeted(url, monkeypatch, models)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == f"penstock is ready at {url} (Ctrl-C ends it). Try in another terminal:"
@@ -442,7 +443,7 @@ async def test_the_first_that_is_to_be_tried_is_a_chat_with_each_model(
 async def test_a_command_that_another_terminal_does_not_know_is_suggested_by_its_path(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(greeting.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(sys, "argv", [".venv/bin/penstock", "serve"])
     await _greeted("http://127.0.0.1:8000", monkeypatch)
     assert "\n  .venv/bin/penstock chat\n" in capsys.readouterr().out
