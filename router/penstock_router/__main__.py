@@ -3,6 +3,7 @@
 The version is checked before anything that an older Python could not even read is imported.
 """
 
+import importlib.util
 import sys
 
 
@@ -17,6 +18,9 @@ def main():  # type: () -> int
 
     quiet_grpc()
     try:
+        # Imported by processes that it starts for images, with the first one.
+        if importlib.util.find_spec("PIL") is None:
+            raise ModuleNotFoundError(name="PIL")
         from penstock_router import workers
         from penstock_router.cli import parse_config
     except ImportError as error:

@@ -59,7 +59,11 @@ def _is_said(run: subprocess.CompletedProcess[str], command: str, package: str, 
 
 
 @pytest.mark.parametrize(
-    "package", ["grpc", "google", "msgspec", "tokenizers", "jinja2", "uvloop", "aiohttp", "yarl"]
+    "package",
+    [
+        *("PIL", "aiohttp", "google", "grpc", "jinja2", "msgspec", "prometheus_client"),
+        *("tokenizers", "uvloop", "yarl"),
+    ],
 )
 def test_a_router_says_what_is_missing(tmp_path: Path, package: str) -> None:
     run = _run(tmp_path, package, "router", "--shards", "127.0.0.1:1", "--port", str(free_port()))
@@ -94,6 +98,7 @@ def test_the_server_of_a_shard_says_what_is_missing(tmp_path: Path, package: str
         ("transformers", "shard"),
         ("safetensors", "shard"),
         ("huggingface_hub", "shard"),
+        ("tokenizers", "shard"),
     ],
 )
 def test_an_engine_that_cannot_import_is_tried_once_and_its_reason_is_the_last_line(
