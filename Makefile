@@ -1,10 +1,13 @@
 # `make` lists the targets. Everything happens in .venv; nothing else is touched.
 
 PYTHON ?= python3
-# The torch that is installed first. The default is a plain version; on Linux without a GPU set
-# TORCH to a CPU build of yours, on a GPU machine to any release from 2.8 on, for the tests from 2.10:
-# what they compare with would replace an older one.
-TORCH ?= torch==2.13.0
+# CPU=1 installs a torch for processors alone. On Linux such a build has a name of its own and is on no
+# usual index: PIP_EXTRA_INDEX_URL says where it is.
+CPU ?=
+# The torch that is installed first. The default is a plain version; set TORCH to a build of yours, on a
+# GPU machine to any release from 2.8 on, for the tests from 2.10: what they compare with would replace
+# an older one.
+TORCH ?= torch==2.13.0$(if $(CPU),$(if $(filter Linux,$(shell uname -s)),+cpu))
 PORT ?= 8000
 # FAKE=1 serves the fake runner: no torch, no weights, made-up text.
 FAKE ?=
@@ -56,10 +59,10 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 .PHONY: help serve check test soak lint type proto bench docs docs-serve pins sbom licences clean
 
 help: ## List the targets
-	@echo "make TARGET [PYTHON=python3.12] [TORCH='torch==2.13.0']"; echo
+	@echo "make TARGET [PYTHON=python3.12] [CPU=1] [TORCH='torch==2.13.0']"; echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve: MODEL=, PORT=, FAKE=1, ARGS=
+serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve: MODEL=, PORT=, CPU=1, FAKE=1, ARGS=
 	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(if $(FAKE),--runner fake) $(ARGS)
 
 check: lint type ## Check style and types, run tests/unit and tests/contract (three minutes)
@@ -124,16 +127,30 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 		$(call into,$(VENV)) --quiet -e '.[docs]'; }
 	@touch $@
 
-# Says which torch was installed. One that is asked for by name replaces another; without, any is kept.
-ifneq ($(filter command environment,$(firstword $(origin TORCH))),)
+# Says which torch was installed. One that is asked for, by name or by CPU=1, replaces another; without,
+# any is kept.
+ifneq ($(CPU)$(filter command environment,$(firstword $(origin TORCH))),)
 ifneq ($(TORCH),$(shell cat $(VENV)/.torch 2>/dev/null))
 .PHONY: $(VENV)/.torch
 endif
 endif
+is_cpu_build = $(findstring +cpu,$(TORCH))
+# uv reads pip's variable under another name.
+with_extra_index = $(if $(UV),UV_EXTRA_INDEX_URL="$${UV_EXTRA_INDEX_URL:-$$PIP_EXTRA_INDEX_URL}" )
+cpu_index = set PIP_EXTRA_INDEX_URL to the index of PyTorch's CPU builds (PyTorch's installation page has its address)
+define warn_without_gpu
+test "$$(uname -s)" != Linux || nvidia-smi -L 2>/dev/null | grep -q GPU || { \
+	echo "No NVIDIA device is found here, to which those GB would be of use. To do without them end this with"; \
+	echo "Ctrl-C, $(cpu_index), and"; \
+	echo "run: make $(or $(MAKECMDGOALS),serve) CPU=1. Without torch, with made-up text: make serve FAKE=1"; }
+endef
+no_cpu_build = echo "$(TORCH) was not found, or not installed: $(cpu_index)." >&2
 $(VENV)/.torch: | $(BIN)/python
-	@echo "Installing $(TORCH) into $(VENV): about 200 MB to download for a CPU build,"
-	@echo "several GB where the package index gives a CUDA build."
-	@$(call into,$(VENV)) '$(TORCH)'
+	@$(if $(is_cpu_build),\
+		echo "Installing $(TORCH) into $(VENV): about 200 MB to download.",\
+		echo "Installing $(TORCH) into $(VENV): about 200 MB to download for a CPU build,"; \
+		echo "several GB where the package index gives a CUDA build."; $(warn_without_gpu))
+	@$(with_extra_index)$(call into,$(VENV)) '$(TORCH)'$(if $(is_cpu_build), || { $(no_cpu_build); exit 1; })
 	@echo '$(TORCH)' > $@
 
 $(VENV)/.shard: pyproject.toml $(VENV)/.torch

@@ -49,7 +49,7 @@ from penstock_router.cli import parse_config as parse_router_config
 from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
 from penstock_shard.cli import parse_config as parse_shard_config
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine import main as engine_main
+from penstock_shard.engine import run_engine as engine_process
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import EngineLoop
@@ -85,7 +85,7 @@ class EngineThread:
             self.ready.set()
             # Their store is left out: nobody asks for any here.
             adapters = EngineAdapters(None, 0, lambda: None)
-            engine_main._run(EngineLoop(engine, adapters, self.send), self.inbox)
+            engine_process._run(EngineLoop(engine, adapters, self.send), self.inbox)
         finally:
             # It ends only by an error, and the router would go on without it.
             traceback.print_exc()

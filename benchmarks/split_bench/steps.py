@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine import main as engine_main
+from penstock_shard.engine import run_engine as engine_process
 from penstock_shard.engine.create_engine import create_engine
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import EngineLoop
@@ -161,7 +161,7 @@ def measure_engine(path: str) -> Callable[..., Engine]:
     it: `create_engine`, as the engine's own process calls it from now on.
     """
     log = _Log(path)
-    take_inbox = engine_main._take_inbox
+    take_inbox = engine_process._take_inbox
 
     def build(
         loaded: LoadedRunner,
@@ -178,8 +178,8 @@ def measure_engine(path: str) -> Callable[..., Engine]:
         if wait:
             log.idle_s += time.monotonic() - from_s
 
-    setattr(engine_main, "create_engine", build)  # noqa: B010 - a name that it only imports
-    engine_main._take_inbox = take
+    setattr(engine_process, "create_engine", build)  # noqa: B010 - a name that it only imports
+    engine_process._take_inbox = take
     return build
 
 

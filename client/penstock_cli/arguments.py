@@ -14,6 +14,8 @@ from penstock_common.flags import OneLineParser, number
 from penstock_common.shared_flags import add_api_key
 from penstock_common.tls import Tls, TlsFilesUnusable
 
+# Where a router listens unless it is told otherwise.
+DEFAULT_URL = "http://127.0.0.1:8000"
 MODEL_HELP = "which model to ask (default: the only one that is served)"
 
 # Values of arguments.
@@ -31,7 +33,7 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the router's address and the key it wants."""
     parser.add_argument(
         "--url",
-        default="http://127.0.0.1:8000",
+        default=DEFAULT_URL,
         type=http_url,
         metavar="URL",
         help="address of the router (default: %(default)s)",
@@ -99,7 +101,9 @@ def open_url(
     return urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout_s)
 
 
-def open_directly(url: str, timeout_s: float, tls: ssl.SSLContext | None = None) -> Any:
+def open_directly(
+    url: str | urllib.request.Request, timeout_s: float, tls: ssl.SSLContext | None = None
+) -> Any:
     """The answer to a GET, as `urllib.request.urlopen` gives it and raises, but past the proxies of
     the environment: what they lead to is the internet, and not a port of this machine or pod.
     """

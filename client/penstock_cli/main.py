@@ -76,7 +76,12 @@ def run(argv: Sequence[str]) -> int:
     if command in _PROCESSES:
         _become(_PROCESSES[command], arguments)
     if command not in _TOOLS:
-        print(f"penstock: no command {command!r}; `penstock --help` lists them", file=sys.stderr)
+        from difflib import get_close_matches
+
+        close = get_close_matches(command, [*_PROCESSES, *_TOOLS], n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        said = f"penstock: no command {command!r}{meant} (`penstock --help` lists them)"
+        print(said, file=sys.stderr)
         return 2
     return _run_tool(_TOOLS[command], arguments)
 
@@ -92,17 +97,14 @@ def _run_tool(module: str, arguments: Sequence[str]) -> int:
 
     quiet_grpc()
     try:
-        tool = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        from penstock_common.version import how_to_install
-
-        missing = f"{error.name} is not installed; {how_to_install('client')}"
-        print(f"penstock: {missing}", file=sys.stderr)
-        return 2
-    try:
-        status: int = tool.main(arguments)
+        status: int = importlib.import_module(module).main(arguments)
     except KeyboardInterrupt:
         return 130
+    except ImportError as error:
+        from penstock_common.version import why_not_imported
+
+        print(f"penstock: {why_not_imported(error, 'client')}", file=sys.stderr)
+        return 2
     return status
 
 

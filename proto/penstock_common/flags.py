@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import math
 import os
+import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, TypedDict, TypeVar
@@ -25,14 +26,52 @@ _METAVARS = {"s": "S", "ms": "MS", "file": "FILE", "port": "PORT", "dir": "DIR"}
 
 class OneLineParser(argparse.ArgumentParser):
     """Complains in one line, without the whole usage before it, and takes no shortened flag: what
-    it is short for may change with every flag that is added.
+    it is short for may change with every flag that is added. Where a flag is unknown, the line
+    names the one that it resembles.
     """
 
     def __init__(self, **given: Any) -> None:
         super().__init__(allow_abbrev=False, **given)
+        self._typed: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._typed = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        # What is required may be there under a name that is none.
+        is_of_names = message.startswith((UNKNOWN_FLAGS, "the following arguments are required"))
+        meant = did_you_mean(self._typed, self.flags) if is_of_names else ""
+        self.exit(2, f"{self.prog}: {message}{meant} (see {self.prog} --help)\n")
+
+    @property
+    def flags(self) -> list[str]:
+        """All flags, those of commands within this one too."""
+        found = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found += parser._option_string_actions
+        return found
+
+
+# The beginning of what argparse says of them.
+UNKNOWN_FLAGS = "unrecognized arguments: "
+
+
+def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
+    """Name the known word that the first unknown flag resembles, for the end of an error; "" where
+    there is none.
+    """
+    flags = (word.partition("=")[0] for word in typed if word.startswith("--"))
+    unknown = next((flag for flag in flags if flag not in known), None)
+    if unknown is None:
+        return ""
+    # Imported here, as it takes a while and is seldom needed.
+    from difflib import get_close_matches
+
+    close = get_close_matches(unknown, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 # ---- flags as fields ---------------------------------------------------------------------------
@@ -146,7 +185,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
     if untold or "default" in text:
         return text
     if field.metadata.get("read") is size:
-        default = _as_size(default)
+        default = as_size(default)
     return f"{text} (default: {default})"
 
 
@@ -219,17 +258,28 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def size(text: str) -> int:
-    """Bytes. Raises `ValueError`."""
+    """Bytes, of a number with its unit: a bare one but 0 may be meant in any. Raises `ValueError`,
+    or `ArgumentTypeError` for that.
+    """
     unit = _UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdigit():
         raise ValueError(text)
+    if unit == 1 and int(digits) > 0:
+        written = as_size(int(digits))
+        meant = "" if written == digits else f"; as many bytes are {written}"
+        raise argparse.ArgumentTypeError(
+            f"must have its unit, K, M or G, as in 512M or 2G, not {short(text)}{meant}"
+        )
     return int(digits) * unit
 
 
-def _as_size(value: int) -> str:
-    fitting = (f"{value // unit}{name}" for name, unit in _UNITS.items() if value % unit == 0)
-    return list(fitting)[-1]
+def as_size(num_bytes: int) -> str:
+    """Bytes as a flag takes them, in the largest unit of which they are a whole number."""
+    fitting = (
+        f"{num_bytes // unit}{name}" for name, unit in _UNITS.items() if num_bytes % unit == 0
+    )
+    return list(fitting)[-1] if num_bytes else "0"
 
 
 _NUMBERS: dict[Callable[[str], Any], str] = {

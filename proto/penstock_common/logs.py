@@ -52,19 +52,28 @@ _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {
 }
 
 
-def set_up_logging(log_format: str = "auto", level: str = "info") -> None:
-    """Lines on stderr, also of what nobody caught. `auto` is text on a terminal, JSON elsewhere."""
+def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str = "") -> None:
+    """Lines on stderr, also of what nobody caught. `auto` is text on a terminal, JSON elsewhere.
+
+    Each line names the `shard` whose it is, if that is given: several may write to one terminal.
+    """
     writer = _Writer(sys.stderr)
-    writer.setFormatter(_formatter(log_format, sys.stderr))
+    writer.setFormatter(_formatter(log_format, sys.stderr, shard))
     logging.basicConfig(level=level.upper(), handlers=[writer])
     if isinstance(writer.formatter, JsonFormatter):
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_in_thread
 
 
-def _formatter(log_format: str, stream: TextIO) -> logging.Formatter:
+def end_log(line: str) -> None:
+    """Write what waits, then this line: nothing of this process's log comes after it."""
+    logging.shutdown()
+    print(line, file=sys.stderr, flush=True)
+
+
+def _formatter(log_format: str, stream: TextIO, shard: str = "") -> logging.Formatter:
     is_text = stream.isatty() if log_format == "auto" else log_format == "text"
-    return TextFormatter() if is_text else JsonFormatter()
+    return TextFormatter(shard) if is_text else JsonFormatter(shard)
 
 
 def escape(text: str, keep: str = "") -> str:
@@ -80,12 +89,14 @@ def _written(character: str) -> str:
 class TextFormatter(logging.Formatter):
     """For people. A traceback follows its line on lines of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, shard: str = "") -> None:
         super().__init__(_TEXT, _TEXT_DATE)
+        self._of = f"shard {shard}: " if shard else ""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         in_words = getattr(record, IN_WORDS, None)
-        record.message = f"{record.name}: {record.message}" if in_words is None else in_words()
+        words = f"{record.name}: {record.message}" if in_words is None else in_words()
+        record.message = f"{self._of}{words}"
         return escape(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's name
@@ -93,12 +104,19 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time, level, logger, message, each `extra` but `IN_WORDS`, exception."""
+    """An object a line: time, level, shard, logger, message, each `extra` but `IN_WORDS`, and the
+    exception.
+    """
+
+    def __init__(self, shard: str = "") -> None:
+        super().__init__()
+        self._of = {"shard": shard} if shard else {}
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
             "time": _timestamp(record.created),
             "level": record.levelname.lower(),
+            **self._of,
             "logger": record.name,
             "message": record.getMessage(),
         }

@@ -9,6 +9,7 @@ import argparse
 import functools
 import os
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from penstock_common.flags import OneLineParser, flag, one_of, usable_key
@@ -23,11 +24,33 @@ METRIC_NAMES = ("vllm", "tgi")
 SHARD_PORT = 20051
 
 
+# The name of the model that ships with the package.
+TOY = "penstock-toy"
+_CACHED = "models--"
+
+# Exit status when what was asked for cannot work: restarting with it would not help.
+USAGE_STATUS = 2
+
+
 def quiet_grpc() -> None:
     """To be called before gRPC is imported: by itself it writes a line for each handshake that
     fails.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def model_name(model: str | None) -> str:
+    """The name in requests of what --model says: of a path the last part, else the hub id."""
+    if not model:
+        return TOY
+    if not (model.startswith(("/", ".", "~")) or os.path.exists(model)):
+        return model
+    path = PurePath(os.path.abspath(os.path.expanduser(model)))
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith(_CACHED):
+        # A commit in the hub's cache.
+        return repository.removeprefix(_CACHED).replace("--", "/")
+    return path.name.removesuffix(".gguf") or model
 
 
 def key(variable: str, help: str, *, default: str | None = None, group: str = "") -> Any:

@@ -1,4 +1,6 @@
-"""The version that is installed, read once as that takes milliseconds, and how to install more."""
+"""The version that is installed, read once as that takes milliseconds; how to install more, and
+what to say of what is missing.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from importlib.metadata import version
 # The name in `pyproject.toml`.
 DISTRIBUTION = "penstock-llm"
 VERSION = version(DISTRIBUTION)
+# Of what a package says that is broken, in characters.
+_LONGEST_REASON = 300
 
 
 def how_to_install(extra: str) -> str:
@@ -15,3 +19,11 @@ def how_to_install(extra: str) -> str:
         f"install penstock with the extra {extra}: pip install '.[{extra}]' in a checkout, or "
         f"pip install '{DISTRIBUTION}[{extra}] @ file:///PATH' with the path of a wheel"
     )
+
+
+def why_not_imported(error: ImportError, extra: str) -> str:
+    """Say in one line which package is missing, or cannot be used, and which extra brings it."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed; {how_to_install(extra)}"
+    reason = " ".join(str(error).split())[:_LONGEST_REASON]
+    return f"{error.name or 'a package'} cannot be imported: {reason}; {how_to_install(extra)}"

@@ -3,6 +3,7 @@
 The version is checked before anything that an older Python could not even read is imported.
 """
 
+import importlib.util
 import sys
 
 
@@ -12,12 +13,19 @@ def main():  # type: () -> int
         found = ".".join(str(part) for part in sys.version_info[:3])
         print("penstock router: needs Python 3.11 to 3.13; this is " + found, file=sys.stderr)
         return 2
-    from penstock_common.shared_flags import quiet_grpc
+    from penstock_common.shared_flags import USAGE_STATUS, quiet_grpc
+    from penstock_common.version import why_not_imported
 
     quiet_grpc()
-    from penstock_router import workers
-    from penstock_router.cli import parse_config
-
+    try:
+        # Imported by processes that it starts for images, with the first one.
+        if importlib.util.find_spec("PIL") is None:
+            raise ModuleNotFoundError(name="PIL")
+        from penstock_router import workers
+        from penstock_router.cli import parse_config
+    except ImportError as error:
+        print("penstock router: " + why_not_imported(error, "router"), file=sys.stderr)
+        return USAGE_STATUS
     return workers.run(parse_config(sys.argv[1:]))
 
 

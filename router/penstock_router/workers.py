@@ -39,11 +39,13 @@ from penstock_client.audit_log import AuditLog
 from penstock_client.fleet.discovery import authority
 from penstock_common.child_environment import TRACES, reduce_environment
 from penstock_common.listening import is_for_this_machine, listen
-from penstock_common.logs import set_up_logging
+from penstock_common.logs import end_log, set_up_logging
 from penstock_common.malloc import return_large_blocks
 from penstock_common.port_holder import why_not
+from penstock_common.shared_flags import USAGE_STATUS
 from penstock_common.tls import TlsFilesUnusable
 from penstock_common.tracing.trace_export import open_sink
+from penstock_common.version import why_not_imported
 from penstock_router.config import RouterConfig
 from penstock_router.server.https import https_context
 from penstock_router.store.response_store import StoreUnusable, store_file
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.router")
 
-EXIT_USAGE = 2
 # The service's name in traces.
 _SERVICE = "penstock-router"
 _RESTART_DELAY_S = 1.0
@@ -95,6 +96,8 @@ def run(config: RouterConfig) -> int:
             return _serve_all(dataclasses.replace(config, response_store=path), listener)
     except (StoreUnusable, TlsFilesUnusable) as error:
         return _refuse(str(error))
+    except ImportError as error:
+        return _refuse(why_not_imported(error, "router"))
 
 
 def _warn_if_open(config: RouterConfig, host: str, port: int) -> None:
@@ -136,8 +139,8 @@ def _serve_all(config: RouterConfig, listener: socket.socket) -> int:
 
 
 def _refuse(reason: str) -> int:
-    print(f"penstock router: {reason}", file=sys.stderr)
-    return EXIT_USAGE
+    end_log(f"penstock router: {reason}")
+    return USAGE_STATUS
 
 
 def _set_up_logging(config: RouterConfig) -> None:
@@ -353,6 +356,8 @@ def _worker_main(
         sys.exit(_run(router))
     except (StoreUnusable, TlsFilesUnusable) as error:
         sys.exit(_refuse(str(error)))
+    except ImportError as error:
+        sys.exit(_refuse(why_not_imported(error, "router")))
 
 
 # Bounds that are split between workers. A worker's part of the queue may be 0.
@@ -398,6 +403,8 @@ class _Parent:
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
         self._wake, self._wake_end = os.pipe()
         self._signals = 0
+        # Why all of them end; said when they have.
+        self._reason = ""
         self._first_can_serve = self._context.Event()
         # For each worker: the pipe on which it reports that it serves; and, for workers that never
         # served, how often they ended. A worker that once served is always restarted.
@@ -415,15 +422,17 @@ class _Parent:
             self._wait(workers.values())
             hopeful = self._restart_dead(workers)
         status = self._stop(list(workers.values()))
-        return status if hopeful else EXIT_USAGE
+        if self._reason:
+            return _refuse(self._reason)
+        return status if hopeful else USAGE_STATUS
 
     def _start_all(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Start all workers; False, with the reason printed, if the system refuses to start one."""
+        """Start all workers; False, with `_reason`, if the system refuses to start one."""
         try:
             for index in range(self._config.workers):
                 workers[index] = self._start(index)
         except OSError as error:
-            _refuse(f"cannot start a worker: {error.strerror}")
+            self._reason = f"cannot start a worker: {error.strerror}"
         return len(workers) == self._config.workers
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -458,7 +467,9 @@ class _Parent:
         return worker
 
     def _restart_dead(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Restart workers that have ended; False, with the reason logged, if that is in vain."""
+        """Restart workers that have ended; False if that is in vain, with `_reason` unless a worker
+        said it.
+        """
         from prometheus_client import multiprocess
 
         for index, worker in list(workers.items()):
@@ -468,10 +479,10 @@ class _Parent:
                 multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
             self._count_start(index)
             failed, ended = self._failed_starts.get(index), f"ended with status {worker.exitcode}"
-            if failed and worker.exitcode == EXIT_USAGE:
+            if failed and worker.exitcode == USAGE_STATUS:
                 return False
             if failed == _MAX_FAILED_STARTS:
-                _refuse(f"worker {index} {ended}, {failed} times before it could serve")
+                self._reason = f"worker {index} {ended}, {failed} times before it could serve"
                 return False
             logger.error("worker %d %s", index, ended)
             self._wait((), _RESTART_DELAY_S)

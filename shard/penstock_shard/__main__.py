@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 
-from penstock_common.logs import set_up_logging
-from penstock_common.shared_flags import quiet_grpc
+from penstock_common.logs import end_log, set_up_logging
+from penstock_common.shared_flags import USAGE_STATUS, quiet_grpc
+from penstock_common.version import why_not_imported
 from penstock_shard.cli import parse_config
 from penstock_shard.distributed.node import serve_node
 
@@ -21,13 +22,16 @@ def main() -> int:
     # quarter of a start's processor time, for nothing. How many torch has is said by others.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     config = parse_config(sys.argv[1:])
-    set_up_logging(config.log_format, config.log_level)
+    set_up_logging(config.log_format, config.log_level, shard=config.log_name)
     if config.node_rank > 0:
         return serve_node(config)
     quiet_grpc()
-    # Imported after parsing, so that --help and bad flags answer at once.
-    from penstock_shard.server.app import serve
-
+    try:
+        # Imported after parsing, so that --help and bad flags answer at once.
+        from penstock_shard.server.app import serve
+    except ImportError as error:
+        end_log(f"penstock shard: {why_not_imported(error, config.extra)}")
+        return USAGE_STATUS
     return asyncio.run(serve(config))
 
 

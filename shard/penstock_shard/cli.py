@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import abc
 
-from penstock_common.flags import OneLineParser, parser_of, read_flags
+from penstock_common.flags import OneLineParser, as_size, parser_of, read_flags
 from penstock_common.shared_flags import tracing_of
 from penstock_common.tls import TlsFilesUnusable, check_server_files
 from penstock_shard.config import ShardConfig, name_refusal
@@ -69,7 +69,7 @@ def _check_adapters(parser: OneLineParser, config: ShardConfig) -> None:
     for name in names:
         if names.count(name) > 1:
             parser.error(f"--lora {name}: given twice")
-        reason = name_refusal(name, config.served_model_names or [config.model or ""])
+        reason = name_refusal(name, config.served_model_names)
         if reason:
             parser.error(f"--lora {name[:80]}: {reason}")
     if len(names) > config.max_loras:
@@ -97,7 +97,7 @@ def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
         )
     if not config.kv_host_bytes:
         return
-    flag = f"--kv-host-bytes {config.kv_host_bytes}"
+    flag = f"--kv-host-bytes {as_size(config.kv_host_bytes)}"
     if not config.enable_prefix_caching:
         parser.error(f"{flag}: with --no-enable-prefix-caching no block is used again")
     if config.tensor_parallel_size > 1:

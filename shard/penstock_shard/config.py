@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 from penstock_common.flags import flag, short, size
 from penstock_common.request_bounds import MAX_ADAPTER_NAME_CHARACTERS
-from penstock_common.shared_flags import OBSERVING, SHARD_PORT, ObservingConfig, key
+from penstock_common.shared_flags import (
+    OBSERVING,
+    SHARD_PORT,
+    ObservingConfig,
+    key,
+    model_name,
+)
 
 _count = functools.partial(flag, at_least=1)
 _port = functools.partial(flag, at_least=0, at_most=65535)
@@ -61,7 +67,8 @@ class ShardConfig(ObservingConfig):
     download_dir: str | None = flag(None, "where hub models are kept (default: HF_HOME)")
     served_model_names: tuple[str, ...] = flag(
         (),
-        "name clients ask for, and further aliases (default: --model)",
+        "name clients ask for, and further aliases (default: the hub id, or of a path the name of "
+        "its directory or GGUF file)",
         name="--served-model-name",
         metavar="NAME",
         several=True,
@@ -388,12 +395,25 @@ class ShardConfig(ObservingConfig):
         metavar="ID",
     )
 
+    def __post_init__(self) -> None:
+        if not self.served_model_names:
+            # Once: what a path leads to may change while the shard runs.
+            object.__setattr__(self, "served_model_names", (model_name(self.model),))
+
     @property
     def model_name(self) -> str:
-        """The name in requests: the first --served-model-name, or the model's own."""
-        if self.served_model_names:
-            return self.served_model_names[0]
-        return self.model or "penstock-toy"
+        """The name in requests."""
+        return self.served_model_names[0]
+
+    @property
+    def extra(self) -> str:
+        """The extra of penstock that brings what this shard needs."""
+        return "fake" if self.runner == "fake" else "shard"
+
+    @property
+    def log_name(self) -> str:
+        """The name of this shard in its own log; empty where its port is not known yet."""
+        return f"{self.host}:{self.port}" if self.port else ""
 
     @property
     def serves_adapters(self) -> bool:

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from penstock_common.version import why_not_imported
+from penstock_shard.config import ShardConfig
 from penstock_shard.device.triton_support import is_installed
 
 # Messages: of torch's allocator on cpu; of CUDA and Triton; of cuBLAS.
@@ -66,6 +68,17 @@ def report_out_of_memory(when: str) -> Iterator[None]:
             "--max-num-batched-tokens, --max-num-seqs or --max-loras, or give --quantization or a "
             "larger --tensor-parallel-size"
         ) from error
+
+
+@contextmanager
+def report_missing(config: ShardConfig) -> Iterator[None]:
+    """Turns the lack of a package into a ModelError that says how to install what this shard needs.
+    Another start would lack it too.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ModelError(why_not_imported(error, config.extra)) from error
 
 
 def library_faults() -> tuple[type[Exception], ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ from support.processes import Router, free_port, is_alive, wait_until
 
 from penstock_cli.main import run as run_command
 
+TOY = Path(__file__).parents[2] / "shard" / "penstock_shard" / "builtin_model"
 PENSTOCK = [sys.executable, "-m", "penstock_cli.main"]
 
 
@@ -76,10 +79,32 @@ def test_a_process_has_its_help_and_imports_nothing_of_the_folder_it_is_started_
 
 
 def test_an_unknown_command_is_one_line_and_status_2() -> None:
-    run = _run("srve")
-    assert run.returncode == 2
-    assert run.stderr.count("\n") == 1
-    assert "srve" in run.stderr
+    for command, meant in (("srve", "; did you mean serve?"), ("xyzzy", "")):
+        run = _run(command)
+        said = f"penstock: no command {command!r}{meant} (`penstock --help` lists them)\n"
+        assert (run.returncode, run.stderr) == (2, said)
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("router --shard 127.0.0.1:1", "--shards"),
+        ("router --shards 127.0.0.1:1 --polcy round-robin", "--policy"),
+        ("shard --kv-memry 2G", "--kv-memory"),
+        ("serve --sherds 2", "--shards"),
+        ("chat --modle toy", "--model"),
+        ("info 127.0.0.1:1 --api-kee k", "--api-key"),
+        ("health 127.0.0.1:1 --timout 3", "--timeout"),
+        ("bench --request 1", "--requests"),
+        ("replay f --shard 127.0.0.1:1", "--shards"),
+        ("keys list --fil keys.toml", "--file"),
+    ],
+)
+def test_a_misspelled_flag_of_any_command_is_recognized_in_one_line(line: str, meant: str) -> None:
+    run = _run(*line.split())
+    assert (run.returncode, run.stdout) == (2, "")
+    [said] = run.stderr.splitlines()
+    assert f"; did you mean {meant}? (see " in said
 
 
 def test_info_and_health_of_a_shard(pair) -> None:
@@ -179,16 +204,16 @@ def test_bench_measures_a_running_pair(pair) -> None:
 
 
 class _Served:
-    """`penstock serve --runner fake` with two shards."""
+    """`penstock serve --runner fake` with a shard of each model."""
 
-    def __init__(self, log_file: Path) -> None:
-        self.port, shard_port = free_port(), free_port()
+    def __init__(self, log_file: Path, *models: str) -> None:
+        self.port, shard_port = free_port(), free_port(in_a_row=max(1, len(models)))
         self._log_file = log_file
         flags = ["--port", str(self.port), "--shard-port", str(shard_port), "--runner", "fake",
                  "--step-ms", "1"]  # fmt: skip
         with log_file.open("wb") as log:
             self.process = subprocess.Popen(
-                [*PENSTOCK, "serve", *flags],
+                [*PENSTOCK, "serve", *models, *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -217,10 +242,12 @@ class _Served:
 
 
 @contextlib.contextmanager
-def _serving(log_file: Path) -> Iterator[_Served]:
-    served = _Served(log_file)
+def _serving(log_file: Path, *models: str) -> Iterator[_Served]:
+    served = _Served(log_file, *models)
     try:
-        wait_until(lambda: "Try:" in served.log, timeout_s=30, what="penstock serve is ready")
+        wait_until(
+            lambda: "penstock is ready" in served.log, timeout_s=30, what="penstock serve is ready"
+        )
         yield served
     finally:
         children = served.children() if served.process.poll() is None else []
@@ -238,9 +265,39 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Served]:
 
 
 def test_serve_prints_a_curl_line_that_works(served: _Served) -> None:
-    line = served.log.partition("Try:\n\n")[2].partition("\n\n")[0].replace("\\\n", " ")
+    line = served.log.partition("over HTTP:\n\n")[2].partition("\n\n")[0].replace("\\\n", " ")
     run = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
     assert "data: [DONE]" in run.stdout
+
+
+def test_serve_first_suggests_a_chat_which_works(served: _Served) -> None:
+    line = served.log.partition("another terminal:\n\n")[2].partition("\n")[0]
+    command, *arguments = shlex.split(line)
+    assert command.endswith("penstock")
+    assert arguments == ["chat", "--url", f"http://127.0.0.1:{served.port}"]
+    assert _run(*arguments, "--max-tokens", "4", stdin="hello\n").returncode == 0
+
+
+def test_two_models_are_served_by_one_command_each_under_its_name(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.symlink_to(TOY)
+    with _serving(tmp_path / "log", str(small), f"other={TOY}") as both:
+        url = f"http://127.0.0.1:{both.port}"
+        assert {model["id"] for model in _models_of(url)} == {"small", "other"}
+        lines = both.log.partition("another terminal:\n\n")[2].splitlines()[:2]
+        for line, name in zip(lines, ("small", "other"), strict=True):
+            chat = shlex.split(line)[1:]
+            assert chat[-2:] == ["--model", name]
+            run = _run(*chat, "--max-tokens", "4", stdin="hello\n")
+            assert (run.returncode, run.stdout.split()[0]) == (0, name)
+        shards = [child for child in both.children() if "penstock_shard" in child.cmdline()]
+        assert len(shards) == 2
+
+
+def _models_of(url: str) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
+        models: list[dict[str, Any]] = json.loads(response.read())["data"]
+    return models
 
 
 @pytest.mark.parametrize("module", ["penstock_router", "penstock_shard"])

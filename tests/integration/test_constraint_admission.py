@@ -31,6 +31,7 @@ from penstock_client import (
     ShardClient,
     ShardUnavailable,
 )
+from penstock_common.flags import as_size
 
 # Some constraints take all of it.
 _TIMEOUT_S = budget(2, 10) / 10
@@ -45,7 +46,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
     flags = (
         *("--step-ms", "5", "--max-constraint-bytes", "2M"),
         *("--constraint-timeout-s", str(_TIMEOUT_S)),
-        *("--constraint-memory-bytes", str(_MEMORY_BYTES)),
+        *("--constraint-memory-bytes", as_size(_MEMORY_BYTES)),
     )
     service = Shard(tmp_path_factory.mktemp("shard") / "log", *flags)
     with running(service):

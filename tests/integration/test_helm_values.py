@@ -29,6 +29,7 @@ WRONG: list[tuple[Values, str]] = [
     ({"shard": {"gpuResource": "gpu"}}, "'/shard/gpuResource': 'gpu' does not match pattern '/'"),
     ({"shard": {"nodes": 0}}, "'/shard/nodes': minimum: got 0, want 1"),
     ({"shard": {"kvHostMemory": "1T"}}, "'/shard/kvHostMemory': '1T' does not match pattern"),
+    ({"shard": {"kvHostMemory": "8192"}}, "'/shard/kvHostMemory': '8192' does not match pattern"),
     ({"shard": {"kvHostMemory": "0"}}, "'/shard/kvHostMemory': '0' does not match pattern"),
     ({"shard": {"role": "both?"}}, "'/shard/role': value must be one of"),
     ({"shard": {"extraArgs": "--runner fake"}}, "'/shard/extraArgs': got string, want array"),

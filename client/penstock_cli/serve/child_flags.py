@@ -6,21 +6,28 @@ say is put in terms of the command that was typed.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock_common.child_environment import child_environment
+from penstock_common.flags import UNKNOWN_FLAGS, did_you_mean
+from penstock_common.shared_flags import USAGE_STATUS
 
-USAGE_STATUS = 2
 # The exit status of the check where the process would run; after --help it is 0.
 _WOULD_RUN_STATUS = 3
-_READ_FLAGS = (
-    "import sys; from {module}.cli import parse_config; "
-    f"parse_config(sys.argv[1:]); sys.exit({_WOULD_RUN_STATUS})"
-)
-_UNKNOWN = "unrecognized arguments: "
+_READ_FLAGS = f"""
+import sys
+try:
+    from penstock_{{process}}.cli import parse_config
+except ImportError as error:
+    from penstock_common.version import why_not_imported
+    sys.exit(why_not_imported(error, "{{process}}"))
+parse_config(sys.argv[1:])
+sys.exit({_WOULD_RUN_STATUS})
+"""
 _ROUTER, _SHARD = "router", "shard"
 # Without these it complains of them before it does of an unknown flag.
 _NEEDED: dict[str, list[str]] = {_ROUTER: ["--shards", "127.0.0.1:1"], _SHARD: []}
@@ -50,18 +57,25 @@ class _Reading:
     @property
     def unknown(self) -> str:
         """The arguments that no flag is known for, as they were typed; "" if there are none."""
-        return self.said.partition(_UNKNOWN)[2].partition(" (see ")[0]
+        return self.said.partition(UNKNOWN_FLAGS)[2].partition(" (see ")[0].partition("; did ")[0]
+
+    @property
+    def resembled(self) -> list[str]:
+        """The flag that the first of these resembles, if there is one."""
+        return re.findall(r"; did you mean (\S+)\?", self.said)
 
 
-def check(router: Typed, shard: Typed) -> bool:
-    """True if both would run; False if one printed its help. Raises `Unusable`."""
+def check(router: Typed, shards: Sequence[Typed], own: Sequence[str]) -> bool:
+    """True if all would run; False if one printed its help. `own` flags are no child's, and stand
+    among those of shards. Raises `Unusable`.
+    """
     would_run = True
-    for process, typed, other in ((_SHARD, shard, router), (_ROUTER, router, shard)):
+    checks = [*((_SHARD, shard, router) for shard in shards), (_ROUTER, router, shards[0])]
+    for process, typed, other in checks:
         reading = _read(process, typed.flags, typed)
         if reading.status == USAGE_STATUS:
-            raise Unusable(_told(reading, process, other))
+            raise Unusable(_told(reading, process, other, own if process == _SHARD else ()))
         if reading.status not in (0, _WOULD_RUN_STATUS):
-            # Something that it imports is missing, mostly.
             lines = reading.said.strip().splitlines() or [f"status {reading.status}"]
             raise Unusable(f"the {process} cannot start: {lines[-1]}")
         would_run = would_run and reading.status == _WOULD_RUN_STATUS
@@ -70,7 +84,7 @@ def check(router: Typed, shard: Typed) -> bool:
 
 def _read(process: str, flags: Sequence[str], typed: Typed) -> _Reading:
     read = subprocess.run(
-        [sys.executable, "-c", _READ_FLAGS.format(module=f"penstock_{process}"), *flags],
+        [sys.executable, "-c", _READ_FLAGS.format(process=process), *flags],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,17 +94,22 @@ def _read(process: str, flags: Sequence[str], typed: Typed) -> _Reading:
     return _Reading(read.returncode, read.stderr)
 
 
-def _told(reading: _Reading, process: str, other_process: Typed) -> str:
+def _told(reading: _Reading, process: str, other_process: Typed, own: Sequence[str]) -> str:
     """The process's words, as `penstock serve` says them."""
     if not reading.unknown:
         return reading.said.strip().removeprefix(f"penstock {process}: ")
     flag = reading.unknown.split()[0]
     if not flag.startswith("-"):
-        return f"{_UNKNOWN}{reading.unknown} (a MODEL comes first: penstock serve MODEL ...)"
+        return f"{UNKNOWN_FLAGS}{reading.unknown} (a MODEL comes first: penstock serve MODEL ...)"
     other = _ROUTER if process == _SHARD else _SHARD
-    if not _read(other, [*_NEEDED[other], flag], other_process).unknown:
-        side = "after" if other == _ROUTER else "before"
+    there = _read(other, [*_NEEDED[other], flag], other_process)
+    side = "after" if other == _ROUTER else "before"
+    if not there.unknown:
         return f"{flag} is a flag of the {other}: put it {side} -- (see penstock {other} --help)"
     where = "" if process == _SHARD else " after --"
     helps = f"penstock serve --help and penstock {process} --help"
-    return f"{_UNKNOWN}{reading.unknown}{where} (see {helps})"
+    here = [*own, *reading.resembled]
+    meant = did_you_mean([flag], [*here, *there.resembled])
+    if meant and not any(f" {each}?" in meant for each in here):
+        meant = meant.replace("?", f" {side} --?")
+    return f"{UNKNOWN_FLAGS}{reading.unknown}{where}{meant} (see {helps})"

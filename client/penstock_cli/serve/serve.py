@@ -9,31 +9,34 @@ import asyncio
 import contextlib
 import errno
 import functools
-import http.client
 import itertools
 import os
 import secrets
-import shlex
 import signal
 import socket
-import ssl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock_cli.arguments import open_directly
 from penstock_cli.gpus import visible_gpus
-from penstock_cli.serve.child_flags import USAGE_STATUS, Typed, Unusable, check
+from penstock_cli.serve.child_flags import Typed, Unusable, check
+from penstock_cli.serve.greeting import Access, greet
+from penstock_cli.serve.models import Model, check_models, split_models
 from penstock_cli.serve.with_parent import with_parent
 from penstock_client.fleet.discovery import authority
 from penstock_common.child_environment import HUB, TRACES, child_environment
 from penstock_common.flags import OneLineParser, flag, parser_of, usable_key, words_of
 from penstock_common.listening import listen
 from penstock_common.port_holder import holder_of, why_not
-from penstock_common.shared_flags import SERVING, SHARD_PORT, ListeningConfig, seconds
+from penstock_common.shared_flags import (
+    SERVING,
+    SHARD_PORT,
+    USAGE_STATUS,
+    ListeningConfig,
+    seconds,
+)
 
-_POLL_S = 0.2
 # How long a router may take to stop beyond the time that requests may take to finish.
 _STOP_TIMEOUT_S = 15.0
 _FIRST_BACK_OFF_S = 0.5
@@ -71,7 +74,7 @@ class ServeConfig(ListeningConfig):
         metavar="KEY",
         read=usable_key,
     )
-    shards: int = flag(1, "how many", group="shards", at_least=1)
+    shards: int = flag(1, "how many of each model", group="shards", at_least=1)
     tensor_parallel_size: int = flag(
         1, "GPUs of each shard, over which its model is split", at_least=1
     )
@@ -100,32 +103,36 @@ class _Child:
 
 
 def main(arguments: Sequence[str]) -> int:
-    # The model must come first: behind a shard's flag it could be that flag's value.
-    model_flags = []
-    if arguments and not arguments[0].startswith("-"):
-        model_flags = ["--model", arguments[0]]
-        arguments = arguments[1:]
+    models, arguments = split_models(arguments)
     router_flags: Sequence[str] = []
     if "--" in arguments:
-        split = list(arguments).index("--")
+        split = arguments.index("--")
         arguments, router_flags = arguments[:split], arguments[split + 1 :]
-    config, shard_flags = _parsed(arguments)
-    children = functools.partial(_children, config, [*model_flags, *shard_flags], router_flags)
+    config, shard_flags = _parsed(arguments, len(models))
+    children = functools.partial(_children, config, models, shard_flags, router_flags)
+    num_shards = len(models) * config.shards
     try:
-        # Their flags first, whatever their ports: one may be --help. Shards all have the same.
-        shard, *_, router = children(_usual_ports(config))
-        if not check(_typed(router), _typed(shard)):
+        check_models(models, shard_flags)
+        # Their flags first, whatever their ports: one may be --help. One shard of each model.
+        *shards, router = children(_usual_ports(config, num_shards))
+        asked = [_typed(shard) for shard in shards[:: config.shards]]
+        if not check(_typed(router), asked, _parser().flags):
             return 0
         if taken := _first_taken(config.host, config.port, "--port"):
             raise Unusable(taken)
-        found = children(_shard_ports(config))
+        found = children(_shard_ports(config, num_shards))
     except Unusable as problem:
         _say(str(problem))
         return USAGE_STATUS
+    names = [model.name for model in models]
+    return asyncio.run(_serve(found, _access(config, router_flags), names))
+
+
+def _access(config: ServeConfig, router_flags: Sequence[str]) -> Access:
     scheme = "https" if config.tls_cert_file else "http"
     here = authority(_HERE.get(config.host, config.host), config.port)
-    needs_key = _needs_key(config.api_key, router_flags)
-    return asyncio.run(_serve(found, f"{scheme}://{here}", needs_key=needs_key))
+    key = config.api_key or os.environ.get("PENSTOCK_API_KEY")
+    return Access(f"{scheme}://{here}", _needs_key(config.api_key, router_flags), key)
 
 
 def _needs_key(api_key: str | None, router_flags: Sequence[str]) -> bool:
@@ -138,15 +145,16 @@ def _needs_key(api_key: str | None, router_flags: Sequence[str]) -> bool:
     )
 
 
-def _parsed(arguments: Sequence[str]) -> tuple[ServeConfig, list[str]]:
+def _parsed(arguments: Sequence[str], num_models: int = 1) -> tuple[ServeConfig, list[str]]:
     """Parse the flags of `penstock serve` itself, and those for shards."""
     parser = _parser()
     given, shard_flags = parser.parse_known_args(arguments)
     config = ServeConfig(**vars(given))
-    if (last_port := _usual_ports(config)[-1]) > _MAX_PORT:
+    num_shards = num_models * config.shards
+    if (last_port := _usual_ports(config, num_shards)[-1]) > _MAX_PORT:
         parser.error(f"argument --shard-port: must be from 1 to {_MAX_PORT} for every shard, and "
-                     f"with --shards {config.shards} the last has {last_port}")  # fmt: skip
-    if too_few := _too_few_gpus(config.shards, config.tensor_parallel_size):
+                     f"the last of {num_shards} has {last_port}")  # fmt: skip
+    if too_few := _too_few_gpus(num_shards, config.tensor_parallel_size):
         parser.error(f"argument --tensor-parallel-size: {too_few}")
     return config, shard_flags
 
@@ -159,62 +167,71 @@ def _parser() -> OneLineParser:
     parser = parser_of(
         ServeConfig,
         "penstock serve",
-        "Serve a model on this machine: a router and one shard or more, restarted when they die.",
+        "Serve models on this machine: a router, and a shard or more of each, restarted when they "
+        "die.",
     )
-    parser.usage = "penstock serve [MODEL] [FLAGS] [-- FLAGS OF THE ROUTER]"
+    parser.usage = "penstock serve [MODEL ...] [FLAGS] [-- FLAGS OF THE ROUTER]"
     parser.epilog = (
-        "MODEL, which comes first, is a directory, a hub id or a GGUF file (default: the built-in "
-        "toy model). Other flags are handed to the shards: see `penstock shard --help`; those "
-        "after `--` to the router: see `penstock router --help`. Several shards take the GPUs in "
-        "turn, each as many as its model is split over."
+        "A MODEL, which comes first, is a directory, a hub id or a GGUF file (default: the "
+        "built-in toy model); as NAME=MODEL it gets another name than its own. Other flags are "
+        "handed to the shards of all: see `penstock shard --help`; those after `--` to the router: "
+        "see `penstock router --help`. Several shards take the GPUs in turn, each as many as its "
+        "model is split over."
     )
     return parser
 
 
 def _children(
     config: ServeConfig,
+    models: Sequence[Model],
     shard_flags: list[str],
     router_flags: Sequence[str],
     shard_ports: Sequence[int],
 ) -> list[_Child]:
-    """The shards, then the router."""
-    ports = [str(port) for port in shard_ports]
-    addresses = [f"{_LOOPBACK}:{port}" for port in ports]
-    listening = words_of(config, ListeningConfig)
-    router = _python("penstock_router", "--shards", ",".join(addresses), *listening)
+    """The shards of each model, then the router."""
     # The same key for all: otherwise a shard would take the one in our own environment.
     key = {} if config.api_key is None else {"PENSTOCK_API_KEY": config.api_key}
     size = config.tensor_parallel_size
     gpus = itertools.cycle(
-        {"CUDA_VISIBLE_DEVICES": ",".join(group)}
-        for group in _groups(visible_gpus() if config.shards > 1 else [], size)
+        ({"CUDA_VISIBLE_DEVICES": ",".join(group)} if group else {}) | key
+        for group in _groups(visible_gpus() if len(shard_ports) > 1 else [], size) or [[]]
     )
     if size > 1:
         shard_flags = [*shard_flags, "--tensor-parallel-size", str(size)]
-    peer_key = {"PENSTOCK_KV_PEER_KEY": secrets.token_hex(32)}
-    is_peer = len(addresses) > 1 and _copies_blocks(shard_flags)
-    shards = [
-        _Child(
-            name=f"shard {address}",
-            command=_python(
-                *("penstock_shard", "--port", port, *shard_flags),
-                *(("--kv-peers", *_others(address, addresses)) if is_peer else ()),
-            ),
-            variables=_SHARD_VARIABLES,
-            environment={**next(gpus, {}), **key, **(peer_key if is_peer else {})},
-        )
-        for address, port in zip(addresses, ports, strict=True)
-    ]
+    ports = iter(shard_ports)
+    shards: list[_Child] = []
+    for model in models:
+        of_model = list(itertools.islice(ports, config.shards))
+        shards += _shards(of_model, [*model.flags, *shard_flags], gpus)
+    addresses = ",".join(f"{_LOOPBACK}:{port}" for port in shard_ports)
+    listening = words_of(config, ListeningConfig)
     return [
         *shards,
         _Child(
             "router",
-            [*router, *router_flags],
+            _python("penstock_router", "--shards", addresses, *listening, *router_flags),
             variables=_ROUTER_VARIABLES,
             environment=key,
             stop_timeout_s=config.shutdown_timeout_s + _STOP_TIMEOUT_S,
         ),
     ]
+
+
+def _shards(
+    ports: Sequence[int], flags: Sequence[str], environments: Iterator[dict[str, str]]
+) -> Iterator[_Child]:
+    """The shards of one model, which are peers of each other where they copy KV blocks."""
+    addresses = [f"{_LOOPBACK}:{port}" for port in ports]
+    is_peer = len(addresses) > 1 and _copies_blocks(flags)
+    peer_key = {"PENSTOCK_KV_PEER_KEY": secrets.token_hex(32)} if is_peer else {}
+    for address, port in zip(addresses, ports, strict=True):
+        peers = ["--kv-peers", *_others(address, addresses)] if is_peer else []
+        yield _Child(
+            f"shard {address}",
+            _python("penstock_shard", "--port", str(port), *flags, *peers),
+            variables=_SHARD_VARIABLES,
+            environment={**next(environments), **peer_key},
+        )
 
 
 def _copies_blocks(shard_flags: Sequence[str]) -> bool:
@@ -237,8 +254,8 @@ def _too_few_gpus(num_shards: int, size: int) -> str:
     if not 0 < found < needed:
         return ""
     return (
-        f"--shards {num_shards} with {size} GPUs each need {needed}, and {found} can be seen; "
-        "lower either, or for shards on cpu hide them with CUDA_VISIBLE_DEVICES="
+        f"{num_shards} shards with {size} GPUs each need {needed}, and {found} can be seen; "
+        "lower it or --shards, or for shards on cpu hide them with CUDA_VISIBLE_DEVICES="
     )
 
 
@@ -248,28 +265,28 @@ def _groups(gpus: list[str], size: int) -> list[list[str]]:
     return [gpus[index * size : (index + 1) * size] for index in range(count)]
 
 
-def _usual_ports(config: ServeConfig) -> list[int]:
-    """The shards' ports, where they are free."""
+def _usual_ports(config: ServeConfig, count: int) -> list[int]:
+    """The ports of so many shards, where they are free."""
     first: int = SHARD_PORT if config.shard_port is None else config.shard_port
-    return list(range(first, first + config.shards))
+    return list(range(first, first + count))
 
 
-def _shard_ports(config: ServeConfig) -> list[int]:
+def _shard_ports(config: ServeConfig, count: int) -> list[int]:
     """Ports that are free: those that were asked for, else the next ones, and then it is said.
 
     Raises `Unusable`.
     """
-    usual = _usual_ports(config)
+    usual = _usual_ports(config, count)
     if config.shard_port is not None:
-        if taken := _first_taken(_LOOPBACK, usual[0], "--shard-port", count=config.shards):
+        if taken := _first_taken(_LOOPBACK, usual[0], "--shard-port", count=count):
             raise Unusable(taken)
         return usual
     candidates = range(SHARD_PORT, SHARD_PORT + _MOST_PORTS)
     free = (port for port in candidates if not _first_taken(_LOOPBACK, port, "--shard-port"))
-    ports = list(itertools.islice(free, config.shards))
-    if len(ports) < config.shards:
+    ports = list(itertools.islice(free, count))
+    if len(ports) < count:
         tried = f"{SHARD_PORT} to {candidates[-1]}"
-        raise Unusable(f"fewer than {config.shards} ports from {tried} are free for shards; say "
+        raise Unusable(f"fewer than {count} ports from {tried} are free for shards; say "
                        "with --shard-port where there are")  # fmt: skip
     if ports != usual:
         taken_port = next(port for port in usual if port not in ports)
@@ -306,13 +323,13 @@ def _python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-async def _serve(children: list[_Child], url: str, *, needs_key: bool = False) -> int:
+async def _serve(children: list[_Child], access: Access, models: Sequence[str] = ()) -> int:
     """Run until a signal, or until a child cannot be kept running; returns the exit status."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in _stop_signals():
         loop.add_signal_handler(signum, stop.set)
-    greeting = asyncio.create_task(_greet(url, needs_key=needs_key))
+    greeting = asyncio.create_task(greet(access, models))
     keepers = [asyncio.create_task(_keep(child)) for child in children]
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([stopped, *keepers], return_when=asyncio.FIRST_COMPLETED)
@@ -409,43 +426,3 @@ def _kill_all(children: list[_Child]) -> None:
         if child.process is not None and child.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 child.process.kill()
-
-
-async def _greet(url: str, *, needs_key: bool = False) -> None:
-    """Wait until the router is ready, then say how to use it."""
-    while not await asyncio.to_thread(_answers, url + "/health", verify=False):
-        await asyncio.sleep(_POLL_S)
-    is_known = url.startswith("http:") or await asyncio.to_thread(
-        _answers, url + "/health", verify=True
-    )
-    # Quoted, as brackets of an IPv6 address are special in some shells.
-    chat = shlex.quote(url + "/v1/chat/completions")
-    content = '"messages": [{"role": "user", "content": "What is penstock?"}]'
-    body = f'{{"stream": true, "max_tokens": 60, {content}}}'
-    # Not the key itself: this may be a log.
-    key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
-    authority_flag = "" if is_known else ' --cacert "$SSL_CERT_FILE"'
-    needed = ["a key in PENSTOCK_API_KEY"] if needs_key else []
-    needed += [] if is_known else ["the file of its certificate's authority in SSL_CERT_FILE"]
-    first = f", with {' and '.join(needed)}" if needed else ""
-    print(
-        f"\npenstock is ready at {url} (Ctrl-C ends it). Try{first}:\n\n"
-        f"  curl -N {chat}{authority_flag} -H 'Content-Type: application/json'{key} \\\n"
-        f"    -d '{body}'\n\n"
-        f"or, in another terminal: penstock chat --url {shlex.quote(url)}\n",
-        flush=True,
-    )
-
-
-def _answers(url: str, *, verify: bool) -> bool:
-    """Ask whether our own router is up; `verify`: with a certificate of an authority known here."""
-    context = ssl.create_default_context()
-    # It may be for another name than the address at which it is reached here.
-    context.check_hostname = False
-    if not verify:
-        context.verify_mode = ssl.CERT_NONE
-    try:
-        with open_directly(url, 1.0, context):
-            return True
-    except (OSError, ValueError, http.client.HTTPException):
-        return False

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 
+from penstock_common.flags import as_size
+
 
 class Takes(Enum):
     """The values that a flag takes."""
@@ -147,6 +149,11 @@ def readable_int(text: str) -> str:
     if not match[2]:
         return str(int(match[1]))
     return str(int(float(match[1]) * base ** _POWERS[match[2].lower()]))
+
+
+def readable_bytes(text: str) -> str:
+    """The same of bytes, as our flags take them: in whole KiB, one at least."""
+    return as_size(max(1, int(readable_int(text)) >> 10) << 10)
 
 
 def one_of(values: dict[str, str | None], otherwise: str, loss: Loss = Loss.LOST) -> Convert:

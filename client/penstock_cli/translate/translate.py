@@ -29,12 +29,12 @@ from penstock_cli.translate.translation import (
     translate,
     translate_docker,
 )
+from penstock_common.shared_flags import USAGE_STATUS
 
 _FORMS = (
     "vllm serve ..., python -m vllm.entrypoints.openai.api_server ..., "
     "text-generation-launcher ..., or docker run ... of an image of either"
 )
-_USAGE_STATUS = 2
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _WORDS_ON_A_LINE = 90
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         result = read(words, os.environ, gpus=len(visible_gpus()), ambient=args.run)
     except (UnknownCommand, DockerError) as error:
         print(f"penstock translate: {error}", file=sys.stderr)
-        return _USAGE_STATUS
+        return USAGE_STATUS
     result.serve += added
     _print_remarks(result)
     if args.run:
@@ -155,7 +155,7 @@ def _run(result: Translation, folder: Path | None) -> int:
               file=sys.stderr)  # fmt: skip
     elif folder is None or _drop_root(folder):
         _become(result)
-    return _USAGE_STATUS
+    return USAGE_STATUS
 
 
 def _drop_root(folder: Path) -> bool:

@@ -21,6 +21,7 @@ from penstock_cli.translate.flag_rules import (
     Takes,
     rule_of,
 )
+from penstock_common.shared_flags import model_name
 
 _OFF = frozenset({"0", "false", "f", "n", "no", "off", ""})
 _INVERSES = {"enable": "disable", "disable": "enable"}
@@ -156,6 +157,10 @@ def translate(
             _apply(rule, Given(name, name, (value,)), result)
         elif rule is None and name in variables and not _is_flag(peer, name):
             result.environment[name] = value
+    is_named = "--served-model-name" in result.shard
+    if result.model and not is_named and model_name(result.model) != result.model:
+        # Clients of theirs ask for a model by its path.
+        result.shard += ["--served-model-name", result.model]
     return result
 
 

@@ -22,6 +22,7 @@ from penstock_cli.translate.flag_rules import (
     one_of,
     otlp_over_http,
     quantization,
+    readable_bytes,
     readable_int,
     refused,
     same,
@@ -183,7 +184,7 @@ def _draft_tokens(text: str) -> str:
 
 def _gibibytes(text: str) -> str | None:
     """The bytes; None where there are none to set."""
-    return str(int(float(text) * 2**30)) if float(text) > 0 else None
+    return readable_bytes(str(int(float(text) * 2**30))) if float(text) > 0 else None
 
 
 def _max_loras(text: str) -> str | None:
@@ -390,7 +391,7 @@ FLAGS: Table = {
     **becomes("enable-prefix-caching!", "--[no-]enable-prefix-caching"),
     **becomes("device-memory-utilization", "--gpu-memory-utilization"),
     **becomes("max-num-batched-tokens", "--max-num-batched-tokens", convert=readable_int),
-    **becomes("kv-cache-memory-bytes", "--kv-memory", convert=readable_int),
+    **becomes("kv-cache-memory-bytes", "--kv-memory", convert=readable_bytes),
     **becomes("num-gpu-blocks-override", "--kv-blocks"),
     **becomes("block-size", "--block-size", convert=_block_size),
     **becomes(

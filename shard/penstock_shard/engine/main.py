@@ -1,52 +1,25 @@
-"""The engine process: loads a runner, then runs the engine between an inbox and an outbox.
+"""The engine process: imports what it needs, then loads a runner and runs the engine.
 
 Started by `server/supervisor.py` with one end of a socket pair. It never sees TCP, and it ends
-itself when the server is gone. Three threads: this one steps, one receives, one beats.
+itself when the server is gone. What an engine is made of is imported once the server can be told
+that some of it is missing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import gc
 import importlib
 import logging
 import os
-import queue
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from penstock_common.logs import set_up_logging
-from penstock_common.malloc import return_free_memory
-from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine.adapter_slots import EngineAdapters
-from penstock_shard.engine.create_engine import create_engine, create_matchers
-from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
-from penstock_shard.ipc.messages import (
-    IMPORT_FIRST,
-    NO_HOST_MEMORY,
-    EngineEnd,
-    Inbox,
-    LoadFailed,
-    Progress,
-    Ready,
-    Start,
-    Started,
-)
-from penstock_shard.ipc.request import CONSTRAINT_KINDS
-from penstock_shard.ipc.runner_info import RunnerInfo
-from penstock_shard.kv_transfer.arena import Arena, namespace_of
-from penstock_shard.kv_transfer.disk_tier import DiskTier
-from penstock_shard.kv_transfer.segments import DirectoryTaken, Segments, lock_directory
-from penstock_shard.kv_transfer.shared_memory import map_shared_memory
-from penstock_shard.model_loader.load_runner import ModelError, load_runner
+from penstock_shard.errors import ModelError, report_missing
+from penstock_shard.ipc.messages import IMPORT_FIRST, EngineEnd, LoadFailed, Start
 
 logger = logging.getLogger(__name__)
 
@@ -84,166 +57,21 @@ def main() -> int:
     start = link.receive()
     if not isinstance(start, Start):
         return 0
-    set_up_logging(start.config.log_format, start.config.log_level)
-    inbox: queue.SimpleQueue[Inbox] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(link, inbox), daemon=True).start()
+    config = start.config
+    set_up_logging(config.log_format, config.log_level, shard=config.log_name)
     try:
-        _lock_disk(start.config)
-        loaded = load_runner(start.config, lambda text: link.send(Progress(text)))
-        arena = _arena(loaded.runner.info, sys.argv[2])
-        disk = _disk(start.config, loaded.runner.info, arena, lambda: inbox.put(Inbox([], [])))
+        run_engine = _import_engine(config)
     except ModelError as error:
         link.send(LoadFailed(str(error)))
         return 1
-    adapters = EngineAdapters(
-        loaded.runner.adapters, start.config.max_loras, lambda: inbox.put(Inbox([], []))
-    )
-    try:
-        _load_adapters(link, start, adapters)
-    except ModelError as error:
-        link.send(LoadFailed(f"--lora {error}"))
-        return 1
-    info = loaded.runner.info
-    if loaded.runner.adapters is not None:
-        capabilities = info.capabilities | {"adapter"}
-        info = dataclasses.replace(info, capabilities=capabilities, adapters=adapters.loaded)
-    if loaded.runner.images is not None:
-        info = dataclasses.replace(info, capabilities=info.capabilities | {"images"})
-    matchers = create_matchers(loaded, start.config, lambda: inbox.put(Inbox([], [])))
-    if matchers is None:
-        capabilities = info.capabilities - CONSTRAINT_KINDS
-        info = dataclasses.replace(info, capabilities=capabilities)
-    engine = create_engine(
-        loaded,
-        start.config,
-        lambda ids: link.send(Started(ids)),
-        matchers,
-        arena,
-        disk,
-        link.send if start.config.kv_peers else None,
-    )
-    loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
-    threading.Thread(target=_beat, args=(link, Heartbeat(loop)), daemon=True).start()
-    # All objects so far live as long as the process: keep the garbage collector from walking them.
-    gc.collect()
-    gc.freeze()
-    return_free_memory()
-    files = loaded.tokenizer_files
-    # The server may be gone at any time; then there is nobody to report to.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
-        return _run_or_say(loop, inbox)
-    return 0
+    return run_engine(link, start, sys.argv[2])
 
 
-def _arena(info: RunnerInfo, descriptor: str) -> Arena | None:
-    """Raises ModelError where blocks cannot be copied."""
-    if descriptor == NO_HOST_MEMORY:
-        return None
-    memory = map_shared_memory(int(descriptor))
-    flag = f"--kv-host-bytes {len(memory)}"
-    if not namespace_of(info):
-        raise ModelError(
-            f"{flag}: blocks are only copied where equal prefixes have equal bytes; use --exact"
-        )
-    try:
-        return Arena(memory, info)
-    except ValueError as error:
-        raise ModelError(f"{flag}: {error}") from None
-
-
-def _lock_disk(config: ShardConfig) -> None:
-    """Have the directory of --kv-disk for as long as this process lives. Raises ModelError."""
-    if config.kv_disk is None:
-        return
-    try:
-        lock_directory(Path(config.kv_disk))
-    except (OSError, DirectoryTaken) as error:
-        raise ModelError(f"--kv-disk {config.kv_disk}: {error}") from None
-
-
-def _disk(
-    config: ShardConfig, info: RunnerInfo, arena: Arena | None, on_done: Callable[[], None]
-) -> DiskTier | None:
-    """Raises ModelError where it is too small, or cannot be read."""
-    if config.kv_disk is None or arena is None:
-        return None
-    try:
-        segments = Segments(
-            Path(config.kv_disk),
-            namespace_of(info),
-            arena,
-            max_bytes=config.kv_disk_bytes,
-            age_s=config.kv_disk_age_s,
-            with_salted=config.kv_disk_salted,
-        )
-    except ValueError as error:
-        raise ModelError(f"--kv-disk-bytes {config.kv_disk_bytes}: {error}") from None
-    except OSError as error:
-        raise ModelError(f"--kv-disk {config.kv_disk}: {error}") from None
-    return DiskTier(segments, on_done, with_salted=config.kv_disk_salted)
-
-
-def _load_adapters(link: EngineEnd, start: Start, adapters: EngineAdapters) -> None:
-    """Raises ModelError for one that is required and cannot be loaded."""
-    for wanted in start.adapters:
-        try:
-            adapters.load(wanted.name, wanted.source, wanted.content_hash)
-        except ModelError as error:
-            if wanted.required:
-                raise ModelError(f"{wanted.name}: {error}") from error
-            link.send(Progress(f"adapter {wanted.name} is left out: {error}"))
-    for adapter in adapters.loaded:
-        link.send(Progress(f"adapter {adapter.name}: rank {adapter.rank}"))
-
-
-def _run_or_say(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> int:
-    """`_run`; if the model fails for good, the last line of the log is its error."""
-    try:
-        _run(loop, inbox)
-    except ModelError as error:
-        logger.critical("%s", error)
-        return 1
-
-
-def _run(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> NoReturn:
-    """Step for ever."""
-    while True:
-        _take_inbox(loop, inbox, wait=loop.is_idle)
-        loop.launch()
-        loop.collect()
-
-
-def _take_inbox(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
-    """Handle all messages in the inbox; with `wait`, wait for one first, or until there is work
-    without one.
-    """
-    try:
-        while True:
-            loop.take(inbox.get(block=wait, timeout=loop.due_s))
-            wait = False
-    except queue.Empty:
-        return
-
-
-def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
-    """Queue what the server sends; the server bounds the number of live requests."""
-    while isinstance(message := link.receive(), Inbox):
-        inbox.put(message)
-    # The server is gone or a message was invalid: flush the log, and drop the step in progress, as
-    # nobody waits for its outputs.
-    logging.shutdown()
-    os._exit(0)
-
-
-def _beat(link: EngineEnd, heartbeat: Heartbeat) -> None:
-    """Send beats from a thread outside the step, so that a long step does not look like a hang."""
-    while True:
-        try:
-            link.send(heartbeat.beat())
-        except OSError:
-            return
-        time.sleep(BEAT_S)
+def _import_engine(config: ShardConfig) -> Callable[[EngineEnd, Start, str], int]:
+    """The engine, which imports numpy and others. Raises ModelError where one is missing."""
+    with report_missing(config):
+        from penstock_shard.engine.run_engine import run_engine
+    return run_engine
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from penstock_shard.distributed.messages import (
     ToRank,
 )
 from penstock_shard.distributed.start_ranks import RankSpec
-from penstock_shard.errors import ModelError, report_out_of_memory
+from penstock_shard.errors import ModelError, report_missing, report_out_of_memory
 
 if TYPE_CHECKING:
     from penstock_shard.distributed.collectives import Ranks
@@ -57,7 +57,8 @@ def main() -> int:
     join = line.receive()
     if not isinstance(join, Join):
         return 0
-    set_up_logging(join.config.log_format, join.config.log_level)
+    config = join.config
+    set_up_logging(config.log_format, config.log_level, shard=config.log_name)
     inbox: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(line, inbox), daemon=True).start()
     try:
@@ -91,11 +92,12 @@ def _serve(
     place: RankSpec,
     address: str,
 ) -> int:
-    # Imported here, so that rank 0 hears of us before torch is imported.
-    from penstock_shard.distributed.parallel_model import follow
-
     try:
-        loaded, ranks = _load(line, join, place, address)
+        with report_missing(join.config):
+            # Imported here, so that rank 0 hears of us before torch is imported.
+            from penstock_shard.distributed.parallel_model import follow
+
+            loaded, ranks = _load(line, join, place, address)
     except ModelError as error:
         # Sent before the connection closes, so that rank 0 gets the reason. It reads this message
         # only while loading; after that an error simply ends this process.

@@ -207,7 +207,7 @@ class ServerAdapters:
 
     def _check(self, name: str, source: str) -> None:
         """Raises `Refusal` for what no adapter can be called or come from."""
-        reason = name_refusal(name, {self._config.model_name, *self._config.served_model_names})
+        reason = name_refusal(name, self._config.served_model_names)
         if reason:
             self._refuse("name", name, reason)
         if not 1 <= len(source) <= MAX_ADAPTER_SOURCE_CHARACTERS or not source.isprintable():

@@ -12,15 +12,17 @@ import errno
 import functools
 import logging
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock_common.flags import as_size
 from penstock_common.listening import is_for_this_machine
+from penstock_common.logs import end_log
 from penstock_common.port_holder import holder_of, why_not
+from penstock_common.shared_flags import USAGE_STATUS
 from penstock_common.tls import Tls, TlsFilesUnusable
 from penstock_common.tracing.spans import SpanSink
 from penstock_common.tracing.trace_export import open_sink
@@ -55,8 +57,6 @@ _HEALTH_INTERVAL_S = 0.25
 _LIVE = "live"
 # The service's name in traces.
 _SERVICE = "penstock-shard"
-# Exit status when the configuration cannot work: restarting with it would not help.
-_USAGE_STATUS = 2
 
 
 async def serve(config: ShardConfig) -> int:
@@ -65,11 +65,11 @@ async def serve(config: ShardConfig) -> int:
         memory = _host_memory(config)
         transfers = _transfers(config, memory)
     except OSError as error:
-        _complain(f"--kv-host-bytes {config.kv_host_bytes}: {error.strerror}")
-        return _USAGE_STATUS
+        _complain(f"--kv-host-bytes {as_size(config.kv_host_bytes)}: {error.strerror}")
+        return USAGE_STATUS
     except TlsFilesUnusable as error:
         _complain(f"--kv-peer-ca-file: {error}")
-        return _USAGE_STATUS
+        return USAGE_STATUS
     start = functools.partial(start_engine, memory)
     standby = _standby(config, start)
     engine = EngineSupervisor(
@@ -84,7 +84,7 @@ async def serve(config: ShardConfig) -> int:
         except OSError as error:
             where, reason = f"{config.host}:{port}", why_not(error, port)
             _complain(f"cannot listen on {where}: {reason}; choose another --metrics-port")
-            return _USAGE_STATUS
+            return USAGE_STATUS
     health_servicer = health.aio.HealthServicer()
     sink = None if config.tracing is None else open_sink(config.tracing, _SERVICE)
     servicer = ShardServicer(engine, config, _follower(config, engine, sink))
@@ -93,10 +93,10 @@ async def serve(config: ShardConfig) -> int:
         port = _open_port(server, config)
     except TlsFilesUnusable as error:
         _complain(f"TLS: {error}")
-        return _USAGE_STATUS
+        return USAGE_STATUS
     except RuntimeError:
         _complain(_why_not_listening(config))
-        return _USAGE_STATUS
+        return USAGE_STATUS
     await server.start()
     logger.info("listening on %s:%d, loading %s", config.host, port, config.model_name)
     _warn_if_open(config, port)
@@ -242,7 +242,7 @@ async def _run_until_stopped(
         await drain(engine, servicer, config)
     except ModelRefused as refusal:
         _complain(str(refusal))
-        return _USAGE_STATUS
+        return USAGE_STATUS
     except EngineFailed as failure:
         _complain(str(failure))
         return 1
@@ -267,7 +267,7 @@ class _FaultsOfCallers(logging.Filter):
 
 
 def _complain(text: str) -> None:
-    print(f"penstock shard: {text}", file=sys.stderr)
+    end_log(f"penstock shard: {text}")
 
 
 def _stop_on_signals() -> asyncio.Event:

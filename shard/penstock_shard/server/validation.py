@@ -282,7 +282,7 @@ def _pooled(request_id: str, ids: TokenIds, pooling: Pooling) -> Request:
 
 
 def _check_model(model: str, config: ShardConfig) -> None:
-    names = {config.model_name, *config.served_model_names}
+    names = config.served_model_names
     if model and model not in names:
         raise Refusal(
             Code.NOT_FOUND,

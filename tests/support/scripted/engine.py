@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine import main as engine_main
+from penstock_shard.engine import run_engine as engine_process
 from penstock_shard.model_loader import load_runner as loading
 from penstock_shard.worker.base import Admission, Batch
 from penstock_shard.worker.fake_runner import FakeRunner
@@ -72,5 +73,5 @@ def _load(config: ShardConfig, progress: Callable[[str], None]) -> loading.Loade
 
 
 if __name__ == "__main__":
-    with patch.object(engine_main, "load_runner", _load):
+    with patch.object(engine_process, "load_runner", _load):
         engine_main.run()

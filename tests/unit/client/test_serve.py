@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import ssl
 import sys
@@ -14,14 +15,18 @@ from support.certificates import Authority
 from support.http_stub import http_stub
 from support.processes import free_port
 
-from penstock_cli.serve import child_flags, serve
+from penstock_cli.serve import child_flags, greeting, serve
 from penstock_cli.serve.child_flags import Unusable
+from penstock_cli.serve.greeting import Access, greet
+from penstock_cli.serve.models import check_models, split_models
 from penstock_common.shared_flags import SHARD_PORT
 
 
 def children(*flags: str, router: tuple[str, ...] = ()) -> list[serve._Child]:
-    config, shard_flags = serve._parsed(flags)
-    return serve._children(config, shard_flags, router, serve._usual_ports(config))
+    models, rest = split_models(flags)
+    config, shard_flags = serve._parsed(rest, len(models))
+    ports = serve._usual_ports(config, len(models) * config.shards)
+    return serve._children(config, models, shard_flags, router, ports)
 
 
 def test_flags_after_two_dashes_are_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +75,31 @@ def test_the_router_gets_the_time_that_requests_may_take_and_a_little_more() -> 
         ),
         (
             ["--prot", "8001", "--runner", "fake"],
-            "unrecognized arguments: --prot 8001 "
+            "unrecognized arguments: --prot 8001; did you mean --port? "
             "(see penstock serve --help and penstock shard --help)",
         ),
         (
+            ["--shard", "2", "--runner", "fake"],
+            "unrecognized arguments: --shard 2; did you mean --shards? "
+            "(see penstock serve --help and penstock shard --help)",
+        ),
+        (
+            ["--max-num-seq=2"],
+            "unrecognized arguments: --max-num-seq=2; did you mean --max-num-seqs? "
+            "(see penstock serve --help and penstock shard --help)",
+        ),
+        (
+            ["--audit-promts"],
+            "unrecognized arguments: --audit-promts; did you mean --audit-prompts after --? "
+            "(see penstock serve --help and penstock shard --help)",
+        ),
+        (
+            ["--xyzzy"],
+            "unrecognized arguments: --xyzzy (see penstock serve --help and penstock shard --help)",
+        ),
+        (
             ["--", "--prot", "8001"],
-            "unrecognized arguments: --prot 8001 after -- "
+            "unrecognized arguments: --prot 8001 after --; did you mean --port? "
             "(see penstock serve --help and penstock router --help)",
         ),
         (
@@ -109,11 +133,11 @@ def test_nothing_is_started_where_a_flag_is_refused_and_it_is_said_of_what_was_t
 def test_what_is_not_installed_is_one_line_and_no_success(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(child_flags, "_READ_FLAGS", "import of_{module}_there_is_none")
+    monkeypatch.setattr(child_flags, "_READ_FLAGS", "import of_{process}_there_is_none")
     assert serve.main(["m"]) == 2
     assert capfd.readouterr().err == (
         "penstock serve: the shard cannot start: "
-        "ModuleNotFoundError: No module named 'of_penstock_shard_there_is_none'\n"
+        "ModuleNotFoundError: No module named 'of_shard_there_is_none'\n"
     )
 
 
@@ -206,7 +230,7 @@ async def test_a_child_that_cannot_start_is_not_started_again_and_it_is_said_whi
 ) -> None:
     child = serve._Child("shard 127.0.0.1:1", [sys.executable, "-m", "penstock_shard"])
     monkeypatch.setattr(serve, "with_parent", lambda _: ["sh", "-c", "exit 2"])
-    assert await asyncio.wait_for(serve._serve([child], "http://127.0.0.1:1"), 20) == 2
+    assert await asyncio.wait_for(serve._serve([child], Access("http://127.0.0.1:1")), 20) == 2
     assert child.deaths == 1
     assert capsys.readouterr().err == (
         "penstock serve: ended, as the shard 127.0.0.1:1 cannot start: the line above that begins "
@@ -228,7 +252,7 @@ async def test_a_child_that_dies_again_and_again_is_told_with_how(
     monkeypatch.setattr(serve, "_FIRST_BACK_OFF_S", 0.0)
     monkeypatch.setattr(serve, "with_parent", lambda command: command)
     child = serve._Child("router", ["sh", "-c", end])
-    assert await asyncio.wait_for(serve._serve([child], "http://127.0.0.1:1"), 20) == 1
+    assert await asyncio.wait_for(serve._serve([child], Access("http://127.0.0.1:1")), 20) == 1
     *starts, last = capsys.readouterr().err.splitlines()
     assert set(starts) == {f"penstock serve: the router {words}, starting it again in 0 s"}
     assert last == (
@@ -237,12 +261,95 @@ async def test_a_child_that_dies_again_and_again_is_told_with_how(
     )
 
 
+# ---- Models ------------------------------------------------------------------------------------
+
+
+def test_each_model_has_its_shards_and_all_have_one_router() -> None:
+    *shards, router = children("org/a", "b=./x/b", "--shards", "2", "--max-num-seqs", "5")
+    words = [shard.command[5:] for shard in shards]
+    rest = ["--max-num-seqs", "5"]
+    assert words[0] == words[1] == ["--model", "org/a", *rest]
+    assert words[2] == words[3] == ["--model", "./x/b", "--served-model-name", "b", *rest]
+    addresses = [f"127.0.0.1:{shard.command[4]}" for shard in shards]
+    assert len(set(addresses)) == 4
+    assert router.command[4] == ",".join(addresses)
+
+
+def test_only_shards_of_one_model_are_peers_of_each_other() -> None:
+    *shards, _ = children("a", "b", "--shards", "2", "--kv-host-bytes", "1G")
+    ports = [shard.command[4] for shard in shards]
+    peers = [shard.command[shard.command.index("--kv-peers") + 1 :] for shard in shards]
+    assert peers == [[f"127.0.0.1:{ports[other]}"] for other in (1, 0, 3, 2)]
+    keys = [shard.environment["PENSTOCK_KV_PEER_KEY"] for shard in shards]
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+    *lone, _ = children("a", "b", "--kv-host-bytes", "1G")
+    assert not [shard for shard in lone if "--kv-peers" in shard.command]
+
+
+def test_models_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "visible_gpus", lambda: ["x", "y"])
+    *shards, _ = children("a", "b", "--api-key", "k")
+    seen = [shard.environment for shard in shards]
+    assert seen == [{"CUDA_VISIBLE_DEVICES": gpu, "PENSTOCK_API_KEY": "k"} for gpu in ("x", "y")]
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ([], ["penstock-toy"]),
+        (["org/a"], ["org/a"]),
+        (["/models/a", "./b/", "~/c.gguf"], ["a", "b", "c"]),
+        (["x=/models/a", "y=org/a"], ["x", "y"]),
+        (["./k=v"], ["k=v"]),
+        (["=a"], ["=a"]),
+    ],
+)
+def test_a_model_has_the_name_that_is_given_or_its_own(words: list[str], names: list[str]) -> None:
+    models, rest = split_models([*words, "--port", "1"])
+    assert [model.name for model in models] == names
+    assert rest == ["--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["/one/a", "/two/a"],
+            "/one/a and /two/a are both named a: name one of them otherwise, as NAME=/two/a",
+        ),
+        (
+            ["a", "a"],
+            "a and a are both named a: name one of them otherwise, as NAME=a",
+        ),
+        (
+            ["a", "b", "--served-model-name", "c"],
+            "--served-model-name: is for one model; name each of several as NAME=MODEL",
+        ),
+        (["a", "b", "--model=c"], "--model: is for one model; name each of several as NAME=MODEL"),
+    ],
+)
+def test_models_that_cannot_be_told_apart_are_refused_in_one_line_before_anything_starts(
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(serve, "_serve", None)
+    assert serve.main(words) == 2
+    assert capsys.readouterr().err == f"penstock serve: {said}\n"
+
+
+def test_two_models_of_other_names_are_told_apart() -> None:
+    check_models(split_models(["/one/a", "b=/two/a"])[0], [])
+
+
 # ---- Ports -------------------------------------------------------------------------------------
 
 
 def listening(flags: list[str]) -> list[int]:
     """The ports of the shards that would be started."""
-    return serve._shard_ports(serve._parsed(flags)[0])
+    config = serve._parsed(flags)[0]
+    return serve._shard_ports(config, config.shards)
 
 
 @pytest.fixture
@@ -300,6 +407,68 @@ def test_ports_for_shards_are_not_sought_without_end(
         listening(["--shards", "3"])
 
 
+async def _greeted(url: str, monkeypatch: pytest.MonkeyPatch, models: tuple[str, ...] = ()) -> None:
+    monkeypatch.setattr(greeting, "_answers", lambda _, verify: True)
+    monkeypatch.setattr(greeting, "_serves", lambda *_: True)
+    await greet(Access(url), models)
+
+
+@pytest.mark.parametrize(
+    ("url", "models", "first"),
+    [
+        ("http://127.0.0.1:8000", ("a",), ["  penstock chat"]),
+        ("http://127.0.0.1:8001", ("a",), ["  penstock chat --url http://127.0.0.1:8001"]),
+        (
+            "http://127.0.0.1:8000",
+            ("a", "b c"),
+            ["  penstock chat --model a", "  penstock chat --model 'b c'"],
+        ),
+    ],
+)
+async def test_the_first_that_is_to_be_tried_is_a_chat_with_each_model(
+    url: str,
+    models: tuple[str, ...],
+    first: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/penstock")
+    await _greeted(url, monkeypatch, models)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"penstock is ready at {url} (Ctrl-C ends it). Try in another terminal:"
+    assert lines[3 : 3 + len(first)] == first
+    assert lines[3 + len(first)] == ""
+
+
+async def test_a_command_that_another_terminal_does_not_know_is_suggested_by_its_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/penstock", "serve"])
+    await _greeted("http://127.0.0.1:8000", monkeypatch)
+    assert "\n  .venv/bin/penstock chat\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_served"),
+    [
+        (b"200 OK", False),
+        (b"401 Unauthorized", True),
+        (b"503 Service Unavailable", False),
+    ],
+)
+def test_several_models_are_waited_for_as_far_as_they_can_be_seen(
+    answer: bytes, is_served: bool
+) -> None:
+    body = b'{"data": [{"id": "a"}]}'
+    head = b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (answer, len(body))
+    with http_stub(head + body) as port:
+        assert greeting._serves(Access(f"http://127.0.0.1:{port}"), ["a", "b"]) == is_served
+        assert greeting._serves(Access(f"http://127.0.0.1:{port}"), ["a"]) == (
+            answer != b"503 Service Unavailable"
+        )
+
+
 @pytest.mark.parametrize("needs_key", [False, True])
 @pytest.mark.parametrize("is_known", [False, True])
 async def test_what_to_try_first_has_the_key_and_the_authority_that_are_needed_but_never_a_key(
@@ -308,8 +477,8 @@ async def test_what_to_try_first_has_the_key_and_the_authority_that_are_needed_b
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(serve, "_answers", lambda _, verify: is_known or not verify)
-    await serve._greet("https://127.0.0.1:8000", needs_key=needs_key)
+    monkeypatch.setattr(greeting, "_answers", lambda _, verify: is_known or not verify)
+    await greet(Access("https://127.0.0.1:8000", needs_key))
     said = capsys.readouterr().out
     assert ('-H "Authorization: Bearer $PENSTOCK_API_KEY"' in said) == needs_key
     assert ("a key in PENSTOCK_API_KEY" in said) == needs_key
@@ -354,10 +523,10 @@ def test_an_authority_that_is_not_known_here_is_told_from_one_that_is(
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     with http_stub(ok, tls=context) as port:
         url = f"https://127.0.0.1:{port}/health"
-        assert serve._answers(url, verify=False)
-        assert not serve._answers(url, verify=True)
+        assert greeting._answers(url, verify=False)
+        assert not greeting._answers(url, verify=True)
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
-        assert serve._answers(url, verify=True)
+        assert greeting._answers(url, verify=True)
 
 
 def test_shards_with_memory_for_copies_of_blocks_are_peers_of_each_other() -> None:

@@ -9,6 +9,7 @@ from support.certificates import Authority, Pair
 
 from penstock_cli.arguments import add_shard_tls, parser_for, shard_tls
 from penstock_cli.serve import serve
+from penstock_cli.serve.models import Model
 from penstock_common.tls import Tls
 from penstock_router import cli as router_command_line
 from penstock_shard import cli as shard_command_line
@@ -122,6 +123,6 @@ def test_tools_end_with_one_line_for_half_of_what_they_need(
 
 def test_serve_hands_its_certificate_to_the_router_alone(pair: Pair) -> None:
     config, others = serve._parsed([*pair.server_flags, "--runner", "fake"])
-    [shard, router] = serve._children(config, others, [], serve._usual_ports(config))
+    [shard, router] = serve._children(config, [Model()], others, [], serve._usual_ports(config, 1))
     assert router.command[-6:-2] == pair.server_flags
     assert not set(pair.server_flags) & set(shard.command)

@@ -29,7 +29,8 @@ from support.processes import free_port, is_alive, wait_until
 
 from penstock_cli import chat, health, info, keys
 from penstock_cli.bench import bench
-from penstock_cli.serve import serve
+from penstock_cli.serve import greeting, serve
+from penstock_cli.serve.greeting import Access, greet
 from penstock_client.fleet.discovery import authority
 
 Main = Callable[[Sequence[str]], int]
@@ -171,7 +172,7 @@ def test_a_key_from_the_environment_is_checked_too(tool, monkeypatch, capsys) ->
 )
 def test_a_shortened_flag_is_refused(tool, arguments, capsys) -> None:
     assert _status(tool.main, *arguments) == 2
-    assert f"unrecognized arguments: {arguments[-1]} " in _complaint(capsys)
+    assert f"unrecognized arguments: {arguments[-1]}" in _complaint(capsys)
 
 
 @pytest.mark.parametrize("value", ["many", "1.5", "0", "-1"])
@@ -639,7 +640,7 @@ def test_serve_blames_a_host_that_is_no_host_and_not_the_port() -> None:
 async def test_serve_waits_for_an_ipv6_router_and_prints_its_url(ipv6, capsys) -> None:
     ok = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     with http_stub(ok, host="::1") as port:
-        await asyncio.wait_for(serve._greet("http://" + authority("::1", port)), 5)
+        await asyncio.wait_for(greet(Access("http://" + authority("::1", port))), 5)
     out = capsys.readouterr().out
     assert f"penstock is ready at http://[::1]:{port} " in out
     # Quoted: to some shells brackets are a pattern.
@@ -656,13 +657,13 @@ def test_a_router_is_probed_without_the_proxies_of_the_environment(
     with http_stub(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as port:
         url = f"http://127.0.0.1:{port}"
         assert _status(health.main, url) == 0
-        assert serve._answers(url + "/health", verify=False)
+        assert greeting._answers(url + "/health", verify=False)
     assert capsys.readouterr().out == f"{url}: healthy\n"
 
 
 def test_serve_waits_on_while_something_else_answers() -> None:
     with http_stub(_GRPC) as port:
-        assert not serve._answers(f"http://127.0.0.1:{port}/health", verify=False)
+        assert not greeting._answers(f"http://127.0.0.1:{port}/health", verify=False)
 
 
 _SERVE = """

@@ -586,9 +586,15 @@ def test_no_bound_of_log_probabilities_is_none_here() -> None:
     check_parses(result)
 
 
+def test_a_path_stays_the_name_that_clients_ask_for() -> None:
+    assert read("vllm serve /models/a").shard[-2:] == ["--served-model-name", "/models/a"]
+    assert "/models/a" not in read("vllm serve /models/a --served-model-name a").shard
+    assert "--served-model-name" not in read("vllm serve org/a").shard
+
+
 def test_the_bounds_of_memory_and_of_bodies_are_kept() -> None:
     result = read("VLLM_HTTP_MAX_REQUEST_BODY_SIZE=99 vllm serve m --kv-offloading-size 0.5")
-    assert result.shard == ["--kv-host-bytes", str(2**29)]
+    assert result.shard == ["--kv-host-bytes", "512M"]
     assert result.router[2:] == ["--max-body-bytes", "99"]
     result = read("VLLM_HTTP_MAX_REQUEST_BODY_SIZE=0 vllm serve m --kv-offloading-size 0")
     assert (result.shard, result.router[2:]) == ([], [])

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from penstock_common.flags import flag, number, parser_of, read_flags, required, size, usable_key
+from penstock_common.flags import (
+    as_size,
+    flag,
+    number,
+    parser_of,
+    read_flags,
+    required,
+    size,
+    usable_key,
+)
 from penstock_common.shared_flags import quiet_grpc
 
 
@@ -71,6 +80,9 @@ class _Config(_Base):
     derived: int = 0
 
 
+_UNIT_MISSING = "must have its unit, K, M or G, as in 512M or 2G"
+
+
 def _read(*argv: str) -> _Config:
     return _Config(**read_flags(_Config, parser_of(_Config, "it", ""), ["--where=a", *argv]))
 
@@ -115,7 +127,18 @@ def test_a_variable_stands_in_for_its_flag_and_is_named_where_it_is_refused(
     [
         (["--names"], "argument --names: expected at least one argument"),
         (["--derived", "1"], "unrecognized arguments: --derived 1"),
-        (["--console"], "unrecognized arguments: --console"),
+        (["--console"], "unrecognized arguments: --console; did you mean --no-console?"),
+        (
+            ["--mem", "0K", "--memry=2G"],
+            "argument --memory/--mem: must be a size such as 512M or 2G",
+        ),
+        (["--memry=2G"], "unrecognized arguments: --memry=2G; did you mean --memory?"),
+        (["--lins", "--x"], "unrecognized arguments: --lins --x; did you mean --lines?"),
+        (["--mem", "4"], f"argument --memory/--mem: {_UNIT_MISSING}, not '4' (see"),
+        (
+            ["--mem", "8589934592"],
+            f"argument --memory/--mem: {_UNIT_MISSING}, not '8589934592'; as many bytes are 8G",
+        ),
         (["--mem", "0"], "argument --memory/--mem: must be a size such as 512M or 2G, at least 1"),
         (["--mem=-1M"], "argument --memory/--mem: must be a size such as 512M or 2G, at least 1"),
         (["--wait-s=0"], "argument --wait-s: must be a number, above 0, at most 5, not '0'"),
@@ -131,13 +154,32 @@ def test_what_is_no_value_is_refused_in_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"it: {said}")
     assert line.endswith(" (see it --help)")
-    assert len(line) < 150
+    assert len(line) < 160
 
 
 def test_a_flag_that_must_be_given_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read_flags(_Config, parser_of(_Config, "it", ""), [])
     assert "required: --where" in capsys.readouterr().err
+
+
+def test_what_must_be_given_and_is_misspelled_is_recognized(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        read_flags(_Config, parser_of(_Config, "it", ""), ["--were", "a"])
+    said = (
+        "it: the following arguments are required: --where; did you mean --where? (see it --help)"
+    )
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("0", 0), ("512M", 2**29), ("3K", 3072), ("2g", 2**31)]
+)
+def test_a_size_has_its_unit_and_is_written_as_it_is_read(text: str, num_bytes: int) -> None:
+    assert size(text) == num_bytes
+    assert as_size(num_bytes) == text.upper()
 
 
 def test_help_has_the_groups_and_the_defaults_and_what_is_inherited_last() -> None:

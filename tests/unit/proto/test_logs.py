@@ -211,6 +211,28 @@ def test_what_nobody_caught_is_one_line_of_json(log_format: str) -> None:
     assert at_the_end["exception"].endswith("KeyError: 'x'")
 
 
+def test_lines_of_a_shard_name_it() -> None:
+    record = logging.makeLogRecord({"name": "engine", "levelname": "INFO", "msg": "loading"})
+    assert (
+        TextFormatter("127.0.0.1:20051")
+        .format(record)
+        .endswith(" INFO shard 127.0.0.1:20051: engine: loading")
+    )
+    assert json.loads(JsonFormatter("127.0.0.1:20051").format(record))["shard"] == "127.0.0.1:20051"
+    assert "shard" not in json.loads(JsonFormatter().format(record))
+
+
+def test_what_waits_comes_before_the_line_that_ends_a_log() -> None:
+    program = (
+        "import logging; from penstock_common.logs import end_log, set_up_logging as s; s('text'); "
+        "[logging.info('line %d', i) for i in range(500)]; end_log('the end'); logging.info('late')"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stderr.splitlines()
+    assert (len(said), said[-1]) == (501, "the end")
+
+
 @pytest.mark.parametrize(("on_terminal", "is_json"), [(True, False), (False, True)])
 def test_auto_is_text_on_a_terminal_and_json_elsewhere(on_terminal: bool, is_json: bool) -> None:
     stream = io.StringIO()

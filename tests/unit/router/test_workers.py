@@ -20,10 +20,10 @@ from support.budget import in_soak
 
 from penstock_client.audit_log import AuditRecord
 from penstock_client.types import GenerationRequest
+from penstock_common.shared_flags import USAGE_STATUS
 from penstock_router.config import RouterConfig
 from penstock_router.observe.metrics import Metrics
 from penstock_router.workers import (
-    EXIT_USAGE,
     FirstWorker,
     _config_of,
     _open_audit_log,
@@ -231,7 +231,7 @@ def test_a_worker_that_has_served_is_started_again_as_often_as_it_ends(
     assert parent.process.poll() is None
 
 
-@pytest.mark.parametrize(("status", "starts"), [in_soak(1, 6), (EXIT_USAGE, 4)])
+@pytest.mark.parametrize(("status", "starts"), [in_soak(1, 6), (USAGE_STATUS, 4)])
 def test_a_worker_that_served_once_and_cannot_start_for_a_while_ends_no_other(
     start: Callable[[float, float], Parent], tmp_path: Path, status: int, starts: int
 ) -> None:
@@ -312,7 +312,7 @@ def test_bounds_are_shared_out_over_workers() -> None:
 def test_a_host_that_is_no_host_is_one_line_and_status_2(
     host: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(RouterConfig("a:1", host=host)) == EXIT_USAGE
+    assert run(RouterConfig("a:1", host=host)) == USAGE_STATUS
     line = capsys.readouterr().err
     assert line.startswith(f"penstock router: cannot listen on {host}:8000: ")
     assert line.endswith("; choose another --port or --host\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from penstock_shard.cli import parse_config
@@ -53,6 +55,52 @@ def test_the_model_is_served_under_its_first_name() -> None:
     assert parse_config([]).model_name == "penstock-toy"
     assert parse_config(["--model", "org/m"]).model_name == "org/m"
     assert parse_config(["--model", "org/m", "--served-model-name", "a", "b"]).model_name == "a"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/models/llama", "llama"),
+        ("/models/llama/", "llama"),
+        ("./llama", "llama"),
+        ("here/llama", "llama"),
+        ("here", "here"),
+        (".", "folder"),
+        ("~/llama", "llama"),
+        ("/models/llama-Q4_K.gguf", "llama-Q4_K"),
+        ("org/llama", "org/llama"),
+        ("org/llama-GGUF:Q4_K", "org/llama-GGUF:Q4_K"),
+        ("/cache/models--org--llama/snapshots/0f3c2a1b", "org/llama"),
+        ("/", "/"),
+    ],
+)
+def test_a_model_that_is_given_by_its_path_is_served_under_the_name_of_its_directory(
+    model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    (folder / "here" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    config = parse_config(["--model", model])
+    assert (config.model_name, config.served_model_names) == (name, (name,))
+    # And no longer asks the disk: what was there may be gone.
+    monkeypatch.chdir("/")
+    assert config.model_name == name
+    assert parse_config(["--model", model, "--served-model-name", "x"]).served_model_names == ("x",)
+
+
+def test_the_full_path_is_a_name_where_it_is_told_to_be() -> None:
+    given = ["--model", "/models/llama", "--served-model-name", "llama", "/models/llama"]
+    assert parse_config(given).served_model_names == ("llama", "/models/llama")
+
+
+def test_a_number_of_bytes_is_told_how_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--kv-memory", "--kv-host-bytes", "--image-cache-bytes", "--load-cache"):
+        with pytest.raises(SystemExit):
+            parse_config([flag, "2147483648"])
+        must = "must have its unit, K, M or G, as in 512M or 2G, not '2147483648'"
+        said = f"argument {flag}: {must}; as many bytes are 2G"
+        assert capsys.readouterr().err == f"penstock shard: {said} (see penstock shard --help)\n"
+    assert parse_config(["--kv-host-bytes", "0"]).kv_host_bytes == 0
 
 
 def test_what_is_called_otherwise_than_its_flag_is_told_too() -> None:

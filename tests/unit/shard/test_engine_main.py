@@ -14,7 +14,7 @@ import pytest
 from support.engines import make_engine, make_request
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine import main as engine_main
+from penstock_shard.engine import run_engine as engine_process
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.loop import EngineLoop, Heartbeat
 from penstock_shard.errors import ModelError
@@ -47,9 +47,9 @@ def test_a_model_that_cannot_go_on_ends_the_engine_with_a_line_and_no_stack(
     def fail(*_: object, **__: object) -> None:
         raise ModelError("rank 0 could not compute a step; lower --max-num-batched-tokens")
 
-    monkeypatch.setattr(engine_main, "_run", fail)
+    monkeypatch.setattr(engine_process, "_run", fail)
     nothing: Any = None
-    assert engine_main._run_or_say(nothing, nothing) == 1
+    assert engine_process._run_or_say(nothing, nothing) == 1
     (record,) = caplog.records
     assert record.levelname == "CRITICAL"
     assert record.getMessage().endswith("lower --max-num-batched-tokens")
@@ -105,14 +105,14 @@ def test_an_engine_ends_that_its_server_tells_nonsense(nonsense: bytes) -> None:
     program = f"""
 import queue, socket, threading, time
 from penstock_common.logs import set_up_logging
-from penstock_shard.engine import main as engine_main
+from penstock_shard.engine import run_engine as engine_process
 from penstock_shard.ipc.messages import EngineEnd
 
 ours, theirs = socket.socketpair()
 set_up_logging("text")
 ours.sendall({nonsense!r})
 arguments = (EngineEnd(theirs), queue.SimpleQueue())
-threading.Thread(target=engine_main._receive, args=arguments, daemon=True).start()
+threading.Thread(target=engine_process._receive, args=arguments, daemon=True).start()
 time.sleep(60)
 """
     ended = subprocess.run(
@@ -175,7 +175,7 @@ def _run_until_idle(damage: bool, checks: bool) -> None:
 
     adapters = EngineAdapters(None, 0, lambda: None)
     loop = EngineLoop(under_test.engine, adapters, lambda message: None, checks=checks)
-    engine_main._run(loop, SimpleNamespace(get=get))  # type: ignore[arg-type]
+    engine_process._run(loop, SimpleNamespace(get=get))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("damage", "checks"), [(False, True), (False, False), (True, False)])
