@@ -59,6 +59,10 @@ CASES: dict[str, Values] = {
         ],
         "router": {"shardWaitSeconds": 900},
     },
+    "keda, to zero, by path": {
+        "models": [{**QWEN, "model": "/models/qwen3.gguf", "autoscaling": TO_ZERO}],
+        "router": {"shardWaitSeconds": 900},
+    },
     "routers scaled": {"router": {"autoscaling": {"enabled": True}, "workers": 4}},
     "clients come back to their router": {"router": {"sessionAffinity": {"enabled": True}}},
     "clients come back, through an ingress": {

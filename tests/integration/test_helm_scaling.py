@@ -22,6 +22,8 @@ from integration.charts import (
 )
 from integration.manifests import Resource, find
 
+from penstock_common.shared_flags import model_name
+
 # ---- scalers -----------------------------------------------------------------------------------
 
 
@@ -65,8 +67,18 @@ def test_a_model_that_scales_to_zero_is_woken_by_requests_for_it_that_wait() -> 
     assert not any(names.fullmatch(name) for name in ("penstock-toy", "Qwen/Qwen3-0x6B"))
     args = args_of_router(rendered("keda, to zero"))
     assert args[args.index("--shard-wait-s") + 1] == "900"
-    expected = [value for flag, value in pairwise(args) if flag == "--expect-model"]
-    assert expected == ["qwen"]
+    assert _expected_models("keda, to zero") == ["qwen"]
+
+
+def _expected_models(case: str) -> list[str]:
+    args = args_of_router(rendered(case))
+    return [value for flag, value in pairwise(args) if flag == "--expect-model"]
+
+
+def test_a_model_that_scales_to_zero_is_expected_by_the_name_that_its_shards_give_it() -> None:
+    path = "/models/qwen3.gguf"
+    assert _expected_models("keda, to zero, by path") == [model_name(path)] == ["qwen3"]
+    assert "|qwen3" in triggers_of("keda, to zero, by path")["held"]
 
 
 def test_the_routers_queue_scales_a_model_that_is_alone() -> None:

@@ -3,6 +3,7 @@
     fullname    of its StatefulSet or LeaderWorkerSet and of its service
     totalGpus   of one shard, over all its pods
     autoscales  something else than the chart says how many shards there are
+    ownName     its name where servedNames has none: of a path the last part, as shards name it
     toZero      there may be none of them, on purpose */}}
 {{- define "penstock.models" -}}
 {{- $models := list -}}
@@ -19,6 +20,8 @@
 {{- $_ := set $model "fullname" (printf "%s-%s" (include "penstock.fullname" $) .name) -}}
 {{- $_ := set $model "totalGpus" (mul $model.gpus $model.nodes) -}}
 {{- $_ := set $model "autoscales" (ne $model.autoscaling.kind "none") -}}
+{{- $source := $model.model | default "penstock-toy" -}}
+{{- $_ := set $model "ownName" (ternary (base $source | trimSuffix ".gguf") $source (hasPrefix "/" $source)) -}}
 {{- $_ := set $model "toZero" (and (eq $model.autoscaling.kind "keda") (lt (int $model.autoscaling.minReplicas) 1)) -}}
 {{- include "penstock.checkModel" (dict "root" $ "model" $model) -}}
 {{- $models = append $models $model -}}
@@ -87,7 +90,7 @@ name: {{ .fullname }}
 {{/* A pattern in PromQL of the names that clients may ask for a model by, and of no name. */}}
 {{- define "penstock.namesPattern" -}}
 {{- $names := list "" -}}
-{{- range append .servedNames (.model | default "penstock-toy") -}}
+{{- range append .servedNames .ownName -}}
 {{- $names = append $names (regexQuoteMeta .) -}}
 {{- end -}}
 {{- printf "%q" (join "|" $names) -}}

@@ -24,7 +24,7 @@ are the default only where clients come back to theirs. */}}
 {{- end }}
 {{- range include "penstock.models" . | fromJsonArray }}
 {{- if .toZero }}
-{{- range .servedNames | default (list (.model | default "penstock-toy")) }}
+{{- range .servedNames | default (list .ownName) }}
 - --expect-model
 - {{ . | quote }}
 {{- end }}
