@@ -220,6 +220,12 @@ def test_make_serves_the_fake_runner() -> None:
     assert made_by(found) == ["serve", "--port", "8000", "--runner", "fake"]
 
 
+def test_make_serves_several_models() -> None:
+    given = "make serve FAKE=1 MODEL='org/one ./another' ARGS='--step-ms 1'"
+    served = ["serve", "org/one", "./another", "--port", "8000", "--runner", "fake"]
+    assert made_by(given) == [*served, "--step-ms", "1"]
+
+
 def test_models_are_listed(served, tmp_path) -> None:
     assert "penstock-toy" in served.run(block("/v1/models"), tmp_path)
 

@@ -63,7 +63,11 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
         return LoadedRunner(_fake_runner(config, source.path, files), files, source.revision)
     # Imported here, because importing torch takes seconds and half a gigabyte.
     progress("importing torch, which takes some seconds")
-    from penstock_shard.model_loader.load_model_runner import load_model_runner
+    try:
+        from penstock_shard.model_loader.load_model_runner import load_model_runner
+    except OSError as error:
+        # A library of a device that torch was built for is not here.
+        raise ImportError(str(error), name="torch") from error
 
     if "tokenizer.json" not in files:
         from penstock_shard.checkpoint.tokenizer_conversion import make_tokenizer_files
