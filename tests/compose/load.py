@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -10,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,26 +31,32 @@ def requests(num_requests: int, max_tokens: int) -> list[dict[str, Any]]:
     return [{"prompt": start, "seed": seed, **fields} for seed, start in enumerate(starts, start=1)]
 
 
-def stream(port: int, body: dict[str, Any], key: str = "text") -> str:
+def stream(port: int, body: dict[str, Any]) -> str:
     """The whole text. Raises `NotServed`, or AssertionError for an answer that ends early."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        answer = connection.getresponse()
-    except (OSError, http.client.HTTPException) as error:
-        connection.close()
-        raise NotServed(repr(error)) from error
-    with answer:
-        if answer.status == _UNAVAILABLE:
-            raise NotServed(answer.read().decode())
+    with contextlib.closing(connection):
+        answer = _begin(connection, body)
         assert answer.status == 200, answer.read()
         lines = [line.decode() for line in answer if line.startswith(b"data: ")]
     assert lines[-1:], "it ends before its first event"
     assert lines[-1].strip() == "data: [DONE]", f"it ends early: {lines[-2:]}"
     events = [json.loads(line[6:]) for line in lines[:-1]]
     assert not any("error" in event for event in events), lines[-2:]
-    return "".join(choice[key] for event in events for choice in event["choices"])
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def _begin(
+    connection: http.client.HTTPConnection, body: dict[str, Any]
+) -> http.client.HTTPResponse:
+    headers = {"Content-Type": "application/json"}
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        answer = connection.getresponse()
+    except (OSError, http.client.HTTPException) as error:
+        raise NotServed(repr(error)) from error
+    if answer.status == _UNAVAILABLE:
+        raise NotServed(answer.read().decode())
+    return answer
 
 
 def texts_of(port: int, bodies: Sequence[dict[str, Any]]) -> list[Future[str]]:
@@ -94,7 +100,7 @@ class Load:
             self.outcomes["equal" if text in self.expected[index] else "other text"] += 1
 
 
-@contextmanager
+@contextlib.contextmanager
 def load(
     port: int,
     bodies: Sequence[dict[str, Any]],

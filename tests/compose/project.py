@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import psutil
 from compose.base_image import TORCH_INDEX
 from compose.engine import Engine, processes_of
-from compose.programs import output_of
+from compose.programs import CommandFailed, output_of
 from support.processes import free_port, wait_until
 
 SHARDS = ("shard-0", "shard-1")
@@ -75,15 +76,19 @@ class Project:
         image: str = self.inspect(service)["Config"]["Image"]
         return image.partition(":")[2].removesuffix("-cpu")
 
-    def health(self, service: str) -> str:
-        status: str = self.inspect(service)["State"]["Health"]["Status"]
-        return status
-
     def wait_healthy(self) -> None:
-        def all_healthy() -> bool:
-            return all(self.health(service) == "healthy" for service in SERVICES)
+        """By the images' own health checks: Docker's word on them is some seconds old."""
+        for service in SERVICES:
+            words = self.inspect(service)["Config"]["Healthcheck"]["Test"][1:]
+            check = functools.partial(self._succeeds, "exec", service, *words)
+            wait_until(check, timeout_s=180, what=f"{service} is healthy")
 
-        wait_until(all_healthy, timeout_s=180, what="all services are healthy")
+    def _succeeds(self, *words: str) -> bool:
+        try:
+            self.compose(*words)
+        except CommandFailed:
+            return False
+        return True
 
     def logs(self) -> str:
         return self.compose("logs", "--no-color", "--tail", "60")

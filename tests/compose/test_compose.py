@@ -55,8 +55,8 @@ def started(engine: Engine) -> Iterator[Project]:
     first, *_ = documented_commands(README, "On one machine: compose")
     try:
         with timed("docker compose up --build --wait"):
-            models = json.loads(project.run_documented(first))
-        assert [card["id"] for card in models["data"]] == ["penstock-toy"]
+            *_, models = project.run_documented(first).splitlines()
+        assert [card["id"] for card in json.loads(models)["data"]] == ["penstock-toy"]
         yield project
     finally:
         print(project.logs())
@@ -73,6 +73,7 @@ def project(started: Project) -> Project:
 @pytest.fixture(scope="module")
 def long_texts(started: Project) -> tuple[list[dict[str, Any]], list[str]]:
     """Requests, and what each gets while nothing happens."""
+    started.up()
     bodies = requests(8, LONG)
     return bodies, [text.result() for text in texts_of(started.port, bodies)]
 
@@ -104,6 +105,41 @@ def test_a_container_is_nobody_writes_nowhere_and_is_limited(
     limits = found["HostConfig"]
     assert limits["PidsLimit"] == 4096
     assert limits["Memory"] == (4 if service == "router" else 16) << 30
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "gpu-split", "monitoring"])
+def test_compose_takes_every_profile(engine: Engine, profile: str) -> None:
+    """And does not find that settings contradict each other."""
+    file = str(ROOT / "deploy" / "compose.yaml")
+    engine.docker("compose", "--file", file, "--profile", profile, "config", "--quiet")
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_shard_writes_where_models_are_kept(project: Project, shard: str) -> None:
+    project.compose("exec", shard, "touch", f"/var/cache/penstock/{shard}", "/tmp/file")
+    for each in SHARDS:
+        assert shard in project.compose("exec", each, "ls", "/var/cache/penstock").split()
+
+
+def test_with_a_key_all_are_healthy_and_ask_for_it(project: Project) -> None:
+    with timed("a key"):
+        project.up(PENSTOCK_API_KEY="a key of the test")
+    url = f"http://127.0.0.1:{project.port}/v1/models"
+    assert ask(url)[0] == 401
+    assert ask(url, headers={"Authorization": "Bearer a key of the test"})[0] == 200
+
+
+def test_a_shard_that_cannot_start_says_why_in_its_log(project: Project) -> None:
+    flags = {"PENSTOCK_SHARD_1_ARGS": "--model /models/missing"}
+    services = ["--no-deps", "shard-1"]
+    with pytest.raises(CommandFailed):
+        project.compose("up", "--wait", "--wait-timeout", "30", *services, **flags)
+    log = project.compose("logs", "--no-color", "--no-log-prefix", "shard-1")
+    print(log)
+    assert "/models/missing" in log.splitlines()[-1]
+    # The other one serves meanwhile.
+    body = {"prompt": "The sea", "max_tokens": 4}
+    assert ask(f"http://127.0.0.1:{project.port}/v1/completions", body)[0] == 200
 
 
 def test_two_models_are_served_at_once(project: Project) -> None:
