@@ -57,7 +57,7 @@ class Builder:
             # Where the folder lies on an overlay itself. Each layer is then a copy of all below it.
             self._driver = "vfs"
         self._pip_conf = folder / "pip.conf"
-        self._pip_options = dict(_pip_options())
+        self._pip_options = dict(pip_options())
         lines = [f"{name} = {value}\n" for name, value in self._pip_options.items()]
         self._pip_conf.write_text("[global]\n" + "".join(lines))
         self._make_base()
@@ -137,7 +137,7 @@ class Builder:
         yield from ((place, place) for place in sorted(places))
 
 
-def _pip_options() -> Iterator[tuple[str, str]]:
+def pip_options() -> Iterator[tuple[str, str]]:
     """In pip's own order: a variable counts for more than a file."""
     listed = _output([sys.executable, "-m", "pip", "config", "list"]).splitlines()
     for line in sorted(listed, key=lambda line: line.startswith(":env:")):

@@ -1,7 +1,7 @@
 """What deploy/Dockerfile says of its images: its stages, and what a container starts with.
 
 Reads instructions as ours are written, and fails for any other. That they mean the same to what
-builds images is shown by `test_images.py`, which builds them.
+builds images is shown by `test_container_images.py`, which builds them.
 """
 
 from __future__ import annotations

@@ -39,6 +39,9 @@ _SERVICE_KEYS = frozenset(
         "tmpfs",
         "cap_drop",
         "security_opt",
+        "pids_limit",
+        "mem_limit",
+        "cpus",
     ]
 )
 _CONTAINER_KEYS = frozenset(

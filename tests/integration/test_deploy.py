@@ -2,7 +2,7 @@
 
 Each service's command, environment, ports and probes are taken from the compose file or the
 rendered chart, its entry point from the Dockerfile, and run as local processes.
-`test_images.py` builds the images.
+`test_container_images.py` builds the images.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def images() -> dict[str, Image]:
     """Both images, by the names that the compose file and the chart use."""
     router, shard = image("router"), image("shard-cpu")
     return {
-        "penstock-router": router,
-        "penstock-shard:cpu": shard,
+        "penstock-router:local": router,
+        "penstock-shard:local-cpu": shard,
         f"penstock-router:{app_version()}": router,
         f"penstock-shard:{app_version()}-cpu": shard,
     }
@@ -109,8 +109,56 @@ def test_compose_containers_may_do_little_and_get_time_to_stop() -> None:
     for service in read_compose(DEPLOY / "compose.yaml", {}, *PROFILES).values():
         assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
         assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["pids_limit"] == 4096
         # Router and shard let requests run for 30 s after SIGTERM.
         assert seconds(service["stop_grace_period"]) > 30
+
+
+def test_memory_processors_and_tags_of_compose_are_what_its_variables_say() -> None:
+    def told(**variables: str) -> dict[str, tuple[str, str, str]]:
+        services = read_compose(DEPLOY / "compose.yaml", variables, "cpu")
+        return {
+            name: (each["image"].partition(":")[2], each["mem_limit"], each["cpus"])
+            for name, each in services.items()
+        }
+
+    shard = ("local-cpu", "16g", "0")
+    assert told() == {"router": ("local", "4g", "0"), "shard-0": shard, "shard-1": shard}
+    of_shards = {"PENSTOCK_SHARD_MEMORY": "24g", "PENSTOCK_SHARD_CPUS": "1.5"}
+    of_router = {"PENSTOCK_ROUTER_MEMORY": "2g", "PENSTOCK_ROUTER_CPUS": "2"}
+    shard = ("0.2.0-cpu", "24g", "1.5")
+    assert told(PENSTOCK_VERSION="0.2.0", **of_shards, **of_router) == {
+        "router": ("0.2.0", "2g", "2"),
+        "shard-0": shard,
+        "shard-1": shard,
+    }
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "gpu-split"])
+def test_each_shard_of_compose_takes_flags_of_its_own_after_those_of_all(profile: str) -> None:
+    variables = {
+        "PENSTOCK_SHARD_ARGS": "--of-all",
+        "PENSTOCK_SHARD_0_ARGS": "--of-0",
+        "PENSTOCK_SHARD_1_ARGS": "--of-1",
+    }
+    services = read_compose(DEPLOY / "compose.yaml", variables, profile)
+    for name in shard_names(services):
+        (service,) = (each for each in services if reached_by(services, each) == name)
+        number = name.removeprefix("shard-")
+        assert services[service]["command"].endswith(f" --of-all --of-{number}")
+
+
+def test_the_settings_of_compose_stand_in_its_document_and_in_its_head() -> None:
+    """All but where the CUDA image's build has a section of its own."""
+    file = (DEPLOY / "compose.yaml").read_text()
+    head, _, body = file.partition("\nname:")
+    document = (DEPLOY / "README.md").read_text()
+    settings = set(re.findall(r"\$\{(\w+)", body))
+    assert len(settings) >= 12
+    assert {
+        name for name in settings if f"#   {name}" not in head and f", {name}" not in head
+    } == set()
+    assert {name for name in settings if f"`{name}" not in document} == set()
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
@@ -124,12 +172,13 @@ def test_the_compose_routers_shards_are_services_of_each_profile(profile: str) -
 
 def shard_names(services: Mapping[str, Any]) -> list[str]:
     """What shards are reached by."""
-    aliases = {
-        name: service["networks"]["default"]["aliases"][0]
-        for name, service in services.items()
-        if "networks" in service
-    }
-    return [aliases.get(name, name) for name in services if name != "router"]
+    return [reached_by(services, name) for name in services if name != "router"]
+
+
+def reached_by(services: Mapping[str, Any], name: str) -> str:
+    networks = services[name].get("networks", {"default": {"aliases": [name]}})
+    alias: str = networks["default"]["aliases"][0]
+    return alias
 
 
 def test_each_shard_of_the_gpu_profile_has_a_gpu_of_its_own() -> None:

@@ -1,6 +1,6 @@
 """What the Dockerfile keeps to, as linters of Dockerfiles ask for and as our documents promise.
 
-Reads, and builds nothing: `test_images.py` builds.
+Reads, and builds nothing: `test_container_images.py` builds.
 """
 
 from __future__ import annotations
