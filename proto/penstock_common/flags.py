@@ -184,7 +184,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
     untold = isinstance(default, bool) or default in (dataclasses.MISSING, None, "", ())
     if untold or "default" in text:
         return text
-    if field.metadata.get("read") is size:
+    if field.metadata.get("read") in (size, size_with_unit):
         default = as_size(default)
     return f"{text} (default: {default})"
 
@@ -258,20 +258,26 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def size(text: str) -> int:
-    """Bytes, of a number with its unit: a bare one but 0 may be meant in any. Raises `ValueError`,
-    or `ArgumentTypeError` for that.
-    """
+    """Bytes, of a number with a unit or without. Raises `ValueError`."""
     unit = _UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdigit():
         raise ValueError(text)
-    if unit == 1 and int(digits) > 0:
-        written = as_size(int(digits))
-        meant = "" if written == digits else f"; as many bytes are {written}"
+    return int(digits) * unit
+
+
+def size_with_unit(text: str) -> int:
+    """Bytes, of a number with its unit, for a flag whose name does not say bytes: a bare one but 0
+    may be meant in any. Raises `ValueError`, or `ArgumentTypeError` for that.
+    """
+    num_bytes = size(text)
+    if text.isdigit() and num_bytes > 0:
+        written = as_size(num_bytes)
+        meant = "" if written == text else f"; as many bytes are {written}"
         raise argparse.ArgumentTypeError(
             f"must have its unit, K, M or G, as in 512M or 2G, not {short(text)}{meant}"
         )
-    return int(digits) * unit
+    return num_bytes
 
 
 def as_size(num_bytes: int) -> str:
@@ -286,6 +292,7 @@ _NUMBERS: dict[Callable[[str], Any], str] = {
     int: "a whole number",
     float: "a number",
     size: "a size such as 512M or 2G",
+    size_with_unit: "a size such as 512M or 2G",
 }
 
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from penstock_common.flags import flag, short, size
+from penstock_common.flags import flag, short, size, size_with_unit
 from penstock_common.request_bounds import MAX_ADAPTER_NAME_CHARACTERS
 from penstock_common.shared_flags import (
     OBSERVING,
@@ -177,7 +177,7 @@ class ShardConfig(ObservingConfig):
         "on cpu, disk for what loads made of models' files, beside the compiled kernels: the next "
         "start takes it instead, and is ready seconds sooner; 0: keep none",
         name="--load-cache",
-        read=size,
+        read=size_with_unit,
         at_least=0,
         metavar="BYTES",
     )
@@ -273,7 +273,7 @@ class ShardConfig(ObservingConfig):
         None,
         "memory for KV blocks, as 512M or 2G",
         name="--kv-memory",
-        read=size,
+        read=size_with_unit,
         metavar="BYTES",
     )
     image_cache_bytes: int = flag(

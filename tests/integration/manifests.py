@@ -39,6 +39,7 @@ _SERVICE_KEYS = frozenset(
         "tmpfs",
         "cap_drop",
         "security_opt",
+        "hostname",
         "pids_limit",
         "mem_limit",
         "cpus",

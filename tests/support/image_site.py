@@ -17,6 +17,7 @@ from typing import Any
 from PIL import Image, ImageOps
 from tokenizers import AddedToken, Tokenizer
 
+from penstock_common.shared_flags import model_name
 from support.budget import in_soak
 from support.processes import Router, Shard, running
 
@@ -75,7 +76,7 @@ class ImageSite:
 
     @property
     def name(self) -> str:
-        return str(self.directory)
+        return model_name(str(self.directory))
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -19,6 +19,7 @@ from penstock_common.flags import (
     read_flags,
     required,
     size,
+    size_with_unit,
     usable_key,
 )
 from penstock_common.shared_flags import quiet_grpc
@@ -74,7 +75,9 @@ class _Config(_Base):
     )
     secret: str | None = flag(None, "its key", read=usable_key, variable="IT_KEY", secret=True)
     lines: bool = flag(False, "lines", group="logs", negatable=True)
-    memory: int = flag(2**28, "memory", group="limits", alias="--mem", read=size, at_least=1)
+    memory: int = flag(
+        2**28, "memory", group="limits", alias="--mem", read=size_with_unit, at_least=1
+    )
     wait_s: float | None = flag(None, "how long", above=0, at_most=5)
     console: bool = flag(True, "no console", name="--no-console")
     derived: int = 0
@@ -178,8 +181,14 @@ def test_what_must_be_given_and_is_misspelled_is_recognized(
     ("text", "num_bytes"), [("0", 0), ("512M", 2**29), ("3K", 3072), ("2g", 2**31)]
 )
 def test_a_size_has_its_unit_and_is_written_as_it_is_read(text: str, num_bytes: int) -> None:
-    assert size(text) == num_bytes
+    assert size(text) == size_with_unit(text) == num_bytes
     assert as_size(num_bytes) == text.upper()
+
+
+def test_a_flag_whose_name_says_bytes_takes_a_bare_number_of_them() -> None:
+    assert size("607500") == 607_500
+    with pytest.raises(argparse.ArgumentTypeError, match="must have its unit"):
+        size_with_unit("607500")
 
 
 def test_help_has_the_groups_and_the_defaults_and_what_is_inherited_last() -> None:
