@@ -69,9 +69,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A full garbage collection comes only after this many of the middle generation, each of which comes
 # after some 7,000 new objects.
 _COLLECT_ALL_AFTER = 1000
-# The event loop waits no longer than this for the interpreter lock, say while a thread writes an
-# answer of megabytes.
-_SWITCH_S = 0.0005
 # How long after the shutdown timeout requests may still write their last events.
 _LAST_WORDS_S = 3.0
 # How long after both a worker is killed.
@@ -113,7 +110,6 @@ def _warn_if_open(config: RouterConfig, host: str, port: int) -> None:
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
     return_large_blocks()
-    sys.setswitchinterval(_SWITCH_S)
     # uvloop's sockets cost a third of the processor time of asyncio's own.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serving)

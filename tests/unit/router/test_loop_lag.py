@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import statistics
-import sys
-import threading
 import time
 
 from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router
 
 from penstock_router.observe.loop_lag import RecentMaximum, watch_loop
-from penstock_router.workers import _run
 
 
 def test_the_worst_is_that_of_the_window_and_falls_when_it_leaves() -> None:
@@ -75,36 +71,3 @@ async def test_metrics_move_when_something_blocks_the_router() -> None:
     assert late["seconds_count"] >= 1
     names = [task.get_name() for task in asyncio.all_tasks() if "watch_loop" in repr(task)]
     assert names == []
-
-
-def test_a_thread_that_computes_holds_the_loop_up_for_less_than_a_millisecond_each_time() -> None:
-    before_s = sys.getswitchinterval()
-    ended = threading.Event()
-
-    def compute() -> None:
-        while not ended.is_set():
-            pass
-
-    def give_the_lock_away() -> float:
-        """Let a thread take the interpreter lock, again and again: the median time until it is
-        back.
-        """
-        thread = threading.Thread(target=compute)
-        thread.start()
-        took_s = []
-        for _ in range(200):
-            begun_s = time.perf_counter()
-            # As calls of the system do.
-            time.sleep(0.0001)
-            took_s.append(time.perf_counter() - begun_s)
-        ended.set()
-        thread.join()
-        return statistics.median(took_s)
-
-    async def on_the_loop() -> int:
-        return int(1e6 * give_the_lock_away())
-
-    try:
-        assert _run(on_the_loop()) < 3000
-    finally:
-        sys.setswitchinterval(before_s)

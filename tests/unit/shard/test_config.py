@@ -94,7 +94,7 @@ def test_the_full_path_is_a_name_where_it_is_told_to_be() -> None:
 
 
 def test_a_number_of_bytes_is_told_how_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--kv-memory", "--kv-host-bytes", "--image-cache-bytes", "--load-cache"):
+    for flag in ("--kv-memory", "--load-cache"):
         with pytest.raises(SystemExit):
             parse_config([flag, "2147483648"])
         must = "must have its unit, K, M or G, as in 512M or 2G, not '2147483648'"
