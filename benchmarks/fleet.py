@@ -103,7 +103,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def run(
     trace: str, policy: str, shards: int, seconds: float, rate: float, seed: int
 ) -> SimulatedFleet:
-    """All of the trace's requests through one policy; what is going on is said on stderr."""
+    """Run all of the trace's requests through one policy; what is going on is said on stderr."""
     make_trace, _ = _TRACES[trace]
     conversations = make_trace(
         random.Random(seed), shards=shards, seconds=seconds, starts_per_s=rate

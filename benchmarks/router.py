@@ -138,7 +138,7 @@ def _machine() -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """For JSON, which knows no infinity and no NaN."""
+    """Make a value fit JSON, which knows no infinity and no NaN."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -224,7 +224,7 @@ def _group(model: str, streams: int, args: argparse.Namespace, folder: Path) -> 
 
 
 class _Comparison:
-    """All ways on one group."""
+    """Run all ways on one group."""
 
     def __init__(self, group: Group, args: argparse.Namespace, folder: Path) -> None:
         self._group = group
@@ -235,7 +235,7 @@ class _Comparison:
         self._texts: list[str] | None = None
 
     def round(self, number: int) -> Iterator[Row]:
-        """Each way with each load; the ways' order turns from round to round."""
+        """Run each way with each load; the ways' order turns from round to round."""
         ways = self._args.ways if number % 2 == 0 else self._args.ways[::-1]
         for kind in (SATURATION, FIXED_RATE):
             slowest = float("inf")

@@ -1,4 +1,4 @@
-"""What each step of an engine took, and of what: written in the engine's thread, read elsewhere.
+"""Time of each step of an engine, and its parts: written in the engine's thread, read elsewhere.
 
 Counts time three ways: by the clock, by the thread's CPU, and by how long the thread was ready to
 run while no core was free. Knows nothing of routers and requests.
@@ -56,7 +56,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """Of a window: its steps, the mean time of one from end to end, and what that is made of.
+    """A window: its steps, the mean time of one from end to end, and what that is made of.
 
     `device_s` is the device's or the model's; `engine_s` the engine's own CPU time as far as the
     device waits for it; `wait_s` is the rest: the engine's thread could not run. Of that, it was
@@ -187,7 +187,7 @@ def measure_engine(path: str) -> Callable[..., Engine]:
 
 
 def read_moments(path: Path) -> Iterator[Moment]:
-    """In the order in which they were written."""
+    """The steps, in the order in which they were written."""
     data = path.read_bytes()
     whole = data[: len(data) // _RECORD.size * _RECORD.size]
     return (Moment(*fields) for fields in _RECORD.iter_unpack(whole))
@@ -196,7 +196,7 @@ def read_moments(path: Path) -> Iterator[Moment]:
 def parts_of(
     moments: abc.Sequence[Moment], from_s: float, to_s: float, *, step_s: float | None, threads: int
 ) -> Parts:
-    """Of the steps that began and ended in the window.
+    """Sum up the steps that began and ended in the window.
 
     `step_s` is how long a device takes for a step that runs beside the engine: it waits only for
     what does not fit into that. Without one the engine's own thread computes the model: with one
@@ -240,7 +240,7 @@ def parts_of(
 
 
 def _difference(before: Moment, after: Moment) -> Moment:
-    """What the step that ended last took; `at_s` is how long it was."""
+    """The difference of two moments: one step; `at_s` is how long it was."""
     return Moment(
         at_s=after.at_s - before.at_s,
         cpu_s=after.cpu_s - before.cpu_s,

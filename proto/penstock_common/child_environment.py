@@ -1,5 +1,6 @@
-"""What a child process gets of our environment: what Python, its libraries and the devices need,
-and no other variable, as some are secrets. Whoever starts a child names what that one needs beyond.
+"""The part that a child process gets of our environment: what Python, its libraries and the devices
+need, and no other variable, as some are secrets. Whoever starts a child names what that one needs
+beyond.
 """
 
 from __future__ import annotations

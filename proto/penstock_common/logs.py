@@ -87,7 +87,7 @@ def _written(character: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """For people. A traceback follows its line on lines of its own."""
+    """Lines for people. A traceback follows its line on lines of its own."""
 
     def __init__(self, shard: str = "") -> None:
         super().__init__(_TEXT, _TEXT_DATE)

@@ -91,7 +91,7 @@ SERVING = "serving"
 # Without slots, which of a class's bases only one may have.
 @dataclass(frozen=True, kw_only=True)
 class ListeningConfig:
-    """Where a router listens, and how it ends; `penstock serve` hands these on."""
+    """Flags that say where a router listens and how it ends; `penstock serve` hands these on."""
 
     host: str = flag("127.0.0.1", "address to listen on", group=SERVING)
     port: int = flag(8000, "0 takes a free one", at_least=0, at_most=65535)
@@ -110,7 +110,7 @@ OBSERVING = "metrics, logs and traces"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservingConfig:
-    """What routers and shards tell of themselves."""
+    """Flags for what routers and shards tell of themselves."""
 
     metrics_names: tuple[str, ...] = flag(
         (),

@@ -126,7 +126,7 @@ class Unauthorized(ApiError):
 
 
 class Forbidden(ApiError):
-    """Not opened by the operator."""
+    """A route that the operator has not opened."""
 
     status = 403
     type = "PermissionDeniedError"

@@ -77,7 +77,7 @@ def _check_adapters(parser: OneLineParser, config: ShardConfig) -> None:
 
 
 def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
-    """Whether there can be copies of KV blocks, on disk too, and peers, if they are asked for."""
+    """Check that KV blocks can be copied, to disk too, and peers asked, where that is wanted."""
     if config.kv_peers:
         _check_peers(parser, config)
     elif config.role != "both":

@@ -82,7 +82,7 @@ def report_missing(config: ShardConfig) -> Iterator[None]:
 
 
 def library_faults() -> tuple[type[Exception], ...]:
-    """What libraries raise over values in a model's files that nobody has checked."""
+    """The errors that libraries raise over values in a model's files that nobody has checked."""
     errors = importlib.import_module("huggingface_hub.errors")
     return (
         ArithmeticError,
@@ -113,7 +113,7 @@ def report_faults(what: str) -> Iterator[None]:
 
 
 def device_failures() -> tuple[type[Exception], ...]:
-    """What GPU libraries and compilers raise when they cannot do what they are asked."""
+    """The errors that GPU libraries and compilers raise when they cannot do what they are asked."""
     known: tuple[type[Exception], ...] = (
         RuntimeError,
         ValueError,

@@ -1,4 +1,4 @@
-"""What stands in for images that come from a registry: a Debian that debootstrap installs.
+"""Stand-ins for images that come from a registry: a Debian that debootstrap installs.
 
 Its Python is older than that of the real base image, but one that penstock works with.
 """

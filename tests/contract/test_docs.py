@@ -1,4 +1,4 @@
-"""What the documents say about the tree is true."""
+"""Documents say what is true of the tree."""
 
 from __future__ import annotations
 

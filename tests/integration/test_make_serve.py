@@ -1,4 +1,4 @@
-"""What `make serve` installs where there is no GPU, from an index on this machine."""
+"""Packages that `make serve` installs where there is no GPU, from an index on this machine."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class _Reading:
 
 
 def check(router: Typed, shards: Sequence[Typed], own: Sequence[str]) -> bool:
-    """True if all would run; False if one printed its help. `own` flags are no child's, and stand
-    among those of shards. Raises `Unusable`.
+    """Tell whether all would run; False if one printed its help. `own` flags are no child's, and
+    stand among those of shards. Raises `Unusable`.
     """
     would_run = True
     checks = [*((_SHARD, shard, router) for shard in shards), (_ROUTER, router, shards[0])]

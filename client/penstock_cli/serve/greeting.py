@@ -1,4 +1,4 @@
-"""What `penstock serve` says once its router is ready: how to use it."""
+"""The words of `penstock serve` once its router is ready: how to use it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How the router is reached: its address, whether callers must send a key, and that key if it
+    """The way to the router: its address, whether callers must send a key, and that key if it
     is known here.
     """
 

@@ -14,7 +14,9 @@ _SOURCE, _NAME = "--model", "--served-model-name"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What shards load, "" for the built-in model; and the name that was given, "" for its own."""
+    """The model that shards load, "" for the built-in model; and the name that was given, "" for
+    its own.
+    """
 
     source: str = ""
     given_name: str = ""
@@ -25,7 +27,7 @@ class Model:
 
     @property
     def flags(self) -> list[str]:
-        """What its shards are told."""
+        """The flags of its shards."""
         source = [_SOURCE, self.source] if self.source else []
         return [*source, _NAME, self.given_name] if self.given_name else source
 

@@ -152,7 +152,7 @@ def readable_int(text: str) -> str:
 
 
 def readable_bytes(text: str) -> str:
-    """The same of bytes, as our flags take them: in whole KiB, one at least."""
+    """Bytes in the form that our flags take them: in whole KiB, one at least."""
     return as_size(max(1, int(readable_int(text)) >> 10) << 10)
 
 

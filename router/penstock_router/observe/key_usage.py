@@ -58,7 +58,9 @@ class _Table(msgspec.Struct):
         return self.rows.setdefault(key, {}).setdefault(model, UsageRow())
 
     def all_rows(self) -> Iterator[tuple[str, str, UsageRow]]:
-        """By key and model. The event loop may add rows while a thread goes through them."""
+        """List the rows by key and model. The event loop may add rows while a thread goes through
+        them.
+        """
         for key in sorted(self.rows):
             by_model = self.rows.get(key, {})
             for model in sorted(by_model):
@@ -66,7 +68,7 @@ class _Table(msgspec.Struct):
 
 
 class KeyUsage:
-    """What a worker counts of keys, and the sums over all workers."""
+    """Counts of keys by a worker, and the sums over all workers."""
 
     def __init__(self, config: RouterConfig) -> None:
         shared = Path(config.changes_file) if config.changes_file else None

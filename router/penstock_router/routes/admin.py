@@ -96,7 +96,7 @@ CHANGES = web.AppKey("changes", Changes)
 
 
 def add_routes(app: web.Application) -> None:
-    """All of /admin."""
+    """Add all of /admin."""
     app.add_routes(
         [
             web.get("/admin/shards", list_shards),

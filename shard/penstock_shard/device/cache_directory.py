@@ -1,4 +1,4 @@
-"""Where compiled kernels, kept loads and what a shard remembers are: directories that nobody else
+"""Directories of compiled kernels, kept loads and what a shard remembers: ones that nobody else
 can write to or replace. And what names in them are made of.
 
 Environment: PENSTOCK_CACHE (default $XDG_CACHE_HOME/penstock or ~/.cache/penstock), and
@@ -46,14 +46,14 @@ def cache_directory() -> Path:
 
 
 def load_directory() -> Path:
-    """Where loads are kept; it may not be there yet."""
+    """The directory of kept loads; it may not be there yet."""
     chosen = os.environ.get("PENSTOCK_LOAD_CACHE")
     return Path(chosen) if chosen else cache_directory() / "loads"
 
 
 def state_directory() -> Path:
-    """What a shard remembers from one start to the next; it may not be there yet. Raises OSError
-    for a user without a home directory, as there are in containers.
+    """The directory of what a shard remembers from one start to the next; it may not be there yet.
+    Raises OSError for a user without a home directory, as there are in containers.
     """
     if chosen := os.environ.get("PENSTOCK_STATE"):
         return Path(chosen)
@@ -74,9 +74,9 @@ def temporary_directory() -> Path:
 
 
 def ensure_safe(path: Path) -> bool:
-    """Whether a file of the cache is there; makes its directory. Raises OSError where that cannot
-    be used, or others may write to it, to the file, or to what leads there: they would run code as
-    our user.
+    """Tell whether a file of the cache is there; makes its directory. Raises OSError where that
+    cannot be used, or others may write to it, to the file, or to what leads there: they would run
+    code as our user.
     """
     ensure_safe_directory(path.parent)
     if not path.exists():
@@ -108,7 +108,7 @@ def _check_way(path: Path) -> None:
 
 
 def _way(path: Path) -> Iterator[Path]:
-    """All that the system looks at to find a path, from the root on, links one by one."""
+    """List all that the system looks at to find a path, from the root on, links one by one."""
     parts = list(reversed(path.absolute().parts))
     place = Path(parts.pop())
     yield place
@@ -167,13 +167,15 @@ def replace_file(made: Path, path: Path) -> None:
 
 
 def file_identity(path: Path) -> str:
-    """What the system says of a file, and changes when its content does."""
+    """The system's account of a file, which changes when its content does."""
     status = path.stat()
     return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def code_hash() -> str:
-    """Of our code and the versions of libraries: what is kept has the layout of their objects."""
+    """A hash of our code and the versions of libraries: what is kept has the layout of their
+    objects.
+    """
     total = hashlib.blake2b(platform.python_version().encode(), digest_size=16)
     for path in sorted(_PACKAGE.rglob("*.py")):
         total.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes())

@@ -59,7 +59,7 @@ class EngineAdapters:
         return tuple(placed.adapter for placed in self._placed.values())
 
     def index_of(self, name: str) -> int:
-        """Where the runner has the loaded adapter of this name; 0 for the name ""."""
+        """The place at which the runner has the loaded adapter of this name; 0 for the name ""."""
         return self._placed[name].index if name else 0
 
     def load(self, name: str, source: str, content_hash: str = "") -> None:
@@ -128,7 +128,7 @@ class EngineAdapters:
         return AdapterChanged(change.number, error=failed)
 
     def _refused(self, name: str, read: ReadAdapter) -> Error | None:
-        """Why the adapter cannot be placed under this name; None if it can."""
+        """Say why the adapter cannot be placed under this name; None if it can."""
         present = self._placed.get(name)
         if present is not None:
             if present.adapter.content_hash == read.content_hash:

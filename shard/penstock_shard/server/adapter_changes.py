@@ -66,8 +66,8 @@ class ServerAdapters:
         return self._loaded
 
     def begin_engine(self) -> list[WantedAdapter]:
-        """What an engine that is started now loads. Where no engine of this process became ready,
-        the last try is without what the last process had, as that may be why.
+        """List what an engine that is started now loads. Where no engine of this process became
+        ready, the last try is without what the last process had, as that may be why.
         """
         if not self._begun and 0 < self._config.max_restarts - 1 <= self._num_tried:
             for wanted in self._wanted:
@@ -156,7 +156,7 @@ class ServerAdapters:
     # ---- what the next engine loads ----
 
     def _keep(self) -> None:
-        """What is loaded now is what the next engine loads, and the next process's."""
+        """Keep what is loaded now as what the next engine loads, and the next process's."""
         flags = self._config.loras
         self._wanted = [
             WantedAdapter(
@@ -182,7 +182,7 @@ class ServerAdapters:
             await asyncio.shield(self._saving)
 
     def _wanted_first(self) -> list[WantedAdapter]:
-        """Those of flags, and those that the last process had."""
+        """List the adapters of flags, and those that the last process had."""
         wanted = [WantedAdapter(*lora, required=True) for lora in self._config.loras]
         for each in [] if self._kept is None else self._kept.read():
             why = self._why_not_again(each, wanted)
@@ -194,7 +194,7 @@ class ServerAdapters:
         return wanted
 
     def _why_not_again(self, adapter: KeptAdapter, wanted: list[WantedAdapter]) -> str:
-        """Why an adapter of the last process is not loaded; empty if it is."""
+        """Say why an adapter of the last process is not loaded; empty if it is."""
         if any(each.name == adapter.name for each in wanted):
             return "its name is taken; what --lora says comes first"
         if len(wanted) >= self._config.max_loras:

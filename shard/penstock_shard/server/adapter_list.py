@@ -114,7 +114,9 @@ class AdapterList:
 
 
 def open_adapter_list(config: ShardConfig) -> AdapterList | None:
-    """None where no adapters are served or kept, or nothing says which shard this is."""
+    """Open the list of this shard; None where no adapters are served or kept, or nothing says which
+    shard this is.
+    """
     if not (config.serves_adapters and config.keep_loras and config.port):
         return None
     shard = _known_as(config)

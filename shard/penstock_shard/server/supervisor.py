@@ -271,7 +271,7 @@ class EngineSupervisor:
             self._hand_over(request)
 
     def _refusal_of(self, request: Request, suspect: bool) -> messages.Error | None:
-        """Why the request is not accepted; None when it is."""
+        """Say why the request is not accepted; None when it is."""
         if self.draining:
             return messages.Error(Code.UNAVAILABLE, "the shard is draining")
         # A hung engine reads nothing from the socket: what is sent to it would pile up here.

@@ -1,4 +1,4 @@
-"""What each key has used, by model: counted at once, shown to operators, and bounded."""
+"""Usage of each key, by model: counted at once, shown to operators, and bounded."""
 
 from __future__ import annotations
 

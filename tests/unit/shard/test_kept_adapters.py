@@ -1,4 +1,4 @@
-"""Which adapters the engines of a server load, and those of the server after it."""
+"""Adapters that the engines of a server load, and those of the server after it."""
 
 from __future__ import annotations
 
