@@ -9,6 +9,7 @@ fields say everything, the record brings the words for text lines along (`IN_WOR
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import queue
@@ -53,7 +54,8 @@ _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {
 
 
 def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str = "") -> None:
-    """Lines on stderr, also of what nobody caught. `auto` is text on a terminal, JSON elsewhere.
+    """Lines on stderr, also of what nobody caught, and the stacks of all threads if native code
+    crashes. `auto` is text on a terminal, JSON elsewhere.
 
     Each line names the `shard` whose it is, if that is given: several may write to one terminal.
     """
@@ -63,6 +65,8 @@ def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str 
     if isinstance(writer.formatter, JsonFormatter):
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_in_thread
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
 
 
 def end_log(line: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -209,6 +211,20 @@ def test_what_nobody_caught_is_one_line_of_json(log_format: str) -> None:
     in_thread, at_the_end = (json.loads(line) for line in result.stderr.splitlines())
     assert in_thread["exception"].endswith("ZeroDivisionError: division by zero")
     assert at_the_end["exception"].endswith("KeyError: 'x'")
+
+
+def test_a_crash_in_native_code_leaves_the_stacks_of_all_threads() -> None:
+    program = (
+        "import ctypes, threading; from penstock_common.logs import set_up_logging as s; s(); "
+        "threading.Thread(target=threading.Event().wait, daemon=True).start(); ctypes.string_at(0)"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONFAULTHANDLER"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, env=environment
+    )
+    assert result.returncode == -signal.SIGSEGV
+    assert "in string_at" in result.stderr
+    assert "in wait" in result.stderr
 
 
 def test_lines_of_a_shard_name_it() -> None:

@@ -312,30 +312,43 @@ def with_timeout(name: str, timeout: object) -> tuple[str, dict[str, Any]]:
     return path, {**body, "timeout": timeout}
 
 
-@pytest.mark.parametrize("how", ["field", "header", "server"])
-@pytest.mark.parametrize("name", ROUTES)
-async def test_a_request_ends_at_its_deadline(byte_level: Tokenizer, name: str, how: str) -> None:
+async def ends_at_deadline(byte_level: Tokenizer, name: str, how: str, timeout_s: float) -> bool:
+    """Check the answer to a request with this deadline. False if no shard was sent it."""
     fleet = slow_fleet(byte_level)
     fleet.step_s = 30.0
-    settings = {"request_timeout_s": 0.1} if how == "server" else {}
+    settings = {"request_timeout_s": timeout_s} if how == "server" else {}
     async with memory_router(fleet, **settings) as router:
         (path, body), headers = ROUTES[name], {}
         if how == "field":
-            path, body = with_timeout(name, 0.1)
+            path, body = with_timeout(name, timeout_s)
         elif how == "header":
-            headers = {"x-penstock-timeout-s": "0.1"}
-        async with asyncio.timeout(5):
+            headers = {"x-penstock-timeout-s": str(timeout_s)}
+        async with asyncio.timeout(timeout_s + 5):
             answer = await router.post(path, body, **headers)
         assert answer.status == 504
         assert b"took longer than it or this server allows" in answer.body
-        if name != "embeddings":
-            await until(lambda: not fleet.running)
-            deadline_s = fleet.requests[0].objective.deadline_s
-            assert deadline_s is not None
-            # What was left when it was sent, and a tenth of a second.
-            assert 0.1 < deadline_s < 0.2
-            text = (await router.get("/metrics")).body.decode()
-            assert 'penstock_router_aborts_total{cause="timeout"} 1.0' in text
+        if name == "embeddings":
+            return True
+        await until(lambda: not fleet.running)
+        if not fleet.requests:
+            return False
+        deadline_s = fleet.requests[0].objective.deadline_s
+        assert deadline_s is not None
+        # What was left when it was sent, and a tenth of a second.
+        assert 0.1 < deadline_s < timeout_s + 0.1
+        text = (await router.get("/metrics")).body.decode()
+        assert 'penstock_router_aborts_total{cause="timeout"} 1.0' in text
+        return True
+
+
+@pytest.mark.parametrize("how", ["field", "header", "server"])
+@pytest.mark.parametrize("name", ROUTES)
+async def test_a_request_ends_at_its_deadline(byte_level: Tokenizer, name: str, how: str) -> None:
+    # A busy machine may not send a request within a tenth of a second.
+    for timeout_s in (0.1, 1.0, 4.0):
+        if await ends_at_deadline(byte_level, name, how, timeout_s):
+            return
+    pytest.fail("no request was sent before its deadline")
 
 
 async def test_a_body_that_does_not_come_in_time_ends_its_request(byte_level: Tokenizer) -> None:
