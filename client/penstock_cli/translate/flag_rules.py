@@ -39,6 +39,8 @@ class Loss(Enum):
     """The harm done where a flag has no counterpart."""
 
     NONE = "nothing to do"
+    # There is a counterpart, but it needs to be told what the flag does not say.
+    BY_HAND = "by hand"
     LOST = "no counterpart"
     # Answers would differ and nobody would notice: not served in its place.
     REFUSED = "refused"
@@ -119,6 +121,11 @@ def lost(text: str, why: str, harmless: str = "") -> Table:
     return named(text, Rule(why=why, loss=Loss.LOST, harmless=frozenset(harmless.split())))
 
 
+def by_hand(text: str, why: str, harmless: str = "") -> Table:
+    """Flags whose counterpart needs to be told what they do not say."""
+    return named(text, Rule(why=why, loss=Loss.BY_HAND, harmless=frozenset(harmless.split())))
+
+
 def refused(text: str, why: str, harmless: str = "") -> Table:
     """Flags without which answers would differ, and nobody would notice."""
     return named(text, Rule(why=why, loss=Loss.REFUSED, harmless=frozenset(harmless.split())))
@@ -191,7 +198,8 @@ def otlp_over_http(text: str) -> str:
     """The endpoint of a collector; theirs is for OTLP over gRPC, which has a port of its own."""
     if text.rstrip("/").endswith(":4317"):
         raise NotTranslatable(
-            f"{text}: spans are sent by HTTP; name the collector's port for that (4318)"
+            f"{text}: spans are sent by HTTP; name the collector's port for that (4318)",
+            Loss.BY_HAND,
         )
     return text
 

@@ -14,6 +14,7 @@ from penstock_cli.translate.flag_rules import (
     Table,
     at_least,
     becomes,
+    by_hand,
     log_level,
     lost,
     named,
@@ -140,7 +141,7 @@ ENVIRONMENT: Table = {
         "SM_NUM_GPUS", "--tensor-parallel-size", Part.DEVICES, at_least(1, "one GPU at least")
     ),
     **becomes("HF_MODEL_QUANTIZE", "--quantization", convert=quantization),
-    **lost("HF_MODEL_TRUST_REMOTE_CODE", "give --trust-remote-code", "false 0"),
+    **by_hand("HF_MODEL_TRUST_REMOTE_CODE", "give --trust-remote-code", "false 0"),
     **becomes("LOG_LEVEL", "--log-level", Part.ROUTER, log_level),
     **becomes(
         "PREFIX_CACHING",

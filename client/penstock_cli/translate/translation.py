@@ -402,7 +402,8 @@ def _place(rule: Rule, given: Given, words: list[str], result: Translation) -> N
     elif rule.part is Part.ENVIRONMENT:
         result.environment[rule.to] = words[1] if len(words) > 1 else ""
         if len(words) > 2:
-            result.remark(given.subject, Loss.LOST, "takes one here; see --api-keys-file for more")
+            why = "takes one here; --api-keys-file takes more"
+            result.remark(given.subject, Loss.BY_HAND, why)
     elif rule.part is Part.SERVE:
         result.serve += words
     else:

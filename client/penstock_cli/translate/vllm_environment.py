@@ -11,6 +11,7 @@ from penstock_cli.translate.flag_rules import (
     Part,
     Table,
     becomes,
+    by_hand,
     log_level,
     lost,
     needless,
@@ -48,7 +49,7 @@ _BUILD = "is for building vLLM"
 _PROCESS = "how vLLM arranges its own processes; there is nothing of the kind to arrange"
 _DEBUG = "looks into vLLM; --log-level debug and py-spy are what there is here"
 _ONE_SPLIT = "a model is split in one way only: each GPU has a part of every layer"
-_OWN_TRANSFER = "shards fetch KV blocks from each other by penstock's gRPC: see --kv-peers"
+_TRANSFERS = "tunes vLLM's ways to move KV blocks; penstock's own has nothing of the kind to tune"
 _OWN_TOOLS = "calls are read without expressions, and kept to a schema where `strict` says so"
 _NOBODY = "nothing is reported to anybody"
 
@@ -135,8 +136,8 @@ ENVIRONMENT: Table = {
         "--max-constraint-bytes, --constraint-timeout-s and --constraint-memory-bytes bound it",
     ),
     **becomes("VLLM_MAX_IMAGE_PIXELS", "--max-image-pixels", Part.ROUTER),
-    **lost("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "give the router --max-image-bytes"),
-    **lost(
+    **by_hand("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "give the router --max-image-bytes"),
+    **by_hand(
         "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB",
         "give the router --max-images, --max-image-bytes and --max-image-pixels",
     ),
@@ -184,7 +185,7 @@ ENVIRONMENT: Table = {
     **needless(
         "VLLM_NIXL_* VLLM_P2P_* VLLM_EC_* VLLM_MOONCAKE_* MOONCAKE_* VLLM_KV_EVENTS_* "
         "VLLM_*KV_OFFLOAD*",
-        _OWN_TRANSFER,
+        _TRANSFERS,
     ),
     **needless(
         "VLLM_*_COMPILE VLLM_*COMPILE_CACHE* VLLM_*AOT_* VLLM_*CUDAGRAPH* VLLM_*INDUCTOR_* "

@@ -15,6 +15,7 @@ from penstock_cli.translate.flag_rules import (
     Table,
     at_least,
     becomes,
+    by_hand,
     log_level,
     lost,
     named,
@@ -154,7 +155,7 @@ def _shutdown(text: str) -> str:
 def _origins(text: str) -> str | None:
     origins = json.loads(text)
     if len(origins) > 1:
-        raise NotTranslatable("give --cors-origin to the router, once for each")
+        raise NotTranslatable("give --cors-origin to the router, once for each", Loss.BY_HAND)
     return str(origins[0]) if origins else None
 
 
@@ -198,7 +199,9 @@ def _max_images(text: str) -> str | None:
     limit = limits.get("image") if isinstance(limits, dict) else limits
     count = limit.get("count") if isinstance(limit, dict) else limit
     if count == 0:
-        raise NotTranslatable(f"{text}: to serve text only give shards --image-cache-bytes 0")
+        raise NotTranslatable(
+            f"{text}: to serve text only give shards --image-cache-bytes 0", Loss.BY_HAND
+        )
     return None if count is None else str(int(count))
 
 
@@ -221,7 +224,11 @@ _KERNELS = "chooses among vLLM's own kernels; --attention-backend is all there i
 _COMPILER = "tunes vLLM's compiler and CUDA graphs; there is nothing of the kind to tune"
 _STATES = "tunes vLLM's kernels for layers with a state; --state-spacing says which are kept"
 _NO_OFFLOAD = "weights stay on the device; choose a model that fits"
-_OWN_TRANSFER = "shards fetch KV blocks from each other by penstock's gRPC: see --kv-peers"
+_OWN_TRANSFER = (
+    "shards fetch KV blocks from each other by penstock's gRPC: give them --kv-host-bytes, "
+    "--kv-peers and PENSTOCK_KV_PEER_KEY, and --role prefill or decode to those that compute "
+    "nothing else: docs/failover.md"
+)
 _OWN_METRICS = "what /metrics has is fixed: docs/metrics.md"
 _DRAFTS = "speculative decoding is by n-grams only, without a draft model: see --speculative-tokens"
 _PROXY = "let a proxy before the router do it"
@@ -245,8 +252,8 @@ FLAGS: Table = {
     **becomes("hf-token?", "HF_TOKEN", Part.ENVIRONMENT),
     **lost(
         "convert",
-        "embeddings are those that the model's modules.json describes; where it has none, give "
-        "--embeddings last or mean. Classes are not served",
+        "embeddings are those that the model's modules.json describes, or those of --embeddings last "
+        "or mean where it has none. Classes are not served",
         "auto none",
     ),
     **lost("runner", "embeddings are served beside text, if the model has any", "auto generate"),
@@ -382,7 +389,7 @@ FLAGS: Table = {
         "files of flags are not read; write its lines as flags and translate again",
     ),
     **lost("grpc! grpc-port", "shards speak penstock's own gRPC: docs/grpc-api.md"),
-    **lost("enable-scale-out!", _OWN_TRANSFER),
+    **by_hand("enable-scale-out!", _OWN_TRANSFER),
     **lost("cohere-is-reasoning-model! cohere-format", "Cohere's API is not served"),
     **lost("anthropic-disabled-thinking-effort", "thinking is as the model's template has it"),
     **lost("enable-per-request-metrics!", "the log and traces have them, answers do not"),
@@ -455,8 +462,11 @@ FLAGS: Table = {
         _NO_OFFLOAD,
         "0",
     ),
+    **by_hand("kv-transfer-config", _OWN_TRANSFER),
+    **needless("kv-events-config", "shards tell routers by gRPC what their prefix caches hold"),
     **lost(
-        "kv-transfer-config kv-events-config ec-transfer-config ec-manager-config", _OWN_TRANSFER
+        "ec-transfer-config ec-manager-config",
+        "a shard keeps what its image encoder made for itself alone",
     ),
     **becomes("speculative-config", "--speculative-tokens", convert=_draft_tokens),
     **lost("spec-method spec-model spec-tokens", _DRAFTS),

@@ -262,6 +262,22 @@ def test_every_attention_backend_that_has_a_counterpart_is_one_of_ours(theirs: s
     check_parses(result)
 
 
+def test_what_has_a_counterpart_that_needs_more_is_said_to_be_done_by_hand() -> None:
+    roles = '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'
+    result = read(f"vllm serve m --kv-transfer-config '{roles}'")
+    loss, text = of(result, "--kv-transfer-config")
+    assert loss is Loss.BY_HAND
+    for flag in ("--kv-peers", "--kv-host-bytes", "--role prefill"):
+        assert flag in text
+
+
+@pytest.mark.parametrize("peer", [VLLM, TGI], ids=lambda peer: peer.name)
+def test_what_has_no_counterpart_has_no_flag_to_give(peer: Peer) -> None:
+    rules = {**peer.flags, **peer.environment}
+    lost = {name: rule.why for name, rule in rules.items() if rule.loss is Loss.LOST}
+    assert [name for name, why in lost.items() if re.search(r"\bgive\b.* --", why)] == []
+
+
 def test_vllms_triton_backend_is_ours() -> None:
     result = read("vllm serve m --attention-backend TRITON_ATTN")
     assert result.shard == ["--attention-backend", "triton"]
@@ -283,7 +299,7 @@ def test_a_flag_that_may_be_repeated_keeps_all_its_values() -> None:
 
 def test_a_collectors_port_for_grpc_is_not_taken_for_that_of_http() -> None:
     result = read("vllm serve m --otlp-traces-endpoint grpc://collector:4317")
-    assert of(result, "--otlp-traces-endpoint")[0] is Loss.LOST
+    assert of(result, "--otlp-traces-endpoint")[0] is Loss.BY_HAND
     assert "--otlp-endpoint" not in result.arguments
 
 
@@ -373,7 +389,7 @@ def test_a_server_of_text_alone_stays_one() -> None:
     loss, text = of(
         read("vllm serve m --limit-mm-per-prompt.image 0"), "--limit-mm-per-prompt.image"
     )
-    assert (loss, "--image-cache-bytes 0" in text) == (Loss.LOST, True)
+    assert (loss, "--image-cache-bytes 0" in text) == (Loss.BY_HAND, True)
 
 
 def test_domains_of_images_become_one_list() -> None:
