@@ -66,6 +66,10 @@ def test_no_module_is_longer_than_six_hundred_lines() -> None:
     assert list(long_modules(product_modules())) == []
 
 
+def test_msgspec_reads_every_type_at_import() -> None:
+    assert list(types_read_late(product_modules())) == []
+
+
 def test_errors_are_caught_by_name_but_at_the_edges() -> None:
     found = {module for module, _ in swallowed_errors(product_modules())}
     assert found == set(EDGES), "EDGES must list exactly the modules that catch everything"
@@ -115,6 +119,51 @@ def test_a_folder_of_an_author_is_found(folder: str) -> None:
 
 def test_a_path_of_an_image_is_no_ones_folder() -> None:
     assert not HOME_PATH.search("/opt/penstock /var/cache/penstock https://host.example/home/page")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(data): return msgspec.json.decode(data, type=Thing)",
+        "def f(data): return msgspec.json.Decoder(Thing).decode(data)",
+        "def f(data): return msgspec.convert(data, Thing)",
+        "OTHERS = msgspec.json.Decoder(Other)\ndef f(data): return msgspec.convert(data, Thing)",
+    ],
+)
+def test_a_type_that_two_threads_may_read_at_once_is_found(source: str) -> None:
+    assert list(types_read_late(doctored(penstock_shard__a=source))) == ["penstock_shard.a: Thing"]
+
+
+def test_a_type_that_is_read_at_import_is_fine() -> None:
+    source = (
+        "THINGS = msgspec.json.Decoder(Thing)\ndef f(data): return msgspec.convert(data, Thing)"
+    )
+    assert not list(types_read_late(doctored(penstock_shard__a=source)))
+
+
+def types_read_late(modules: Modules) -> Iterator[str]:
+    """Types that msgspec meets only when a function runs. It reads a type when it first meets it;
+    two threads that make it do so at once end their process with a segmentation fault.
+    """
+    for module in _written(modules):
+        in_functions = {
+            id(call)
+            for function in ast.walk(module.tree())
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+            for call in ast.walk(function)
+        }
+        early, late = set[str](), set[str]()
+        for node in ast.walk(module.tree()):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                given = {word.arg: word.value for word in node.keywords}
+                if re.fullmatch(r"msgspec\.\w+\.Decoder", called):
+                    (late if id(node) in in_functions else early).add(ast.unparse(node.args[0]))
+                elif called == "msgspec.convert":
+                    late.add(ast.unparse(given.get("type") or node.args[1]))
+                elif re.fullmatch(r"msgspec\.\w+\.decode", called) and "type" in given:
+                    late.add(ast.unparse(given["type"]))
+        yield from (f"{module.name}: {name}" for name in sorted(late - early))
 
 
 def long_functions(modules: Modules) -> Iterator[str]:

@@ -79,6 +79,30 @@ def _shown_flags(text: str) -> Iterator[tuple[str, str]]:
                     yield command[1], name[0]
 
 
+def test_no_flag_and_no_metric_has_a_word_that_the_glossary_leaves_to_others():
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    rows = [line.strip("|").split("|") for line in glossary.splitlines() if line.startswith("|")]
+    # What follows a project's name is its word for something that has other names here; LoRA is the
+    # field's word for the kind of adapters.
+    theirs = {
+        word.strip()
+        for row in rows
+        for word in row[2].split(",")
+        if word.strip(" -") and ":" not in word and word.strip() not in ("elsewhere", "LoRA")
+    }
+    assert {"gateway", "iteration"} <= theirs
+    ours = set().union(*map(_flags_of, ("serve", "shard", "router")))
+    assert set(re.findall(r"--[a-z][a-z-]+", glossary)) <= ours
+    ours |= set(re.findall(r"`(penstock_[a-z_]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    words = {word: re.sub("[ -]", "[-_]", word.lower()) for word in theirs}
+    assert [
+        (word, name)
+        for word, pattern in words.items()
+        for name in sorted(ours)
+        if re.search(rf"(^|[-_]){pattern}s?([-_]|$)", name)
+    ] == []
+
+
 @functools.cache
 def _flags_of(command: str) -> frozenset[str]:
     """The flags of a command, of those of its own, and of the shards that it starts."""

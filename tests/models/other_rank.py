@@ -17,6 +17,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.distributed.collectives import Ranks, join
 from penstock_shard.distributed.messages import (
     REVISION,
+    TO_RANK,
     Failed,
     Hello,
     Join,
@@ -55,7 +56,7 @@ class NextModel(Exception):
 def main() -> None:
     port, store_port = map(int, sys.argv[1:])
     line: MessageSocket[ToRank] = MessageSocket(
-        socket.create_connection(("127.0.0.1", port)), ToRank
+        socket.create_connection(("127.0.0.1", port)), TO_RANK
     )
     line.send(Hello(REVISION, 1, 2, os.getpid(), "here"))
     ranks = join(torch.device("cpu"), 1, 2, "127.0.0.1", store_port)

@@ -18,7 +18,9 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.distributed import collectives, group, parallel_model
 from penstock_shard.distributed.collectives import RankRendezvous, Ranks
 from penstock_shard.distributed.messages import (
+    FROM_RANK,
     REVISION,
+    TO_RANK,
     Arrived,
     Failed,
     FromRank,
@@ -43,10 +45,10 @@ def config_of_two() -> ShardConfig:
 @pytest.mark.parametrize("fails", [False, True], ids=["without a word", "with a reason"])
 def test_the_end_of_a_rank_is_noticed_unless_it_has_said_why(fails: bool) -> None:
     ours, theirs = _connected()
-    other: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
+    other: MessageSocket[ToRank] = MessageSocket(theirs, TO_RANK)
     hello = Hello(REVISION, 1, 2, 4711, "there")
     lost: list[str] = []
-    followers = Followers({1: (hello, MessageSocket(ours, FromRank))}, on_lost=lost.append)
+    followers = Followers({1: (hello, MessageSocket(ours, FROM_RANK))}, on_lost=lost.append)
     if fails:
         other.send(Failed("does not fit"))
     other.close()
@@ -64,11 +66,11 @@ def test_rank_0_does_not_wait_for_one_that_cannot_come(
 ) -> None:
     """As on another machine that has too few devices, or not the model."""
     ours, theirs = _connected()
-    line: MessageSocket[FromRank] = MessageSocket(ours, FromRank)
+    line: MessageSocket[FromRank] = MessageSocket(ours, FROM_RANK)
     lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), line)}
     monkeypatch.setattr(group, "await_ranks", lambda *_: lines)
     monkeypatch.setattr(group, "start_rank", lambda *_: None)
-    other: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
+    other: MessageSocket[ToRank] = MessageSocket(theirs, TO_RANK)
     other.send(Failed("torch finds 1 CUDA devices here"))
     with pytest.raises(ModelError, match="rank 1: torch finds 1 CUDA devices here"):
         group.gather_group(config_of_two(), tmp_path, torch.device("cpu"), lambda text: None)
@@ -86,12 +88,12 @@ def test_a_rank_that_fails_in_a_step_does_not_look_as_if_it_could_not_load(
 
     monkeypatch.setattr(rank_main, "_load", lambda *_: (SimpleNamespace(), 0))
     monkeypatch.setattr(parallel_model, "follow", fail)
-    line: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
+    line: MessageSocket[ToRank] = MessageSocket(theirs, TO_RANK)
     join = Join(config_of_two(), str(tmp_path), 0)
     with pytest.raises(RankFailed):
         rank_main._serve(line, queue.SimpleQueue(), join, RankSpec(1, 2, 1, 2), "127.0.0.1")
     line.close()
-    heard: MessageSocket[FromRank] = MessageSocket(ours, FromRank)
+    heard: MessageSocket[FromRank] = MessageSocket(ours, FROM_RANK)
     assert heard.receive() is None
     heard.close()
 
@@ -134,7 +136,7 @@ def test_a_rank_that_cannot_go_on_says_why_and_shows_its_stack_only_for_a_defect
 def test_memory_that_ends_while_graphs_are_recorded_ends_the_engine() -> None:
     """The others wait for this rank in the middle of it: there is no going on without graphs."""
     ours, theirs = _connected()
-    line: MessageSocket[FromRank] = MessageSocket(ours, FromRank)
+    line: MessageSocket[FromRank] = MessageSocket(ours, FROM_RANK)
     lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), line)}
     model = MirroredModel(WithoutMemory(), Ranks(0, 2), Followers(lines, on_lost=lambda _: None))
     with pytest.raises(RankFailed, match="--enforce-eager"):
@@ -169,9 +171,9 @@ def test_a_rank_that_never_comes_is_named_in_one_line(monkeypatch: pytest.Monkey
 
 def test_a_rank_that_cannot_come_says_why_while_rank_0_waits_for_it() -> None:
     ours, theirs = _connected()
-    lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), MessageSocket[FromRank](ours, FromRank))}
+    lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), MessageSocket[FromRank](ours, FROM_RANK))}
     followers = Followers(lines, on_lost=lambda _: None)
-    other: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
+    other: MessageSocket[ToRank] = MessageSocket(theirs, TO_RANK)
     other.send(Failed("cannot reach where the 2 ranks meet"))
     with refused("rank 1: cannot reach where the 2 ranks meet"):
         RankRendezvous(2, alone=True).await_others(followers.check)
@@ -211,8 +213,8 @@ def test_a_rank_that_cannot_exchange_tensors_ends_rank_0_which_waits_for_it(
 ) -> None:
     """Rank 0 is within torch then, for as long as the longest step may take."""
     ours, theirs = _connected()
-    lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), MessageSocket[FromRank](ours, FromRank))}
-    other: MessageSocket[ToRank] = MessageSocket(theirs, ToRank)
+    lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), MessageSocket[FromRank](ours, FROM_RANK))}
+    other: MessageSocket[ToRank] = MessageSocket(theirs, TO_RANK)
     lost: list[str] = []
 
     def meet(*_: object, **__: object) -> None:

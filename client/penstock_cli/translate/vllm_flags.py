@@ -252,8 +252,8 @@ FLAGS: Table = {
     **becomes("hf-token?", "HF_TOKEN", Part.ENVIRONMENT),
     **lost(
         "convert",
-        "embeddings are those that the model's modules.json describes, or those of --embeddings last "
-        "or mean where it has none. Classes are not served",
+        "embeddings are those of the model's modules.json, or where it has none those of "
+        "--embeddings last or mean. Classes are not served",
         "auto none",
     ),
     **lost("runner", "embeddings are served beside text, if the model has any", "auto generate"),

@@ -61,6 +61,9 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
         return ResumePoint(known, self.numerics)
 
 
+_CURSORS = msgspec.msgpack.Decoder(Cursor)
+
+
 def body_digest(body: object) -> bytes:
     """A digest of a request's JSON, whatever the order of its fields."""
     try:
@@ -109,7 +112,7 @@ class CursorCodec:
             mac, data = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
             if not hmac.compare_digest(mac, self._mac(data, owner)):
                 raise ValueError
-            return msgspec.msgpack.decode(data, type=Cursor)
+            return _CURSORS.decode(data)
         except (ValueError, binascii.Error, msgspec.DecodeError):
             raise BadRequest(
                 "Last-Event-ID: is not the id of an event that this server sent to this client, or "

@@ -67,6 +67,9 @@ class _Table(msgspec.Struct):
                 yield key, model, by_model[model]
 
 
+_TABLES = msgspec.json.Decoder(_Table)
+
+
 class KeyUsage:
     """Counts of keys by a worker, and the sums over all workers."""
 
@@ -190,4 +193,4 @@ def _read(path: Path) -> Iterator[_Table]:
     """The lines of a file; none of a worker that has written none yet."""
     if path.exists():
         for line in path.read_bytes().splitlines():
-            yield msgspec.json.decode(line, type=_Table)
+            yield _TABLES.decode(line)

@@ -14,6 +14,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from mmap import mmap
+from typing import Any
 
 import msgspec
 
@@ -122,6 +123,12 @@ class _WasAnswered(msgspec.Struct, tag=True, frozen=True):
 
 
 _Message = _Failed | _WasRead | _WasPrepared | _WasAnswered
+# Of each kind of body. msgspec reads a type once, which two threads must not do at the same time.
+_REQUESTS: dict[str, msgspec.json.Decoder[Any]] = {
+    kind.name: msgspec.json.Decoder(kind.request_type)
+    for kind in KINDS.values()
+    if isinstance(kind, BodyKind)
+}
 _OUTCOMES: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 
@@ -182,7 +189,7 @@ def _unpack_reading(read: _WasRead) -> Reading:
     assert isinstance(kind, BodyKind)
     if read.refusal is not None:
         return Reading(kind, refusal=_unpack_error(read.refusal))
-    asked = msgspec.json.decode(read.asked, type=kind.request_type)
+    asked = _REQUESTS[kind.name].decode(read.asked)
     if read.image_urls:
         pairs = zip(asked.images, read.image_urls, strict=True)
         images = tuple(dataclasses.replace(image, url=str(url, "utf-8")) for image, url in pairs)

@@ -176,6 +176,9 @@ class _StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
     triggers: list[str] = []
 
 
+_STRUCTURAL_TAGS = msgspec.json.Decoder(_StructuralTag)
+
+
 def format_of(constraint: Constraint) -> Any:
     """The constraint as a structural tag's format; JSON in it stays as it was written."""
     match constraint.kind:
@@ -195,7 +198,7 @@ def format_of(constraint: Constraint) -> Any:
 
 def _tagged(value: str) -> Any:
     try:
-        given = msgspec.json.decode(value, type=_StructuralTag)
+        given = _STRUCTURAL_TAGS.decode(value)
     except msgspec.DecodeError as error:
         raise BadRequest(f"structural_tag: {error}", param="structural_tag") from None
     if isinstance(given.format, msgspec.Raw):

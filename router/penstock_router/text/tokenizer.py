@@ -67,6 +67,9 @@ class _TokenizerFile(msgspec.Struct):
     pre_tokenizer: dict[str, Any] | None = None
 
 
+_TOKENIZER_FILES = msgspec.json.Decoder(_TokenizerFile)
+
+
 class Tokenizer:
     """The tokenizer of one model. Holds no state of any request."""
 
@@ -75,7 +78,7 @@ class Tokenizer:
         # One text at a time has nothing to parallelise; the library's threads would only disturb.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
-            self._parts = msgspec.json.decode(data, type=_TokenizerFile)
+            self._parts = _TOKENIZER_FILES.decode(data)
             self._fast = FastTokenizer.from_buffer(data)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
             raise TokenizerUnusable(f"tokenizer.json does not load: {error}") from None

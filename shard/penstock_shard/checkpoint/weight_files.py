@@ -46,6 +46,10 @@ class StoredTensor(msgspec.Struct):
     data_offsets: tuple[_Size, _Size]
 
 
+_HEADERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_STORED_TENSORS = msgspec.json.Decoder(StoredTensor)
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The one file, else those of the index, as transformers chooses them, else that of a GGUF
     file, else all that are there without an index; [] if there is none.
@@ -123,12 +127,9 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
                 f"{path}: has a header of {length} bytes; {_MOST_HEADER_BYTES} are served"
             )
         try:
-            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+            header = _HEADERS.decode(file.read(length))
             header.pop("__metadata__", None)
-            tensors = {
-                name: msgspec.json.decode(stated, type=StoredTensor)
-                for name, stated in header.items()
-            }
+            tensors = {name: _STORED_TENSORS.decode(stated) for name, stated in header.items()}
         except RecursionError as error:
             raise ModelError(f"{path}: is nested too deeply") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -110,19 +110,24 @@ class FreeMemory(msgspec.Struct, array_like=True, tag="free_memory"):
 ToRank = Join | Call | Step | PlaceAdapter
 FromRank = Hello | Arrived | Loaded | Failed | FreeMemory
 
+TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
 Received = TypeVar("Received")
 
 
 class MessageSocket(Generic[Received]):
     """One end of a connection between two ranks: a single thread receives, any thread may send."""
 
-    def __init__(self, connection: socket.socket, receives: Any) -> None:
-        """`receives`: the union of the message types that the other end sends."""
+    def __init__(
+        self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Received]
+    ) -> None:
+        """`decoder` is that of the messages that the other end sends."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_a_silent_end(connection)
         self._connection = connection
         self._file = connection.makefile("rb")
-        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
+        self._decoder = decoder
         self._lock = threading.Lock()
 
     def send(self, message: ToRank | FromRank) -> None:

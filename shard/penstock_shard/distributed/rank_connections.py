@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from penstock_shard.distributed.messages import (
+    FROM_RANK,
     REVISION,
     Arrived,
     Failed,
@@ -180,7 +181,7 @@ def _greet(connection: socket.socket, size: int) -> tuple[Hello, MessageSocket[F
     another release or group size.
     """
     connection.settimeout(_HELLO_S)
-    line: MessageSocket[FromRank] = MessageSocket(connection, FromRank)
+    line: MessageSocket[FromRank] = MessageSocket(connection, FROM_RANK)
     try:
         hello = line.receive()
     except (msgspec.DecodeError, TimeoutError):

@@ -22,6 +22,7 @@ from penstock_common.logs import set_up_logging
 from penstock_shard.checkpoint.model_source import resolve_model
 from penstock_shard.distributed.messages import (
     REVISION,
+    TO_RANK,
     Arrived,
     Failed,
     Hello,
@@ -52,7 +53,7 @@ def main() -> int:
     connection = _connect(address, int(port), patiently=place.is_elsewhere)
     if connection is None:
         return 1
-    line: MessageSocket[ToRank] = MessageSocket(connection, ToRank)
+    line: MessageSocket[ToRank] = MessageSocket(connection, TO_RANK)
     line.send(Hello(REVISION, place.rank, place.size, os.getpid(), socket.gethostname()))
     join = line.receive()
     if not isinstance(join, Join):

@@ -46,6 +46,9 @@ class _Content(msgspec.Struct):
     adapters: list[KeptAdapter]
 
 
+_CONTENTS = msgspec.json.Decoder(_Content)
+
+
 class AdapterList:
     """The file of one shard. What cannot be read or written is a line in the log."""
 
@@ -83,7 +86,7 @@ class AdapterList:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ValueError(f"over {_MOST_BYTES} bytes")
-        return msgspec.json.decode(content, type=_Content).adapters
+        return _CONTENTS.decode(content).adapters
 
     def save(self, adapters: list[KeptAdapter]) -> asyncio.Future[None]:
         """Done when the file says so, or a line in the log does not; in the order of calls."""

@@ -36,6 +36,8 @@ _STACK_BYTES = 1 << 20
 _NICENESS = 5
 
 _Message = TypeVar("_Message", Start, Check)
+_STARTS = msgspec.msgpack.Decoder(Start)
+_CHECKS = msgspec.msgpack.Decoder(Check)
 
 
 class ServerGone(Exception):
@@ -50,7 +52,7 @@ def main() -> None:
     os.nice(_NICENESS)
     lanes = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     with contextlib.suppress(ServerGone, ConnectionError):
-        start = _receive(lanes[0], Start)
+        start = _receive(lanes[0], _STARTS)
         compiler = _read_tokenizer(lanes[0], start)
         if compiler is not None:
             _serve(_own_lane(lanes), compiler, start.limits.memory_bytes)
@@ -84,7 +86,7 @@ def _own_lane(lanes: list[socket.socket]) -> socket.socket:
 def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
     """Make one check after the other. Raises `ServerGone`, `ConnectionError`."""
     while True:
-        check = _receive(lane, Check)
+        check = _receive(lane, _CHECKS)
         reading, writing = os.pipe()
         process_id = os.fork()
         if not process_id:
@@ -100,12 +102,12 @@ def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
             lane.sendall(encode_frame(Answer(exit_code=os.waitstatus_to_exitcode(status))))
 
 
-def _receive(lane: socket.socket, kind: type[_Message]) -> _Message:
+def _receive(lane: socket.socket, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
     """The next message. Raises `ServerGone`."""
     body = receive_frame(exactly(lane))
     if body is None:
         raise ServerGone
-    return msgspec.msgpack.decode(body, type=kind)
+    return decoder.decode(body)
 
 
 # ---- in the fork ----

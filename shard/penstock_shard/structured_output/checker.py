@@ -52,6 +52,7 @@ _PIECE_BYTES = 1 << 18
 # A fork that used up its time ends so: by the processor's, or by the clock's.
 _OVERDUE = (-signal.SIGPROF, -signal.SIGALRM)
 
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
 _Result = TypeVar("_Result")
 
 
@@ -300,7 +301,7 @@ class _CheckProcess:
                 body = await read_frame(reader)
             if body is None:
                 raise ConnectionError("it ended without a word")
-            answer = msgspec.msgpack.decode(body, type=Answer)
+            answer = _ANSWERS.decode(body)
             return answer
         except TimeoutError:
             raise ConnectionError(f"no answer in {longest_s:g} s") from None

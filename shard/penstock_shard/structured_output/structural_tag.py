@@ -118,6 +118,10 @@ class _Older(_Fields, tag="structural_tag"):
     triggers: Annotated[tuple[_Text, ...], _NotEmpty]
 
 
+# msgspec reads a type once, and two threads must not make it do so at once: it does at import.
+_READ_ONCE = msgspec.json.Decoder(_Newer), msgspec.json.Decoder(_Older)
+
+
 def read(tag: Any) -> Format:
     """The format that a structural tag, parsed as JSON, has."""
     if _HALF.search(json.dumps(tag, ensure_ascii=False)):

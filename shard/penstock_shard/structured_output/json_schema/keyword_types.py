@@ -60,6 +60,8 @@ _Shapes = msgspec.defstruct(
     ],
     rename={f"field_{index}": keyword for index, keyword in enumerate(_SHAPES)},
 )
+# msgspec reads a type once, and two threads must not make it do so at once: it does at import.
+_READ_ONCE = msgspec.json.Decoder(_Shapes)
 _KEYWORD = re.compile(r"at `\$\.(\$?\w+)")
 
 
