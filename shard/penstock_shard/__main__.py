@@ -12,6 +12,7 @@ from penstock_common.shared_flags import USAGE_STATUS, quiet_grpc
 from penstock_common.version import why_not_imported
 from penstock_shard.cli import parse_config
 from penstock_shard.distributed.node import serve_node
+from penstock_shard.ipc.process_group import adopt_orphans
 
 
 def main() -> int:
@@ -26,6 +27,7 @@ def main() -> int:
     if config.node_rank > 0:
         return serve_node(config)
     quiet_grpc()
+    adopt_orphans()
     try:
         # Imported after parsing, so that --help and bad flags answer at once.
         from penstock_shard.server.app import serve

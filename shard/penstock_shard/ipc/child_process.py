@@ -7,16 +7,18 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock_common.child_environment import child_environment
+from penstock_shard.ipc.process_group import end_group, kill_group
 
 _NOTHING: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class ChildProcess:
-    """`kill` ends it, whatever it is doing; `wait` returns its exit status when it has ended, which
-    is negative for a signal.
+    """`kill` ends it and all that it started, whatever they are doing. `wait` returns its exit
+    status, negative for a signal, when they have ended; it raises `ProcessesRemain` if some do not.
     """
 
     reader: asyncio.StreamReader
@@ -56,4 +58,10 @@ async def start_child(
     except BaseException:  # whatever it was, a process that was started ends itself upon this
         ours.close()
         raise
-    return ChildProcess(reader, writer, process.kill, process.wait)
+
+    async def wait() -> int:
+        status = await process.wait()
+        await end_group(process.pid)
+        return status
+
+    return ChildProcess(reader, writer, partial(kill_group, process.pid), wait)

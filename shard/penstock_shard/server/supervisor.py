@@ -24,6 +24,7 @@ from penstock_shard.ipc import messages
 from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
+from penstock_shard.ipc.process_group import ProcessesRemain
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.adapter_list import AdapterList
@@ -497,19 +498,23 @@ class EngineSupervisor:
 
     async def _stop(self) -> int | None:
         """Close our end, upon which the engine ends itself; kill it if it has not after a second.
-        Returns its exit status.
+        Returns its exit status. Raises EngineFailed if it, or what it started, cannot be ended: the
+        next engine would not have the device's memory.
         """
         process, self._process = self._process, None
         if process is None:
             return None
         process.writer.close()
         try:
-            # Not `wait_for`: before Python 3.12 it loses a cancellation in the turn of the end.
-            async with asyncio.timeout(1.0):
+            try:
+                # Not `wait_for`: before Python 3.12 it loses a cancellation in the turn of the end.
+                async with asyncio.timeout(1.0):
+                    return await process.wait()
+            except TimeoutError:
+                process.kill()
                 return await process.wait()
-        except TimeoutError:
-            process.kill()
-            return await process.wait()
+        except ProcessesRemain as error:
+            raise EngineFailed(str(error)) from None
 
     def _became_ready(self, ready: messages.Ready) -> None:
         self._ready = ready

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ import msgspec
 from penstock_common.child_environment import child_environment
 from penstock_shard.config import ConstraintLimits
 from penstock_shard.ipc.framing import encode_frame, read_frame
+from penstock_shard.ipc.process_group import end_group, kill_group
 from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.check_messages import Answer, Check, Start, patience_s
 from penstock_shard.structured_output.turns import Turns
@@ -314,10 +314,9 @@ class _CheckProcess:
         """Kill the process with its lanes and forks, whatever they are doing."""
         for _, writer in self.lanes:
             writer.transport.abort()
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         await self.process.wait()
+        await end_group(self.process.pid)
         for _, writer in self.lanes:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
