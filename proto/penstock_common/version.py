@@ -1,16 +1,30 @@
-"""The version that is installed, read once as that takes milliseconds; how to install more, and
-what to say of what is missing.
+"""The version, read once as that takes milliseconds; how to install more, and what to say of what is
+missing.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 # The name in `pyproject.toml`.
 DISTRIBUTION = "penstock-llm"
-VERSION = version(DISTRIBUTION)
 # Of what a package says that is broken, in characters.
 _LONGEST_REASON = 300
+
+
+def _version() -> str:
+    """Read the version of what is installed, or of the checkout that is on the path."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        import tomllib
+
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        return str(tomllib.loads(project.read_text("utf-8"))["project"]["version"])
+
+
+VERSION = _version()
 
 
 def how_to_install(extra: str) -> str:
