@@ -1,5 +1,5 @@
-"""The version, read once as that takes milliseconds; how to install more, and what to say of what is
-missing.
+"""The version, read once as that takes milliseconds; how to install more, and what to say of what
+is missing.
 """
 
 from __future__ import annotations

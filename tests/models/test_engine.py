@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from models.driver import load, make_sequence
-from models.runners import make_runner
 from models.reference import OUTPUT_TOKENS, reference
+from models.runners import make_runner
 from models.test_families import VOCABULARY
 from support.budget import in_soak
 

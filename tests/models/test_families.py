@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import abc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from models.driver import Driver, let_generate, load, make_sequence
 from models.reference import OUTPUT_TOKENS, reference
 from support.budget import in_soak

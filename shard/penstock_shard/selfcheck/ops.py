@@ -92,9 +92,7 @@ class _Noise:
 
 
 @torch.inference_mode()
-def _results(
-    ops: Ops, kernels: Sequence[str], *, exact: bool, in_torch: bool
-) -> Iterator[_Result]:
+def _results(ops: Ops, kernels: Sequence[str], *, exact: bool, in_torch: bool) -> Iterator[_Result]:
     """Results of these kernels, or of torch in their place, for the same random numbers."""
     noise = _Noise(ops.device, ops.dtype)
     tolerance = _TOLERANCE[ops.dtype]
