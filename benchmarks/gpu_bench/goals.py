@@ -115,8 +115,9 @@ def _requests(row: Row) -> Iterator[Line]:
 def _attempt(row: Row) -> Iterator[Line]:
     known = ("part", "what", "name", "seconds")
     said = [f"{name} {value}" for name, value in row.items() if name not in known]
+    time = f" ({row['seconds']} s)" if "seconds" in row else ""
     figure = ", ".join(said).removeprefix("found ")
-    yield Line(f"{row['part']}: {row['name']}", f"{figure} ({row['seconds']} s)", "", None)
+    yield Line(f"{row['part']}: {row['name']}", f"{figure}{time}", "", None)
 
 
 def _sampling(row: Row) -> Iterator[Line]:

@@ -20,6 +20,8 @@ from benchmarks.gpu_bench.goals import Row
 _LOG_BYTES = 1_500_000
 _LOGS_BYTES = 12_000_000
 _TRACEBACK = "Traceback (most recent call last):"
+# An error, and stacks of what crashed or took too long.
+_STARTS = (_TRACEBACK, "Fatal Python error: ", "Timeout (")
 _LONGEST_WORDS = 300
 
 
@@ -51,11 +53,18 @@ def write_report(out: Path, folders: Sequence[Path]) -> None:
     logs in the parts' folders.
     """
     rows = read_rows(out)
-    table = goals.table(list(goals.lines(rows)))
-    _replace(out / "summary.txt", "\n".join([*_endings(rows), "", table]) + "\n")
+    _replace(out / "summary.txt", "\n".join([*_endings(rows), "", _table(rows)]) + "\n")
     logs = [log for folder in folders for log in _logs_of(folder)]
     text = "".join(f"==== {log.parent.name}: {log.name}\n{tail(log, _LOG_BYTES)}\n" for log in logs)
     _replace(out / "logs.txt", text[-_LOGS_BYTES:])
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """Make the table. A row that has not what the table shows costs the table, and not the run."""
+    try:
+        return goals.table(list(goals.lines(rows)))
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        return f"There is no table, as of {type(error).__name__}: {error}; rows.json has the rows."
 
 
 def _endings(rows: Sequence[Row]) -> Iterator[str]:
@@ -81,12 +90,16 @@ def tail(log: Path, num_bytes: int) -> str:
 
 
 def last_words(text: str) -> str:
-    """The error that a log tells of last, as its first line says it; else the log's last line."""
+    """Find the error that a log tells of last, and where stacks were written the place; else the
+    log's last line.
+    """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    if _TRACEBACK in lines:
-        after = lines[len(lines) - lines[::-1].index(_TRACEBACK) :]
-        lines = [line for line in after if not line.startswith(" ")][:1] or lines
-    return lines[-1].strip()[:_LONGEST_WORDS] if lines else "it said nothing"
+    starts = [number for number, line in enumerate(lines) if line.startswith(_STARTS)]
+    told = lines[starts[-1] :] if starts else lines[-1:]
+    if told[:1] == [_TRACEBACK]:
+        told = [line for line in told[1:] if not line.startswith(" ")][:1] or lines[-1:]
+    places = [line for line in told if line.startswith("  File ")]
+    return " ".join([*told[:1], *places[:1]])[:_LONGEST_WORDS].strip() or "it said nothing"
 
 
 def _replace(path: Path, text: str) -> None:
