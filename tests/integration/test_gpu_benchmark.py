@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tarfile
 import time
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.processes import is_alive, wait_until
+from support.processes import Router, Shard, is_alive, running, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -296,25 +297,37 @@ def test_a_command_that_cannot_be_run_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_a_machine_on_which_penstock_is_not_installed_serves_from_a_checkout(
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("torch")
-    bare, out = tmp_path / "bare", tmp_path / "out"
-    bare.mkdir()
-    # All that is installed here, but penstock; the interpreter's own packages are others.
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of a machine on which all is installed that is here, but penstock. Processes are run
+    by the interpreter of `.venv`, outside of it.
+    """
+    packages = tmp_path / "packages"
+    packages.mkdir()
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if "penstock" not in path.name:
-            (bare / path.name).symlink_to(path)
-    python: str = getattr(sys, "_base_executable", sys.executable)
-    hidden = [python, "-c", "import importlib.metadata as m; m.version('penstock-llm')"]
-    assert "PackageNotFoundError" in _run(hidden, PYTHONPATH=str(bare)).stderr
-    command = [python, *_command(_SCRIPT, out, 100, "http")[1:]]
-    done = _run(command, PYTHONPATH=str(bare), OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stdout + (out / "logs.txt").read_text()
-    assert [row["api"] for row in _rows(out, "requests")] == ["completions", "chat"]
-    # Each id that is drawn is text, so there are streams whose time can be told.
-    assert all(row["ttft_p50_ms"] > 0 and row["tpot_p50_ms"] > 0 for row in _rows(out, "requests"))
+            (packages / path.name).symlink_to(path)
+    monkeypatch.setattr(sys, "executable", getattr(sys, "_base_executable", sys.executable))
+    asks = [sys.executable, "-c", "import importlib.metadata as m; m.version('penstock-llm')"]
+    assert "PackageNotFoundError" in _run(asks, PYTHONPATH=str(packages)).stderr
+    checkout = [str(ROOT / name) for name in ("proto", "client", "router", "shard")]
+    return os.pathsep.join([*checkout, str(packages)])
+
+
+def test_a_checkout_on_the_path_serves_where_penstock_is_not_installed(
+    bare: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "penstock_cli.main"]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert _run([*command, "--version"], PYTHONPATH=bare).stdout == f"penstock {version}\n"
+    shard = Shard(tmp_path / "shard.log", python_path=bare)
+    with running(shard):
+        router = Router(tmp_path / "router.log", [shard.address], python_path=bare)
+        with running(router):
+            assert json.loads(router.ask("/version")[1]) == {"version": version}
+            load = [*command, "bench", "--url", router.url, "--requests", "2", "--json"]
+            done = _run(load, PYTHONPATH=bare)
+    assert json.loads(done.stdout)["requests"] == 2, done.stderr
 
 
 @pytest.mark.soak
