@@ -30,7 +30,7 @@ _INSTALL_S = 1800
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
-def _runs(python: Path | str) -> bool:
+def _runs(python: Path) -> bool:
     try:
         done = subprocess.run([python, "-V"], capture_output=True, check=False)
     except OSError:
@@ -38,11 +38,11 @@ def _runs(python: Path | str) -> bool:
     return done.returncode == 0
 
 
-def _python() -> Path | str:
+def _python() -> Path:
     """Find the one on the path, or one that was installed beside the Python that runs this."""
     base = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     beside = sorted(base.parents[2].glob("3.12.*/bin/python3.12"))
-    found = next((python for python in ("python3.12", *beside) if _runs(python)), None)
+    found = next((python for python in (Path("python3.12"), *beside) if _runs(python)), None)
     if found is None:
         pytest.skip("there is no Python 3.12")
     return found
