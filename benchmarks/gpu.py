@@ -7,7 +7,7 @@
 Weights are random, in the shapes of models people serve. Each part runs in a process of its own
 with a bound on its time; one that hangs writes its stacks to its log and is ended with all that it
 started, and the others go on. --out has rows.json with each row once it is found, summary.txt with
-the table and logs.txt after every part, and triton-cache.tar.xz at the end: the compiled kernels,
+the table and logs.txt after every part, and triton-cache.tar.gz at the end: the compiled kernels,
 for the next run on such a device. With --tiny the same runs on a processor in a few minutes: its
 figures mean nothing, and its goals are not met.
 
@@ -56,6 +56,9 @@ from benchmarks.gpu_bench.run_parts import Run, run_together
 
 # Less has no room for a part.
 _LEAST_S = 15
+_WHEELS_S = 60.0
+# Left when compiled kernels must be packed.
+_LAST_S = 1.5
 
 
 def main() -> int:
@@ -130,8 +133,9 @@ def _run(args: argparse.Namespace, scratch: Path, until_s: float) -> None:
     """Run all parts, then pack what was compiled; also where a signal ends the part that runs."""
     add_rows(args.out, _about(args))
     site = scratch / "site"
-    if args.wheels and (wrong := prepare.install_wheels(args.wheels, site)):
-        add_rows(args.out, {"what": "part failed", "part": "wheels", "failed": wrong})
+    if args.wheels:
+        bound_s = min(_WHEELS_S, until_s - time.monotonic())
+        _note(args.out, "wheels", prepare.install_wheels(args.wheels, site, bound_s))
     kernels = prepare.unpack_kernels(args.triton_cache, scratch / "kernels")
     command = [sys.executable, *sys.argv[:1], "--out", str(args.out), "--device", args.device]
     command += ["--tiny"] if args.tiny else []
@@ -144,7 +148,15 @@ def _run(args: argparse.Namespace, scratch: Path, until_s: float) -> None:
             run_together({name: PARTS[name].bound_s for name in group}, run)
     finally:
         write_report(args.out, run.folders())
-        prepare.pack_kernels(kernels, args.out, until_s - time.monotonic() - 1)
+        within_s = until_s - time.monotonic() - _LAST_S
+        _note(args.out, "triton-cache", prepare.pack_kernels(kernels, args.out, within_s))
+
+
+def _note(out: Path, what: str, failed: str) -> None:
+    """Note what went wrong before or after the parts, if anything did."""
+    if failed:
+        add_rows(out, {"what": "part failed", "part": what, "failed": failed})
+        print(f"{what}: {failed}", file=sys.stderr)
 
 
 def _about(args: argparse.Namespace) -> Row:

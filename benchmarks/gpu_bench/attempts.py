@@ -89,10 +89,11 @@ def make_attempts(attempts: Attempts, device: str, first: int, count: int | None
     with os.fdopen(os.dup(1), "w") as says:
         os.dup2(2, 1)
         names = list(attempts)
+        bound_s = _EACH_S if count is None else _SANITIZER_S
         for number in range(first, len(names) if count is None else first + count):
             name = names[number]
             _say(says, {"number": number, "name": name})
-            faulthandler.dump_traceback_later(_EACH_S, exit=True)
+            faulthandler.dump_traceback_later(bound_s, exit=True)
             begun_s = time.perf_counter()
             found = attempts[name]()
             _settle(device)

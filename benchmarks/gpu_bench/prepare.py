@@ -14,8 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _PACKAGES = ("proto", "client", "router", "shard")
-_WHEELS_S = 60.0
-_ARCHIVE = "triton-cache.tar.xz"
+_ARCHIVE = "triton-cache.tar.gz"
 
 
 def allow_many_files() -> None:
@@ -27,17 +26,17 @@ def allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-def install_wheels(wheels: Path, site: Path) -> str:
+def install_wheels(wheels: Path, site: Path, within_s: float) -> str:
     """Install all wheels of a folder into another, asking no index. Returns what went wrong."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     command += ["--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
     command += ["--target", str(site), *map(str, sorted(wheels.glob("*.whl")))]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_WHEELS_S, check=False
+            command, capture_output=True, text=True, timeout=within_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"pip did not end within {_WHEELS_S:.0f} s"
+        return f"pip did not end within {within_s:.0f} s"
     return done.stderr.strip()[-2000:] if done.returncode else ""
 
 
@@ -61,8 +60,8 @@ def pack_kernels(cache: Path, out: Path, within_s: float) -> str:
     command = [sys.executable, "-m", "tarfile", "--create", str(new), cache.name]
     try:
         subprocess.run(command, cwd=cache.parent, timeout=within_s, check=True)
-    except subprocess.TimeoutExpired:
-        return f"{cache}: not packed within {within_s:.0f} s"
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        return str(error)
     beside = out / f"{_ARCHIVE}.new"
     shutil.copyfile(new, beside)
     beside.replace(out / _ARCHIVE)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu_bench import marks
-from benchmarks.gpu_bench.results import add_rows, last_words, tail, write_report
+from benchmarks.gpu_bench.results import add_rows, last_words, read_rows, tail, write_report
 
 _POLL_S = 0.1
 # Between looks at the logs of parts that run.
@@ -47,9 +47,9 @@ class Run:
         return str(self.scratch)
 
     def folders(self) -> list[Path]:
-        """The folders of the parts so far, in their order."""
-        made = [path for path in self.scratch.iterdir() if (path / "log").exists()]
-        return sorted(made, key=lambda path: path.stat().st_ctime_ns)
+        """List the folders of the parts so far, in their order."""
+        rows = read_rows(self.out)
+        return [self.scratch / row["part"] for row in rows if row["what"] == "begun"]
 
     def left_s(self) -> float:
         """The time that is left for parts."""

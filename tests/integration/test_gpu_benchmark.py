@@ -210,7 +210,7 @@ def test_a_run_that_is_told_to_end_says_so_and_ends_all(script: Path, tmp_path: 
         assert not scratch.exists()
     assert _left_behind(out) == []
     assert "forever: the run was ended" in (out / "summary.txt").read_text()
-    assert (out / "triton-cache.tar.xz").exists()
+    assert (out / "triton-cache.tar.gz").exists()
 
 
 @contextlib.contextmanager
@@ -256,7 +256,7 @@ def test_kernels_and_wheels_are_carried_in_and_kernels_out(script: Path, tmp_pat
     done = _run(_command(script, out, 60, *flags, "finds"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["carried"] for row in _rows(out, "note")] == [["carried"]]
-    with tarfile.open(out / "triton-cache.tar.xz") as packed:
+    with tarfile.open(out / "triton-cache.tar.gz") as packed:
         assert {Path(name).name for name in packed.getnames()} >= {"carried", "compiled"}
 
 

@@ -63,11 +63,11 @@ def triton_fault(
         from penstock_shard.ops.triton_ops import TritonOps
 
         ops = TritonOps(device, dtype, weights, SdpaBackend(), exact=exact)
-        ours = list(_results(ops, kernels, exact=exact, in_torch=False))
+        ours = list(_results(ops, exact=exact, in_torch=False, kernels=kernels))
     except device_failures() as error:
         return f"Triton fails on {device} with {type(error).__name__}: {first_line(error)}"
     plain = TorchOps(device, dtype, weights, SdpaBackend())
-    theirs = _results(plain, kernels, exact=exact, in_torch=True)
+    theirs = _results(plain, exact=exact, in_torch=True, kernels=kernels)
     for (name, got, tolerance), (_, want, _) in zip(ours, theirs, strict=True):
         errors = (got.double() - want.double()).abs() / (1 + want.double().abs())
         worst = float(errors.amax())
@@ -92,7 +92,9 @@ class _Noise:
 
 
 @torch.inference_mode()
-def _results(ops: Ops, kernels: Sequence[str], *, exact: bool, in_torch: bool) -> Iterator[_Result]:
+def _results(
+    ops: Ops, *, exact: bool, in_torch: bool, kernels: Sequence[str] = KERNELS
+) -> Iterator[_Result]:
     """Results of these kernels, or of torch in their place, for the same random numbers."""
     noise = _Noise(ops.device, ops.dtype)
     tolerance = _TOLERANCE[ops.dtype]
