@@ -48,7 +48,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu_bench import attempts, marks, prepare
+from benchmarks.gpu_bench import attempts, bare_machine, marks
 from benchmarks.gpu_bench.goals import Row
 from benchmarks.gpu_bench.parts import FULL, PARTS, TINY
 from benchmarks.gpu_bench.results import add_rows, read_rows, write_report
@@ -67,7 +67,7 @@ def main() -> int:
     if args.run is not None:
         _run_part(args)
         return 0
-    prepare.allow_many_files()
+    bare_machine.allow_many_files()
     # Raises SystemExit where the run is, so that all is ended and written.
     signal.signal(signal.SIGTERM, _end)
     scratch = Path(tempfile.mkdtemp(prefix="gpu-parts-"))
@@ -135,12 +135,16 @@ def _run(args: argparse.Namespace, scratch: Path, until_s: float) -> None:
     site = scratch / "site"
     if args.wheels:
         bound_s = min(_WHEELS_S, until_s - time.monotonic())
-        _note(args.out, "wheels", prepare.install_wheels(args.wheels, site, bound_s))
-    kernels = prepare.unpack_kernels(args.triton_cache, scratch / "kernels")
+        _note(args.out, "wheels", bare_machine.install_wheels(args.wheels, site, bound_s))
+    kernels = bare_machine.unpack_kernels(args.triton_cache, scratch / "kernels")
     command = [sys.executable, *sys.argv[:1], "--out", str(args.out), "--device", args.device]
     command += ["--tiny"] if args.tiny else []
     run = Run(
-        command, prepare.environment(scratch, site, kernels), args.out, scratch / "parts", until_s
+        command,
+        bare_machine.environment(scratch, site, kernels),
+        args.out,
+        scratch / "parts",
+        until_s,
     )
     run.scratch.mkdir()
     try:
@@ -149,7 +153,7 @@ def _run(args: argparse.Namespace, scratch: Path, until_s: float) -> None:
     finally:
         write_report(args.out, run.folders())
         within_s = until_s - time.monotonic() - _LAST_S
-        _note(args.out, "triton-cache", prepare.pack_kernels(kernels, args.out, within_s))
+        _note(args.out, "triton-cache", bare_machine.pack_kernels(kernels, args.out, within_s))
 
 
 def _note(out: Path, what: str, failed: str) -> None:
@@ -172,7 +176,7 @@ def _commit(args: argparse.Namespace) -> str:
         return "unknown"
     found = subprocess.run(
         [git, "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=prepare.ROOT, capture_output=True, text=True, check=False,
+        cwd=bare_machine.ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return found.stdout.strip() or "unknown"
 

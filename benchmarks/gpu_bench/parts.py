@@ -88,9 +88,9 @@ class Part:
 
 
 def _env(size: Size, device: str, folder: Path) -> Attempts:
-    from benchmarks.gpu_bench import environment
+    from benchmarks.gpu_bench import bare_machine
 
-    return environment.attempts(device)
+    return bare_machine.attempts(device)
 
 
 def _checks(size: Size, device: str, folder: Path) -> Attempts:

@@ -1,14 +1,20 @@
-"""What a machine has: packages beside those that pyproject.toml asks for, tools, what imports."""
+"""A machine that may be bare: the part that looks at it, and what it is given: wheels in a folder
+of their own, compiled kernels of an earlier run, and an environment in which parts find both.
+
+Imports torch only where a part tries it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 import tomllib
 from collections.abc import Iterator
@@ -20,20 +26,94 @@ from pathlib import Path
 
 from benchmarks.gpu_bench.attempts import Attempts
 from benchmarks.gpu_bench.goals import Row
-from benchmarks.gpu_bench.prepare import ROOT
 
+ROOT = Path(__file__).parents[2]
+_PACKAGES = ("proto", "client", "router", "shard")
+_ARCHIVE = "triton-cache.tar.gz"
 _EXTRAS = ("router", "shard", "fake", "client")
 _MODULES = (
     *("torch", "triton", "transformers", "penstock_proto.shard_pb2_grpc"),
     *("penstock_shard.server.app", "penstock_shard.engine.main"),
     *("penstock_router.app", "penstock_cli.main"),
 )
-# Libraries that are not loaded, and how many of the largest are read.
+# Large libraries of which a shard uses little, and how many of the others are read.
 _UNUSED = ("cudnn", "nvshmem", "cufft", "nccl")
 _MOST_LIBRARIES = 24
 _READERS = 8
 _PIECE_BYTES = 2**24
 _SMI = "name,memory.total,memory.used,clocks.sm,clocks.mem,power.limit,driver_version"
+
+
+def allow_many_files() -> None:
+    """Raise the limit of open files, as there are thousands of connections. Allow no core files:
+    parts that are made to tell where they hang would leave them.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def install_wheels(wheels: Path, site: Path, within_s: float) -> str:
+    """Install all wheels of a folder into another, asking no index. Returns what went wrong."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    command += ["--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
+    command += ["--target", str(site), *map(str, sorted(wheels.glob("*.whl")))]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=within_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"pip did not end within {within_s:.0f} s"
+    return done.stderr.strip()[-2000:] if done.returncode else ""
+
+
+def unpack_kernels(archive: Path | None, folder: Path) -> Path:
+    """Unpack an archive with one folder of compiled kernels. Returns the path of that folder, which
+    is new without an archive.
+    """
+    folder.mkdir()
+    if archive is None:
+        (folder / "triton").mkdir()
+    else:
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+    (cache,) = folder.iterdir()
+    return cache
+
+
+def pack_kernels(cache: Path, out: Path, within_s: float) -> str:
+    """Pack the compiled kernels into an archive in `out`. Returns what went wrong."""
+    new = cache.with_name(_ARCHIVE)
+    command = [sys.executable, "-m", "tarfile", "--create", str(new), cache.name]
+    try:
+        subprocess.run(command, cwd=cache.parent, timeout=within_s, check=True)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        return str(error)
+    beside = out / f"{_ARCHIVE}.new"
+    shutil.copyfile(new, beside)
+    beside.replace(out / _ARCHIVE)
+    return ""
+
+
+def environment(scratch: Path, site: Path, kernels: Path) -> dict[str, str]:
+    """The environment of parts: this checkout's packages, installed or not, and the wheels'."""
+    path = [str(site), *(str(ROOT / package) for package in _PACKAGES)]
+    return {
+        "PENSTOCK_CACHE": str(scratch / "cache"),
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONUNBUFFERED": "1",
+        # Upon SIGABRT Python writes the stacks of all threads, in servers and engines too.
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")])),
+        "TRITON_CACHE_DIR": str(kernels),
+        "TRITON_STORE_BINARY_ONLY": "1",
+        # torch's profiler crashes when it is begun again beside CUDA graphs, unless CUPTI is kept;
+        # torch sees to that only for graphs of its own compiler.
+        "TEARDOWN_CUPTI": "0",
+        "DISABLE_CUPTI_LAZY_REINIT": "1",
+    }
 
 
 def attempts(device: str) -> Attempts:
