@@ -166,8 +166,8 @@ class Metrics:
     def _add_records(self) -> None:
         self.store_failures = self._counter(
             "store_failures",
-            "Calls of the response store that failed: its disk is full or damaged, or it is so "
-            "slow that too many wait.",
+            "Calls of the response store that failed: its disk is full or damaged, its file was "
+            "removed or replaced, or it is so slow that too many wait.",
         )
         self.audit_dropped = self._counter(
             "audit_dropped", "Records that the audit log could not write (--audit-log)."
