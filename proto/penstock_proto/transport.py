@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final
 
 import grpc
 
-from penstock_common.tls import FileReloader, Tls, check_server_files, read_file
+from penstock_common.tls import FileReloader, OnLoad, Tls, check_server_files, read_file
 
 # A prompt of a million ids is 4 MB; the limit leaves room for log-probabilities beside it.
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -86,7 +87,9 @@ class Connector:
         self._server_name = None if tls is None else tls.server_name
         self._certificates: FileReloader[grpc.ChannelCredentials] | None = None
         if tls is not None:
-            self._certificates = FileReloader(tls.files, lambda: _channel_credentials(tls))
+            self._certificates = FileReloader(
+                tls.files, lambda: _channel_credentials(tls), on_load=tls.on_load
+            )
         # gRPC's targets for addresses that are not to be resolved.
         self._targets: dict[str, str] = {}
 
@@ -197,27 +200,50 @@ def explain(details: str) -> str:
 # ---- A shard's end -----------------------------------------------------------------------------
 
 
-def server_credentials(
-    cert_file: str, key_file: str, client_ca_file: str | None = None
-) -> grpc.ServerCredentials:
-    """Of a server that takes changed files for the next connection. With `client_ca_file` clients
-    must show a certificate of those authorities.
+class ServerCertificates:
+    """A server's certificate and key, in files: the next connection gets what they hold by then."""
 
-    Raises `TlsFilesUnusable`.
-    """
+    def __init__(
+        self,
+        cert_file: str,
+        key_file: str,
+        client_ca_file: str | None = None,
+        on_load: OnLoad = lambda contents: None,
+    ) -> None:
+        """With `client_ca_file` clients must show a certificate of those authorities. `on_load`
+        gets what the files hold, in the order of the arguments.
 
-    def make() -> grpc.ServerCertificateConfiguration:
-        check_server_files(cert_file, key_file, client_ca_file)
-        return grpc.ssl_server_certificate_configuration(
-            [(read_file(key_file), read_file(cert_file))],
-            None if client_ca_file is None else read_file(client_ca_file),
+        Raises `TlsFilesUnusable`.
+        """
+
+        def make() -> grpc.ServerCertificateConfiguration:
+            check_server_files(cert_file, key_file, client_ca_file)
+            return grpc.ssl_server_certificate_configuration(
+                [(read_file(key_file), read_file(cert_file))],
+                None if client_ca_file is None else read_file(client_ca_file),
+            )
+
+        files = [cert_file, key_file, *([] if client_ca_file is None else [client_ca_file])]
+        # gRPC asks from threads of its own.
+        self._lock = threading.Lock()
+        self._files = FileReloader(files, make, on_load=on_load)
+        self._given = self._files.value
+        # None says that nothing has changed, which the stubs do not know.
+        self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+            self._given,
+            self._changed,  # type: ignore[arg-type]
+            client_ca_file is not None,
         )
 
-    files = [cert_file, key_file, *([] if client_ca_file is None else [client_ca_file])]
-    certificates = FileReloader(files, make)
-    # None says that nothing has changed, which the stubs do not know.
-    return grpc.dynamic_ssl_server_credentials(
-        certificates.value,
-        certificates.renew,  # type: ignore[arg-type]
-        client_ca_file is not None,
-    )
+    def look(self) -> None:
+        """Load the files if they have changed, also while nobody connects."""
+        with self._lock:
+            self._files.renew()
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        with self._lock:
+            self._files.renew()
+            if self._files.value is self._given:
+                return None
+            self._given = self._files.value
+            return self._given

@@ -34,7 +34,7 @@ from penstock_client import (
     SyncShardClient,
     Tls,
 )
-from penstock_proto.transport import server_credentials
+from penstock_proto.transport import ServerCertificates
 
 _CLOSED = "it closes connections at once"
 _REFUSED = "the shard's certificate is refused"
@@ -78,7 +78,7 @@ def _server(pair: Pair | None, client_ca: Path | None = None, port: int = 0) -> 
         port = server.add_insecure_port(address)
     else:
         ca = None if client_ca is None else str(client_ca)
-        credentials = server_credentials(str(pair.cert), str(pair.key), ca)
+        credentials = ServerCertificates(str(pair.cert), str(pair.key), ca).credentials
         port = server.add_secure_port(address, credentials)
     server.start()
     try:
