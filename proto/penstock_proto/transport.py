@@ -154,15 +154,29 @@ def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
 
 # What `explain` makes of a port at which nobody listens.
 CONNECTION_REFUSED = "connection refused: start the shard, or correct its address"
+# Of a host that is down, or is none.
+HOST_SILENT = "its host does not answer: it is down, or a firewall drops what is sent to it"
+HOST_UNREACHABLE = "there is no way to its host: it is down, or the network is"
+HOST_UNKNOWN = "its host name cannot be resolved: correct the address"
 # And where a router's port was given for a shard's.
 SPEAKS_HTTP = "an HTTP server answers there, such as a router: give the address of a shard"
+# All that is to be seen from here: whoever refuses a certificate tells it nobody.
+CLOSES_AT_ONCE = (
+    "it closes connections at once: one side alone uses TLS, or it wants a client certificate and "
+    "ours is missing, expired or of another authority"
+)
 
 # What gRPC says of a failed call, and what is said in its place; the first that fits.
-_EXPLANATIONS = (
+_CAUSES = (
     (r"Failed to connect to remote host: Connection refused", CONNECTION_REFUSED),
+    (r"errors resolving|DNS resolution failed", HOST_UNKNOWN),
+    (r"failed to connect.*(No route to host|Network is unreachable)", HOST_UNREACHABLE),
+    # The connection did not come about in the time for it.
+    (r"failed to connect.*tcp handshaker shutdown", HOST_SILENT),
+    # It did, and nobody says anything on it: in the clear, or by TLS.
     (
-        r"errors resolving|DNS resolution failed",
-        "its host name cannot be resolved: correct the address",
+        r"failed to connect.*(before receiving SETTINGS|Handshake read failed \(Endpoint closing)",
+        "it accepts connections and does not answer: it hangs, or is stopped",
     ),
     (r"Trying to connect an http1|Failed parsing HTTP/2", SPEAKS_HTTP),
     (
@@ -182,19 +196,29 @@ _EXPLANATIONS = (
         r"handshake failed.*?SSL_ERROR_SSL: [^:]*:[^:]*:[^:]*:[^:]*:([^:]+)",
         r"TLS handshake failed: \1",
     ),
-    # All that is to be seen from here: whoever refuses a certificate tells it nobody.
+    (r"failed to connect to all addresses.*(Socket closed|Connection reset)", CLOSES_AT_ONCE),
+)
+# Of a connection that there was: they say that it ended, and not why.
+_SYMPTOMS = (
     (
-        r"failed to connect to all addresses.*(Socket closed|Connection reset)",
-        "it closes connections at once: one side alone uses TLS, or it wants a client "
-        "certificate and ours is missing, expired or of another authority",
+        r"^(Socket closed|Connection reset.*|Broken pipe|(recv|send)msg:.*|GOAWAY.*|ping timeout"
+        r"|keepalive watchdog timeout)$",
+        "the connection broke: its process ended, or the network failed",
     ),
+    (r"^Cancelling all calls$", "its server was stopped"),
 )
 
 
 def explain(details: str) -> str:
     """gRPC's text for a failed call, replaced if it hides the reason."""
-    found = ((re.search(pattern, details), text) for pattern, text in _EXPLANATIONS)
+    known = (*_CAUSES, *_SYMPTOMS)
+    found = ((re.search(pattern, details), text) for pattern, text in known)
     return next((match.expand(text) for match, text in found if match), details)
+
+
+def names_cause(explained: str) -> bool:
+    """Tell whether what `explain` gave says why, so that somebody can do something."""
+    return any(explained.startswith(text.partition("\\")[0]) for _, text in _CAUSES)
 
 
 # ---- A shard's end -----------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class _Shard:
     """One of a fleet."""
 
     address = "shard"
-    info = None
+    info = last_info = None
     load = LoadReport()
     ready = True
     connected = True
