@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 # From so long before its end a certificate is warned of.
 WARN_S = 14 * 24 * 3600.0
 
-_PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)
+_BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
 # Tags of DER: the version, which a certificate may lack; a date whose year has two digits.
 _VERSION = 0xA0
 _UTC_TIME = 0x17
@@ -72,9 +71,9 @@ class CertificateDates:
 def expiry_dates(pem: bytes) -> list[float]:
     """Unix times at which the certificates of a file expire; leaves out what it cannot read."""
     dates = []
-    for block in _PEM.finditer(pem):
+    for block in pem.split(_BEGIN)[1:]:
         with contextlib.suppress(ValueError, IndexError, OverflowError):
-            dates.append(_not_after(base64.b64decode(block[1])))
+            dates.append(_not_after(base64.b64decode(block.partition(_END)[0])))
     return dates
 
 

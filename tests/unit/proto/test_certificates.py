@@ -16,6 +16,8 @@ from penstock_common.certificates.expiry import CertificateDates, expiry_dates
 from penstock_common.tls import Tls
 from penstock_proto.transport import Connector, ServerCertificates
 from penstock_router.server.https import HttpsFiles
+from penstock_shard.config import ShardConfig
+from penstock_shard.server.app import _certificates
 
 NOW = datetime(2030, 6, 1, tzinfo=UTC)
 
@@ -138,6 +140,23 @@ def test_a_file_that_is_read_again_has_its_new_date_and_one_that_is_refused_has_
     loaded._looked_s -= 10  # type: ignore[attr-defined]
     loaded.renew()  # type: ignore[attr-defined]
     assert dates.expires_at == {"flag": (NOW + timedelta(days=50)).timestamp()}
+
+
+def test_a_shard_warns_of_its_own_certificate_and_notes_all_of_its_files(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, dates = authority.issue("localhost", expired=True), CertificateDates()
+    config = ShardConfig(
+        tls_cert_file=str(pair.cert),
+        tls_key_file=str(pair.key),
+        tls_client_ca_file=str(authority.file),
+    )
+    assert _certificates(config, dates) is not None
+    assert set(dates.expires_at) == {"--tls-cert-file", "--tls-client-ca-file"}
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"--tls-cert-file {pair.cert}: the certificate has expired at 2021-01-01"
+    )
 
 
 def test_a_look_of_ours_does_not_keep_the_next_connection_from_new_files(
