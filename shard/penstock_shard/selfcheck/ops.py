@@ -41,8 +41,9 @@ _COLUMNS, _DEPTH = 40, 72
 _ROWS = (_TOKENS, 70)
 # Experts, and tokens with two experts each: one count for each of the two tile heights.
 _EXPERTS, _ROUTED = 3, (2, 50)
-# Logits in a row to draw from: more than a kernel reads at once.
+# Logits in a row to draw from: more than a kernel reads at once; and more than one lists.
 _VOCABULARY = 5000
+_RANKED = 20_000
 
 # A kernel's name for messages, its result, and the largest difference; None: no difference.
 _Result = tuple[str, Tensor, float | None]
@@ -99,7 +100,7 @@ def _results(ops: Ops, *, exact: bool, in_torch: bool) -> Iterator[_Result]:
     if multiplies_fp8(ops.device):
         values, scales = _rounding(in_torch)(noise.rows(_TOKENS, _DEPTH))
         yield "rounding", values.float() * scales, _FP8_STEP
-    yield "drawing", _drawn(noise, ops.device, in_torch), None
+    yield "drawing by rank", _ranked(noise, ops, in_torch), None
     yield "drawing by id", _drawn_by_id(noise, ops, in_torch), None
 
 
@@ -194,25 +195,27 @@ def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     return round_rows
 
 
-def _drawn(noise: _Noise, device: torch.device, in_torch: bool) -> Tensor:
-    """Tokens drawn for three rows; the second is settled, and the third has a floor."""
+def _ranked(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
+    """Tokens drawn in the order of the logits: with top-p, of a flat row and of a peaked one; with
+    top-k; and with all that there is.
+    """
     # Rounded so that there are many ties.
-    scaled = (noise.wide(3, _VOCABULARY).abs() * -16).round() / 16
-    weights = (scaled.exp() * 2.0**42).long()
-    goal = weights.sum(dim=1, keepdim=True) * 15 // 16
-    floor = torch.zeros_like(goal)
-    floor[2] = weights[2].amax() // 4
-    uniform = torch.full_like(goal, 0.9, dtype=torch.float64)
-    settled = torch.zeros_like(goal, dtype=torch.bool)
-    settled[1] = True
-    tokens = torch.full((3,), -1, device=device)
-    if in_torch:
-        drawn = _drawn_by_sorting(scaled, weights, goal, floor, uniform)
-        return torch.where(settled.squeeze(1), tokens, drawn)
-    from penstock_shard.kernels.triton_draw import draw_unsettled
+    spread = torch.tensor([0.5, 4.0, 1.0, 2.0], device=ops.device).unsqueeze(1)
+    logits = ((noise.wide(4, _RANKED) * spread * 16).round() / 16).to(ops.dtype)
+    best, one, rows = logits.amax(dim=1), 2.0**42, [2, 0, 3, 1]
+    limits = [[0.7, 50, 1, 0], [1.0, 0, 0.9, 0], [1.5, 900, 0.8, one // 4], [0.5, 0, 0.95, 0]]
+    settings = torch.tensor(
+        [[row, *limit, 0.9] for row, limit in zip(rows, limits, strict=True)],
+        dtype=torch.float64,
+        device=ops.device,
+    )
+    if not in_torch:
+        from penstock_shard.kernels.triton_rank import draw_ranked
 
-    draw_unsettled(scaled, weights, goal, floor, uniform, settled, tokens)
-    return tokens
+        return draw_ranked(logits, best, settings, one)
+    temperature = settings[:, 1:2].float()
+    scaled = (logits[rows].float() - best[rows].float().unsqueeze(1)) / temperature
+    return _drawn_by_sorting(scaled, settings, one)
 
 
 def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
@@ -241,15 +244,18 @@ def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
     return torch.searchsorted(cumulative, goal, right=True).squeeze(1)
 
 
-def _drawn_by_sorting(
-    scaled: Tensor, weights: Tensor, goal: Tensor, floor: Tensor, uniform: Tensor
-) -> Tensor:
-    """The tokens that `draw_unsettled` should draw, int64 [n]."""
-    order = scaled.sort(dim=1, descending=True, stable=True).indices
-    ordered = weights.gather(1, order)
-    cumulative = ordered.cumsum(1)
-    above = (ordered >= floor).sum(dim=1, keepdim=True)
+def _drawn_by_sorting(scaled: Tensor, settings: Tensor, one: float) -> Tensor:
+    """The tokens that `draw_ranked` should draw, int64 [n]."""
+    top_k, top_p, floor, share = settings[:, 2:].unsqueeze(2).unbind(1)
+    ordered, order = scaled.sort(dim=1, descending=True, stable=True)
+    weights = (ordered.exp() * one).long()
+    limit = torch.where(top_k > 0, top_k, scaled.shape[1]).long()
+    weights[torch.arange(scaled.shape[1], device=scaled.device) >= limit] = 0
+    cumulative = weights.cumsum(1)
+    # 1 of a total may round up.
+    goal = torch.minimum((top_p * cumulative[:, -1:]).ceil().long(), cumulative[:, -1:])
+    above = (weights >= floor).sum(dim=1, keepdim=True)
     count = torch.minimum(torch.searchsorted(cumulative, goal) + 1, above)
     kept = cumulative.gather(1, count - 1)
-    place = torch.searchsorted(cumulative, (uniform * kept).long(), right=True)
+    place = torch.searchsorted(cumulative, (share * kept).long(), right=True)
     return order.gather(1, place).squeeze(1)
